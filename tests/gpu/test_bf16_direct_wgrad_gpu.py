@@ -9,14 +9,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.hopper_cases import FP8, fill_free_memory, raw
-from gpu.plain_engine_cases import ARCH, SWIGLU, build, make_case, relative
+from gpu.engine_cases import (
+    ARCH,
+    FP8,
+    REFERENCE,
+    SWIGLU,
+    build,
+    fill_free_memory,
+    make_case,
+    raw,
+    relative,
+)
+from gpu.gradient_memory import LAYOUTS, Memory, ids
+from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
@@ -39,14 +49,11 @@ from sonicmoe.layouts import WeightLayout
 pytestmark = pytest.mark.gpu
 
 GELU = ActivationType.GELU
-OURS, REFERENCE = Bf16Engine(), ReferenceEngine()
+OURS = Bf16Engine()
 CLASSES = ("sm90", "sm120")
 # (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
 SHAPES = [(700, 512, 384, 6, 3), (300, 264, 200, 4, 2), (130, 2880, 72, 1, 1), (600, 128, 136, 130, 4)]  # fmt: skip
-LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
-EVERY_LAYOUT = pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda v: f"{'HN' if v.transposed else 'NH'}-{'halves' if v.split_half else 'turns'}"
-)  # fmt: skip
+ARRANGEMENTS = ("stacked", "stacked_slices", "padded", "stacked_permuted", "experts_inside")
 
 
 def tilings(family):
@@ -78,75 +85,6 @@ def compiled(family):
         yield
 
 
-class Memory:
-    """Stacked gradient memory of one layer within larger allocations of known bytes, and what these
-    must hold after additions.
-    """
-
-    def __init__(self, case, layout, arrangement):
-        (experts, n1, hidden), inner = case.weights[0].shape, int(case.weights[1].shape[2])
-        self.allocations, self.sizes = [], (n1, hidden, inner)
-        shapes = ((n1, hidden), (hidden, inner))
-        shapes = [shape[::-1] if layout.transposed else shape for shape in shapes]
-        make = getattr(self, arrangement)
-        self.tensors = [make(experts, *shape) for shape in shapes]
-        self.targets = ParameterTargets(
-            *(WeightTarget.stacked(tensor, experts, layout) for tensor in self.tensors)
-        )
-        self.wanted = [memory.clone() for memory in self.allocations]
-
-    def allocate(self, *shape):
-        generator = torch.Generator("cuda").manual_seed(len(self.allocations))
-        self.allocations.append(torch.randn(shape, generator=generator, device="cuda"))
-        return self.allocations[-1]
-
-    def contiguous(self, experts, m, n):
-        """Strangers before and behind it."""
-        return self.allocate(experts * m * n + 64)[36:-28].view(experts, m, n)
-
-    def slices(self, experts, m, n):
-        """Equally far apart in a communication buffer that holds other gradients too."""
-        return self.allocate(experts, m * n + 12)[:, 8:-4].unflatten(1, (m, n))
-
-    def padded(self, experts, m, n):
-        """Rows and experts apart from each other."""
-        return self.allocate(experts, m + 1, n + 8)[:, :m, 4:-4]
-
-    def permuted(self, experts, m, n):
-        """The other order of a matrix's axes, rows padded."""
-        return self.allocate(experts, n + 1, m + 8)[:, :n, 4:-4].transpose(1, 2)
-
-    def experts_inside(self, experts, m, n):
-        """Rows of all experts side by side."""
-        return self.allocate(m, experts, n + 4)[:, :, :-4].transpose(0, 1)
-
-    @property
-    def problem(self):
-        assert self.targets.problem(*self.sizes, "cuda:0") is None
-        return OURS.problem_of(self.targets, EngineSettings())
-
-    def expect(self, dw1, dw2):
-        """Add native gradients where they belong, as a flush does."""
-        held = [memory.clone() for memory in self.allocations]
-        for memory, wanted in zip(self.allocations, self.wanted, strict=True):
-            memory.copy_(wanted)
-        for name, gradient in (("dw1", dw1), ("dw2", dw2)):
-            for expert, matrix in enumerate(gradient):
-                self.targets.add(name, expert, self.targets.arranged(name, matrix))
-        self.wanted = [memory.clone() for memory in self.allocations]
-        for memory, now in zip(self.allocations, held, strict=True):
-            memory.copy_(now)
-
-    def check(self):
-        """Every byte of every allocation."""
-        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
-            differ = int((raw(memory) != raw(wanted)).sum())
-            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
-
-
-ARRANGEMENTS = ("contiguous", "slices", "padded", "permuted", "experts_inside")
-
-
 def case_of(shape=SHAPES[0], *, activation=SWIGLU, seed=0, dtype=torch.bfloat16):
     tokens, hidden, inner, experts, topk = shape
     return make_case(
@@ -155,103 +93,118 @@ def case_of(shape=SHAPES[0], *, activation=SWIGLU, seed=0, dtype=torch.bfloat16)
     )  # fmt: skip
 
 
+def sizes_of(case):
+    return (*case.weights[0].shape, int(case.weights[1].shape[2]))
+
+
+def memory_of(case, layout, arrangement):
+    experts, n1, hidden, inner = sizes_of(case)
+    return Memory((experts, n1, hidden, inner), layout, arrangement)
+
+
+def problem_of(memory):
+    assert memory.targets.problem(*memory.native, "cuda:0") is None
+    return OURS.problem_of(memory.targets, EngineSettings())
+
+
 def pending_of(case, settings=None, engine=OURS):
     settings = settings or EngineSettings(activation=case.activation)
     weights = engine.prepare_weights(*case.weights, settings)
-    _, saved = engine.forward(case.x, case.routing, weights, settings)
+    _, saved = engine.forward(case.x, case.routing(), weights, settings)
     return engine.backward_dx(case.dout, saved, weights)[2]
 
 
 def native(case, pending, engine=OURS):
-    (experts, n1, hidden), inner = case.weights[0].shape, int(case.weights[1].shape[2])
+    experts, n1, hidden, inner = sizes_of(case)
     sums = NativeBuffer.zeros(experts, n1, hidden, inner, False, "cuda")
     engine.backward_dw(replace(pending), sums)
     assert sums.dw1.any() and sums.dw2.any()
     return sums.dw1, sums.dw2
 
 
+def check_addition(case, memory, settings=None, engine=OURS):
+    """One backward adds what accumulating and flushing would."""
+    pending = pending_of(case, settings, engine)
+    gradients = native(case, pending, engine)
+    fill_free_memory(0xFF)
+    engine.backward_dw(pending, memory.targets)
+    assert not memory.targets.adding and pending.dz is None
+    memory.take(*gradients)
+
+
 def fits(layout, arrangement):
     """Where gate and up columns lie apart, H must be the contiguous axis."""
-    return not layout.split_half or (arrangement == "permuted") == layout.transposed
+    return not layout.split_half or (arrangement == "stacked_permuted") == layout.transposed
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@EVERY_LAYOUT
-@pytest.mark.parametrize("activation", [SWIGLU, GELU], ids=lambda a: a.value)
+@pytest.mark.parametrize(
+    ("shape", "arrangement", "layout", "activation"),
+    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, [SWIGLU, GELU]),
+    ids=ids,
+)
 def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, shape):
     """Of two micro-batches; all bytes around are as before, also of experts without tokens."""
     if not is_glu(activation):
         layout = WeightLayout(layout.transposed, False)
-    case = case_of(shape, activation=activation)
-    memory = Memory(case, layout, arrangement)
-    assert (memory.problem is None) == fits(layout, arrangement)
-    if memory.problem is not None:
-        return
-    for seed in (0, 1):
-        case = case_of(shape, activation=activation, seed=seed)
-        pending = pending_of(case)
-        gradients = native(case, pending)
-        fill_free_memory(0xFF)
-        OURS.backward_dw(pending, memory.targets)
-        assert not memory.targets.adding and pending.dz is None
-        memory.expect(*gradients)
-        memory.check()
+    memory = memory_of(case_of(shape, activation=activation), layout, arrangement)
+    assert (problem_of(memory) is None) == fits(layout, arrangement)
+    if fits(layout, arrangement):
+        for seed in (0, 1):
+            check_addition(case_of(shape, activation=activation, seed=seed), memory)
+
+
+FITTING = [
+    pair for pair in itertools.product(LAYOUTS, ("padded", "stacked_permuted")) if fits(*pair)
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "config"),
-    [(family, config) for family in CLASSES for config in tilings(family)],
+    ("family", "config", "layout", "arrangement"),
+    [
+        (family, config, *FITTING[(index + turn) % len(FITTING)])
+        for family in CLASSES
+        for index, config in enumerate(tilings(family))
+        for turn in (0, 1)
+    ],
     indirect=["family"],
-    ids=str,
+    ids=ids,
 )
-@pytest.mark.parametrize("arrangement", ["padded", "permuted"])
-@EVERY_LAYOUT
 def test_every_tiling(layout, arrangement, family, config, monkeypatch):
-    if not fits(layout, arrangement):
-        pytest.skip("refused")
     for product in ("wgrad_down", "wgrad_up"):
         monkeypatch.setitem(FAMILIES[family].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
         case = case_of(SHAPES[1])
-        pending, memory = pending_of(case), Memory(case, layout, arrangement)
-        gradients = native(case, pending)
-        OURS.backward_dw(pending, memory.targets)
-        memory.expect(*gradients)
-        memory.check()
+        check_addition(case, memory_of(case, layout, arrangement))
     finally:
         grouped_gemms.cache_clear()
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[2]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids)
 def test_what_the_reference_engine_adds(layout):
     """So that no mistake can hide in what both paths of this engine share."""
-    case = case_of()
-    ours, theirs = Memory(case, layout, "slices"), Memory(case, layout, "slices")
-    before = [tensor.clone() for tensor in ours.tensors]
-    for engine, memory in ((OURS, ours), (REFERENCE, theirs)):
+    case, found = case_of(), []
+    for engine in (OURS, REFERENCE):
+        memory = memory_of(case, layout, "stacked_slices")
+        before = [target.tensors[0].clone() for target in (memory.targets.up, memory.targets.down)]
         engine.backward_dw(pending_of(case, engine=engine), memory.targets)
-    for found, wanted, start in zip(ours.tensors, theirs.tensors, before, strict=True):
-        error = relative(found - start, wanted - start)
+        after = memory.targets.up.tensors[0], memory.targets.down.tensors[0]
+        found.append([now - then for now, then in zip(after, before, strict=True)])
+    for ours, theirs in zip(*found, strict=True):
+        error = relative(ours, theirs)
         assert bool((error < 5e-3).all()), error.tolist()
 
 
 def test_float16():
     case = case_of(dtype=torch.float16)
-    pending, memory = pending_of(case), Memory(case, LAYOUTS[1], "contiguous")
-    gradients = native(case, pending)
-    OURS.backward_dw(pending, memory.targets)
-    memory.expect(*gradients)
-    memory.check()
+    check_addition(case, memory_of(case, LAYOUTS[1], "stacked"))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=ids)
 def test_repeats_bit_for_bit(layout):
-    case = case_of((4096, 512, 384, 6, 3))
-    results = []
+    case, results = case_of((4096, 512, 384, 6, 3)), []
     for _ in range(5):
-        memory = Memory(case, layout, "slices")
+        memory = memory_of(case, layout, "stacked_slices")
         OURS.backward_dw(pending_of(case), memory.targets)
         results.append([raw(allocation).clone() for allocation in memory.allocations])
     for other in results[1:]:
@@ -263,7 +216,7 @@ def test_repeats_bit_for_bit(layout):
 def test_frozen_projections(frozen, stagewise):
     case, layout = case_of(), LAYOUTS[0]
     settings = EngineSettings(frees_stagewise=stagewise)
-    pending, memory = pending_of(case, settings), Memory(case, layout, "contiguous")
+    pending, memory = pending_of(case, settings), memory_of(case, layout, "stacked")
     dw1, dw2 = native(case, pending)
     nothing = WeightTarget.stacked(None, len(dw1), layout)
     wanted = {name: getattr(memory.targets, name) for name in ("up", "down")}
@@ -271,15 +224,14 @@ def test_frozen_projections(frozen, stagewise):
     assert OURS.problem_of(targets, settings) is None
     OURS.backward_dw(pending, targets)
     assert pending.x is None
-    memory.expect(dw1 * ("up" not in frozen), dw2 * ("down" not in frozen))
-    memory.check()
+    memory.take(dw1 * ("up" not in frozen), dw2 * ("down" not in frozen))
 
 
 def test_refused_before_anything_is_added():
     """The operands are still there, and accumulators take them."""
     case = case_of()
-    pending, memory = pending_of(case), Memory(case, LAYOUTS[3], "contiguous")
-    assert memory.problem.startswith("up-projection gradients hold all gate columns before")
+    pending, memory = pending_of(case), memory_of(case, LAYOUTS[3], "stacked")
+    assert problem_of(memory).startswith("up-projection gradients hold all gate columns before")
     with pytest.raises(ConfigError, match="write gate and up columns in turns"):
         OURS.backward_dw(pending, memory.targets)
     torch.cuda.synchronize()
@@ -288,12 +240,13 @@ def test_refused_before_anything_is_added():
     native(case, pending)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=ids)
 def test_replays_of_a_graph_add_each_time(layout):
     case = case_of()
-    pending, memory = pending_of(case), Memory(case, layout, "slices")
+    pending, memory = pending_of(case), memory_of(case, layout, "stacked_slices")
     gradients = native(case, pending)
-    OURS.backward_dw(replace(pending), Memory(case, layout, "slices").targets)  # loads the kernels
+    # Loads the kernels.
+    OURS.backward_dw(replace(pending), memory_of(case, layout, "stacked_slices").targets)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -302,20 +255,15 @@ def test_replays_of_a_graph_add_each_time(layout):
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        memory.expect(*gradients)
-        memory.check()
+        memory.take(*gradients)
 
 
 @pytest.mark.parametrize("stagewise", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids)
 def test_fp8_with_plain_weight_gradients(layout, stagewise):
     """The Hopper engine adds by the same GEMMs with `fp8_wgrad` off."""
     engine, settings = HopperEngine(), replace(FP8, fp8_wgrad=False, frees_stagewise=stagewise)
     case = case_of()
-    memory = Memory(case, layout, "slices")
+    memory = memory_of(case, layout, "stacked_slices")
     assert engine.problem_of(memory.targets, settings) is None
-    pending = pending_of(case, settings, engine)
-    gradients = native(case, pending, engine)
-    engine.backward_dw(pending, memory.targets)
-    memory.expect(*gradients)
-    memory.check()
+    check_addition(case, memory, settings, engine)

@@ -5,18 +5,18 @@ of this GPU's family and on that for sm120, whose instructions Hopper has too.
 from __future__ import annotations
 
 import pytest
-from gpu.plain_engine_cases import (
+from gpu.engine_cases import (
     ARCH,
     SWIGLU,
     H,
     I,
     build,
-    check,
+    check_plain,
     kernels_of_the_contract,
     make_case,
     run,
 )
-from gpu.plain_engine_contract import PlainEngineContract
+from gpu.engine_contract import PlainEngineContract
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.jit import no_compile
@@ -62,10 +62,8 @@ def compiled(family):
 
 def forced(product, config):
     """The variant of one product with one tiling."""
-    make, options = (
-        getattr(quack_gemm, f"{product}_kernel"),
-        {"store_z": True} if product == "up" else {},
-    )
+    make = getattr(quack_gemm, f"{product}_kernel")
+    options = {"store_z": True} if product == "up" else {}
     return make(MlpShape(H, I, SWIGLU, arch=ARCH), config=config, **options)
 
 
@@ -90,6 +88,6 @@ def test_every_tiling(family, product, config, monkeypatch):
     monkeypatch.setitem(FAMILIES[family].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
-        check(case := make_case(seed=1), run(case, OURS))
+        check_plain(case := make_case(seed=1), run(case, OURS))
     finally:
         grouped_gemms.cache_clear()

@@ -28,7 +28,7 @@ NODES = [
     *(
         (engine, {}, options)
         for engine in ENGINES
-        for options in ({}, {"flush": "step"}, {"flush": "backward"}, {"split_wgrad": True})
+        for options in ({}, {"flush": "step"}, {"flush": "step", "split_wgrad": True})
     ),
     ("hopper", {"fp8_mode": "mem"}, {}),
     ("hopper", {"fp8_wgrad": False}, {}),

@@ -252,7 +252,7 @@ def test_a_layout_that_changes_in_place_keeps_the_buffers():
     """As PaddleFleet's experts do; the codes are of Sonic's layout in both."""
     layer = DirectLayer(FP8, "native")
     pair = PairParameters(*layer.weights, H)
-    state = LayerState(pair, FlushMode.DIRECT, split_wgrad=False)
+    state = LayerState(pair, FlushMode.AUTO, split_wgrad=False)
     node = SonicMoEMlpNode.over(state, ActivationType.SWIGLU, config=FP8.config)
     copies = node.make_copies()
     where, before = addresses(copies), copied(copies)

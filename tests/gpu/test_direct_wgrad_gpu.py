@@ -4,15 +4,17 @@ and flushing, in every layout and arrangement, and not a byte beside the destina
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from gpu.hopper_cases import FP8, OURS, fill_free_memory, make_case, raw
+from gpu.engine_cases import FP8, fill_free_memory, make_case, raw
+from gpu.gradient_memory import LAYOUTS, Memory, ids
+from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.targets import ParameterTargets
@@ -26,6 +28,7 @@ from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
+OURS = HopperEngine()
 # (T, H, I, E, K): I an odd number of 64s, H no multiple of 128, one token, experts without tokens,
 # more experts than one launch has maps for
 SHAPES = [
@@ -36,109 +39,22 @@ SHAPES = [
     (1000, 400, 64, 40, 3),
     (1500, 272, 64, 260, 2),
 ]
+ARRANGEMENTS = (
+    *("own", "slices", "permuted", "padded"),
+    *("stacked", "experts_inside_permuted", "some_frozen"),
+)
 WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
-LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
-EVERY_LAYOUT = pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda v: f"{'HN' if v.transposed else 'NH'}-{'halves' if v.split_half else 'turns'}"
-)  # fmt: skip
+MODES = {
+    "default": {},
+    "stagewise": {"frees_stagewise": True},
+    "recompute_z": {"recompute_z": True, "iso_weight": True},
+}
+LAYER = (700, 272, 320, 6, 3)
 
 
-class Memory:
-    """Gradient memory of one layer within larger allocations of known bytes, and what they must hold
-    after additions.
-    """
-
-    def __init__(self, shape, layout, arrangement, dtype=torch.float32):
-        _, hidden, inner, experts, _ = shape
-        self.layout, self.allocations, self.dtype = layout, [], dtype
-        sizes = ((2 * inner, hidden), (hidden, inner))
-        sizes = [size[::-1] if layout.transposed else size for size in sizes]
-        self.targets = ParameterTargets(*getattr(self, arrangement)(sizes, experts))
-        self.wanted = [memory.clone() for memory in self.allocations]
-
-    def allocate(self, *shape):
-        generator = torch.Generator("cuda").manual_seed(len(self.allocations))
-        values = torch.randn(shape, generator=generator, device="cuda")
-        self.allocations.append(values.to(self.dtype))
-        return self.allocations[-1]
-
-    def own(self, sizes, experts):
-        """A tensor for every parameter, strangers before and behind it."""
-        return [
-            WeightTarget.per_expert(
-                [self.allocate(m * n + 64)[40:-24].view(m, n) for _ in range(experts)], self.layout
-            )
-            for m, n in sizes
-        ]
-
-    def slices(self, sizes, experts):
-        """Equally far apart in one communication buffer, up and down of an expert side by side."""
-        width = sum(m * n + 8 for m, n in sizes)
-        buffer, targets, start = self.allocate(experts, width), [], 0
-        for m, n in sizes:
-            parts = [row[start : start + m * n].view(m, n) for row in buffer]
-            targets.append(WeightTarget.per_expert(parts, self.layout))
-            start += m * n + 8
-        return targets
-
-    def permuted(self, sizes, experts):
-        """Memory of every parameter in the other order of axes, rows padded."""
-        return [
-            WeightTarget.per_expert(
-                [self.allocate(n + 1, m + 16)[:n, 8:-8].t() for _ in range(experts)], self.layout
-            )
-            for m, n in sizes
-        ]
-
-    def stacked(self, sizes, experts):
-        """One tensor of all experts."""
-        return [
-            WeightTarget.stacked(self.allocate(experts + 1, m, n)[:-1], experts, self.layout)
-            for m, n in sizes
-        ]
-
-    def stacked_permuted(self, sizes, experts):
-        """One tensor of all experts, axes in another order of memory, rows and matrices padded."""
-        return [
-            WeightTarget.stacked(
-                self.allocate(n, experts, m + 8)[:, :, :-8].permute(1, 2, 0), experts, self.layout
-            )
-            for m, n in sizes
-        ]
-
-    def some_frozen(self, sizes, experts):
-        """As `own`, but for parameters of every third expert."""
-        up, down = self.own(sizes, experts)
-        kept = [[t if e % 3 else None for e, t in enumerate(w.tensors)] for w in (up, down)]
-        return [WeightTarget.per_expert(tensors, self.layout) for tensors in kept]
-
-    def expect(self, dw1, dw2, over=False):
-        """Add native gradients where they belong, as a flush does; `over`: write them there."""
-        held = [memory.clone() for memory in self.allocations]
-        for memory, wanted in zip(self.allocations, self.wanted, strict=True):
-            memory.copy_(wanted)
-        for name, gradient in (("dw1", dw1), ("dw2", dw2)):
-            for expert, matrix in enumerate(gradient):
-                arranged = self.targets.arranged(name, matrix)
-                if over and (place := self.target(name).matrix(expert)) is not None:
-                    place.copy_(arranged)
-                elif not over:
-                    self.targets.add(name, expert, arranged)
-        self.wanted = [memory.clone() for memory in self.allocations]
-        for memory, now in zip(self.allocations, held, strict=True):
-            memory.copy_(now)
-
-    def target(self, name):
-        return self.targets.up if name == "dw1" else self.targets.down
-
-    def check(self):
-        """Every byte of every allocation."""
-        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
-            differ = int((raw(memory) != raw(wanted)).sum())
-            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
-
-
-ARRANGEMENTS = ("own", "slices", "permuted", "stacked", "stacked_permuted", "some_frozen")
+def memory_of(shape, layout, arrangement, dtype=torch.float32):
+    _, hidden, inner, experts, _ = shape
+    return Memory((experts, 2 * inner, hidden, inner), layout, arrangement, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +82,8 @@ class Operands:
         self.module, of = module, RECIPES[HOPPER.recipes[0]]
         self.left = made(2 * inner, of.wgrad_dz), made(hidden, of.wgrad_dout)
         self.right = made(hidden, of.wgrad_x), made(inner, of.wgrad_y1s)
-        self.sizes = ((2 * inner, hidden), (hidden, inner))
-        self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in self.sizes]
+        sizes = ((2 * inner, hidden), (hidden, inner))
+        self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in sizes]
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):
             self.launch(module.grouped_wgrad, left, right, sums)
 
@@ -201,47 +117,43 @@ def operands(module):
     return of
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@EVERY_LAYOUT
+@pytest.mark.parametrize(
+    ("shape", "arrangement", "layout"), pairwise(SHAPES, ARRANGEMENTS, LAYOUTS), ids=ids
+)
 def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape):
     """Again beside other kernels' share of the GPU, and on an odd number of multiprocessors; all
     bytes around are as before.
     """
-    given = operands(shape)
+    given, memory = operands(shape), memory_of(shape, layout, arrangement)
     dw1, dw2 = given.native
-    memory = Memory(shape, layout, arrangement)
-    assert memory.targets.problem(2 * shape[2], shape[1], shape[2], "cuda:0") is None
+    assert memory.targets.problem(*memory.native, "cuda:0") is None
     assert memory.targets.copy_engine_problem() is None
     for shares_gpu, multiprocessors in ((False, 0), (True, 0), (True, 37)):
         given.put(memory.targets, shares_gpu, multiprocessors)
-        memory.expect(dw1, dw2)
-        memory.check()
+        memory.take(dw1, dw2)
     empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
     assert empty and not any(dw1[e].any() or dw2[e].any() for e in empty)
     assert dw1.any() and dw2.any()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("dtype", WRITTEN, ids=["fp32", "bf16"])
-@EVERY_LAYOUT
+@pytest.mark.parametrize(
+    ("shape", "arrangement", "layout", "dtype"),
+    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, list(WRITTEN)),
+    ids=ids,
+)
 def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrangement, shape):
     """Over whatever was there, zeros for experts without tokens; all bytes around are as before."""
-    given = operands(shape)
-    memory = Memory(shape, layout, arrangement, dtype)
+    given, memory = operands(shape), memory_of(shape, layout, arrangement, dtype)
     for shares_gpu, multiprocessors in ((False, 0), (True, 37)):
         given.put(memory.targets, shares_gpu, multiprocessors, WRITTEN[dtype])
-        memory.expect(*(sums.to(dtype) for sums in given.native), over=True)
-        memory.check()
+        memory.take(*(sums.to(dtype) for sums in given.native), over=True)
 
 
 def test_repeats_bit_for_bit(operands):
-    given = operands((4096, 1024, 448, 8, 4))
-    results = []
+    shape, results = (4096, 1024, 448, 8, 4), []
     for _ in range(5):
-        memory = Memory((4096, 1024, 448, 8, 4), LAYOUTS[3], "own")
-        given.put(memory.targets)
+        memory = memory_of(shape, LAYOUTS[3], "own")
+        operands(shape).put(memory.targets)
         results.append([raw(allocation).clone() for allocation in memory.allocations])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -279,40 +191,35 @@ def test_wrong_destinations_are_named(operands, module):
     assert not buffer.any()
 
 
-MODES = {
-    "default": {},
-    "stagewise": {"frees_stagewise": True},
-    "recompute_z": {"recompute_z": True, "iso_weight": True},
-}
-LAYER = (700, 272, 320, 6, 3)
-
-
 def layer_case(seed=0):
     tokens, hidden, inner, experts, topk = LAYER
-    return make_case(
-        tokens, hidden=hidden, intermediate=inner, experts=experts, topk=topk, seed=seed
-    )
+    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
+    return make_case(tokens, **sizes, seed=seed)
+
+
+def sums_of_layer():
+    return NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
 
 
 def pending_of(case, settings):
-    weights = OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    weights = OURS.prepare_weights(*case.weights, settings)
     _, saved = OURS.forward(case.x, case.routing(), weights, settings)
     return OURS.backward_dx(case.dout, saved, weights)[2]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("arrangement", ["own", "slices", "stacked", "permuted"])
+@pytest.mark.parametrize(
+    ("arrangement", "mode"), pairwise(["own", "slices", "stacked", "permuted"], MODES), ids=str
+)
 def test_a_backward_of_the_engine(arrangement, mode):
     """Through the passes, in memory that held NaNs: as accumulate and flush."""
-    settings, memory = replace(FP8, **MODES[mode]), Memory(LAYER, LAYOUTS[3], arrangement)
+    settings, memory = replace(FP8, **MODES[mode]), memory_of(LAYER, LAYOUTS[3], arrangement)
     fill_free_memory(0xFF)
     for seed in (0, 1):
-        sums = NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
+        sums = sums_of_layer()
         OURS.backward_dw(pending_of(layer_case(seed), settings), sums)
         assert OURS.problem_of(memory.targets, settings) is None
         OURS.backward_dw(pending_of(layer_case(seed), settings), memory.targets)
-        memory.expect(sums.dw1, sums.dw2)
-        memory.check()
+        memory.take(sums.dw1, sums.dw2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -322,8 +229,7 @@ def test_one_projection_at_a_time(order, mode):
     the other one in between. The projections lie in different layouts, as PaddleFleet's may.
     """
     settings, (_, hidden, inner, experts, _) = replace(FP8, **MODES[mode]), LAYER
-    sums = NativeBuffer.zeros(experts, 2 * inner, hidden, inner, False, "cuda")
-    pending = pending_of(layer_case(), settings)
+    sums, pending = sums_of_layer(), pending_of(layer_case(), settings)
     OURS.backward_dw(replace(pending), sums)
     native, grouped = WeightLayout(), WeightLayout(True, True)
     memory = (
@@ -348,9 +254,8 @@ def test_one_projection_at_a_time(order, mode):
 @pytest.mark.parametrize("arrangement", ["own", "slices"])
 def test_replays_of_a_graph_add_each_time(arrangement):
     """Also after the maps of other memory were made."""
-    case, memory = layer_case(3), Memory(LAYER, LAYOUTS[3], arrangement)
-    pending = pending_of(case, FP8)
-    sums = NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
+    case, memory = layer_case(3), memory_of(LAYER, LAYOUTS[3], arrangement)
+    pending, sums = pending_of(case, FP8), sums_of_layer()
     OURS.backward_dw(replace(pending), sums)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -358,18 +263,17 @@ def test_replays_of_a_graph_add_each_time(arrangement):
     with torch.cuda.graph(graph, stream=stream):
         OURS.backward_dw(replace(pending), memory.targets)
     memory.check()  # a capture adds nothing
-    OURS.backward_dw(replace(pending), Memory(LAYER, LAYOUTS[3], arrangement).targets)
+    OURS.backward_dw(replace(pending), memory_of(LAYER, LAYOUTS[3], arrangement).targets)
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        memory.expect(sums.dw1, sums.dw2)
-        memory.check()
+        memory.take(sums.dw1, sums.dw2)
 
 
 def test_maps_are_made_anew_only_where_memory_moved():
-    passes, memory = passes_on("cuda:0", ActivationType.SWIGLU), Memory(LAYER, LAYOUTS[3], "own")
+    passes, memory = passes_on("cuda:0", ActivationType.SWIGLU), memory_of(LAYER, LAYOUTS[3], "own")
     first = passes.gradients(memory.targets)
     again = passes.gradients(ParameterTargets(memory.targets.up, memory.targets.down))
     assert all(first[name] is again[name] for name in ("into_dw1", "into_dw2"))
-    moved = passes.gradients(Memory(LAYER, LAYOUTS[3], "own").targets)
+    moved = passes.gradients(memory_of(LAYER, LAYOUTS[3], "own").targets)
     assert moved["into_dw1"] is not first["into_dw1"]

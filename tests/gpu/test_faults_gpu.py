@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
-from gpu.hopper_cases import fill_free_memory
+from gpu.engine_cases import fill_free_memory
 from gpu.hopper_step import E, H, I, K, make_batch, make_experts, make_node
 from node.sentinel_layers import memory_full_of
 from torch import nn
@@ -38,62 +38,48 @@ def hopper(**changes):
     return SonicMoEConfig(**{"fp8_mode": "perf", "engine": "hopper"} | changes)
 
 
-FP8, MEM, BF16 = hopper(), hopper(fp8_mode="mem"), SonicMoEConfig(fp8_mode="off", engine="bf16")
+def bf16(**changes):
+    return SonicMoEConfig(fp8_mode="off", engine="bf16", **changes)
+
+
+FP8, MEM, BF16 = hopper(), hopper(fp8_mode="mem"), bf16()
 LEAST = hopper(fp8_mode="mem", iso_weight=True, recompute_z=True)
+PLAIN_WGRAD, STAGEWISE = hopper(fp8_wgrad=False), bf16(stagewise_memory=True)
+STEP, SPLIT = {"flush": "step"}, {"flush": "step", "split_wgrad": True}
+FUSED, NATIVE = {"stacked": "fused"}, {"stacked": "native"}
 
 # Name: (configuration, where gradients go, options of the node). "strided" gradients are flushed by
 # plain operations, "grad" is `.grad` without a `main_grad`. Where no mode is named, FP8 adds straight
-# into "bound" and "fresh" gradients, and per-expert BF16 has accumulators.
+# into "bound" and "fresh" gradients, and per-expert BF16 has memory of its own.
 CASES = {
     "fp8": (FP8, "bound", {}),
+    "bf16": (BF16, "bound", {}),
+    "fp8, step": (FP8, "bound", STEP),
     "fp8, mem": (MEM, "bound", {}),
+    "bf16, native": (BF16, "bound", NATIVE),
+    "fp8, fresh": (FP8, "fresh", {}),
+    "fp8, grad": (FP8, "grad", {}),
+    "fp8, strided": (FP8, "strided", {}),
     "fp8, iso_weight": (hopper(iso_weight=True), "bound", {}),
     "fp8, recompute_z": (hopper(recompute_z=True), "fresh", {}),
-    "fp8, least memory": (LEAST, "bound", {}),
-    "fp8, plain wgrad": (hopper(fp8_wgrad=False), "bound", {}),
+    "fp8, least memory": (LEAST, "fresh", {}),
+    "fp8, plain wgrad": (PLAIN_WGRAD, "bound", {}),
     "fp8, plain wgrad, mem": (hopper(fp8_mode="mem", fp8_wgrad=False), "bound", {}),
-    "fp8, stacked": (FP8, "fresh", {"stacked": "fused"}),
-    "fp8, strided main_grad": (FP8, "strided", {}),
-    "fp8, flush in backward": (FP8, "bound", {"flush": "backward"}),
-    "fp8, flush in backward, .grad": (FP8, "grad", {"flush": "backward"}),
-    "fp8, flush in backward, strided": (FP8, "strided", {"flush": "backward"}),
-    "fp8, step": (FP8, "bound", {"flush": "step"}),
-    "fp8, mem, step": (MEM, "fresh", {"flush": "step"}),
-    "fp8, plain wgrad, step": (hopper(fp8_wgrad=False), "bound", {"flush": "step"}),
-    "fp8, direct": (FP8, "bound", {"flush": "direct"}),
-    "fp8, direct, fresh": (FP8, "fresh", {"flush": "direct"}),
-    "fp8, mem, direct": (MEM, "bound", {"flush": "direct"}),
-    "fp8, least memory, direct": (LEAST, "fresh", {"flush": "direct"}),
-    "fp8, stacked, direct": (FP8, "bound", {"stacked": "fused", "flush": "direct"}),
-    "fp8, native, direct": (FP8, "bound", {"stacked": "native", "flush": "direct"}),
-    "fp8, plain wgrad, native, direct": (
-        hopper(fp8_wgrad=False),
-        "bound",
-        {"stacked": "native", "flush": "direct"},
-    ),
-    "fp8, split_wgrad": (FP8, "bound", {"split_wgrad": True}),
-    "fp8, mem, split_wgrad": (MEM, "bound", {"split_wgrad": True}),
-    "bf16": (BF16, "bound", {}),
-    "bf16, stagewise": (
-        SonicMoEConfig(fp8_mode="off", engine="bf16", stagewise_memory=True),
-        "bound",
-        {},
-    ),
-    "bf16, recompute_z": (
-        SonicMoEConfig(fp8_mode="off", engine="bf16", recompute_z=True),
-        "fresh",
-        {},
-    ),
-    "bf16, .grad": (BF16, "grad", {}),
-    "bf16, flush in backward": (BF16, "bound", {"flush": "backward"}),
-    "bf16, split_wgrad": (BF16, "bound", {"split_wgrad": True}),
-    "bf16, native, direct": (BF16, "bound", {"stacked": "native", "flush": "direct"}),
-    "bf16, native, direct, fresh": (BF16, "fresh", {"stacked": "native", "flush": "direct"}),
-    "bf16, stagewise, native, direct": (
-        SonicMoEConfig(fp8_mode="off", engine="bf16", stagewise_memory=True),
-        "bound",
-        {"stacked": "native", "flush": "direct"},
-    ),
+    "fp8, plain wgrad, native": (PLAIN_WGRAD, "bound", NATIVE),
+    "fp8, plain wgrad, step": (PLAIN_WGRAD, "bound", STEP),
+    "fp8, stacked": (FP8, "fresh", FUSED),
+    "fp8, stacked, bound": (FP8, "bound", FUSED),
+    "fp8, native": (FP8, "bound", NATIVE),
+    "fp8, mem, step": (MEM, "fresh", STEP),
+    "fp8, split_wgrad": (FP8, "bound", SPLIT),
+    "fp8, mem, split_wgrad": (MEM, "bound", SPLIT),
+    "bf16, step": (BF16, "bound", STEP),
+    "bf16, stagewise": (STAGEWISE, "bound", {}),
+    "bf16, recompute_z": (bf16(recompute_z=True), "fresh", {}),
+    "bf16, grad": (BF16, "grad", {}),
+    "bf16, split_wgrad": (BF16, "bound", SPLIT),
+    "bf16, native, fresh": (BF16, "fresh", NATIVE),
+    "bf16, stagewise, native": (STAGEWISE, "bound", NATIVE),
 }
 
 
@@ -254,9 +240,7 @@ def test_every_allocation_may_fail(case):
     assert {"forward", "backward"} <= phases
 
 
-@pytest.mark.parametrize(
-    "case", ["fp8, step", "fp8, direct", "bf16", "bf16, native, direct", "fp8, recompute_z"]
-)
+@pytest.mark.parametrize("case", ["fp8, step", "fp8", "bf16", "bf16, native", "fp8, recompute_z"])
 def test_a_backward_that_found_no_memory_runs_again_on_the_same_graph(case):
     def gradients(fails_at):
         run, batch = Run(case), make_batch()
@@ -298,8 +282,8 @@ def at_most(extra):
 
 @pytest.mark.parametrize(
     "case",
-    ["fp8, step", "fp8, direct", "fp8, mem, direct", "fp8, split_wgrad", "bf16", "bf16, .grad", "bf16, native, direct"],
-)  # fmt: skip
+    ["fp8, step", "fp8", "fp8, mem", "fp8, split_wgrad", "bf16", "bf16, grad", "bf16, native"],
+)
 def test_a_gpu_that_is_full(case):
     """The allocator's own error, at memory limits from nothing to all that a run takes."""
     options = {"sizes": LARGE, "tokens": (LARGE_TOKENS, LARGE_TOKENS // 2)}
@@ -378,9 +362,7 @@ def test_the_memory_of_every_scratch_is_poisoned():
         assert bool((made == 0xFF).all())
 
 
-@pytest.mark.parametrize(
-    ("case", "place"), [("fp8, step", "in the node"), ("fp8, direct", "in main_grad")]
-)
+@pytest.mark.parametrize(("case", "place"), [("fp8, step", "in the node"), ("fp8", "in main_grad")])
 def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, case, place):
     """Not for want of memory: the sums are incomplete, and step() says so."""
     run, batch = Run(case), make_batch()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.hopper_cases import make_case
+from gpu.engine_cases import make_case
 from gpu.hopper_step import waiting_is_an_error
 
 from sonicmoe.fleet.configuration import FP8Config
@@ -31,7 +31,7 @@ def case():
 
 
 def grouped(case):
-    return fused_sonic_w1_to_grouped(case.w1), fused_transpose_w2_layout(case.w2)
+    return fused_sonic_w1_to_grouped(case.weights[0]), fused_transpose_w2_layout(case.weights[1])
 
 
 class Fleet:
@@ -39,7 +39,7 @@ class Fleet:
 
     def __init__(self, case, layout, fp8):
         self.case, self.fp8, self.config = case, fp8, FP8Config()
-        made = (case.w1, case.w2) if layout == "sonic" else grouped(case)
+        made = case.weights[:2] if layout == "sonic" else grouped(case)
         self.weights = [torch.nn.Parameter(weight.clone()) for weight in made]
         self.weights[0].main_grad = torch.zeros(made[0].shape, device="cuda")
         self.weights[1].main_grad = torch.zeros(EXPERTS, INNER, HIDDEN, device="cuda")
@@ -63,7 +63,7 @@ class Fleet:
 
 
 def node_results(case, fp8):
-    weights = [torch.nn.Parameter(weight.clone()) for weight in (case.w1, case.w2)]
+    weights = [torch.nn.Parameter(weight.clone()) for weight in case.weights[:2]]
     for weight in weights:
         weight.main_grad = torch.zeros(weight.shape, device="cuda")
     config = FP8Config().node_config(fp8=fp8)

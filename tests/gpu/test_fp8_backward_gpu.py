@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu.activation_cases import gated
 from kernel_checks import block_errors, poisoned
+from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ActivationType, ZCode
@@ -147,50 +148,52 @@ def check_quantised(name, got, wanted, block=None):
     assert bool((errors <= allowed * yardstick + 1e-4).all()), (name, errors / yardstick)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
-def test_dgated(dgated, shape, activation):
-    case = Backward(shape)
-    names = [str(name) for name in fp8_dgated_source("sm_90a").load().activation_names()]
-    case.run(dgated, names.index(activation.value))
-    dz, y1s, dprob = case.golden(activation)
+def check_outputs(case, dz, y1s, scales=(1.0, 1.0)):
+    """Codes of the used rows against exact values; what no expert owns is not written. `scales`: of
+    rows, where the operands of wgrad carry them.
+    """
     got_dz, got_dz_t, got_y1s = case.outputs()
-    assert torch.equal(got_dz, got_dz_t), "the two orders of dz hold other codes"
     check_quantised("dz", got_dz, dz)
-    check_quantised("y1s", got_y1s, y1s)
-    got_dprob = case.parts.double().sum(0)[: case.used]
-    # the tensor cores keep 14 bits of an FP8 sum
-    assert float((got_dprob - dprob).norm() / dprob.norm().clamp(min=1e-30)) < 3e-3
+    check_quantised("dz", got_dz_t, dz * scales[0], case.dz_t_block)
+    check_quantised("y1s", got_y1s, y1s * scales[1])
     padding = case.routing.row_token[: case.used] < 0
-    for name, got in (("dz", got_dz), ("y1s", got_y1s), ("dprob", got_dprob.unsqueeze(1))):
+    for name, got in (("dz", got_dz), ("dz_t", got_dz_t), ("y1s", got_y1s)):
         assert bool((got[padding] == 0).all()), name
-    assert bool((case.dz[case.used :] == 0x7F).all()) and bool(
-        (case.dz_t[:, case.used :] == 0x7F).all()
-    )
+    for codes in (case.dz[case.used :], case.dz_t[:, case.used :]):
+        assert bool((codes == 0x7F).all())
+    return got_dz, got_dz_t
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
-def test_dgated_with_z_in_bf16(shape, activation):
-    source = fp8_dgated_source("sm_90a", z=ZCode.BF16)
-    case, module = Backward(shape, seed=10, z=torch.bfloat16), source.load()
+def wide_outputs(case, shape):
+    """Memory for unquantised operands of wgrad."""
+    widths = 2 * shape[2], shape[2]
+    return tuple(poisoned((case.rows, width), torch.bfloat16) for width in widths)
+
+
+@pytest.mark.parametrize(
+    ("activation", "shape", "z"),
+    pairwise(HOPPER.activations, SHAPES, [torch.int8, torch.bfloat16]),
+    ids=lambda v: getattr(v, "value", str(v)),
+)
+def test_dgated(shape, activation, z):
+    code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
+    case, module = Backward(shape, seed=10, z=z), fp8_dgated_source("sm_90a", z=code).load()
     number = [str(name) for name in module.activation_names()].index(activation.value)
     case.run(module.gather_dgated_gemm, number)
     dz, y1s, dprob = case.golden(activation)
-    got_dz, got_dz_t, got_y1s = case.outputs()
-    assert torch.equal(got_dz, got_dz_t)
-    check_quantised("dz", got_dz, dz)
-    check_quantised("y1s", got_y1s, y1s)
+    got_dz, got_dz_t = check_outputs(case, dz, y1s)
+    assert torch.equal(got_dz, got_dz_t), "the two orders of dz hold other codes"
     got_dprob = case.parts.double().sum(0)[: case.used]
+    # the tensor cores keep 14 bits of an FP8 sum
     assert float((got_dprob - dprob).norm() / dprob.norm().clamp(min=1e-30)) < 3e-3
-    wide = (
-        poisoned((case.rows, 2 * shape[2]), torch.bfloat16),
-        poisoned((case.rows, shape[2]), torch.bfloat16),
-    )
+    assert bool((got_dprob[case.routing.row_token[: case.used] < 0] == 0).all())
+    wide = wide_outputs(case, shape)
+    case.dz_t.fill_(0x7F)
     case.run(module.gather_dgated_gemm, number, wide=wide)
     for got, wanted in zip(wide, (dz, y1s), strict=True):
         # A value is rounded to bf16 by up to 2^-9 of it, and a block of one row averages few.
         assert float(block_errors(got[: case.used], wanted).max()) < 4e-3
+    assert bool((case.dz_t == 0x7F).all())
 
 
 @pytest.mark.parametrize("z", [torch.int8, torch.bfloat16], ids=["int8", "bf16"])
@@ -199,50 +202,19 @@ def test_dgated_times_the_scales_of_tokens(shape, z):
     """Built for scales that stay along K: dz by rows as ever, and the operands of wgrad times a
     scale of their row each, in codes of their own. Its dprobs and dz are those of the usual build.
     """
-    code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
-    launches = [
-        fp8_dgated_source("sm_90a", ActivationType.SWIGLU, (), code, steady)
-        .load()
-        .gather_dgated_gemm
-        for steady in (True, False)
-    ]
-    case, usual = Backward(shape, z=z, folds=True), Backward(shape, z=z)
-    case.run(launches[0])
-    usual.run(launches[1])
-    dz, y1s, _ = case.golden(ActivationType.SWIGLU)
-    got_dz, got_dz_t, got_y1s = case.outputs()
+    code, swiglu = ZCode.INT8 if z is torch.int8 else ZCode.BF16, ActivationType.SWIGLU
+    steady, usual = (
+        fp8_dgated_source("sm_90a", swiglu, (), code, keeps).load().gather_dgated_gemm
+        for keeps in (True, False)
+    )
+    case, other = Backward(shape, z=z, folds=True), Backward(shape, z=z)
+    case.run(steady)
+    other.run(usual)
+    dz, y1s, _ = case.golden(swiglu)
     used, of_rows = case.used, case.row_scales[: case.used].double()
-    check_quantised("dz", got_dz_t, dz * of_rows[:, :1], FOLDED.wgrad_dz)
-    check_quantised("y1s", got_y1s, y1s * of_rows[:, 1:])
-    check_quantised("dz", got_dz, dz)
-    parts = (case.parts[:, :used], usual.parts[:, :used])
+    check_outputs(case, dz, y1s, (of_rows[:, :1], of_rows[:, 1:]))
+    parts = (case.parts[:, :used], other.parts[:, :used])
     assert float((parts[0] - parts[1]).abs().max()) <= 3e-3 * float(parts[1].abs().max())
-    padding = case.routing.row_token[:used] < 0
-    for name, got in (("dz", got_dz), ("dz_t", got_dz_t), ("y1s", got_y1s)):
-        assert bool((got[padding] == 0).all()), name
-    assert bool((case.dz_t[:, used:] == 0x7F).all())
-
-
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_dgated_with_unquantised_wgrad_operands(dgated, shape):
-    case = Backward(shape, seed=1)
-    inner = shape[2]
-    wide = (
-        poisoned((case.rows, 2 * inner), torch.bfloat16),
-        poisoned((case.rows, inner), torch.bfloat16),
-    )
-    case.run(dgated, wide=wide)
-    dz, y1s, _ = case.golden(ActivationType.SWIGLU)
-    for got, wanted in zip(wide, (dz, y1s), strict=True):
-        assert float(block_errors(got[: case.used], wanted).max()) < 3e-3
-    check_quantised(
-        "dz",
-        dequantize(BlockScaledTensor(case.dz.view(E4M3), case.dz_scale, RECIPE.dz, Code.E4M3))[
-            : case.used
-        ],
-        dz,
-    )
-    assert bool((case.dz_t == 0x7F).all())
 
 
 def test_dgated_repeats_bit_for_bit(dgated):
@@ -288,18 +260,15 @@ def wgrad_operands(shape, seed=0, spread=0.0):
 
 
 def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False, multiprocessors=0):
+    stream = current_stream(accumulator)
+    offsets = routing.padded_offsets
+    launch(*transposed(a, b), offsets, accumulator, shares_gpu, multiprocessors, stream)
+
+
+def transposed(a, b):
+    """Codes and scales of both, token-major."""
     a_t, b_t = transpose_storage(a), transpose_storage(b)
-    launch(
-        a_t.codes,
-        a_t.scale_inv,
-        b_t.codes,
-        b_t.scale_inv,
-        routing.padded_offsets,
-        accumulator,
-        shares_gpu,
-        multiprocessors,
-        current_stream(accumulator),
-    )
+    return a_t.codes, a_t.scale_inv, b_t.codes, b_t.scale_inv
 
 
 def golden_wgrad(a, b, routing, base):
@@ -384,16 +353,8 @@ def test_wgrad_beside_other_kernels_gives_the_same_bits(wgrad):
 def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
     a, b, routing = wgrad_operands(SHAPES[0], seed=5)
     accumulator = torch.zeros((4, a.shape[1], b.shape[1]), device="cuda")
-    a_t, b_t = transpose_storage(a), transpose_storage(b)
-    launch_args = (
-        a_t.codes,
-        a_t.scale_inv,
-        b_t.codes,
-        b_t.scale_inv,
-        routing.padded_offsets * 4,
-        accumulator,
-    )
-    wgrad(*launch_args, False, 0, current_stream(accumulator))
+    beyond = routing.padded_offsets * 4
+    wgrad(*transposed(a, b), beyond, accumulator, False, 0, current_stream(accumulator))
     torch.cuda.synchronize()
     assert bool(torch.isfinite(accumulator).all())
 
@@ -401,31 +362,11 @@ def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
 def test_wrong_arguments_are_named(wgrad, dgated):
     a, b, routing = wgrad_operands(SHAPES[1], seed=6)
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
-    a_t, b_t = transpose_storage(a), transpose_storage(b)
+    offsets = routing.padded_offsets
     with pytest.raises(Exception, match=r"a is \["):
-        wgrad(
-            b_t.codes,
-            b_t.scale_inv,
-            a_t.codes,
-            a_t.scale_inv,
-            routing.padded_offsets,
-            accumulator,
-            False,
-            0,
-            0,
-        )
+        wgrad(*transposed(b, a), offsets, accumulator, False, 0, 0)
     with pytest.raises(Exception, match="accumulator must have 32-bit"):
-        wgrad(
-            a_t.codes,
-            a_t.scale_inv,
-            b_t.codes,
-            b_t.scale_inv,
-            routing.padded_offsets,
-            accumulator.half(),
-            False,
-            0,
-            0,
-        )
+        wgrad(*transposed(a, b), offsets, accumulator.half(), False, 0, 0)
     case = Backward(SHAPES[0], seed=7)
     beyond = len(HOPPER.activations)
     with pytest.raises(Exception, match=f"activation is {beyond}"):

@@ -123,7 +123,8 @@ def gathered(x, routing):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
-def test_up_projection(module, shape, activation):
+def test_up_projection(module, module_z_in_bf16, shape, activation):
+    """With z in INT8, in bf16, and without: the rows of experts and no others are written."""
     number = [str(name) for name in module.activation_names()].index(activation.value)
     x, w1, _, routing = make_case(shape)
     xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
@@ -132,44 +133,32 @@ def test_up_projection(module, shape, activation):
     pairs = wanted_z[:, ::2], wanted_z[:, 1::2]
     wanted_y1 = gated(activation, *pairs, PARAMETERS_OF_ALL.get(activation, ()))
     used = wanted_z.shape[0]
+    padding = routing.row_token[:used] < 0
     # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a
     # little off.
     for name, got, wanted, code in (
         ("z", z, wanted_z, Code.INT8),
         ("y1", y1, wanted_y1, Code.E4M3),
     ):
-        exact = dequantize(quantize(wanted.float(), rows(128), code))
-        errors = block_errors(dequantize(got)[:used], wanted)
-        assert bool((errors <= 1.03 * block_errors(exact, wanted) + 1e-4).all()), (
-            name,
-            float(errors.max()),
-        )
-    padding = routing.row_token[:used] < 0
-    assert bool((dequantize(z)[:used][padding] == 0).all()) and bool(
-        (dequantize(y1)[:used][padding] == 0).all()
-    )
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
-def test_z_in_bf16(module, module_z_in_bf16, shape, activation):
-    number = [str(name) for name in module.activation_names()].index(activation.value)
-    x, w1, _, routing = make_case(shape, seed=8)
-    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
+        exact = block_errors(dequantize(quantize(wanted.float(), rows(128), code)), wanted)
+        found = dequantize(got)[:used]
+        errors = block_errors(found, wanted)
+        assert bool((errors <= 1.03 * exact + 1e-4).all()), (name, float(errors.max()))
+        assert bool((found[padding] == 0).all()), name
     launch = partial(up_projection, module_z_in_bf16, xq, wq, routing, number)
-    z, y1 = launch(z_dtype=torch.bfloat16)
-    wanted = golden(gathered(xq, routing), wq, routing)
-    used = wanted.shape[0]
-    assert float(block_errors(z[:used], wanted).max()) <= BF16_ROUNDING
-    assert bool((z[:used][routing.row_token[:used] < 0] == 0).all())
-    assert bool(torch.isnan(z[used:]).all()), "rows that no expert owns were written"
+    wide_z, y1_beside = launch(z_dtype=torch.bfloat16)
+    assert float(block_errors(wide_z[:used], wanted_z).max()) <= BF16_ROUNDING
+    assert bool((wide_z[:used][padding] == 0).all())
+    assert bool(torch.isnan(wide_z[used:]).all()), "rows that no expert owns were written"
     without, y1_alone = launch(z_dtype=torch.bfloat16, store_z=False)
     assert bool(torch.isnan(without).all())
-    for one, other in ((y1.codes, y1_alone.codes), (y1.scale_inv, y1_alone.scale_inv)):
+    for one, other in (
+        (y1_beside.codes, y1_alone.codes),
+        (y1_beside.scale_inv, y1_alone.scale_inv),
+    ):
         assert torch.equal(one[:used].view(torch.uint8), other[:used].view(torch.uint8))
     # The same y1 as beside INT8, but for the rounding of one product.
-    _, beside_int8 = up_projection(module, xq, wq, routing, number)
-    codes = [q.codes[:used].view(torch.uint8) for q in (y1, beside_int8)]
+    codes = [q.codes[:used].view(torch.uint8) for q in (y1, y1_beside)]
     assert float((codes[0] != codes[1]).float().mean()) < 1e-3
     with pytest.raises(Exception, match="z must have 16-bit elements"):
         launch()
@@ -262,16 +251,8 @@ def test_offsets_beyond_the_rows_are_not_followed(module):
     )
     guarded = poisoned((256 + 128, w.shape[1]), torch.bfloat16)
     stream = current_stream(guarded)
-    module.grouped_gemm(
-        a.codes,
-        a.scale_inv,
-        w.codes,
-        w.scale_inv,
-        routing.padded_offsets * 4,
-        guarded[:256],
-        0,
-        stream,
-    )
+    operands = (a.codes, a.scale_inv, w.codes, w.scale_inv)
+    module.grouped_gemm(*operands, routing.padded_offsets * 4, guarded[:256], 0, stream)
     torch.cuda.synchronize()
     assert bool(torch.isnan(guarded[256:]).all())
 
@@ -283,15 +264,15 @@ def test_wrong_arguments_are_named(module):
         quantize(w2, iso(128)),
     )
     out = poisoned((routing.num_rows, w.shape[1]), torch.bfloat16)
-    rest = (w.codes, w.scale_inv, routing.padded_offsets)
-    with pytest.raises(Exception, match="a has K"):
-        module.grouped_gemm(a.codes[:, :128].contiguous(), a.scale_inv, *rest, out, 0, 0)
-    with pytest.raises(Exception, match="out must have 16-bit"):
-        module.grouped_gemm(a.codes, a.scale_inv, *rest, out.float(), 0, 0)
-    with pytest.raises(Exception, match="multiprocessors is 1; needed: 0 for all of them"):
-        module.grouped_gemm(a.codes, a.scale_inv, *rest, out, 1, 0)
-    with pytest.raises(Exception, match="a_scale has"):
-        module.grouped_gemm(a.codes, a.scale_inv[:1], *rest, out, 0, 0)
     wide = quantize(w2, BlockShape(128, 256))
-    with pytest.raises(Exception, match="a_scale has"):
-        module.grouped_gemm(a.codes, a.scale_inv, wide.codes, wide.scale_inv, *rest[2:], out, 0, 0)
+    short = a.codes[:, :128].contiguous()
+    of_w = (w.codes, w.scale_inv)
+    for of_a, weight, to, multiprocessors, words in (
+        ((short, a.scale_inv), of_w, out, 0, "a has K"),
+        ((a.codes, a.scale_inv), of_w, out.float(), 0, "out must have 16-bit"),
+        ((a.codes, a.scale_inv), of_w, out, 1, "multiprocessors is 1; needed: 0 for all of them"),
+        ((a.codes, a.scale_inv[:1]), of_w, out, 0, "a_scale has"),
+        ((a.codes, a.scale_inv), (wide.codes, wide.scale_inv), out, 0, "a_scale has"),
+    ):
+        with pytest.raises(Exception, match=words):
+            module.grouped_gemm(*of_a, *weight, routing.padded_offsets, to, multiprocessors, 0)

@@ -186,12 +186,12 @@ SYNC_FREE = {
     "mem": (layer, memory_mode(fp8_mode="mem"), {}),
     "iso_weight and recompute_z": (layer, memory_mode(iso_weight=True, recompute_z=True), {}),
     "plain wgrad": (layer, PLAIN_WGRAD, {}),
-    "flush in backward": (layer, FP8, {"flush": "backward"}),
-    "split_wgrad": (layer, FP8, {"split_wgrad": True}),
+    "step": (layer, FP8, {"flush": "step"}),
+    "split_wgrad": (layer, FP8, {"flush": "step", "split_wgrad": True}),
     "from_fused": (fused_layer, FP8, {}),
     "bf16": (layer, BF16, {}),
-    "bf16, flush in backward": (layer, BF16, {"flush": "backward"}),
-    "bf16, split_wgrad": (layer, BF16, {"split_wgrad": True}),
+    "bf16, step": (layer, BF16, {"flush": "step"}),
+    "bf16, split_wgrad": (layer, BF16, {"flush": "step", "split_wgrad": True}),
     "bf16, from_fused": (fused_layer, BF16, {}),
 }
 
@@ -335,14 +335,14 @@ def test_several_forwards_outstanding(mode, order):
 def test_split_weight_gradients_are_the_same_bits():
     batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 4096, 300))]
     wanted = whole_step(*layer(), *batches)
-    assert_same_bits(whole_step(*layer(split_wgrad=True), *batches), wanted)
+    assert_same_bits(whole_step(*layer(flush="step", split_wgrad=True), *batches), wanted)
 
 
 def test_split_weight_gradients_outlive_the_callers_memory():
     """The side stream is late, and the caller's goes on and takes every byte that the backward has
     dropped.
     """
-    (node, experts), batch = layer(split_wgrad=True), make_batch()
+    (node, experts), batch = layer(flush="step", split_wgrad=True), make_batch()
     wanted = whole_step(*layer(), batch)[3:]
     run(node, batch)
     node.step()

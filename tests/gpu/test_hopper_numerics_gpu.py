@@ -17,12 +17,13 @@ import os
 
 import pytest
 import torch
-from gpu import hopper_cases
+from gpu import engine_cases
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
 from sonicmoe.diagnostics.golden_stages import TENSORS
 from sonicmoe.diagnostics.numerics import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
@@ -52,17 +53,16 @@ def compiled():
 def on_device(case):
     """The operands of a numpy case; its values are bf16's already."""
 
-    def tensor(array, dtype):
-        return torch.tensor(array, dtype=dtype, device=hopper_cases.DEVICE)
+    def tensor(name, dtype):
+        return torch.tensor(getattr(case, name), dtype=dtype, device=engine_cases.DEVICE)
 
-    rounded = {
-        name: tensor(getattr(case, name), torch.bfloat16) for name in ("x", "dout", "w1", "w2")
-    }
-    routed = {
-        "indices": tensor(case.indices, torch.int64),
-        "probs": tensor(case.probs, torch.float32),
-    }
-    return hopper_cases.Case(**rounded, **routed)
+    x, dout, w1, w2 = (tensor(name, torch.bfloat16) for name in ("x", "dout", "w1", "w2"))
+    indices, probs = tensor("indices", torch.int64), tensor("probs", torch.float32)
+    return engine_cases.Case(x, dout, indices, probs, (w1, w2, None, None))
+
+
+def computed(operands):
+    return engine_cases.run(operands, HopperEngine(), engine_cases.FP8)
 
 
 def as_arrays(named):
@@ -77,16 +77,12 @@ def as_arrays(named):
 
 def baseline_of(case):
     """What the emulated DeepSeek-V3 recipe with an FP8 `z` makes of the case."""
-    recipe, z = BASELINE.recipe, BASELINE.z
-    return as_arrays(
-        hopper_cases.run(case, hopper_cases.REFERENCE, EngineSettings(recipe=recipe, save_z=z))
-    )
+    settings = EngineSettings(recipe=BASELINE.recipe, save_z=BASELINE.z)
+    return as_arrays(engine_cases.run(case, engine_cases.REFERENCE, settings))
 
 
-def scores_of(case, computed, baseline, wanted):
-    return {
-        name: score(name, case, computed[name], baseline[name], wanted[name]) for name in TENSORS
-    }
+def scores_of(case, found, baseline, wanted):
+    return {name: score(name, case, found[name], baseline[name], wanted[name]) for name in TENSORS}
 
 
 def table(scores):
@@ -103,8 +99,8 @@ def table(scores):
 def test_at_least_as_exact_as_the_deepseek_v3_recipe(kind, sizes):
     case = make_case(kind, sizes, seed=0)
     operands = on_device(case)
-    ours, theirs = as_arrays(hopper_cases.run(operands)), baseline_of(operands)
-    wanted = as_arrays(hopper_cases.golden(operands))
+    ours, theirs = as_arrays(computed(operands)), baseline_of(operands)
+    wanted = as_arrays(engine_cases.golden(operands))
     scores = scores_of(case, ours, theirs, wanted)
     failures, unresolved = judge(kind, scores)
     assert not failures, f"{failures}\n{table(scores)}"
@@ -126,7 +122,7 @@ def test_error_is_that_of_quantisation():
     would say nothing of FP8.
     """
     operands = on_device(make_case(BARRED_DATA, FEW, seed=1))
-    ours, wanted = hopper_cases.run(operands), hopper_cases.golden(operands)
+    ours, wanted = computed(operands), engine_cases.golden(operands)
     for name, bar in zip(("out", "dx", "dprobs", "dw1", "dw2"), RMSE_BARS.values(), strict=True):
         error = float((ours[name].double() - wanted[name]).norm() / wanted[name].norm())
         assert 0.8 * bar <= error <= bar, (name, error)

@@ -1,5 +1,5 @@
-"""`flush="direct"` on the GPU engines: the bits of step mode in gradient memory of every kind, CUDA
-graphs, streams, recompute, memory that runs out or is poisoned, and two ranks.
+"""Gradients that go straight into `main_grad` on the GPU engines: the bits of step mode in memory of
+every kind, CUDA graphs, streams, recompute, memory that runs out or is poisoned, and two ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from faults import FULL_GPU, Allocations
-from gpu.hopper_cases import fill_free_memory
+from gpu.engine_cases import fill_free_memory
 from gpu.hopper_step import waiting_is_an_error
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
@@ -20,7 +20,6 @@ from node.sentinel_layers import memory_full_of
 from worlds import TESTS, environment, finish
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.errors import ConfigError
 from sonicmoe.jit import default_cache, no_compile
 from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.quant.gpu import release_scratch
@@ -49,6 +48,10 @@ two_setups = pytest.mark.parametrize(("setup", "arrangement"), TWO.values(), ids
 LONG = 100_000_000  # cycles: a stream that sleeps so long is behind everything else
 
 
+def layer_of(setup, arrangement, memory="own", flush="auto"):
+    return DirectLayer(setup, arrangement, memory, flush=flush)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Everything warm-up plans; nothing below may compile."""
@@ -65,8 +68,11 @@ def test_the_bits_of_step_mode(setup, arrangement, memory):
     layers.check_same_bits_as_step_mode(setup, arrangement, memory)
 
 
-@every_setup
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("setup", "arrangement", "memory"),
+    [(*setup, memory) for setup, memory in zip(SETUPS.values(), MEMORY, strict=True)],
+    ids=[f"{name}, {memory}" for name, memory in zip(SETUPS, MEMORY, strict=True)],
+)
 def test_several_micro_batches(setup, arrangement, memory):
     layers.check_several_micro_batches(setup, arrangement, memory)
 
@@ -92,28 +98,20 @@ def test_recompute(setup, arrangement, use_reentrant):
 def test_stagewise_memory_changes_no_bit(setup, arrangement):
     plain = FP8 if setup is MEM else BF16
     assert_same_bits(
-        DirectLayer(setup, arrangement).step(0, 1), DirectLayer(plain, arrangement).step(0, 1)
+        layer_of(setup, arrangement).step(0, 1), layer_of(plain, arrangement).step(0, 1)
     )
 
 
 @two_setups
-@pytest.mark.parametrize("flush", ["direct", "step", "backward", "auto"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_nodes_over_the_same_experts(setup, arrangement, flush):
     layers.check_stacked_nodes(setup, arrangement, flush)
-
-
-@pytest.mark.parametrize("arrangement", ["per_expert", "fused"])
-def test_bf16_refuses_what_it_cannot_add_to(arrangement):
-    layer = DirectLayer(BF16, arrangement)
-    with pytest.raises(ConfigError, match="flush='direct' with the bf16 engine: "):
-        layer.run(layer.batch())
-    assert not any(bool(gradient.any()) for gradient in layer.main_grads)
 
 
 @every_setup
 def test_waits_for_nothing(setup, arrangement):
     """Also where `main_grad` is rebound between backwards."""
-    layer = DirectLayer(setup, arrangement)
+    layer = layer_of(setup, arrangement)
     batches = [layer.batch(seed) for seed in range(3)]
     layer.run(batches[0])
     layer.node.step()
@@ -135,7 +133,7 @@ def test_holds_no_gradient(setup, arrangement):
     larger = replace(setup, sizes=LARGE)
 
     def peak(flush):
-        layer = DirectLayer(larger, arrangement, flush=flush)
+        layer = layer_of(larger, arrangement, flush=flush)
         layer.step(0)
         layer.clear()
         layer.node.release_grads()
@@ -148,7 +146,7 @@ def test_holds_no_gradient(setup, arrangement):
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, held
 
-    (direct, nothing), (step, accumulators) = peak("direct"), peak("step")
+    (direct, nothing), (step, accumulators) = peak("auto"), peak("step")
     assert nothing == 0 and accumulators == 4 * 8 * 3 * 1024**2
     assert step - direct >= 0.98 * accumulators
 
@@ -158,7 +156,7 @@ class TestGraphs:
 
     def captured(self, setup, arrangement, memory="slices"):
         """`(layer, the static batch, its results, the graph)`; gradients are zero then."""
-        layer, results = DirectLayer(setup, arrangement, memory), []
+        layer, results = layer_of(setup, arrangement, memory), []
         static = layer.batch(0)
 
         def step():
@@ -186,7 +184,7 @@ class TestGraphs:
                 for mine, its in zip(static, layer.batch(seed, T), strict=True):
                     mine.copy_(its)
             graph.replay()
-            eager = DirectLayer(setup, arrangement)
+            eager = layer_of(setup, arrangement)
             wanted = eager.run(eager.batch(seed, T))
             assert_same_bits([*results, *layer.main_grads], [*wanted, *eager.main_grads], seed)
         layer.check_strangers()
@@ -214,7 +212,7 @@ class TestGraphs:
 
     @two_setups
     def test_memory_is_not_made_in_a_capture(self, setup, arrangement):
-        layer = DirectLayer(setup, arrangement)
+        layer = layer_of(setup, arrangement)
         layer.step(0)
         layer.bind("none")
         batch = layer.batch(0)
@@ -228,15 +226,15 @@ class TestGraphs:
         torch.cuda.synchronize()
         assert all(gradient is None for gradient in layer.main_grads)
         layer.bind("own")
-        assert_same_bits(layer.step(0), DirectLayer(setup, arrangement).step(0))
+        assert_same_bits(layer.step(0), layer_of(setup, arrangement).step(0))
 
 
 class TestStreams:
     @two_setups
     def test_the_callers_stream_reads_behind_a_backward_on_another(self, setup, arrangement):
         """That is late; `step()` orders the two."""
-        wanted = DirectLayer(setup, arrangement).step(0)[3:]
-        layer = DirectLayer(setup, arrangement)
+        wanted = layer_of(setup, arrangement).step(0)[3:]
+        layer = layer_of(setup, arrangement)
         batch = layer.batch(0)
         layer.run(batch)
         layer.node.step()
@@ -253,10 +251,10 @@ class TestStreams:
         del results  # whose memory the side stream still wrote
 
     @two_setups
-    @pytest.mark.parametrize("flush", ["direct", "step"])
+    @pytest.mark.parametrize("flush", ["auto", "step"])
     def test_two_nodes_on_two_streams_add_in_order(self, setup, arrangement, flush):
         """To the same experts: the first is late, and the second, of mode `flush`, is not."""
-        layer = DirectLayer(setup, arrangement, "slices")
+        layer = layer_of(setup, arrangement, "slices")
         nodes = [layer.node, layer.another_node(flush=flush)]
         batches = [layer.batch(seed) for seed in range(2)]
         streams = [torch.cuda.Stream() for _ in nodes]
@@ -287,7 +285,7 @@ def test_memory_full_of_nan_changes_no_bit(setup, arrangement, memory):
     for nan in (False, True):
         with memory_full_of(nan, "cuda"):
             fill_free_memory(0xFF if nan else 0)
-            layer = DirectLayer(setup, arrangement, memory)
+            layer = layer_of(setup, arrangement, memory)
             found.append(layer.step(0, 1))
             layer.check_strangers()
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0])

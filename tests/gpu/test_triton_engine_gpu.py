@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.plain_engine_cases import (
+from gpu.engine_cases import (
     ARCH,
     BF16,
     FP16,
@@ -20,13 +20,15 @@ from gpu.plain_engine_cases import (
     I,
     assert_same_bits,
     build,
-    check,
+    check_plain,
     fill_free_memory,
     kernels_of_the_contract,
     make_case,
 )
-from gpu.plain_engine_cases import run as run_on
-from gpu.plain_engine_contract import PlainEngineContract
+from gpu.engine_cases import run as run_on
+from gpu.engine_contract import PlainEngineContract
+from gpu.gradient_memory import LAYOUTS, Memory, ids
+from pairwise import pairwise
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -103,9 +105,8 @@ class TestTritonEngine(PlainEngineContract):
     [(700, 6, 0.3), (40, 130, 0.5), (64, 3, 1.0), (2000, 2, 0.0), (500, 700, 0.2)],
 )
 def test_experts_of_tiles(tokens, experts, invalid):
-    routing = make_case(
-        tokens, hidden=8, intermediate=8, experts=experts, topk=2, invalid=invalid, empty=()
-    ).routing
+    sizes = {"hidden": 8, "intermediate": 8, "experts": experts, "topk": 2}
+    routing = make_case(tokens, **sizes, invalid=invalid, empty=()).routing()
     owners = []
     for expert, (_, _, padded) in enumerate(routing.expert_slices()):
         owners += [expert] * (padded // 128)
@@ -115,82 +116,48 @@ def test_experts_of_tiles(tokens, experts, invalid):
 
 # ---- the parameters' own memory ----
 
-LAYOUTS = [
-    WeightLayout(transposed, split) for transposed in (False, True) for split in (False, True)
-]
+
+def memory_of(layout, arrangement, dtype=torch.float32, kind=ParameterTargets):
+    return Memory((E, 2 * I, H, I), layout, arrangement, dtype, kind)
 
 
-def targets_of(layout, kind, stacked, dtype=torch.float32, value=0.0):
-    """`(targets, the memory around them)`: matrices between canaries of 4 elements."""
-    held = []
-
-    def matrix(height, width):
-        shape = (width, height) if layout.transposed else (height, width)
-        around = torch.full((shape[0] * shape[1] + 16,), 7.0, dtype=dtype, device="cuda")
-        held.append(around)
-        inner = around[8:-8].reshape(shape)
-        inner.fill_(value)
-        return inner
-
-    def target(height, width):
-        if not stacked:
-            matrices = [matrix(height, width) for _ in range(E)]
-            return WeightTarget.per_expert(matrices, layout)
-        shape = (E, width, height) if layout.transposed else (E, height, width)
-        around = torch.full((E * height * width + 16,), 7.0, dtype=dtype, device="cuda")
-        held.append(around)
-        inner = around[8:-8].reshape(shape)
-        inner.fill_(value)
-        return WeightTarget.stacked(inner, E, layout)
-
-    return kind(target(2 * I, H), target(H, I)), held
-
-
-def backward_into(case, targets):
-    settings = EngineSettings()
+def backward_into(case, targets, settings=EngineSettings()):  # noqa: B008, it is frozen
     weights = OURS.prepare_weights(*case.weights, settings)
-    _, saved = OURS.forward(case.x, case.routing, weights, settings)
+    _, saved = OURS.forward(case.x, case.routing(), weights, settings)
     OURS.backward(case.dout, saved, weights, targets)
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per expert"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_main_grad_of_every_layout(layout, stacked):
-    case = make_case(700)
+@pytest.mark.parametrize(("arrangement", "layout"), pairwise(("own", "stacked"), LAYOUTS), ids=ids)
+def test_main_grad_of_every_layout(layout, arrangement):
+    """Two backwards add; an expert without tokens is left alone, and so are all bytes around."""
+    case, memory = make_case(700), memory_of(layout, arrangement)
     wanted = run(case)
-    targets, held = targets_of(layout, ParameterTargets, stacked)
-    assert OURS.problem_of(targets, EngineSettings()) is None
-    backward_into(case, targets)
-    for name in ("dw1", "dw2"):
-        assert torch.equal(targets.sums(name), wanted[name]), name
-    # A second backward adds, and an expert without tokens is left alone.
-    backward_into(case, targets)
-    for name in ("dw1", "dw2"):
-        assert torch.equal(targets.sums(name), 2 * wanted[name]), name
-    for around in held:
-        assert bool((around[:8] == 7.0).all()) and bool((around[-8:] == 7.0).all())
+    assert OURS.problem_of(memory.targets, EngineSettings()) is None
+    for _ in range(2):
+        backward_into(case, memory.targets)
+        memory.take(wanted["dw1"], wanted["dw2"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per expert"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_are_written_where_autograd_accumulates(layout, stacked, dtype):
-    case = make_case(700)
+@pytest.mark.parametrize(
+    ("arrangement", "layout", "dtype"),
+    pairwise(("own", "stacked"), LAYOUTS, [torch.float32, BF16]),
+    ids=ids,
+)
+def test_gradients_are_written_where_autograd_accumulates(layout, arrangement, dtype):
+    """Zeros for the expert without tokens, and one rounding."""
+    case, memory = make_case(700), memory_of(layout, arrangement, dtype, FreshTargets)
     wanted = run(case)
-    targets, held = targets_of(layout, FreshTargets, stacked, dtype, float("nan"))
-    backward_into(case, targets)
-    for name in ("dw1", "dw2"):
-        # Zeros for the expert without tokens, and one rounding.
-        assert torch.equal(targets.sums(name), wanted[name].to(dtype)), name
-    for around in held:
-        assert bool((around[:8] == 7.0).all()) and bool((around[-8:] == 7.0).all())
+    backward_into(case, memory.targets)
+    memory.take(wanted["dw1"].to(dtype), wanted["dw2"].to(dtype), over=True)
 
 
 def test_frozen_experts_are_left_out():
     case = make_case(700)
     wanted = run(case)
     layout = WeightLayout(True, True)
-    targets, _ = targets_of(layout, ParameterTargets, stacked=False)
+    targets = memory_of(layout, "own").targets
+    for tensor in (*targets.up.tensors, *targets.down.tensors):
+        tensor.zero_()
     up = [t if e % 2 else None for e, t in enumerate(targets.up.tensors)]
     some = ParameterTargets(
         WeightTarget.per_expert(up, layout), WeightTarget.per_expert([None] * E, layout)
@@ -209,7 +176,7 @@ def test_frozen_experts_are_left_out():
 def test_tiles_of_every_architecture(arch, monkeypatch, may_compile):
     """Compiled for this GPU in the tiles of another one."""
     use_tiles_of(arch, monkeypatch)
-    check(case := make_case(seed=1), run(case))
+    check_plain(case := make_case(seed=1), run(case))
 
 
 def use_tiles_of(arch, monkeypatch):
@@ -260,9 +227,9 @@ def code_of_ampere(monkeypatch, tmp_path, may_compile):
 )
 def test_the_code_for_ampere(activation, dtype, bias, code_of_ampere):
     case = make_case(activation=activation, dtype=dtype, bias=bias)
-    check(case, first := run(case))
+    check_plain(case, first := run(case))
     assert_same_bits(run(case), first)
-    fill_free_memory(float("nan"))
+    fill_free_memory(0xFF)
     assert_same_bits(run(case), first)
     again = run(case, settings=EngineSettings(activation, recompute_z=True))
     assert_same_bits(again, first)

@@ -269,7 +269,7 @@ def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
 
 def overwrite_free_memory(byte: int, device: str) -> None:
     if device == "cuda":
-        from gpu.hopper_cases import fill_free_memory
+        from gpu.engine_cases import fill_free_memory
 
         fill_free_memory(byte)
 

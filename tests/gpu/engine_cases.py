@@ -1,0 +1,375 @@
+"""Operands for the engines on a GPU, what they must compute from them, and how far from that they
+may be, in every expert and every block of 128 tokens.
+
+An engine that quantises nothing is held to fp32: it may lose what the reference engine loses by
+rounding at the same places. An FP8 engine has two yardsticks. The reference engine emulates the same
+recipe: both quantise the same values, so they differ by the order of additions, by the bits a tensor
+core keeps of a sum, by a rounding of dz and y1s to bf16, and by the few codes that these push over a
+rounding boundary. And fp64 arithmetic on the unquantised operands, from which no tensor may be
+further than the emulation is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from gpu.activation_cases import OWN, gain_of, gated
+from public_models import EXPERT_SIZES
+
+from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.jit import default_cache
+from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.jit.warmup import warm_up
+from sonicmoe.observe import listening
+from sonicmoe.quant.format import BlockScaledTensor, Orientation
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.routing.build import build_routing
+
+DEVICE, ARCH = "cuda", "sm_90a"
+BF16, FP16 = torch.bfloat16, torch.float16
+SWIGLU = ActivationType.SWIGLU
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
+H, I, E, K = 512, 384, 6, 3
+SIZES_OF_NO_TILE = [(200, 72), (64, 8), (1032, 520)]
+# H and I at which 860 032 tokens give tensors of more than 2^31 elements.
+MANY_TOKENS, SMALL = 860_032, (128, 1280)
+REFERENCE = ReferenceEngine()
+# An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1
+# % of relative RMSE.
+CLOSE = 0.025
+# At ReGLU's jump an int8 code of z that flips between 0 and 1 turns a whole entry of dz on or off.
+# So do codes beside a limit.
+CLOSE_AT_A_JUMP = 0.04
+JUMPS = (ActivationType.REGLU, ActivationType.SWIGLU_CLAMP)
+RATIO, SLACK = 1.05, 3e-3
+
+
+def shapes(make):
+    """The layers of the contract, by the engine's own record of a layer: `MlpShape` or
+    `ExpertShape`.
+    """
+    for activation in ActivationType:
+        for bias in (False, True):
+            yield make(H, I, activation, "bfloat16", bias, arch=ARCH)
+    for activation, own in OWN.items():
+        yield make(H, I, activation, parameters=own, arch=ARCH)
+    for activation in (SWIGLU, ActivationType.GELU):
+        yield make(H, I, activation, "float16", arch=ARCH)
+    for hidden, intermediate in (*EXPERT_SIZES.values(), SMALL):
+        yield make(hidden, intermediate, SWIGLU, arch=ARCH)
+    for hidden, intermediate in SIZES_OF_NO_TILE:
+        yield make(hidden, intermediate, SWIGLU, bias=True, arch=ARCH)
+
+
+def kernels_of_the_contract(make, kernels):
+    """What the tests of the contract launch; `kernels`: `all_kernels` or `all_variants`."""
+    return [
+        kernel
+        for shape in shapes(make)
+        for kernel in kernels(shape, recompute_z=shape.activation is SWIGLU)
+    ]
+
+
+def build(jobs):
+    """Compile in parallel what is not in the cache yet."""
+    spec, jobs = ModelSpec(E, H, I), tuple(dict.fromkeys(jobs))
+    report = warm_up(spec, default_cache(), jobs=os.cpu_count(), compile_jobs=jobs)
+    assert report.complete, [outcome.message for outcome in report.kernels if outcome.message]
+
+
+@dataclass
+class Case:
+    """Operands on the GPU in one dtype (probabilities fp32); `weights` as native w1, w2, b1, b2."""
+
+    x: torch.Tensor
+    dout: torch.Tensor
+    indices: torch.Tensor
+    probs: torch.Tensor
+    weights: tuple
+    activation: ActivationType = SWIGLU
+    parameters: tuple = ()
+
+    @property
+    def num_experts(self):
+        return int(self.weights[0].shape[0])
+
+    @property
+    def valid(self):
+        return (self.indices >= 0) & (self.indices < self.num_experts)
+
+    @property
+    def counts(self):
+        """Tokens per expert, on the host."""
+        return torch.bincount(self.indices[self.valid], minlength=self.num_experts).tolist()
+
+    def routing(self, counts=None):
+        return build_routing(self.indices, self.probs, self.num_experts, counts)
+
+    def to(self, dtype):
+        w1, w2, b1, b2 = self.weights
+        weights = (w1.to(dtype), w2.to(dtype), b1, b2)
+        return replace(self, x=self.x.to(dtype), dout=self.dout.to(dtype), weights=weights)
+
+    def tokens(self, index):
+        """The same layer on some of its tokens."""
+        names = ("x", "dout", "indices", "probs")
+        return replace(self, **{name: getattr(self, name)[index].contiguous() for name in names})
+
+    def accumulators(self):
+        """Zeros for the gradients of the weights."""
+        w1, w2, b1, _ = self.weights
+        sizes = (*(int(size) for size in w1.shape), int(w2.shape[2]))
+        return NativeBuffer.zeros(*sizes, b1 is not None, DEVICE)
+
+
+def make_case(
+    tokens=700, *, hidden=H, intermediate=I, experts=E, topk=K, activation=SWIGLU, bias=False, dtype=BF16, invalid=0.3, empty=(4,), seed=0
+):  # fmt: skip
+    """Random operands of unit scale; both sentinels at `invalid` of the slots, no token for the
+    experts in `empty`.
+    """
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*size, scale=1.0):
+        return torch.randn(size, generator=generator, device=DEVICE) * scale
+
+    def uniform(*size):
+        return torch.rand(size, generator=generator, device=DEVICE)
+
+    scores = uniform(tokens, experts)
+    scores[:, list(empty)] = -1.0
+    indices = scores.topk(topk, 1).indices
+    indices = torch.where(scores.gather(1, indices) < 0, -1, indices)
+    dropped = uniform(tokens, topk) < invalid
+    sentinel = torch.where(uniform(tokens, topk) < 0.5, -1, experts)
+    x, dout = normal(tokens, hidden).to(dtype), normal(tokens, hidden).to(dtype)
+    probs = uniform(tokens, topk) + 0.05
+    n1 = intermediate * (2 if is_glu(activation) else 1)
+    weights = (
+        normal(experts, n1, hidden, scale=gain_of(activation) * hidden**-0.5).to(dtype),
+        normal(experts, hidden, intermediate, scale=intermediate**-0.5).to(dtype),
+        normal(experts, n1, scale=0.3) if bias else None,
+        normal(experts, hidden, scale=0.3) if bias else None,
+    )
+    return Case(x, dout, torch.where(dropped, sentinel, indices), probs, weights, activation)
+
+
+def make_blocked_case(tokens, *, experts=4, topk=2, **options):
+    """Experts take turns at blocks of 128 tokens: `128 * experts` tokens quantise in the same
+    blocks wherever they lie.
+    """
+    case = make_case(tokens, experts=experts, topk=topk, empty=(), **options)
+    turn = torch.arange(tokens, device=DEVICE).unsqueeze(1) // 128
+    return replace(case, indices=(turn + torch.arange(topk, device=DEVICE)) % experts)
+
+
+def run(case, engine, settings=None, *, accumulators=None, counts=None, x=None, dout=None):
+    """Everything a forward and a backward give, by name; `x`, `dout`: in place of the case's."""
+    settings = replace(
+        settings or EngineSettings(),
+        activation=case.activation,
+        activation_parameters=case.parameters,
+    )
+    weights = engine.prepare_weights(*case.weights, settings)
+    x, dout = case.x if x is None else x, case.dout if dout is None else dout
+    out, saved = engine.forward(x, case.routing(counts), weights, settings)
+    accumulators = accumulators or case.accumulators()
+    dx, dprobs = engine.backward(dout, saved, weights, accumulators)
+    return {"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}
+
+
+def golden(case):
+    """fp64, expert by expert, by automatic differentiation of the definition of a gated layer."""
+    x, probs, dout = (
+        case.x.double().requires_grad_(),
+        case.probs.double().requires_grad_(),
+        case.dout.double(),
+    )
+    out = torch.zeros_like(dout)
+    dx, dprobs = torch.zeros_like(dout), torch.zeros_like(probs)
+    pair = case.weights[:2]
+    dws = [torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for w in pair]
+    for e in range(case.num_experts):
+        token, slot = torch.nonzero(case.indices == e, as_tuple=True)
+        w1, w2 = (w[e].double().requires_grad_() for w in pair)
+        z = x[token] @ w1.T
+        y1 = gated(case.activation, z[:, ::2], z[:, 1::2], case.parameters)
+        served = (y1 @ w2.T) * probs[token, slot].unsqueeze(1)
+        gradients = torch.autograd.grad(served, (x, probs, w1, w2), dout[token])
+        out.index_add_(0, token, served.detach())
+        for total, gradient in zip((dx, dprobs, dws[0][e], dws[1][e]), gradients, strict=True):
+            total.add_(gradient)
+    return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": dws[0], "dw2": dws[1]}
+
+
+def parts(name, tensor, case):
+    """fp64 `[parts, elements]`: blocks of 128 tokens, or one of each expert."""
+    tensor = tensor.double()
+    if name in ("out", "dx"):
+        missing = -tensor.shape[0] % 128
+        rows = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+        return rows.reshape(-1, 128 * tensor.shape[1])
+    if name == "dprobs":
+        mine = [torch.where(case.indices == e, tensor, 0.0) for e in range(case.num_experts)]
+        return torch.stack([slots.reshape(-1) for slots in mine])
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def relative(actual, wanted):
+    """Relative RMSE along all but the first dimension; the plain norm where nothing is wanted."""
+    flat = [t.double().reshape(t.shape[0], -1) for t in (actual, wanted)]
+    error, norm = (flat[0] - flat[1]).norm(dim=1), flat[1].norm(dim=1)
+    return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
+
+
+def errors(name, actual, wanted, case):
+    """Relative RMSE of each part under FP8.
+
+    dprobs has one number per slot, and a small one is no smaller in error: an expert counts at
+    least as its share of all slots.
+    """
+    actual, wanted = parts(name, actual, case), parts(name, wanted, case)
+    if name != "dprobs":
+        return relative(actual, wanted)
+    error, norm = (actual - wanted).norm(dim=1), wanted.norm(dim=1)
+    slots = torch.tensor(case.counts, device=DEVICE, dtype=torch.float64)
+    norm = torch.maximum(norm, wanted.norm() * (slots / slots.sum().clamp(min=1)).sqrt())
+    return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
+
+
+def leeway(name, case):
+    """What the bounds of each part are multiplied with: few slots are few draws, and no average."""
+    slots = torch.tensor(case.counts, device=DEVICE, dtype=torch.float64)
+    if name in ("out", "dx"):
+        slots = parts(name, case.valid.sum(1, keepdim=True), case).sum(1)
+    return 1 + (8 if name == "dprobs" else 4) / slots.clamp(min=1).sqrt()
+
+
+def check_plain(case, actual):
+    """Assert that no tensor, in any expert or block, is further from fp32 than the reference
+    engine's rounding puts it.
+    """
+    exact, rounded = run(case.to(torch.float32), REFERENCE), run(case, REFERENCE)
+    assert actual.keys() == exact.keys()
+    for name, got in actual.items():
+        assert got.shape == exact[name].shape, name
+        assert bool(torch.isfinite(got).all()), name
+        split = [parts(name, t, case) for t in (got, rounded[name], exact[name])]
+        ours, theirs = (relative(one, split[2]) for one in split[:2])
+        # db1 sums dz as it is stored; the reference engine sums it before rounding to bf16, whose
+        # relative RMSE is 1.7e-3.
+        slack = 3e-3 if name == "db1" else 2e-4
+        assert_within(ours, 1.2 * theirs + slack, name)
+    check_unserved(case, actual)
+
+
+def check_fp8(case, engine, settings, got=None):
+    """Assert that every tensor is close to the emulation and no further from fp64 than it, in every
+    block and expert.
+    """
+    got = got or run(case, engine, settings)
+    emulated, exact = run(case, REFERENCE, settings), golden(case)
+    close = CLOSE_AT_A_JUMP if case.activation in JUMPS else CLOSE
+    for name, actual in got.items():
+        assert actual.shape == exact[name].shape and actual.dtype == emulated[name].dtype, name
+        assert bool(torch.isfinite(actual).all()), name
+        more = leeway(name, case)
+        from_emulation = errors(name, actual, emulated[name], case)
+        assert_within(from_emulation, close * more, f"{name} from the emulation")
+        ours, theirs = (errors(name, t, exact[name], case) for t in (actual, emulated[name]))
+        assert_within(ours, RATIO * theirs + SLACK * more, f"{name} from fp64")
+    check_unserved(case, got)
+
+
+def check_unserved(case, got):
+    """Exact zeros where no expert computes."""
+    unserved = ~case.valid.any(1)
+    assert bool((got["dprobs"][~case.valid] == 0).all())
+    assert bool((got["out"][unserved] == 0).all()) and bool((got["dx"][unserved] == 0).all())
+
+
+def assert_within(found, bounds, what):
+    bad = torch.nonzero(~(found <= bounds)).flatten().tolist()
+    parts_of = [f"{part}: {float(found[part]):.4f} > {float(bounds[part]):.4f}" for part in bad[:5]]
+    assert not bad, f"{what}, {len(bad)} of {len(found)} parts: {'; '.join(parts_of)}"
+
+
+def assert_same_bits(actual, wanted, names=None):
+    for name in names or wanted:
+        assert torch.equal(raw(actual[name]), raw(wanted[name])), name
+
+
+def raw(tensor):
+    """As bytes, among which NaN equals itself."""
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def digest(engine, settings):
+    """Of every bit of one forward and backward; another process must find the same."""
+    named = run(make_case(900, seed=21), engine, settings)
+    joined = hashlib.sha256()
+    for name in sorted(named):
+        joined.update(raw(named[name]).cpu().numpy().tobytes())
+    return joined.hexdigest()
+
+
+def run_with_stages(case, engine, settings):
+    """`run`, and every stage tensor of `[R, ...]` or `[..., R]`, its padding rows included, up to
+    the last row of an expert.
+    """
+    routing, seen = case.routing(), {}
+
+    def keep(name, value):
+        for field, tensor in owned(value, routing.num_rows, int(routing.padded_offsets[-1])):
+            seen[f"stage {name}{field}"] = tensor.clone()
+        return value
+
+    with listening(keep):
+        return run(case, engine, settings) | seen
+
+
+def owned(value, rows, used):
+    """`(suffix, tensor)` of what experts own of a stage tensor; nothing of those that have no rows."""
+    if not isinstance(value, BlockScaledTensor):
+        return [("", value[:used])] if value.shape[0] == rows else []
+    if rows not in value.codes.shape:
+        return []
+    codes, scales, used_scales = (
+        value.codes.view(torch.uint8),
+        value.scale_inv,
+        used // value.block.rows,
+    )
+    if value.orientation is Orientation.COLUMNS:
+        return [(".codes", codes[:, :used]), (".scale_inv", scales[:, :used_scales])]
+    return [(".codes", codes[:used]), (".scale_inv", scales[:used_scales])]
+
+
+def fill_free_memory(byte):
+    """Leave `byte` in what the allocator will hand out next, in large blocks and in small ones."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    held = [torch.full((2**30,), byte, dtype=torch.uint8, device="cuda")]
+    held += [
+        torch.full((2**size,), byte, dtype=torch.uint8, device="cuda")
+        for size in (12, 16, 19)
+        for _ in range(256)
+    ]
+    torch.cuda.synchronize()
+    del held
+
+
+@contextmanager
+def poisoned_allocator():
+    """Every fresh `torch.empty` is full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert bool(torch.isnan(torch.empty(7, device=DEVICE)).all()), "the poison is not active"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

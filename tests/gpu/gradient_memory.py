@@ -1,0 +1,163 @@
+"""Gradient memory of one layer within larger allocations of known bytes, in every arrangement that
+parameters come in, and what these must hold after additions.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from gpu.engine_cases import raw
+
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.layouts import WeightLayout
+
+LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
+
+
+def name_of(layout):
+    """`HN-halves`, for the id of a test."""
+    order = "HN" if layout.transposed else "NH"
+    return f"{order}-{'halves' if layout.split_half else 'turns'}"
+
+
+def ids(value):
+    """Of the parameters of a test."""
+    return name_of(value) if isinstance(value, WeightLayout) else str(value)
+
+
+class Memory:
+    """sizes: E, N1, H, I. arrangement: a method below. kind: of the targets."""
+
+    def __init__(self, sizes, layout, arrangement, dtype=torch.float32, kind=ParameterTargets):
+        experts, n1, hidden, inner = sizes
+        self.layout, self.allocations, self.dtype = layout, [], dtype
+        self.native = (n1, hidden, inner)
+        matrices = ((n1, hidden), (hidden, inner))
+        matrices = [size[::-1] if layout.transposed else size for size in matrices]
+        self.targets = kind(*getattr(self, arrangement)(matrices, experts))
+        self.wanted = [memory.clone() for memory in self.allocations]
+
+    def allocate(self, *shape):
+        generator = torch.Generator("cuda").manual_seed(len(self.allocations))
+        values = torch.randn(shape, generator=generator, device="cuda")
+        self.allocations.append(values.to(self.dtype))
+        return self.allocations[-1]
+
+    def each(self, sizes, experts, make):
+        """Of matrices that are made one by one."""
+        return [
+            WeightTarget.per_expert([make(m, n) for _ in range(experts)], self.layout)
+            for m, n in sizes
+        ]
+
+    def together(self, sizes, experts, make):
+        """Of one tensor for each projection."""
+        return [WeightTarget.stacked(make(m, n), experts, self.layout) for m, n in sizes]
+
+    # ---- a tensor for every expert ----
+
+    def own(self, sizes, experts):
+        """Strangers before and behind it."""
+        return self.each(sizes, experts, lambda m, n: self.allocate(m * n + 64)[40:-24].view(m, n))
+
+    def slices(self, sizes, experts):
+        """Equally far apart in one communication buffer, up and down of an expert side by side."""
+        width = sum(m * n + 8 for m, n in sizes)
+        buffer, targets, start = self.allocate(experts, width), [], 0
+        for m, n in sizes:
+            parts = [row[start : start + m * n].view(m, n) for row in buffer]
+            targets.append(WeightTarget.per_expert(parts, self.layout))
+            start += m * n + 8
+        return targets
+
+    def permuted(self, sizes, experts):
+        """In the other order of axes, rows padded."""
+        return self.each(sizes, experts, lambda m, n: self.allocate(n + 1, m + 16)[:n, 8:-8].t())
+
+    def some_frozen(self, sizes, experts):
+        """As `own`, but for parameters of every third expert."""
+        up, down = self.own(sizes, experts)
+        kept = [[t if e % 3 else None for e, t in enumerate(w.tensors)] for w in (up, down)]
+        return [WeightTarget.per_expert(tensors, self.layout) for tensors in kept]
+
+    # ---- one tensor of all experts ----
+
+    def stacked(self, sizes, experts):
+        """Strangers before and behind it."""
+
+        def make(m, n):
+            return self.allocate(experts * m * n + 64)[40:-24].view(experts, m, n)
+
+        return self.together(sizes, experts, make)
+
+    def stacked_slices(self, sizes, experts):
+        """Equally far apart in a communication buffer that holds other gradients too."""
+
+        def make(m, n):
+            return self.allocate(experts, m * n + 12)[:, 8:-4].unflatten(1, (m, n))
+
+        return self.together(sizes, experts, make)
+
+    def padded(self, sizes, experts):
+        """Rows and experts apart from each other."""
+
+        def make(m, n):
+            return self.allocate(experts, m + 1, n + 16)[:, :m, 8:-8]
+
+        return self.together(sizes, experts, make)
+
+    def stacked_permuted(self, sizes, experts):
+        """The other order of a matrix's axes, rows padded."""
+
+        def make(m, n):
+            return self.allocate(experts, n + 1, m + 8)[:, :n, 4:-4].transpose(1, 2)
+
+        return self.together(sizes, experts, make)
+
+    def experts_inside(self, sizes, experts):
+        """Rows of all experts side by side."""
+
+        def make(m, n):
+            return self.allocate(m, experts, n + 4)[:, :, :-4].transpose(0, 1)
+
+        return self.together(sizes, experts, make)
+
+    def experts_inside_permuted(self, sizes, experts):
+        """The axes in another order of memory, rows and matrices padded."""
+
+        def make(m, n):
+            return self.allocate(n, experts, m + 8)[:, :, :-8].permute(1, 2, 0)
+
+        return self.together(sizes, experts, make)
+
+    # ---- what it must hold ----
+
+    def expect(self, dw1, dw2, over=False):
+        """Add native gradients where they belong, as a flush does; `over`: write them there."""
+        held = [memory.clone() for memory in self.allocations]
+        for memory, wanted in zip(self.allocations, self.wanted, strict=True):
+            memory.copy_(wanted)
+        for name, gradient in (("dw1", dw1), ("dw2", dw2)):
+            target = self.targets.up if name == "dw1" else self.targets.down
+            for expert, matrix in enumerate(gradient):
+                arranged, place = self.targets.arranged(name, matrix), target.matrix(expert)
+                if over and place is not None:
+                    place.copy_(arranged)
+                elif not over:
+                    self.targets.add(name, expert, arranged)
+        self.wanted = [memory.clone() for memory in self.allocations]
+        for memory, now in zip(self.allocations, held, strict=True):
+            memory.copy_(now)
+
+    def check(self):
+        """Every byte of every allocation."""
+        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
+            differ = int((raw(memory) != raw(wanted)).sum())
+            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
+
+    def take(self, dw1, dw2, **options):
+        """`expect`, then `check`."""
+        self.expect(dw1, dw2, **options)
+        self.check()
