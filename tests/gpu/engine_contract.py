@@ -32,9 +32,9 @@ from gpu.engine_cases import (
 from pairwise import pairwise
 from public_models import EXPERT_SIZES
 
-from sonicmoe.engine.capabilities import Workload
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.select import unavailable
+from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, EngineName
 from sonicmoe.routing.build import build_routing
 
