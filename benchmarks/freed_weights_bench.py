@@ -123,7 +123,7 @@ class Layers:
                 self._values.append(value)
                 pair.append(weight)
             self.weights += pair
-            self.nodes.append(SonicMoEMlpNode.from_native(*pair, config=config, flush="direct"))
+            self.nodes.append(SonicMoEMlpNode.from_native(*pair, config=config, flush="auto"))
 
     def free(self) -> None:
         """As Paddle's `optimizer.clear_param_storage`."""

@@ -50,8 +50,8 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option(
     "--flush",
-    type=click.Choice(["direct", "step"]),
-    default="direct",
+    type=click.Choice(["auto", "step"]),
+    default="auto",
     show_default=True,
     help="Weight gradients straight into main_grad, or into accumulators.",
 )

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Time optimizer steps of a node whose weight gradients go straight into `main_grad`
-(`flush="direct"`) against one that collects them for `step()` (`flush="step"`).
+(`flush="auto"`) against one that collects them for `step()` (`flush="step"`).
 
     python benchmarks/main_grad_bench.py [--json FILE]
     python benchmarks/main_grad_bench.py --check     # tiny sizes on the reference engine, no GPU
@@ -45,7 +45,7 @@ SHAPES = (
 )
 TINY = (Shape(48, 32, 16, 4, 2),)
 MICRO_BATCHES = (1, 4, 16)
-WAYS = (FlushMode.DIRECT, FlushMode.STEP)
+WAYS = (FlushMode.AUTO, FlushMode.STEP)
 ARRANGEMENTS = ("own", "stacked")  # a parameter of each expert's projection; one of all experts
 TIMED_FORWARDS = 8  # at least so many between two looks at the clock
 PROFILED = 3

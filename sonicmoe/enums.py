@@ -236,22 +236,19 @@ RECIPE_NAMES = tuple(f"{layout}{scales}" for layout in RECIPE_LAYOUTS for scales
 
 
 class FlushMode(Enum):
-    """Which way weight gradients take to the parameters.
+    """When the weight gradients of a backward are complete.
 
-    AUTO: `DIRECT` where the parameters and the engine allow it. Returned through autograd where a
-        parameter that trains has no `main_grad`. As `STEP` everywhere else.
-    DIRECT: every backward adds straight into fp32 `main_grad`; refused where it cannot.
-    STEP: they wait in fp32 accumulators for `step()`.
-    BACKWARD: every backward hands them over itself: into `main_grad`, else through autograd.
-    PROMPT: as `AUTO`, but nothing waits for `step()`: as `BACKWARD` where the engine cannot add to
-        `main_grad`. For callers who never call `step()`.
+    AUTO: when it returns: in fp32 `main_grad`, or returned to autograd where a parameter that trains
+        has none. "backward" is another name for it.
+    STEP: at `step()`. Until then they wait in fp32 accumulators of the node.
     """
 
     AUTO = "auto"
-    DIRECT = "direct"
     STEP = "step"
-    BACKWARD = "backward"
-    PROMPT = "prompt"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FlushMode | None:
+        return cls.AUTO if value == "backward" else None
 
 
 def member_of(enum: type[Named], value: Any, argument: str) -> Named:

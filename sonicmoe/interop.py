@@ -304,6 +304,14 @@ writes_of: Callable[[Any], int] = attrgetter(
 )  # so far, in place
 
 
+def owns_storage(tensor: Any) -> bool:
+    """Whether nothing else lies in the memory that `tensor` lies in: it is no part of a larger buffer,
+    whose views count their writes together.
+    """
+    whole = tensor._holder_size() if IS_PADDLE else tensor.untyped_storage().nbytes()
+    return bool(whole == numel(tensor) * tensor.element_size())
+
+
 def aligned(tensor: Any) -> Any:
     """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied
     only if it is not.

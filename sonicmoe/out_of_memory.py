@@ -49,6 +49,7 @@ STATES = {
         "error in a backward, drop the gradients of this optimizer step everywhere "
         "(node.discard_grads(), zero_grad) and run the step again"
     ),
+    "make_copies()": "nothing has changed, and the call may be repeated",
     "step()": "nothing is lost, and the call may be repeated",
 }
 
@@ -83,6 +84,20 @@ def raise_with_advice(
         f"To need less: {'; '.join(_remedies(settings))} "
         "(docs/troubleshooting.md, Out of memory)"
     ) from error
+
+
+class advising:
+    """While inside, an error is raised as `raise_with_advice` does."""
+
+    def __init__(self, during: str, settings: EngineSettings | None, like: Any = None) -> None:
+        self._about = during, settings, like
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception):
+            raise_with_advice(error, *self._about)
 
 
 def _remedies(settings: EngineSettings | None) -> list[str]:

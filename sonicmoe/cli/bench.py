@@ -57,9 +57,9 @@ def _size(letter: str, text: str) -> Any:
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
               help=f"{', '.join(ENGINES)}; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
-@click.option("--flush", "flushes", multiple=True, type=click.Choice(["auto", "direct", "step"]),
-              help="Weight gradients: straight into main_grad (direct), through accumulators of the node (step), or as training "
-              "has them: direct where the engine can (auto). May be repeated: every engine in each way.  [default: auto]")  # fmt: skip
+@click.option("--flush", "flushes", multiple=True, type=click.Choice(["auto", "step"]),
+              help="Weight gradients: complete after every backward, straight in main_grad where the engine can (auto), or "
+              "through accumulators of the node (step). May be repeated: every engine in each way.  [default: auto]")  # fmt: skip
 @click.option(
     "--rounds",
     type=click.IntRange(1),

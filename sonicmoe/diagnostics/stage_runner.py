@@ -12,7 +12,7 @@ import torch
 from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
-from ..gradients.store import GradientStore
+from ..gradients.flush import flush_native
 from ..interop import IS_PADDLE, device_name, plain_ops
 from ..observe import listening, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
@@ -187,7 +187,7 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     for name, gradient in sums.named().items():
         at_seam(name, gradient)
     if step.flushes:
-        tap("flush", flushed(sums, engine, settings.activation))
+        tap("flush", flushed(sums, settings.activation))
 
 
 def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWeights:
@@ -229,21 +229,18 @@ class _GradientReceiver:
         self.down_proj = _Projection(_zero_parameter((width, hidden), like))
 
 
-def flushed(sums: NativeBuffer, engine: Engine, activation: ActivationType) -> Tensor:
+def flushed(sums: NativeBuffer, activation: ActivationType) -> Tensor:
     """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the
     transposed down.
     """
     experts, n1, hidden = (int(size) for size in sums.dw1.shape)
     width = int(sums.dw2.shape[2])
     receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
-    store = GradientStore(PerExpertParameters(receivers, experts, hidden, width, activation))
-    targets = store.accumulators(engine, sums.dw1.device)
-    # The store's own accumulators get the computed sums, as if a backward of the node had added
-    # them. The flush is then the code that training runs.
-    for target, source in zip(targets.tensors(), sums.tensors(), strict=True):
-        target.copy_(source)
-    store.note_backward()
-    store.flush()
+    layer = PerExpertParameters(receivers, experts, hidden, width, activation)
+    # Copies, because a flush zeroes what it has handed over.
+    copies = NativeBuffer(*(tensor.clone() for tensor in (sums.dw1, sums.dw2)))
+    weights = layer.parameters()
+    flush_native(layer, weights, [True] * len(weights), copies, through_autograd=False)
     up = torch.stack([receiver.up_gate_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
     down = torch.stack([receiver.down_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
     return torch.cat([up, down.transpose(1, 2)], -1)

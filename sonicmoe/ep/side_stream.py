@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..interop import IS_PADDLE
-from ..node.wgrad_queue import tensors_in
+from ..node.late_wgrad import tensors_in
 
 Tensor = torch.Tensor
 T = TypeVar("T")

@@ -7,7 +7,7 @@ of ours, so the layer is found again by them.
 Nothing here keeps a parameter alive, and nothing is written on one. A copied or loaded model has
 parameters, and therefore layers, of its own.
 
-Nobody calls `step()`. Weight gradients never wait for it (`FlushMode.PROMPT`). Writes to the weights
+Nobody calls `step()`. Weight gradients never wait for it (`FlushMode.AUTO`). Writes to the weights
 are found by checksums on a host, and by version counters and optimizer steps on a GPU under PyTorch.
 On a GPU under Paddle no write leaves a trace: there `weights_changed` must be called between an
 optimizer step and the next forward. A change of the layout in place is always seen.
@@ -44,7 +44,7 @@ class FleetLayer:
 
     def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
         self.parameters = PairParameters(weight1, weight2, hidden)
-        self.state = LayerState(self.parameters, FlushMode.PROMPT, split_wgrad=False)
+        self.state = LayerState(self.parameters, FlushMode.AUTO)
         self.state.offers, self.state.face = current_offer, FLEET
         (self.experts, _, self.hidden), _ = self.parameters.native_shapes()
         self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
@@ -127,13 +127,13 @@ def weights_changed(weight1: Tensor, weight2: Tensor) -> None:
     """
     layer = known_layer(weight1, weight2)
     if layer is not None:
-        layer.state.invalidate()
+        layer.state.weights.invalidate()
 
 
 def all_weights_changed() -> None:
     """`weights_changed` for every pair of parameters of this process."""
     for layer in list(_layers.values()):
-        layer.state.invalidate()
+        layer.state.weights.invalidate()
 
 
 def drop_weight_caches() -> None:
@@ -142,5 +142,3 @@ def drop_weight_caches() -> None:
     """
     for layer in list(_layers.values()):
         layer.state.weights.drop()
-        # The next forwards prepare the weights again, so nobody missed a write.
-        layer.state.guard.note_announcement()

@@ -66,7 +66,7 @@ def check_main_grad(
     Raises:
         DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape
             (of stacked parameters in either layout), or on another device.
-        LayoutError: it is the parameter's own memory.
+        LayoutError: it is the parameter's own memory, or was freed.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
@@ -87,7 +87,10 @@ def check_main_grad(
         require_same_device(
             [("the gradient", gradient), (f"{name_of(index)}.main_grad", main_grad)]
         )
-    if parameter.dtype == torch.float32 and data_ptr(main_grad) == data_ptr(parameter):
+    place = data_ptr(main_grad)
+    if place == 0:
+        raise LayoutError(f"{name_of(index)}.main_grad has no memory: it was freed")
+    if parameter.dtype == torch.float32 and place == data_ptr(parameter):
         raise LayoutError(
             f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients would change the weight; "
             "needed: memory of its own"

@@ -18,8 +18,8 @@ from ..interop import (
     writes_of,
 )
 from ..quant.tokens import is_fp8
+from .late_wgrad import fire_hooks
 from .mlp_call import MlpCall
-from .wgrad_offer import fire_hooks
 
 Tensor = torch.Tensor
 

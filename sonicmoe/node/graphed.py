@@ -19,7 +19,7 @@ import torch
 
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import asked_for
-from ..enums import EngineName
+from ..enums import EngineName, FlushMode
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, expect
 from ..interop import data_ptr, device_name, dtype_name, is_cuda, require_framework_tensor
 from ..stream_order import StreamOrder
@@ -215,13 +215,11 @@ def _check_engine(name: str, layer: LayerState) -> None:
         ConfigError,
         "engine 'reference' waits for the device, which no graph can; needed: a GPU engine (`sonicmoe doctor` says what is missing)",
     )
-    if layer.gradients.waiting:
-        layer.discard()
-        layer.release()
-        raise ConfigError(
-            f"engine {name!r} cannot add to this main_grad, so gradients would wait for a step() that knows of no replay; the "
-            "log says why: needed: a node with flush='direct' that runs"
-        )
+    expect(
+        layer.gradients.way is not FlushMode.STEP,
+        ConfigError,
+        "flush='step': gradients would wait for a step() that knows of no replay; needed: a node with flush='auto'",
+    )
 
 
 def _check_samples(x: Any, indices: Any, probs: Any) -> None:

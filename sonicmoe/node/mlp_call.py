@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import and_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
-from ..gradients.routes import Addition, Route
+from ..gradients.batch import Batch
 from ..interop import holds_memory, plain_ops, requires_grad
 from ..observe import (
     BackwardBegins,
@@ -24,18 +24,30 @@ from ..observe import (
     is_awaited,
     stage,
 )
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route
 from ..weights.cache import Reading
-from .fp8_gradients import GradientSource, gradient_from
-from .layer_state import LayerState, WgradOffer
-from .wgrad_offer import WgradWork
+from ..weights.copies import WeightCopies
+from .arrivals import GradientSource, gradient_from
+from .late_wgrad import WgradOffer, WgradWork
+from .layer_state import LayerState
 
 if TYPE_CHECKING:
     from ..observe import NativeWeights
 
 Tensor = torch.Tensor
+
+
+class Options(NamedTuple):
+    """What a call may set beside its tensors; see `SonicMoEMlpNode.forward`. is_stepped: the caller
+    runs the backward.
+    """
+
+    dout_source: GradientSource | None = None
+    copies: WeightCopies | None = None
+    recompute_z: bool | None = None
+    is_stepped: bool = False
 
 
 @dataclass(eq=False)
@@ -81,6 +93,11 @@ class MlpCall(DifferentiableCall):
     def explain(self, error: Exception, during: str) -> None:
         """Advice where memory ran out."""
         raise_with_advice(error, during, self.settings, self.indices)
+
+    def run(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
+        """`forward` outside autograd."""
+        with advising("forward", self.settings, self.indices):
+            return self.forward(inputs, save=save)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in FP8,
@@ -140,12 +157,15 @@ class MlpCall(DifferentiableCall):
             # gradients that nobody asked for.
             trained = list(map(and_, trained, reached))
         # Several threads may run backwards of this layer, or of layers that share experts.
-        with self.state.gradients.alone(anchor_of(dout)):
-            dx, dprobs, returned, route = self._backward(dout, saved, trained, collected)
+        with self.state.gradients.alone(anchor_of(dout)), self.config.activate():
+            # An engine that updates in place may have overwritten the weights of this forward. It is
+            # refused here, before anything is added.
+            self.reading.check_current()
+            dx, dprobs, returned, batch = self._compute(dout, saved, trained, collected)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
-            left = partial(self._weight_gradients, returned, route)
+            left = partial(self._weight_gradients, returned, batch)
             emit(BackwardDone(self._described(), dx, dprobs, left))
         if self.state.wgrad_queue is not None:
             # Last, because everything that the caller's stream needs for dx must be launched before
@@ -153,54 +173,45 @@ class MlpCall(DifferentiableCall):
             self.state.wgrad_queue.launch_after(following)
         return (dx, dprobs, *(None,) * (self.num_inputs - 2)), returned
 
-    def _backward(
+    def _compute(
         self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
-        # An engine that updates in place may have overwritten the weights of this forward. It is
-        # refused here, before anything is added.
-        self.reading.check_current()
+    ) -> tuple[Tensor, Tensor, list[Tensor | None], Batch | None]:
+        state, batch = self.state, None
+        nothing: list[Tensor | None] = [None] * len(trained)
+        # Memory first: a backward that runs out of it must not have added anything yet.
+        if any(trained) and self.wgrad_offer is None:
+            if collected:
+                state.gradients.check_collectable(self.parameters, trained)
+            batch = state.open(
+                self.engine, self.settings, self.parameters, trained, anchor_of(dout)
+            )
+        dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
+        if batch is not None:
+            self._add(pending, batch)
+            return dx, dprobs, state.gradients.close(batch), batch
         if self.wgrad_offer is not None:
-            return self._backward_and_offer(dout, saved, trained, self.wgrad_offer)
-        state, addition = self.state, None
-        with self.config.activate():
-            # Memory first: a backward that runs out of it must not have added anything yet.
-            if any(trained):
-                if collected:
-                    state.gradients.check_collectable(self.parameters, trained)
-                addition = state.begin_backward(
-                    self.engine, self.settings, self.parameters, trained, anchor_of(dout)
-                )
-            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
-            if addition is None:
-                return dx, dprobs, [None] * len(self.parameters), None
-            self._hand_over(pending, addition)
-            return dx, dprobs, state.end_backward(addition, self.parameters), addition.route
+            work = WgradWork(
+                state.gradients, self.config, self.engine, self.settings, self.parameters
+            )
+            work.offer(self.wgrad_offer, trained, pending)
+        return dx, dprobs, nothing, None
 
-    def _backward_and_offer(
-        self, dout: Tokens, saved: Saved, trained: list[bool], offer: WgradOffer
-    ) -> tuple[Tensor, Tensor, list[Tensor | None], Route | None]:
-        with self.config.activate():
-            dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
-        work = WgradWork(self.state, self.config, self.engine, self.settings, self.parameters)
-        work.offer(offer, trained, pending)
-        return dx, dprobs, [None] * len(self.parameters), None
-
-    def _hand_over(self, pending: PendingWgrad, addition: Addition) -> None:
+    def _add(self, pending: PendingWgrad, batch: Batch) -> None:
         """Add the weight gradients now, or queue them so that dx need not wait for them."""
         queue = self.state.wgrad_queue
         if queue is None:
-            self.state.gradients.add(self.engine, pending, addition)
+            self.state.gradients.add(self.engine, pending, batch)
         else:
             # The launch then takes small clusters: while a collective holds some multiprocessors,
             # no CTA with a fixed share of the work waits for them.
             pending.shares_gpu = True
-            queue.submit(pending, partial(self._add_late, pending, addition))
+            queue.submit(pending, partial(self._add_late, pending, batch))
 
-    def _add_late(self, pending: PendingWgrad, addition: Addition) -> None:
+    def _add_late(self, pending: PendingWgrad, batch: Batch) -> None:
         """Add them after the backward that has made the operands."""
         try:
             with self.config.activate():
-                self.state.gradients.add(self.engine, pending, addition)
+                self.state.gradients.add(self.engine, pending, batch)
         except Exception as error:
             # Stage-wise memory may have freed operands already. The backward is over and makes no
             # others, so the sums can never be complete.
@@ -230,14 +241,14 @@ class MlpCall(DifferentiableCall):
         return (*self.reading.values(), None, None)
 
     def _weight_gradients(
-        self, returned: Sequence[Tensor | None], route: Route | None
+        self, returned: Sequence[Tensor | None], batch: Batch | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weight gradients of this backward, by name, wherever its route has left them; those
-        that `wgrad_queue` puts off are nowhere yet.
+        """The weight gradients of this backward, by name, wherever they were left; those that
+        `wgrad_queue` puts off are nowhere yet.
         """
-        if route is None or self.state.wgrad_queue is not None:
+        if batch is None or self.state.wgrad_queue is not None:
             return
-        if route is Route.WAIT:
+        if batch.waits:
             yield from self.state.gradients.held().items()
             return
         mains = (getattr(parameter, "main_grad", None) for parameter in self.parameters)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
-from ..engine.interface import Engine, EngineSettings, Saved
+from ..engine.interface import EngineSettings
+from ..engine.select import EngineChoice
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -20,7 +20,7 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import ConfigError, FrameworkError, LayoutError, ShapeError, expect
+from ..errors import ConfigError, FrameworkError, LayoutError, expect
 from ..interop import (
     IS_PADDLE,
     device_name,
@@ -28,32 +28,37 @@ from ..interop import (
     grad_enabled,
     holds_memory,
     is_cuda,
-    require_framework_tensor,
     requires_grad,
 )
 from ..jit_warmup import warmup_jit
 from ..layouts import NATIVE
 from ..observe import StepDone, emit, is_awaited, stage
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising
+from ..refusals import need_type
 from ..routing.backends import arch_of
-from ..routing.deepep import check_dispatched_tokens
-from ..routing.validation import check_indices_and_probs
-from ..weights.cache import Reading
 from ..weights.copies import WeightCopies
-from ..weights.parameters import ExpertParameters, PerExpertParameters, check_memory
+from ..weights.parameters import PerExpertParameters, check_memory
 from ..weights.stacked import FusedParameters, StackedWeight
+from .arrivals import GradientSource, check_arrivals, inputs_of, token_form
 from .backward_step import BackwardStep
 from .choices import Choices
-from .fp8_gradients import GradientSource, check_source
-from .fp8_tokens import check_token_gradient, inputs_of, token_form
 from .layer_state import LayerState
-from .mlp_call import MlpCall
+from .mlp_call import MlpCall, Options
 
 if TYPE_CHECKING:
     from .graphed import GraphedLayer
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
+Parameters = Mapping[str, float | None] | ActivationParameters | None
+
+
+class NodeOptions(TypedDict, total=False):
+    """See `SonicMoEMlpNode`."""
+
+    config: SonicMoEConfig | None
+    activation_parameters: Parameters
+    flush: FlushMode | str
+    split_wgrad: bool
 
 
 class SonicMoEMlpNode:
@@ -67,8 +72,8 @@ class SonicMoEMlpNode:
         ...                      # any number of forwards and backwards, in any order
         node.step()              # after the last backward, before gradients are reduced
 
-    Per-call state lives in the autograd graph. The node holds weight caches, and fp32 gradient
-    accumulators only where weight gradients cannot go straight into `main_grad`.
+    Per-call state lives in the autograd graph. The node holds weight caches, and gradient memory
+    only with `flush="step"`.
 
     Args:
         experts: modules with `up_gate_proj.weight [H, 2I]` (split-half, gate first; `[H, I]` for
@@ -82,18 +87,13 @@ class SonicMoEMlpNode:
         activation_parameters: numbers of this layer's activation by name, such as `limit` of
             `swiglu_clamp` or `beta` of `situ_glu`; those not given have their defaults
             (`enums.ACTIVATIONS`).
-        flush: which way weight gradients take.
-            "auto": straight into fp32 `main_grad` in every backward, where each parameter that
-            trains has that attribute (None: memory is made) and the engine can add there; the node
-            then holds no gradient. Through autograd in every backward, where one has no `main_grad`.
-            As "step" otherwise. The log says once which.
-            "direct": straight into `main_grad`, or the backward raises and says why.
+        flush: when weight gradients are complete (docs/gradients.md).
+            "auto", or "backward": when a backward returns. They are in fp32 `main_grad` of each
+            parameter that has the attribute (None: memory is made), and autograd gets the others.
             "step": they wait in fp32 accumulators of the node, and `step()` adds them to `main_grad`,
-            or to `.grad`.
-            "backward": every backward adds them to `main_grad`, or returns them through autograd.
-            "prompt": as "auto", and as "backward" where that would wait for `step()`.
-            In all ways but "step" the framework's gradient hooks see complete gradients, once per
-            weight and backward. Hooks that take a gradient get None for one in `main_grad`.
+            or to `.grad`. Until then their memory stays in place and nobody else writes it.
+            With "auto" the framework's gradient hooks see complete gradients, once per weight and
+            backward. Hooks that take a gradient get None for one in `main_grad`.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
             combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
             for `finish_wgrad()` or `step()`. Needs flush "step", which "auto" then means.
@@ -118,7 +118,7 @@ class SonicMoEMlpNode:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
         *,
         config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float | None] | None = None,
+        activation_parameters: Parameters = None,
         flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
     ) -> None:
@@ -131,7 +131,8 @@ class SonicMoEMlpNode:
             experts, n_experts, hidden_size, intermediate_size, activation
         )
         _refuse_biases(experts)
-        self._init(parameters, config, activation_parameters, flush, split_wgrad)
+        state = LayerState(parameters, flush, split_wgrad)
+        self._init(state, activation, config, activation_parameters)
 
     @classmethod
     def from_fused(
@@ -139,11 +140,7 @@ class SonicMoEMlpNode:
         weight1: StackedWeight,
         weight2: StackedWeight,
         activation_type: ActivationType | str = ActivationType.SWIGLU,
-        *,
-        config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float | None] | None = None,
-        flush: FlushMode | str = "auto",
-        split_wgrad: bool = False,
+        **options: Unpack[NodeOptions],
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters `weight1 [E, H, 2I]` (split-half, gate first) and
         `weight2 [E, I, H]`.
@@ -154,10 +151,7 @@ class SonicMoEMlpNode:
         "weight2"))`.
         """
         activation = member_of(ActivationType, activation_type, "activation_type")
-        parameters = FusedParameters(weight1, weight2, activation)
-        node = cls.__new__(cls)
-        node._init(parameters, config, activation_parameters, flush, split_wgrad)
-        return node
+        return cls._of_stacked(FusedParameters(weight1, weight2, activation), **options)
 
     @classmethod
     def from_native(
@@ -165,39 +159,26 @@ class SonicMoEMlpNode:
         weight1: StackedWeight,
         weight2: StackedWeight,
         activation_type: ActivationType | str = ActivationType.SWIGLU,
-        *,
-        config: SonicMoEConfig | None = None,
-        activation_parameters: Mapping[str, float | None] | None = None,
-        flush: FlushMode | str = "auto",
-        split_wgrad: bool = False,
+        **options: Unpack[NodeOptions],
     ) -> SonicMoEMlpNode:
         """A node on two stacked parameters as `sonicmoe.MoE` has them: `weight1 [E, 2I, H]` (gate
         and up rows in turns) and `weight2 [E, H, I]`; tensors, or `(module, name)` as for
         `from_fused`.
         """
         activation = member_of(ActivationType, activation_type, "activation_type")
-        parameters = FusedParameters(weight1, weight2, activation, NATIVE)
-        node = cls.__new__(cls)
-        node._init(parameters, config, activation_parameters, flush, split_wgrad)
-        return node
+        return cls._of_stacked(FusedParameters(weight1, weight2, activation, NATIVE), **options)
 
-    def _init(
-        self,
-        parameters: ExpertParameters,
-        config: SonicMoEConfig | None,
-        activation_parameters: Mapping[str, float | None] | None,
-        flush: FlushMode | str,
-        split_wgrad: bool,
-    ) -> None:
-        mode = member_of(FlushMode, flush, "flush")
-        expect(
-            not split_wgrad or mode in (FlushMode.AUTO, FlushMode.STEP),
-            ConfigError,
-            f"split_wgrad with flush={mode.value!r}: gradients must be complete when a backward returns; "
-            "needed: flush='step', or 'auto', which then means 'step'",
+    @classmethod
+    def _of_stacked(
+        cls,
+        parameters: FusedParameters,
+        flush: FlushMode | str = "auto",
+        split_wgrad: bool = False,
+        **options: Any,
+    ) -> SonicMoEMlpNode:
+        return cls.over(
+            LayerState(parameters, flush, split_wgrad), parameters.activation, **options
         )
-        state = LayerState(parameters, mode, split_wgrad)
-        self._init_over(state, parameters.activation, config, activation_parameters)
 
     @classmethod
     def over(
@@ -206,72 +187,43 @@ class SonicMoEMlpNode:
         activation_type: ActivationType,
         *,
         config: SonicMoEConfig | None = None,
-        activation_parameters: ActivationParameters = (),
+        activation_parameters: Parameters = (),
     ) -> SonicMoEMlpNode:
         """Another node of a layer: with settings of its own, and with the parameters, the weight
         caches and the gradients of all nodes over `state`.
         """
         node = cls.__new__(cls)
-        node._init_over(state, activation_type, config, activation_parameters)
+        node._init(state, activation_type, config, activation_parameters)
         return node
 
-    def _init_over(
+    def _init(
         self,
         state: LayerState,
         activation: ActivationType,
         config: SonicMoEConfig | None,
-        activation_parameters: Mapping[str, float | None] | ActivationParameters | None,
+        activation_parameters: Parameters,
     ) -> None:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
         warn_unknown_flags()
         self._state = state
-        self.flush_mode = state.flush_mode
-        parameters = state.parameters
+        self.flush_mode = state.gradients.way
         (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = (
-            parameters.native_shapes()
+            state.parameters.native_shapes()
         )
         self.activation_type = activation
         self.activation_parameters = layer_parameters(activation, activation_parameters)
         sizes = self.hidden_size, self.intermediate_size
         self._choices = Choices(config, activation, self.activation_parameters, *sizes)
         # Settings that contradict each other are refused here and not in the first step.
-        resolved, settings = self._choices.settings()
+        resolved, _ = self._choices.settings()
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
         # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
-        weight = parameters.parameters()[0]
+        weight = state.parameters.parameters()[0]
         # A freed weight names no device.
         named = resolved.engine is not EngineName.AUTO
         if named and holds_memory(weight) and is_cuda(weight):
-            with self._choices.scope():
-                self._choices.engine(
-                    device_name(weight), resolved, settings, _token_dtype_for(weight)
-                )
-
-    def __call__(
-        self,
-        x: Tensor,
-        tokens_per_expert: Any = None,
-        dispatched_indices: Any = None,
-        dispatched_probs: Any = None,
-        # Not keyword-only, which Paddle's re-entrant recompute refuses in whatever it calls.
-        x_scale: Any = None,
-        dx_to: Any = None,
-        dout_source: GradientSource | None = None,
-        copies: WeightCopies | None = None,
-        recompute_z: bool | None = None,
-    ) -> Tensor:
-        return self.forward(
-            x,
-            tokens_per_expert,
-            dispatched_indices,
-            dispatched_probs,
-            x_scale=x_scale,
-            dx_to=dx_to,
-            dout_source=dout_source,
-            copies=copies,
-            recompute_z=recompute_z,
-        )
+            self._choice_for(weight)
 
     def forward(
         self,
@@ -279,6 +231,7 @@ class SonicMoEMlpNode:
         tokens_per_expert: Any = None,
         dispatched_indices: Any = None,
         dispatched_probs: Any = None,
+        # Not keyword-only, which Paddle's re-entrant recompute refuses in whatever it calls.
         x_scale: Any = None,
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
@@ -322,21 +275,15 @@ class SonicMoEMlpNode:
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
-        call, inputs = self._call(
-            x,
-            tokens_per_expert,
-            dispatched_indices,
-            dispatched_probs,
-            x_scale,
-            dx_to,
-            dout_source,
-            copies,
-            recompute_z,
-        )
+        options = Options(dout_source, copies, recompute_z)
+        routed = tokens_per_expert, dispatched_indices, dispatched_probs
+        call, inputs = self._call(x, *routed, x_scale, dx_to, options)
         wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
         if wanted and grad_enabled():
             return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
-        return _outside_autograd(call, inputs, save=False)[0]
+        return call.run(inputs, save=False)[0]
+
+    __call__ = forward
 
     def forward_step(
         self,
@@ -357,21 +304,12 @@ class SonicMoEMlpNode:
             value.detach() if isinstance(value, torch.Tensor) else value
             for value in (x, dispatched_probs)
         )
+        options = Options(dout_source, copies, recompute_z, is_stepped=True)
+        routed = tokens_per_expert, dispatched_indices, probs
         # Weights are read as for training, also where the schedule has switched gradients off.
         with torch.enable_grad():
-            call, inputs = self._call(
-                tokens,
-                tokens_per_expert,
-                dispatched_indices,
-                probs,
-                x_scale,
-                None,
-                dout_source,
-                copies,
-                recompute_z,
-                stepped=True,
-            )
-        out, saved = _outside_autograd(call, inputs, save=True)
+            call, inputs = self._call(tokens, *routed, x_scale, None, options)
+        out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)
@@ -405,9 +343,8 @@ class SonicMoEMlpNode:
         )
         from .graphed import GraphedLayer  # a function of PyTorch's autograd
 
-        return GraphedLayer(
-            self.forward_step, self._state, self._choices, x, dispatched_indices, dispatched_probs
-        )
+        samples = x, dispatched_indices, dispatched_probs
+        return GraphedLayer(self.forward_step, self._state, self._choices, *samples)
 
     def _call(
         self,
@@ -417,28 +354,20 @@ class SonicMoEMlpNode:
         dispatched_probs: Any,
         x_scale: Any,
         dx_to: Any,
-        dout_source: GradientSource | None,
-        copies: WeightCopies | None,
-        recompute_z: bool | None,
-        *,
-        stepped: bool = False,
+        options: Options,
     ) -> tuple[MlpCall, tuple[Tensor, ...]]:
-        """One forward with everything that it and its backward need, and its inputs; `stepped`: the
-        caller runs the backward.
-        """
-        # First, because the outputs of other dispatch modes deserve a message of their own; the
-        # general checks would call them a wrong shape.
-        check_dispatched_tokens(x, dispatched_indices, dispatched_probs, tokens_per_expert, x_scale)
-        require_framework_tensor(x, "x")
-        check_indices_and_probs(dispatched_indices, dispatched_probs, self.n_experts)
-        self._check_tokens(x, dispatched_indices)
-        check_token_gradient(x, x_scale, dx_to)
-        check_source(dout_source)
-        if copies is not None and not isinstance(copies, WeightCopies):
-            raise TypeError(
-                f"copies is {type(copies).__name__}; needed: what make_copies() returned, or None"
-            )
-        config, settings = self._choices.settings(recompute_z)
+        """One forward with everything that it and its backward need, and its inputs."""
+        sizes = self.n_experts, self.hidden_size
+        routed = tokens_per_expert, dispatched_indices, dispatched_probs
+        check_arrivals(x, *routed, x_scale, dx_to, options.dout_source, sizes)
+        need_type(
+            "copies",
+            options.copies,
+            (WeightCopies, type(None)),
+            "what make_copies() returned, or None",
+        )
+        state = self._state
+        config, settings = self._choices.settings(options.recompute_z)
         with self._choices.scope() as scope:
             dtype, form = token_form(x, x_scale)
             choice = self._choices.engine(device_name(x), config, settings, dtype, form)
@@ -448,12 +377,13 @@ class SonicMoEMlpNode:
             # Read once per call: modules may replace their weights between calls, and the list is
             # at once the input of autograd, the source of the engine weights and the destination of
             # the gradients.
-            parameters = self._state.parameters.parameters()
-            reading = self._read_weights(choice.engine, settings, parameters, copies)
+            parameters = state.parameters.parameters()
+            with advising("forward", settings):
+                reading = state.weights.read(choice.engine, settings, parameters, options.copies)
         # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
         inputs = inputs_of(x, dispatched_probs, x_scale, dx_to)
         call = MlpCall(
-            state=self._state,
+            state=state,
             config=scope,
             engine=choice.engine,
             settings=settings,
@@ -464,9 +394,9 @@ class SonicMoEMlpNode:
             validate=config.validate_dispatch,
             dequantises=choice.dequantises is not None,
             num_inputs=len(inputs),
-            dout_source=dout_source,
-            wgrad_offer=self._state.offer_for(
-                parameters, stepped or any(map(requires_grad, inputs))
+            dout_source=options.dout_source,
+            wgrad_offer=state.offer_for(
+                parameters, options.is_stepped or any(map(requires_grad, inputs))
             ),
         )
         return call, inputs
@@ -475,17 +405,15 @@ class SonicMoEMlpNode:
         """Have every weight gradient with its parameter, and mark weight caches stale.
 
         Call it once per optimizer step: after the last backward and before gradients are reduced,
-        clipped or applied. Gradients that wait in the node are added in place: to `main_grad` (a
-        new fp32 tensor where it is None), or to `.grad` of a parameter without that attribute. All
-        others are there already. Idempotent. Where gradients were already reduced or applied
-        without those waiting here, the log says so once. Where the gradients of the expert weights
-        were cleared meanwhile, what waits is of a skipped batch: it is dropped, and the log says so
-        once.
+        clipped or applied. Gradients that wait in the node (`flush="step"`) are added in place: to
+        `main_grad` (a new fp32 tensor where it is None), or to `.grad` of a parameter without that
+        attribute. All others are there already. Idempotent.
 
         Raises:
-            RuntimeError: a backward failed while it added weight gradients (see `discard_grads`);
-                gradients wait here for parameters that the modules no longer hold; or `main_grad`
-                was replaced after a backward that adds to it was captured into a CUDA graph.
+            RuntimeError: gradients wait, and somebody replaced or wrote the memory that they go to,
+                or the modules hold other parameters (`discard_grads` skips what waits); a backward
+                failed while it added weight gradients; or `main_grad` was replaced after a backward
+                that adds to it was captured into a CUDA graph.
             OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()
@@ -500,16 +428,17 @@ class SonicMoEMlpNode:
         # Weight gradients that were put off must be in the accumulators before these are handed
         # over.
         self.finish_wgrad()
+        gradients = self._state.gradients
         # Where none waits there is no stage, and nothing that an activated configuration decides.
-        if not self._state.gradients.waiting:
-            self._state.gradients.settle()
+        if not gradients.waiting:
+            gradients.flush()
             return
-        with self._choices.scope(), stage("flush"):
-            try:
-                self._state.flush()
-            except Exception as error:
-                raise_with_advice(error, "step()", self._choices.settings()[1])
-                raise
+        with (
+            self._choices.scope(),
+            stage("flush"),
+            advising("step()", self._choices.settings()[1]),
+        ):
+            gradients.flush()
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
@@ -521,7 +450,7 @@ class SonicMoEMlpNode:
         """Forget everything derived from the weights; call it after loading or swapping weights
         outside an optimizer step.
         """
-        self._state.invalidate()
+        self._state.weights.invalidate()
 
     def discard_grads(self) -> None:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
@@ -540,14 +469,10 @@ class SonicMoEMlpNode:
 
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step."""
-        config, settings = self._choices.settings()
         parameters = self._state.parameters.parameters()
-        weight = parameters[0]
-        with self._choices.scope():
-            choice = self._choices.engine(
-                device_name(weight), config, settings, _token_dtype_for(weight)
-            )
-            self._read_weights(choice.engine, choice.settings or settings, parameters)
+        choice, settings = self._choice_for(parameters[0])
+        with self._choices.scope(), advising("forward", settings):
+            self._state.weights.read(choice.engine, settings, parameters)
 
     def make_copies(self) -> WeightCopies:
         """FP8 copies of the weights as they are now, for `forward(copies=)`.
@@ -561,24 +486,12 @@ class SonicMoEMlpNode:
             ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.
             LayoutError: the memory of a weight has been freed already.
         """
-        config, settings = self._choices.settings()
-        parameters = self._state.parameters.parameters()
+        layer = self._state.parameters
+        parameters = layer.parameters()
         check_memory(parameters)
-        weight = parameters[0]
-        with self._choices.scope():
-            choice = self._choices.engine(
-                device_name(weight), config, settings, _token_dtype_for(weight)
-            )
-            try:
-                return WeightCopies(
-                    choice.engine,
-                    choice.settings or settings,
-                    self._state.parameters,
-                    parameters,
-                )
-            except Exception as error:
-                raise_with_advice(error, "make_copies()", settings)
-                raise
+        choice, settings = self._choice_for(parameters[0])
+        with self._choices.scope(), advising("make_copies()", settings):
+            return WeightCopies(choice.engine, settings, layer, parameters)
 
     def drop_caches(self) -> None:
         """Free everything derived from the weights that this node holds; the next forward makes it
@@ -619,44 +532,25 @@ class SonicMoEMlpNode:
         # loads none of it.
         from ..diagnostics.step_capture import dump_next_step
 
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+
         dump_next_step(self._state, path)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of fp32 accumulators the node holds now; 0 where gradients go straight into
-        `main_grad`.
-        """
+        """Bytes of fp32 accumulators the node holds now; 0 unless `flush="step"`."""
         return self._state.gradients.nbytes
 
-    def _read_weights(
-        self,
-        engine: Engine,
-        settings: EngineSettings,
-        parameters: list[Tensor],
-        copies: WeightCopies | None = None,
-    ) -> Reading:
-        try:
-            return self._state.read_weights(engine, settings, parameters, copies)
-        except Exception as error:
-            raise_with_advice(error, "forward", settings)
-            raise
-
-    def _check_tokens(self, x: Tensor, indices: Tensor) -> None:
-        wanted = (int(indices.shape[0]), self.hidden_size)
-        if tuple(x.shape) != wanted:
-            raise ShapeError(
-                f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
-            )
-
-
-def _outside_autograd(
-    call: MlpCall, inputs: tuple[Tensor, ...], save: bool
-) -> tuple[Tensor, Saved | None]:
-    try:
-        return call.forward(inputs, save=save)
-    except Exception as error:
-        call.explain(error, "forward")
-        raise
+    def _choice_for(self, weight: Tensor) -> tuple[EngineChoice, EngineSettings]:
+        """The engine before any tokens came, and its settings."""
+        config, settings = self._choices.settings()
+        # Tokens of fp32 master weights are bfloat16 on a GPU.
+        is_master = is_cuda(weight) and weight.dtype == torch.float32
+        token_dtype = "bfloat16" if is_master else dtype_name(weight.dtype)
+        with self._choices.scope():
+            choice = self._choices.engine(device_name(weight), config, settings, token_dtype)
+        return choice, choice.settings or settings
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:
@@ -669,12 +563,3 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
                 LayoutError,
                 f"experts[{index}].{name} has a bias; the node computes without: needed: bias_attr=False (bias=False)",
             )
-
-
-def _token_dtype_for(weight: Tensor) -> str:
-    """The dtype to expect of tokens before any came: bfloat16 for fp32 master weights on a GPU."""
-    return (
-        "bfloat16"
-        if is_cuda(weight) and weight.dtype == torch.float32
-        else dtype_name(weight.dtype)
-    )

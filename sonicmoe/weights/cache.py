@@ -281,7 +281,7 @@ class LayerWeights:
         self._traceless = not (noticed or len(lent) == _NUM_PROJECTIONS)
         return reading
 
-    def invalidate(self, event: str = "a write was announced") -> None:
+    def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
         """Have the next forward make the engine weights again, and no forward read copies that were
         made before. `event`: the announcement, in words for a message.
         """

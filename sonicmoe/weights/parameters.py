@@ -39,7 +39,10 @@ class ExpertParameters(ABC):
 
     activation: decides whether up has two halves.
     layout: how each parameter lies.
+    has_biases: whether gradients of biases follow those of the weights.
     """
+
+    has_biases = False
 
     def __init__(self, activation: ActivationType) -> None:
         """Subclasses check the parameters."""

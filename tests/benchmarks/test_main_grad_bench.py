@@ -31,7 +31,7 @@ def test_tables_and_figures(tmp_path):
     every = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert [each["arrangement"] for each in every] == ["own", "stacked"]
     for each in every:
-        direct, step = each["direct"], each["step"]
+        direct, step = each["auto"], each["step"]
         assert (direct["held"], step["held"]) == (0, pytest.approx(ACCUMULATORS))
         assert list(direct["steps"]) == list(step["steps"]) == ["1", "4", "16"]
         assert min(*direct["steps"].values(), *step["steps"].values()) > 0

@@ -31,7 +31,7 @@ from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.node.wgrad_queue import tensors_in
+from sonicmoe.node.late_wgrad import tensors_in
 from sonicmoe.observe import listening
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import RECIPES

@@ -19,7 +19,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.node import wgrad_queue
+from sonicmoe.node import late_wgrad
 
 T, K, E, H, I = 12, 2, 4, 16, 8
 
@@ -62,9 +62,9 @@ def log(monkeypatch):
     fake = SimpleNamespace(
         Stream=Stream, stream=stream, current_stream=lambda device=None: Stream("caller")
     )
-    monkeypatch.setattr(wgrad_queue, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
-    monkeypatch.setattr(wgrad_queue, "is_cuda", lambda tensor: True)
-    monkeypatch.setattr(wgrad_queue.WgradQueue, "_keep", lambda self, tensors, stream: None)
+    monkeypatch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
+    monkeypatch.setattr(late_wgrad, "is_cuda", lambda tensor: True)
+    monkeypatch.setattr(late_wgrad.WgradQueue, "_keep", lambda self, tensors, stream: None)
     for name in ("backward_dx", "backward_dw"):
         said.spy(monkeypatch, ReferenceEngine, name, name)
     return said
@@ -166,7 +166,7 @@ def test_a_second_backward_launches_once_each(log):
 def test_operands_and_accumulators_are_kept_for_the_side_stream(monkeypatch, log):
     kept = []
     monkeypatch.setattr(
-        wgrad_queue.WgradQueue, "_keep", lambda self, tensors, stream: kept.extend(tensors)
+        late_wgrad.WgradQueue, "_keep", lambda self, tensors, stream: kept.extend(tensors)
     )
     node, _ = make_node(split_wgrad=True)
     forward(node, Dispatch.apply(tokens(), log)).sum().backward()
@@ -181,7 +181,7 @@ def test_without_an_allocator_that_helps_they_are_held_until_finish():
     class Tensor:
         """Of a framework without record_stream."""
 
-    queue, tensor = wgrad_queue.WgradQueue(), Tensor()
+    queue, tensor = late_wgrad.WgradQueue(), Tensor()
     alive = weakref.ref(tensor)
     queue._keep([tensor], "side")
     del tensor
@@ -192,7 +192,7 @@ def test_without_an_allocator_that_helps_they_are_held_until_finish():
         fake = SimpleNamespace(
             current_stream=lambda device: SimpleNamespace(wait_stream=lambda other: None)
         )
-        patch.setattr(wgrad_queue, "torch", SimpleNamespace(cuda=fake))
+        patch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake))
         queue.finish()
     assert alive() is None
 
@@ -201,7 +201,7 @@ def test_on_a_host_accumulators_wait_with_the_work():
     """A node, its experts and its calls are gone; what was put off still has where to add, and
     holds nothing afterwards.
     """
-    queue, accumulators = wgrad_queue.WgradQueue(), NativeBuffer.zeros(2, 4, 4, 2, False, "cpu")
+    queue, accumulators = late_wgrad.WgradQueue(), NativeBuffer.zeros(2, 4, 4, 2, False, "cpu")
     alive, seen = weakref.ref(accumulators), []
     pending = SimpleNamespace(x=None, dout=torch.ones(1))
     queue.submit(

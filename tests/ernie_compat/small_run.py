@@ -120,11 +120,11 @@ def trained_by(framework: str, text: str | Path, flush: str | None, parts: int) 
     corpus, train = load_corpus([text]), train_config(micro_batches=parts)
     load(framework)
     from ernie_compat import decoder
-    from sonicmoe.gradients import store
+    from sonicmoe.gradients import sink
 
     lines: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(store, "_said", set()))  # once per process
+        stack.enter_context(mock.patch.object(sink, "_said", set()))  # once per process
         stack.enter_context(heard(lines))
         if flush is not None:
             made = partial(decoder.SonicMoEMlpNode, flush=flush)

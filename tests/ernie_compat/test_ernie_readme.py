@@ -32,7 +32,7 @@ import sonicmoe.fleet.install as installing
 installing._device = lambda reference: "compute capability 9.0, says the test"
 """,
     "A loop of your own": """
-rig, micro_batches = Rig("direct"), make_batches(3)
+rig, micro_batches = Rig("auto"), make_batches(3)
 model, wanted = paddle.nn.Sequential(rig.model), rig.wanted(micro_batches)
 for p in model.parameters():
     del p.main_grad  # the snippet is to give it
@@ -133,16 +133,18 @@ assert nodes == [rig.node]
 assert rig.reduced > 0 and rig.node.gradient_bytes == 0
 assert "expert weight gradients are added straight into main_grad" in lines
 same(rig.weights(), wanted)
-# The obvious place is too late, and the node says so.
+# The obvious place is too late, and the node refuses.
 class LateCallback(TrainerCallback):
     def on_optimizer_begin(self, args, state, control, **kwargs):
         late.node.step()
 late = Rig("step")
 late_trainer = Trainer(late.model, late.optimizer, lambda: [p.main_grad.scale_(0.5) for p in late.model.parameters()])
 late_trainer.add_callback(LateCallback())
-late_trainer.train(micro_batches)
-assert [line for line in lines if "too late" in line and "on_optimizer_begin" in line and "flush='auto'" in line], lines
-lines.clear()
+try:
+    late_trainer.train(micro_batches)
+    raise SystemExit("a late step was taken")
+except RuntimeError as error:
+    assert "main_grad was written while gradients" in str(error) and "flush='auto'" in str(error)
 """,
     "Pipeline parallel: `train_batch`": """
 assert rig.reduced > 0 and loss > 0 and nodes == [rig.node]
@@ -225,7 +227,7 @@ def test_every_snippet_runs_and_does_what_it_says() -> None:
     parts = [HELPERS, f"LOSS_SCALING = {snippets()['Loss scaling']!r}"]
     for name, code in snippets().items():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
-    parts.append('print(json.dumps([line for line in lines if "too late" in line]))')
+    parts.append('print(json.dumps([line for line in lines if "docs/gradients.md" in line]))')
     assert run_program("\n".join(parts)) == []
 
 
@@ -238,16 +240,12 @@ def test_an_all_to_all_of_your_own_equals_one_process() -> None:
         assert out.endswith("as one process\n"), out
 
 
-# Trainer and options of each row of the table that runs, and whether the log warns.
+# Trainer and options of each row of the table that runs, and whether it is refused.
 ROWS = [
     ("own", {}, False),
     ("own", {"split_wgrad": True}, False),
     ("formers", {}, False),
-    ("formers", {"flush": "backward"}, False),
-    ("formers", {"flush": "prompt"}, False),
     ("pipeline", {}, False),
-    ("pipeline", {"flush": "backward"}, False),
-    ("pipeline", {"flush": "prompt"}, False),
     ("bubbles", {"split_wgrad": True}, False),
     ("formers", {"split_wgrad": True}, True),  # not possible, says the table
     ("pipeline", {"split_wgrad": True}, True),
@@ -260,17 +258,20 @@ def test_the_rows_of_the_table_of_trainers_train_alike() -> None:
     program = f"""{PREPARE}{HELPERS}
 from readme_standins import *
 from sonicmoe.errors import ConfigError
-from sonicmoe.node import step_guard
+from sonicmoe.node import questions
 batches = make_batches(3)
 wanted = Rig("step").wanted(batches)
-for trainer, options, warned in {ROWS!r}:
+for trainer, options, refused in {ROWS!r}:
     rig = Rig(**options)
     overlap = None if "split_wgrad" in options else Overlap(rig.model)
     lines.clear()
-    run_as(trainer, rig, batches)
-    said = [line for line in lines if "too late" in line or "wait in" in line]
-    assert bool(said) == warned, (trainer, options, lines)
-    if not warned:
+    try:
+        run_as(trainer, rig, batches)
+        assert not refused, (trainer, options)
+    except RuntimeError as error:
+        assert refused and "while gradients of" in str(error), (trainer, options, error)
+    assert not [line for line in lines if "docs/gradients.md" in line], (trainer, options, lines)
+    if not refused:
         same(rig.weights(), wanted)
         assert rig.reduced > 0, (trainer, options)
         if overlap:
@@ -281,15 +282,15 @@ try:
 except ConfigError:
     pass
 # A forgotten step(). Where gradients are handed over, experts train on.
-for flush, trains in (("auto", True), ("backward", True), ("prompt", True), ("step", False)):
+for flush, trains in (("auto", True), ("step", False)):
     rig = Rig(flush, main_grad=None)
     before = rig.weights()
-    step_guard._asked.clear()
+    questions._asked.clear()
     lines.clear()
-    for _ in range(9):
+    for _ in range(2 if trains else questions.BACKWARDS + 1):
         run_as("forgotten", rig, batches[:1])
     assert trains != np.array_equal(rig.weights()[0], before[0]), flush
-    assert trains != any("node.step() was never called" in line for line in lines), lines
+    assert trains != any("step() never came" in line for line in lines), lines
 print(json.dumps("done"))
 """
     assert run_program(program) == "done"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import logging
 from itertools import product
 
 import numpy as np
@@ -31,7 +30,6 @@ from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import (
     all_weights_changed,
-    drop_weight_caches,
     layer_of,
     weights_changed,
 )
@@ -352,34 +350,6 @@ class TestTheLayerOfAPair:
         else:
             all_weights_changed()
         assert relative_rmse(numpy(experts.call().out), 2 * first) < 1e-6
-
-    @pytest.mark.parametrize("event", ["clear", "announce", None])
-    def test_silence_is_said_where_no_write_shows(self, wide, monkeypatch, caplog, event):
-        """As on a GPU under Paddle: after very many backwards without an event, and then only."""
-        from sonicmoe.node.step_guard import StepGuard
-        from sonicmoe.weights import cache, changes
-
-        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
-        monkeypatch.setattr(StepGuard, "FORGOTTEN_AFTER_BACKWARDS", 3)
-        experts = Experts(wide, fp8=True)
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            for _ in range(3):
-                experts.call().backward()
-                if event is not None:
-                    {"clear": drop_weight_caches, "announce": all_weights_changed}[event]()
-        assert ("backward passes have run" in caplog.text) == (event is None)
-
-    def test_weights_that_are_read_where_they_lie_need_no_event(self, problem, monkeypatch, caplog):
-        from sonicmoe.node.step_guard import StepGuard
-        from sonicmoe.weights import cache, changes
-
-        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
-        monkeypatch.setattr(StepGuard, "FORGOTTEN_AFTER_BACKWARDS", 2)
-        experts = Experts(problem, "sonic")
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            for _ in range(3):
-                experts.call().backward()
-        assert "backward passes have run" not in caplog.text
 
     def test_weights_without_a_layer_have_nothing_to_forget(self, problem):
         before = len(layers._layers)

@@ -23,7 +23,7 @@ from torch import nn
 from sonicmoe import MoE, SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import OutOfMemoryError
-from sonicmoe.gradients.store import GradientStore
+from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.quant.gpu import release_scratch
@@ -366,7 +366,7 @@ def test_the_memory_of_every_scratch_is_poisoned():
 def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, case, place):
     """Not for want of memory: the sums are incomplete, and step() says so."""
     run, batch = Run(case), make_batch()
-    add = GradientStore.add
+    add = GradientSink.add
 
     def torn(store, engine, pending, targets):
         backward_dw = type(engine).backward_dw
@@ -382,7 +382,7 @@ def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, c
 
     out = run.node(batch.x, None, batch.indices, batch.probs)
     with monkeypatch.context() as patch:
-        patch.setattr(GradientStore, "add", torn)
+        patch.setattr(GradientSink, "add", torn)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             out.backward(batch.dout)
     with pytest.raises(RuntimeError, match=f"left a part of them {place}"):

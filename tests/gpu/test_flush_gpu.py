@@ -11,9 +11,10 @@ from torch import nn
 from sonicmoe import layouts
 from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType
-from sonicmoe.gradients import destinations
-from sonicmoe.gradients.store import GradientStore
+from sonicmoe.enums import ActivationType, FlushMode
+from sonicmoe.gradients import destinations, flush
+from sonicmoe.gradients.flush import flush_native
+from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.weights.parameters import PerExpertParameters
@@ -145,24 +146,31 @@ def bind(source, kind):
 
 
 def fill(weights, seed):
-    held = weights.accumulators(ReferenceEngine(), "cuda")
+    """One more backward; the gradients that it left are `NativeBuffer` of the result."""
+    source = weights._layer.parameters()
+    trained = [weight.requires_grad for weight in source]
+    batch = weights.open(ReferenceEngine(), None, source, trained, torch.zeros(1, device="cuda"))
+    held = batch.targets
     (experts, n1, hidden), intermediate = held.dw1.shape, held.dw2.shape[2]
     for accumulator, values in zip(
         (held.dw1, held.dw2), native_gradients(experts, n1, hidden, intermediate, seed), strict=True
     ):
         accumulator.add_(values)
-    weights.note_backward()
+    weights.close(batch)
 
 
 def flushed(kind, source, through_autograd):
     """Where every gradient is after two flushes, and what autograd got."""
     bind(source, kind)
     source.parameters()[1].requires_grad_(False)
-    weights, returned = GradientStore(source), []
+    weights, returned = GradientSink(source, FlushMode.STEP), []
     for seed in range(2):
         fill(weights, seed)
         if through_autograd:
-            returned += weights.flush_through_autograd()
+            native, held = NativeBuffer(*weights.held().values()), source.parameters()
+            trained = [weight.requires_grad for weight in held]
+            returned += flush_native(source, held, trained, native, through_autograd=True)
+            weights.discard()
         else:
             weights.flush()
         assert not weights.waiting
@@ -201,7 +209,7 @@ def test_a_slice_of_a_fused_buffer_and_nothing_else():
         weight.main_grad = buffer[first : first + size].zero_().view(weight.shape)
         used[first : first + size] = True
         first += size + 7
-    weights = GradientStore(source)
+    weights = GradientSink(source, FlushMode.STEP)
     fill(weights, 0)
     held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
     weights.flush()
@@ -215,7 +223,7 @@ def test_graph_and_no_sync(make):
     """Captured once, replayed with what the accumulators hold then."""
     source = source_of(make, ActivationType.SWIGLU, torch.bfloat16)
     bind(source, "bound")
-    weights = GradientStore(source)
+    weights = GradientSink(source, FlushMode.STEP)
     fill(weights, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -238,10 +246,10 @@ def test_graph_and_no_sync(make):
 def test_the_kernel_serves_gpu_accumulators(monkeypatch):
     source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
     bind(source, "bound")
-    weights = GradientStore(source)
+    weights = GradientSink(source, FlushMode.STEP)
     fill(weights, 0)
     monkeypatch.setattr(
-        GradientStore,
+        flush,
         "_add_one_by_one",
         lambda *_: pytest.fail("plain operations served the flush"),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
-from gradients import test_store as plain
+from gradients import test_sink as plain
 from gradients.flush_by_address import FlushByAddress
 from weights.weight_sources import (
     SOURCES,
@@ -92,10 +92,11 @@ def test_some_of_every_kind(kernel):
 def test_freed_weights_get_their_gradients(make, bound, kernel):
     source = make(*weight_arrays())
     plain.bind_main_grads(source)
+    for weight in source.parameters():
+        weight.main_grad = weight.main_grad if bound else None
     weights, _, _ = filled(source)
     for weight in source.parameters():
         weight._clear_data()
-        weight.main_grad = weight.main_grad if bound else None
     weights.flush()
     assert kernel.launches == 1
     for weight in source.parameters():

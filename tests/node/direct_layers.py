@@ -99,7 +99,7 @@ class DirectLayer:
     """A node over experts of one arrangement, the same values for the same seed."""
 
     def __init__(
-        self, setup, arrangement="per_expert", memory="own", *, flush="direct", seed=0, **options
+        self, setup, arrangement="per_expert", memory="own", *, flush="auto", seed=0, **options
     ):
         self.setup, self.arrangement = setup, arrangement
         experts, hidden, inner, _ = setup.sizes
@@ -245,7 +245,7 @@ def check_frozen(setup, arrangement):
     layer.check_strangers()
 
 
-def check_stacked_nodes(setup, arrangement, flush="direct"):
+def check_stacked_nodes(setup, arrangement, flush="auto"):
     """Two nodes over the same experts in one graph, one of them called twice; `flush`: of the
     other.
     """

@@ -155,8 +155,7 @@ def test_changed_weights_that_hold_memory_are_quantised_again_in_place(caplog, a
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         step = Step(layer, [one], copies)
     assert_same_bits(step.backward().arrays(), wanted)
-    said = "node.step()" if announced else "expert weights changed without"
-    assert said in caplog.text
+    assert ("node.step()" in caplog.text) == announced
     assert buffers[0] is copies.weights.w1.bytes
     assert buffers[1] is copies.weights.w2_dgrad.scale_inv
     caplog.clear()
@@ -281,18 +280,6 @@ def test_a_node_is_made_of_parameters_that_were_freed_already():
     free(*layer.weights)
     layer.node = type(layer.node).from_native(*layer.weights, config=FP8)
     assert np.array_equal(numpy(Step(layer, [batch], copies).calls[0].out), expected)
-
-
-def test_a_step_is_not_missed_where_copies_are_read():
-    """Nobody calls step() where copies announce the changes."""
-    batch = make_problem(tokens=1)
-    layer = make_layer(batch)
-    guard = layer.node._state.guard
-    guard.FORGOTTEN_AFTER_BACKWARDS = 2
-    copies = layer.node.make_copies()
-    for _ in range(3):
-        Step(layer, [batch], copies).backward()
-    assert not guard._warned
 
 
 @pytest.mark.parametrize("release", [False, True])

@@ -1,6 +1,4 @@
-"""Weight gradients that go straight into `main_grad`, what decides that they do, and batches that
-are dropped.
-"""
+"""Weight gradients that go straight into `main_grad`, and what decides that they do."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from node_harness import ARRANGEMENTS, FP8, Layer, problems, want_gradient
 from sonicmoe.engine import targets as engine_targets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.gradients import routes, store
+from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.gradients import places, sink
 from sonicmoe.interop import data_ptr
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -27,7 +25,7 @@ each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def said(caplog, monkeypatch):
     """Lines about gradients, with their level."""
     caplog.set_level(logging.INFO, "sonicmoe")
-    monkeypatch.setattr(store, "_said", set())
+    monkeypatch.setattr(sink, "_said", set())
     yield lambda: [
         (record.levelname, record.getMessage())
         for record in caplog.records
@@ -52,7 +50,7 @@ class TestDirect:
     @pytest.mark.parametrize("config", [None, FP8], ids=["full", "fp8"])
     def test_has_the_bits_of_accumulate_then_flush(self, arrangement, config):
         options = {} if config is None else {"config": config}
-        layers = [Layer(arrangement=arrangement, flush=f, **options) for f in ("direct", "step")]
+        layers = [Layer(arrangement=arrangement, flush=f, **options) for f in ("auto", "step")]
         for layer in layers:
             layer.set_main_grad(0.0)
             layer.run()
@@ -61,7 +59,7 @@ class TestDirect:
 
     @each_arrangement
     def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
-        layer, asked = Layer(arrangement=arrangement, flush="direct"), []
+        layer, asked = Layer(arrangement=arrangement, flush="auto"), []
         misfit = engine_targets.misfit
         monkeypatch.setattr(engine_targets, "misfit", lambda *of: asked.append(1) or misfit(*of))
         held = layer.set_main_grad(0.0)
@@ -80,7 +78,7 @@ class TestDirect:
     @each_arrangement
     def test_several_micro_batches_are_summed_where_they_lie(self, arrangement):
         batches = problems(3)
-        layer = Layer(batches[0], arrangement=arrangement, flush="direct")
+        layer = Layer(batches[0], arrangement=arrangement, flush="auto")
         held = layer.set_main_grad(0.25)
         places = [data_ptr(each) for each in held]
         calls = [layer.call(problem) for problem in batches]
@@ -98,7 +96,7 @@ class TestDirect:
 
     @each_arrangement
     def test_memory_is_made_where_main_grad_is_none(self, arrangement):
-        layer = Layer(arrangement=arrangement, flush="direct")
+        layer = Layer(arrangement=arrangement, flush="auto")
         layer.set_main_grad(None)
         call = layer.run()
         exact = golden(layer.problem)
@@ -108,7 +106,7 @@ class TestDirect:
         assert call.dx is not None
 
     def test_memory_stays_unbound_where_the_backward_fails(self, monkeypatch):
-        layer = Layer(flush="direct")
+        layer = Layer(flush="auto")
         layer.set_main_grad(None)
 
         def fail(self, pending, targets):
@@ -134,7 +132,7 @@ class TestDirect:
             assert relative_rmse(got, want) < 1e-5
 
     def test_slices_of_a_fused_buffer_and_nothing_beside_them(self):
-        layer = Layer(flush="direct")
+        layer = Layer(flush="auto")
         sizes = [int(np.prod(weight.shape)) for weight in layer.weights]
         buffer = tensor(np.full(sum(sizes) + 8 * len(sizes), 7.0), torch.float32)
         offset, canaries = 0, np.ones(int(buffer.shape[0]), bool)
@@ -161,7 +159,7 @@ class TestDirect:
         problem = make_problem()
         for arrays in (problem.up_gate, problem.down):
             arrays[1] = arrays[0]
-        layer = Layer(problem, flush="direct")
+        layer = Layer(problem, flush="auto")
         layer.experts[1].up_gate_proj.weight = layer.experts[0].up_gate_proj.weight
         layer.weights[1] = layer.weights[0]
         layer.set_main_grad(None)
@@ -204,7 +202,7 @@ class TestDirect:
             assert relative_rmse(got, want) < 1e-6
 
     def test_a_part_of_a_backward_is_refused_until_it_is_dropped(self, monkeypatch):
-        layer, add = Layer(flush="direct"), ReferenceEngine.backward_dw
+        layer, add = Layer(flush="auto"), ReferenceEngine.backward_dw
 
         def fail(self, pending, targets):
             add(self, pending, targets)
@@ -255,24 +253,14 @@ class TestWhatDecides:
         monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
         layer = Layer()
         layer.set_main_grad(0.0)
-        for _ in range(2):
+        for times in (1, 2):
             layer.run()
-        assert not any(each.any() for each in layer.gradients("main_grad"))
-        assert said() == [
-            (
-                "WARNING",
-                "expert weight gradients wait in fp32 accumulators for step(): the moon is full",
-            )
-        ]
-        layer.node.step()
-        assert relative_rmse(layer.gradients("main_grad")[0], 2 * golden(layer.problem).dw1) < 1e-5
-        refused = Layer(flush="direct")
-        refused.set_main_grad(0.0)
-        with pytest.raises(
-            (ConfigError, OSError),
-            match="flush='direct' with the reference engine: the moon is full",
-        ):
-            refused.run()
+            dw1 = layer.gradients("main_grad")[0]
+            assert relative_rmse(dw1, times * golden(layer.problem).dw1) < 1e-5
+            assert layer.node.gradient_bytes == 0
+        ((level, line),) = said()
+        assert level == "INFO"
+        assert "handed over by every backward" in line and line.endswith(": the moon is full")
 
     def test_an_engine_is_asked_again_where_memory_or_the_engine_is_another(self, monkeypatch):
         asked = []
@@ -288,23 +276,22 @@ class TestWhatDecides:
         monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
         layer.set_main_grad(0.0)
         layer.run()
-        layer.run()
-        assert layer.node.gradient_bytes > 0
+        assert relative_rmse(layer.gradients("main_grad")[0], golden(layer.problem).dw1) < 1e-5
 
-    def test_direct_without_main_grad_is_refused(self):
-        layer = Layer(flush="direct")
-        layer.set_main_grad(0.0)
+    @pytest.mark.parametrize("value", [0.0, None])
+    def test_one_without_main_grad_goes_through_autograd_alone(self, value):
+        layer = Layer()
+        layer.set_main_grad(value)
         del layer.weights[2].main_grad
-        with pytest.raises(
-            (ConfigError, OSError),
-            match=r"flush='direct', and experts\[2\].up_gate_proj.weight has no main_grad",
-        ):
-            layer.run()
-        assert not any(numpy(w.main_grad).any() for w in layer.weights if hasattr(w, "main_grad"))
+        layer.run()
+        wanted = [*golden(layer.problem).dw1, *golden(layer.problem).dw2]
+        for index, (weight, want) in enumerate(zip(layer.weights, wanted, strict=True)):
+            got = weight.grad if index == 2 else weight.main_grad
+            assert relative_rmse(numpy(got), want) < 1e-5
+            assert index == 2 or weight.grad is None
 
-    @pytest.mark.parametrize("flush", ["auto", "direct"])
-    def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, flush):
-        layer = Layer(flush=flush)
+    def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self):
+        layer = Layer()
         up = r"experts\[3\].up_gate_proj.weight.main_grad"
         for wrong, error, words in (
             (torch.float16, DTypeError, f"{up} is float16; needed: float32"),
@@ -318,7 +305,7 @@ class TestWhatDecides:
             layer.weights[3].main_grad = held
             assert not any(each.any() for each in layer.gradients("main_grad"))
 
-    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+    @pytest.mark.parametrize("flush", ["auto", "step"])
     @pytest.mark.parametrize(
         ("arrangement", "name"),
         [
@@ -335,7 +322,7 @@ class TestWhatDecides:
             layer.run()
             layer.node.step()
 
-    @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+    @pytest.mark.parametrize("flush", ["auto", "step"])
     def test_what_trains_is_decided_in_the_backward(self, flush):
         """Expert 0 trains in the first micro-batch only, expert 1 in the second only."""
         first, second = problems(2)
@@ -356,93 +343,13 @@ class TestWhatDecides:
             assert relative_rmse(got, want) < 1e-5
 
 
-class TestDroppedBatches:
-    """With accumulators in the node, a batch is dropped there when its gradients are cleared."""
-
-    DROPPED = "were dropped, because the gradients of the expert weights were cleared"
-
-    def clear(self, layer, how):
-        if how == "zeroed":
-            zeroed(layer)
-        elif how == "rebound":
-            layer.set_main_grad(0.0)
-        else:
-            layer.set_main_grad(None)
-
-    @pytest.mark.parametrize("how", ["zeroed", "rebound", "removed"])
-    @pytest.mark.parametrize("split", [False, True])
-    def test_nothing_of_it_comes_back(self, said, how, split):
-        good, bad = problems(2)
-        layer = Layer(good, flush="step", split_wgrad=split)
-        layer.set_main_grad(0.0)
-        for _ in range(2):
-            layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
-            self.clear(layer, how)
-            layer.run(good)
-            layer.node.step()
-            wanted = golden(good)
-            for got, want in zip(
-                layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True
-            ):
-                assert relative_rmse(got, want) < 1e-5
-            layer.set_main_grad(0.0)
-        ((level, line),) = said()
-        assert level == "WARNING" and self.DROPPED in line and "discard_grads()" in line
-
-    def test_a_step_over_a_dropped_batch_adds_nothing(self, said):
-        layer = Layer(flush="step")
-        layer.set_main_grad(0.0)
-        layer.run()
-        layer.set_main_grad(None)
-        layer.node.step()
-        assert all(weight.main_grad is None for weight in layer.weights)
-        assert len(said()) == 1
-
-    def test_plain_gradients_that_were_there_show_it(self):
-        layer = Layer(flush="step")
-        layer.run()
-        layer.node.step()
-        layer.run()
-        for weight in layer.weights:
-            weight.clear_gradient(False) if IS_PADDLE else setattr(weight, "grad", None)
-        layer.run()
-        layer.node.step()
-        assert relative_rmse(layer.gradients("grad")[0], golden(layer.problem).dw1) < 1e-5
-
-    def test_memory_that_appears_between_micro_batches_is_no_clearing(self, said):
-        """A framework that makes `main_grad` in its first hook."""
-        layer = Layer(flush="step")
-        layer.set_main_grad(None)
-        layer.run()
-        layer.set_main_grad(0.0)
-        layer.run()
-        layer.node.step()
-        assert said() == []
-        assert relative_rmse(layer.gradients("main_grad")[0], 2 * golden(layer.problem).dw1) < 1e-5
-
-    def test_gradients_scaled_between_micro_batches_are_no_clearing(self, said):
-        layer = Layer(flush="step")
-        layer.set_main_grad(1.0)
-        layer.run()
-        with torch.no_grad():
-            for weight in layer.weights:
-                weight.main_grad.mul_(0.5) if not IS_PADDLE else weight.main_grad.scale_(0.5)
-        layer.run()
-        layer.node.step()
-        assert said() == []
-        assert (
-            relative_rmse(layer.gradients("main_grad")[0], 0.5 + 2 * golden(layer.problem).dw1)
-            < 1e-5
-        )
-
-
 class TestCaptures:
     """A CUDA graph adds to the memory that it was captured with."""
 
     @pytest.fixture
     def capture(self, monkeypatch):
         def switch(on):
-            monkeypatch.setattr(store, "is_capturing", lambda _: on)
+            monkeypatch.setattr(sink, "is_capturing", lambda _: on)
 
         return switch
 
@@ -472,7 +379,7 @@ class TestCaptures:
             layer.run()
 
     def test_a_copy_was_not_captured(self, capture):
-        held = routes.CapturedMemory()
+        held = places.CapturedMemory()
         weight = parameter(np.zeros((2, 2), np.float32), torch.float32)
         weight.main_grad = tensor(np.zeros((2, 2)), torch.float32)
         held.keep([weight], [True])
@@ -484,9 +391,11 @@ class TestCaptures:
 
 @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's hooks, and Megatron's attribute")
 class TestHooks:
-    @pytest.mark.parametrize("flush", ["auto", "backward"])
-    def test_fire_once_with_complete_gradients(self, flush):
-        layer = Layer(flush=flush)
+    @pytest.mark.parametrize("adds", [True, False], ids=["direct", "flushed"])
+    def test_fire_once_with_complete_gradients(self, adds, monkeypatch):
+        if not adds:
+            monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
+        layer = Layer()
         layer.set_main_grad(0.0)
         wanted = Layer(flush="step")
         wanted.set_main_grad(0.0)
@@ -511,7 +420,7 @@ class TestHooks:
             assert torch.equal(gradient, wanted.weights[index].main_grad)
 
     def test_one_that_raises_leaves_the_gradient_where_it_is(self):
-        layer = Layer(flush="backward")
+        layer = Layer()
         layer.set_main_grad(0.0)
 
         def refuse(_):
@@ -526,10 +435,12 @@ class TestHooks:
         assert_same_bits(once, layer.gradients("main_grad"))
         assert relative_rmse(once[0], golden(layer.problem).dw1) < 1e-5
 
-    @pytest.mark.parametrize("flush", ["auto", "backward"])
-    def test_megatron_is_told_where_the_gradient_is(self, flush):
+    @pytest.mark.parametrize("adds", [True, False], ids=["direct", "flushed"])
+    def test_megatron_is_told_where_the_gradient_is(self, adds, monkeypatch):
         """Its hook: a `.grad` must be there, and is added only where it is not in main_grad yet."""
-        layer = Layer(flush=flush)
+        if not adds:
+            monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
+        layer = Layer()
         layer.set_main_grad(0.0)
         for weight in layer.weights:
             weight.grad_added_to_main_grad = False

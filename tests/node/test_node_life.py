@@ -4,7 +4,6 @@ caches.
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 
 import numpy as np
@@ -26,12 +25,13 @@ from node.node_harness import (
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr
 from sonicmoe.node import choices
-from sonicmoe.node.layer_state import LayerState
+from sonicmoe.weights.cache import LayerWeights
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-each_flush = pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+each_flush = pytest.mark.parametrize("flush", ["auto", "step"])
 
 
 class TestInference:
@@ -171,29 +171,6 @@ class TestCaches:
         layer.node.step()
         assert_close(layer.result(call), golden(new))
 
-    def test_a_forgotten_step_is_warned_about(self, caplog):
-        layer = Layer(flush="step")
-        layer.set_main_grad(0.0)
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            layer.run()
-            layer.run()
-            assert not caplog.records
-            layer.overwrite(layer.problem.but(down=layer.problem.down * 2))
-            layer.call()
-            layer.call()
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "call node.step()" in caplog.records[0].getMessage()
-
-    def test_a_step_that_was_made_is_not(self, caplog):
-        layer = Layer()
-        layer.set_main_grad(0.0)
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            for factor in (2, 3):
-                layer.run()
-                layer.node.step()
-                layer.overwrite(layer.problem.but(down=layer.problem.down * factor))
-        assert not caplog.records
-
     @pytest.mark.trained
     @each_flush
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
@@ -238,12 +215,13 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
         return spy
 
     monkeypatch.setattr(choices, "ready_engine", spied("choose", choices.ready_engine))
-    for name in ("read_weights", "end_backward", "flush"):
-        monkeypatch.setattr(LayerState, name, spied(name, getattr(LayerState, name)))
+    watched = (LayerWeights, "read"), (GradientSink, "close"), (GradientSink, "flush")
+    for kind, name in watched:
+        monkeypatch.setattr(kind, name, spied(name, getattr(kind, name)))
     layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path), flush="step")
     layer.call().backward()
     layer.node.step()
-    assert seen == dict.fromkeys(("choose", "read_weights", "end_backward", "flush"), tmp_path)
+    assert seen == dict.fromkeys(("choose", "read", "close", "flush"), tmp_path)
     seen.clear()
     layer.node.prequantize_weights()
-    assert seen == {"read_weights": tmp_path}
+    assert seen == {"read": tmp_path}

@@ -74,7 +74,7 @@ def test_several_micro_batches_accumulate(mode):
     check([make_batch(size, hidden=128, seed=size) for size in (130, 70, 97)], mode=mode)
 
 
-@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_index_dtypes(index_dtype, flush):
     check([make_batch()], index_dtype=index_dtype, flush=flush)
@@ -83,7 +83,7 @@ def test_index_dtypes(index_dtype, flush):
 @pytest.mark.parametrize(
     "only", [[], [0], [1, 2]], ids=["no expert here", "all on one", "one empty"]
 )
-@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_empty_experts_get_exact_zero_gradients(only, flush):
     experts = make_experts()
     batch = make_batch(only=only)
@@ -96,7 +96,7 @@ def test_empty_experts_get_exact_zero_gradients(only, flush):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp8"])
-@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_no_tokens_at_all(mode, flush):
     config, token_dtype, weight_dtype, _ = MODES[mode]
     experts = make_experts(dtype=weight_dtype)
@@ -201,7 +201,7 @@ def test_interleaved_backwards_of_two_nodes():
     passes.
     """
     layers = [make_experts(seed=seed) for seed in (1, 2)]
-    nodes = [make_node(layers[0]), make_node(layers[1], flush="backward")]
+    nodes = [make_node(layers[0]), make_node(layers[1], flush="auto")]
     for experts in layers:
         bind_main_grads(experts)
     batches = [
@@ -275,7 +275,7 @@ def test_frozen_inputs_do_not_cut_off_the_weights(x_grad, probs_grad):
     assert_weight_gradients(main_grads, wanted.dw, PRECISE_BOUND)
 
 
-@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_frozen_experts(flush):
     experts, batch = make_experts(), make_batch()
     fired = []
@@ -291,7 +291,7 @@ def test_frozen_experts(flush):
     assert all(weight.main_grad is None and weight.grad is None for weight in weights_of(experts))
 
 
-@pytest.mark.parametrize("flush", ["auto", "step", "backward"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_partly_frozen_experts(flush):
     """One trainable matrix among frozen ones gets its gradient, once; the frozen get neither
     gradient, main_grad nor hook call.

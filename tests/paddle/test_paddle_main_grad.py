@@ -23,7 +23,7 @@ from framework import numpy, tensor
 
 from sonicmoe.errors import DTypeError, ShapeError
 
-FLUSHES = ("auto", "step", "backward")
+FLUSHES = ("auto", "step")
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch
     """Pipelines scale by rebinding and sharding releases buffers: the node must read the attribute
     anew every time.
     """
-    node = make_node(experts, flush="backward")
+    node = make_node(experts, flush="auto")
     bind_main_grads(experts)
     run(node, batch)
     for weight in weights_of(experts):
@@ -283,7 +283,7 @@ def test_hooks_fire_once_without_tokens_and_with_frozen_inputs(experts, flush):
 def test_hooks_with_several_forwards_outstanding(experts):
     bind_main_grads(experts)
     batches = [make_batch(seed=s) for s in range(3)]
-    hooks, node = Hooks(experts, lambda w: w.main_grad), make_node(experts, flush="backward")
+    hooks, node = Hooks(experts, lambda w: w.main_grad), make_node(experts, flush="auto")
     pending = [Pending(node, b) for b in batches]
     for done, waiting in enumerate(pending, 1):
         waiting.backward()
@@ -328,7 +328,7 @@ def test_fused_parameters(batch):
     kept, calls = [w.main_grad for w in stacked], []
     for weight in stacked:
         weight._register_backward_hook(lambda *_: calls.append(1))
-    node = SonicMoEMlpNode.from_fused(*stacked, flush="backward")
+    node = SonicMoEMlpNode.from_fused(*stacked, flush="auto")
     node(
         tensor(batch.x, grad=True), batch.counts, tensor(batch.indices), tensor(batch.probs)
     ).backward(tensor(batch.dout))

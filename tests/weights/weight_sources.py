@@ -7,8 +7,9 @@ from engine.moe_golden import native_order
 from framework import parameter, tensor
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.gradients.store import GradientStore
+from sonicmoe.enums import ActivationType, FlushMode, is_glu
+from sonicmoe.gradients.sink import GradientSink
+from sonicmoe.interop import requires_grad
 from sonicmoe.layouts import NATIVE
 from sonicmoe.weights.parameters import PerExpertParameters
 from sonicmoe.weights.stacked import FusedParameters
@@ -85,20 +86,28 @@ def native_source(up_gate, down, activation=SWIGLU, dtype=None):
 SOURCES = {"per_expert": per_expert_source, "fused": fused_source, "native": native_source}
 
 
+def opened(sink, engine=None):
+    """A backward of all weights that train, on a host."""
+    weights = sink._layer.parameters()
+    trained = list(map(requires_grad, weights))
+    return sink.open(engine or ReferenceEngine(), None, weights, trained, tensor(np.zeros(1)))
+
+
 def filled(source, seed=7):
-    """A `GradientStore` in which distinct gradients wait, and those as arrays `(dw1, dw2)` in the
+    """A `GradientSink` in which distinct gradients wait, and those as arrays `(dw1, dw2)` in the
     layout of the parameters.
     """
-    store = GradientStore(source)
-    targets = store.accumulators(ReferenceEngine(), "cpu")
+    sink = GradientSink(source, FlushMode.STEP)
+    batch = opened(sink)
+    targets = batch.targets
     rng = np.random.default_rng(seed)
     native = [np.float32(rng.standard_normal(tuple(target.shape))) for target in targets.tensors()]
     for target, values in zip(targets.tensors(), native, strict=True):
         target.add_(tensor(values))
-    store.note_backward()
+    sink.close(batch)
     if source.layout == NATIVE:
-        return store, *(values.astype(np.float64) for values in native)
+        return sink, *(values.astype(np.float64) for values in native)
     order = native_order(native[0].shape[1], is_glu(source.activation))
     dw1 = np.zeros(native[0].transpose(0, 2, 1).shape)
     dw1[:, :, order] = native[0].transpose(0, 2, 1)
-    return store, dw1, native[1].transpose(0, 2, 1).astype(np.float64)
+    return sink, dw1, native[1].transpose(0, 2, 1).astype(np.float64)

@@ -1,37 +1,140 @@
-"""Weight gradients that are computed beside the operations that consume dx.
+"""Weight gradients that are added after their backward: where a schedule takes them one by one
+(`OfferedWgrad`), and where the node computes them beside the operations that consume dx
+(`WgradQueue`, for `split_wgrad`).
+
+**Offered.** A framework fires the hooks of every weight that is an input of an autograd node when
+the backward of that node ends, before an addition that a schedule puts into a pipeline bubble. So a
+call whose gradients are offered does not take its weights as inputs, and the hooks of weights that
+the schedule leaves here are fired here. The destination of a gradient is looked up when it is added:
+by then `main_grad` may be another tensor.
+
+    backward ── offer(down) ──► taken: the schedule runs it, then fires the hooks
+             └─ offer(up) ────► left:  added now, then the hooks are fired here
+
+**Queued.** On a GPU a side stream computes them. Their kernels fill every multiprocessor, so a
+collective launched behind them would wait for them. An autograd hook therefore launches them after
+the operation that takes dx, which is normally the combine. On a host nothing runs beside anything,
+so they wait until a schedule asks for them (`finish`). They are added in the order of the backwards,
+so sums have the same bits as without the queue.
 
     host             dx kernels, submit | combine | hook: launch | other layers ... | finish
     caller's stream  [dx kernels]──ready──[combine]────[other layers ...]──────────────wait──►
     side stream                      └───────wait──[dw2][dw1]────────────────────────────┘
-
-On a GPU a side stream computes them. Their kernels fill every multiprocessor, so a collective
-launched behind them would wait for them. An autograd hook therefore launches them after the
-operation that takes dx, which is normally the combine. On a host nothing runs beside anything, so
-they wait until a schedule asks for them (`finish`), for example in a pipeline bubble.
-
-They are added in the order of the backwards, so sums have the same bits as without the queue.
-
-A computation that raises has added nothing if memory ran out (`Engine.backward_dw`). Then its task
-goes on waiting, and the next call tries again. Only where the backward of the task itself raises is
-it dropped: that backward will be repeated, or skipped, as a whole.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..engine.interface import PendingWgrad
-from ..interop import is_cuda, writes_of
+from ..config import SonicMoEConfig
+from ..engine.interface import Engine, EngineSettings, PendingWgrad
+from ..errors import LayoutError, expect
+from ..gradients.sink import GradientSink
+from ..interop import is_cuda, requires_grad, writes_of
+from ..out_of_memory import raise_with_advice
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import anchor_of
 
 Tensor = torch.Tensor
+
+
+class WgradOffer(Protocol):
+    """Asked once per weight and backward whether it takes the addition of that weight's gradient."""
+
+    def __call__(self, position: int, weight: Tensor, run: Callable[[], None]) -> bool:
+        """`position` of the weight among the layer's parameters; `run` adds the gradient, and is to
+        be called once by whoever returns True.
+        """
+        ...
+
+
+class WgradWork(NamedTuple):
+    """What an addition needs besides its operands: no activation, and not the engine weights."""
+
+    sink: GradientSink
+    config: SonicMoEConfig
+    engine: Engine
+    settings: EngineSettings
+    parameters: Sequence[Tensor]
+
+    def offer(self, offer: WgradOffer, trained: Sequence[bool], pending: PendingWgrad) -> None:
+        """Offer the gradients of those weights that `trained` marks, and add now what is left."""
+        left = [False] * len(trained)
+        # The down-projection first: a backward through two operations would come to it first.
+        for position in reversed(range(len(trained))):
+            run = OfferedWgrad(self, position, pending)
+            if trained[position] and not offer(position, run.weight, run):
+                left[position] = True
+        if any(left):
+            self.add(left, pending)
+        for position in reversed(range(len(trained))):
+            if left[position]:
+                fire_hooks(self.parameters[position])
+
+    def add(self, trained: list[bool], pending: PendingWgrad) -> None:
+        """Add the gradients of weights that are no inputs of the autograd node to `main_grad`."""
+        for parameter, wanted in zip(self.parameters, trained, strict=True):
+            expect(
+                not wanted or hasattr(parameter, "main_grad"),
+                LayoutError,
+                "main_grad of an expert weight was removed between the forward and the addition of its gradient; needed: the "
+                "attribute, which may be None",
+            )
+        assert pending.dout is not None
+        dout, sink = anchor_of(pending.dout), self.sink
+        try:
+            with self.config.activate(), sink.alone(dout):
+                batch = sink.open(self.engine, self.settings, self.parameters, trained, dout)
+                sink.add(self.engine, pending, batch)
+                sink.close(batch)
+        except Exception as error:
+            raise_with_advice(error, "weight gradients", self.settings)
+            raise
+
+
+class OfferedWgrad:
+    """The gradient of one weight, still to be added. It keeps the operands of its backward alive
+    until it has run; those of the two weights of a backward are the same tensors.
+    """
+
+    def __init__(self, work: WgradWork, position: int, pending: PendingWgrad) -> None:
+        """`pending` is copied, because an engine lets go of operands that it has used up."""
+        self._work, self._position = work, position
+        self._pending: PendingWgrad | None = copy.copy(pending)
+        self.weight = work.parameters[position]
+
+    def __call__(self) -> None:
+        """Add the gradient to `main_grad` of the weight.
+
+        Raises:
+            RuntimeError: it was added already.
+            LayoutError: the weight has no `main_grad` any more.
+            OutOfMemoryError: nothing was added, and it may be called again.
+        """
+        if self._pending is None:
+            raise RuntimeError(
+                f"the gradient of expert weight {self._position} was added before; needed: one run of each offer"
+            )
+        count = len(self._work.parameters)
+        trained = [position == self._position for position in range(count)]
+        # Another copy, so that a run that found no memory may be repeated.
+        self._work.add(trained, copy.copy(self._pending))
+        self._pending = None
+
+
+def fire_hooks(weight: Tensor) -> None:
+    """What Paddle does at the end of a backward for a weight that is an input of its node. PyTorch
+    has no such call.
+    """
+    if requires_grad(weight) and hasattr(weight, "_apply_backward_hook"):
+        weight._apply_backward_hook()
 
 
 @dataclass(eq=False)

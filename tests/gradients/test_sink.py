@@ -1,4 +1,4 @@
-"""`GradientStore`: a lazy native buffer, and a flush that adds in place, once, and in the user's
+"""`GradientSink`: a lazy native buffer, and a flush that adds in place, once, and in the user's
 layout.
 """
 
@@ -14,6 +14,7 @@ from weights.weight_sources import (
     SWIGLU,
     expert_modules,
     filled,
+    opened,
     per_expert_source,
     weight_arrays,
 )
@@ -22,17 +23,23 @@ from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.engine.interface import GradientTargets, NativeBuffer, native_buffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import GradientTarget
-from sonicmoe.enums import ActivationType, EngineName
+from sonicmoe.enums import ActivationType, EngineName, FlushMode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.gradients.destinations import add_to_main_grad
-from sonicmoe.gradients.routes import Addition, Route
-from sonicmoe.gradients.store import GradientStore
-from sonicmoe.interop import data_ptr, grad_enabled
+from sonicmoe.gradients.flush import flush_native
+from sonicmoe.gradients.sink import GradientSink
+from sonicmoe.interop import data_ptr, grad_enabled, requires_grad
 from sonicmoe.weights.parameters import PerExpertParameters
 from sonicmoe.weights.stacked import FusedParameters
 
-ENGINE = ReferenceEngine()
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+
+
+class Failing(ReferenceEngine):
+    def backward_dw(self, pending, targets):
+        targets.adding = True
+        targets.dw2.fill_(1.0)
+        raise MemoryError("no room for dw1")
 
 
 def gradients_of(source, attribute):
@@ -50,17 +57,38 @@ def bind_main_grads(source, value=0.0):
     return [weight.main_grad for weight in source.parameters()]
 
 
+def sink_of(source):
+    return GradientSink(source, FlushMode.STEP)
+
+
+def flushed(source, native):
+    """What autograd gets of a native buffer."""
+    weights = source.parameters()
+    trained = list(map(requires_grad, weights))
+    return flush_native(source, weights, trained, native, through_autograd=True)
+
+
 class TestNativeBuffer:
     def test_lazy(self):
-        store = GradientStore(per_expert_source(*weight_arrays()))
-        assert store.nbytes == 0 and store.held() == {}
-        targets = store.accumulators(ENGINE, "cpu")
-        assert store.accumulators(ENGINE, "cpu") is targets
-        assert store.nbytes == targets.nbytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
-        assert set(store.held()) == {"dw1", "dw2"}
+        sink = sink_of(per_expert_source(*weight_arrays()))
+        assert sink.nbytes == 0 and sink.held() == {}
+        targets = opened(sink).targets
+        assert opened(sink).targets is targets
+        assert sink.nbytes == targets.nbytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
+        assert set(sink.held()) == {"dw1", "dw2"}
         assert all(
             held.dtype == torch.float32 and not numpy(held).any() for held in targets.tensors()
         )
+
+    def test_of_one_backward_where_nothing_waits(self):
+        """Nothing is kept of it, whatever the engine did to it."""
+        sink = GradientSink(per_expert_source(*weight_arrays()))
+        batches = [opened(sink) for _ in range(2)]
+        assert batches[0].targets is not batches[1].targets and sink.nbytes == 0
+        with pytest.raises(MemoryError):
+            sink.add(Failing(), None, batches[0])
+        sink.flush()
+        assert not any(numpy(gradient).any() for gradient in sink.close(batches[1]))
 
     def test_an_engine_that_takes_no_native_buffer_is_refused(self):
         class Elsewhere(GradientTargets):
@@ -74,47 +102,37 @@ class TestNativeBuffer:
             record = replace(RECORDS[EngineName.REFERENCE], gradients=(GradientTarget.MAIN_GRAD,))
 
         with pytest.raises(ConfigError, match=r"adds weight gradients into \['main_grad'\]"):
-            GradientStore(per_expert_source(*weight_arrays())).accumulators(Direct(), "cpu")
+            opened(sink_of(per_expert_source(*weight_arrays())), Direct())
         with pytest.raises(
             ConfigError, match="gradient targets are Elsewhere; this engine adds to"
         ):
             native_buffer(Elsewhere())
 
-    def test_an_addition_that_fails_leaves_the_store_incomplete(self):
+    def test_an_addition_that_fails_leaves_the_sink_incomplete(self):
         """Nothing is flushed, however often it is tried, until what waits is discarded."""
-
-        class Failing(ReferenceEngine):
-            def backward_dw(self, pending, targets):
-                targets.adding = True
-                targets.dw2.fill_(1.0)
-                raise MemoryError("no room for dw1")
-
         source = per_expert_source(*weight_arrays())
         main_grads = bind_main_grads(source)
-        store, _, _ = filled(source)
+        sink, _, _ = filled(source)
         with pytest.raises(MemoryError):
-            addition = Addition(
-                Route.WAIT, source.parameters(), [True] * 6, store.accumulators(ENGINE, "cpu")
-            )
-            store.add(Failing(), None, addition)
+            sink.add(Failing(), None, opened(sink))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="left a part of them in the node"):
-                store.flush()
+                sink.flush()
         with pytest.raises(RuntimeError, match="never flushed"):
-            store.release()
-        store.discard()
-        store.flush()
-        assert not any(numpy(held).any() for held in (*main_grads, *store.held().values()))
-        store.release()
+            sink.release()
+        sink.discard()
+        sink.flush()
+        assert not any(numpy(held).any() for held in (*main_grads, *sink.held().values()))
+        sink.release()
 
     def test_release(self):
-        store, _, _ = filled(per_expert_source(*weight_arrays()))
+        sink, _, _ = filled(per_expert_source(*weight_arrays()))
         with pytest.raises(RuntimeError, match="never flushed"):
-            store.release()
-        store.flush()
-        store.release()
-        assert store.nbytes == 0
-        assert not numpy(store.accumulators(ENGINE, "cpu").dw1).any()
+            sink.release()
+        sink.flush()
+        sink.release()
+        assert sink.nbytes == 0
+        assert not numpy(opened(sink).targets.dw1).any()
 
     def test_zeros_with_biases(self):
         accumulators = NativeBuffer.zeros(2, 6, 4, 3, True, "cpu")
@@ -134,24 +152,24 @@ class TestFlush:
         source = make(*weight_arrays(activation=activation), activation)
         main_grads = bind_main_grads(source, 0.5)
         pointers = [data_ptr(held) for held in main_grads]
-        store, dw1, dw2 = filled(source)
-        store.flush()
+        sink, dw1, dw2 = filled(source)
+        sink.flush()
         for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
             np.testing.assert_array_equal(got, np.float32(want) + np.float32(0.5))
         for weight, held, pointer in zip(source.parameters(), main_grads, pointers, strict=True):
             assert weight.main_grad is held
             assert data_ptr(held) == pointer
             assert weight.grad is None
-        assert not store.waiting
-        assert not any(numpy(held).any() for held in store.held().values())
+        assert not sink.waiting
+        assert not any(numpy(held).any() for held in sink.held().values())
 
     @each_source
     def test_twice_is_once(self, make):
         source = make(*weight_arrays())
         bind_main_grads(source)
-        store, dw1, dw2 = filled(source)
-        store.flush()
-        store.flush()
+        sink, dw1, dw2 = filled(source)
+        sink.flush()
+        sink.flush()
         for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
             np.testing.assert_array_equal(got, want)
 
@@ -159,7 +177,7 @@ class TestFlush:
         source = per_expert_source(*weight_arrays())
         for weight in source.parameters():
             weight.main_grad = None
-        GradientStore(source).flush()
+        sink_of(source).flush()
         assert all(
             weight.main_grad is None and weight.grad is None for weight in source.parameters()
         )
@@ -169,8 +187,8 @@ class TestFlush:
         source = make(*weight_arrays())
         for weight in source.parameters():
             weight.main_grad = None
-        store, dw1, dw2 = filled(source)
-        store.flush()
+        sink, dw1, dw2 = filled(source)
+        sink.flush()
         held = [weight.main_grad for weight in source.parameters()]
         assert all(main_grad.dtype == torch.float32 for main_grad in held)
         again, _, _ = filled(source)
@@ -189,8 +207,8 @@ class TestFlush:
         source = make(*weight_arrays(2, hidden, intermediate))
         for weight in source.parameters():
             weight.main_grad = None
-        store, dw1, dw2 = filled(source)
-        store.flush()
+        sink, dw1, dw2 = filled(source)
+        sink.flush()
         for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
             np.testing.assert_array_equal(got, want)
 
@@ -199,8 +217,8 @@ class TestFlush:
     def test_without_the_attribute_it_is_grad(self, make, dtype):
         source = make(*weight_arrays(), SWIGLU, getattr(torch, dtype))
         for _ in range(2):
-            store, dw1, dw2 = filled(source)
-            store.flush()
+            sink, dw1, dw2 = filled(source)
+            sink.flush()
         for got, want in zip(gradients_of(source, "grad"), (dw1, dw2), strict=True):
             np.testing.assert_allclose(got, 2 * want, rtol=2**-7 if dtype == "bfloat16" else 1e-6)
         assert all(weight.grad.dtype == weight.dtype for weight in source.parameters())
@@ -221,8 +239,8 @@ class TestFlush:
             weight.main_grad = buffer[first : first + size].view(list(weight.shape))
             used[first : first + size] = True
             first += size + gap
-        store, dw1, dw2 = filled(source)
-        store.flush()
+        sink, dw1, dw2 = filled(source)
+        sink.flush()
         np.testing.assert_array_equal(numpy(buffer)[~used], 9.0)
         np.testing.assert_array_equal(
             numpy(buffer)[used], np.concatenate([a.ravel() for a in (*dw1, *dw2)])
@@ -234,8 +252,8 @@ class TestFlush:
         filled(source)[0].flush()
         before = [numpy(held).copy() for held in old]
         bind_main_grads(source)
-        store, dw1, _ = filled(source)
-        store.flush()
+        sink, dw1, _ = filled(source)
+        sink.flush()
         np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
         for held, kept in zip(old, before, strict=True):
             np.testing.assert_array_equal(numpy(held), kept)
@@ -248,8 +266,8 @@ class TestFlush:
             frozen.stop_gradient = True
         else:
             frozen.requires_grad_(False)
-        store, dw1, _ = filled(source)
-        store.flush()
+        sink, dw1, _ = filled(source)
+        sink.flush()
         assert not numpy(frozen.main_grad).any()
         np.testing.assert_array_equal(numpy(source.parameters()[0].main_grad), dw1[0])
 
@@ -262,17 +280,20 @@ class TestFlush:
         last.main_grad = tensor(bad, torch.float32).to(
             torch.bfloat16 if wrong == "dtype" else torch.float32
         )
-        store, dw1, _ = filled(source)
-        with pytest.raises(
-            DTypeError if wrong == "dtype" else ShapeError,
-            match=r"main_grad (is bfloat16|has shape)",
-        ):
-            store.flush()
+        error = DTypeError if wrong == "dtype" else ShapeError
+        words = r"main_grad (is bfloat16|has shape)"
+        with pytest.raises(error, match=words):  # where the first of them begins to wait
+            filled(source)
+        misfit, last.main_grad = last.main_grad, None
+        sink, dw1, _ = filled(source)
+        last.main_grad = misfit
+        with pytest.raises(error, match=words):
+            sink.flush()
         assert grad_enabled()
-        assert store.waiting
+        assert sink.waiting
         assert not any(numpy(held).any() for held in main_grads[:-1])
         last.main_grad = tensor(np.zeros((12, 16)), torch.float32)
-        store.flush()
+        sink.flush()
         np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
 
     def test_add_to_main_grad_tells_whether_there_is_one(self):
@@ -287,22 +308,21 @@ class TestFlush:
         source = make(*weight_arrays())
         first = source.parameters()[0]
         first.main_grad = tensor(np.zeros(tuple(first.shape)), torch.float32)
-        store, dw1, dw2 = filled(source)
-        returned = store.flush_through_autograd()
+        sink, dw1, dw2 = filled(source)
+        returned = flushed(source, NativeBuffer(*sink.held().values()))
         expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
         assert returned[0] is None
         np.testing.assert_array_equal(numpy(first.main_grad), expected[0])
         for got, want in zip(returned[1:], expected[1:], strict=True):
             np.testing.assert_array_equal(numpy(got), want)
         assert all(weight.grad is None for weight in source.parameters())
-        assert store.flush_through_autograd() == [None] * len(source.parameters())
 
     def test_experts_that_share_a_parameter_sum_their_gradients(self):
         up_gate, down = weight_arrays()
         modules = expert_modules(up_gate, down)
         modules[2].down_proj = modules[0].down_proj
         source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-        store, _, dw2 = filled(source)
-        returned = store.flush_through_autograd()
+        sink, _, dw2 = filled(source)
+        returned = flushed(source, NativeBuffer(*sink.held().values()))
         shared = sum(numpy(returned[i]) for i in (3, 5) if returned[i] is not None)
         np.testing.assert_allclose(shared, dw2[0] + dw2[2], rtol=1e-6)

@@ -1,0 +1,403 @@
+"""`GradientSink`: the weight gradients of one layer, from the backward that computes them to the
+parameters that they are for. The node and the functional API use this one type.
+
+    batch = sink.open(...) ──► sink.add(engine, pending, batch) ──► sink.close(batch) ──► autograd
+                                                                       ... flush() ──► main_grad, .grad
+
+With "auto" (alias "backward") a backward leaves its gradients complete:
+
+* straight in `main_grad`, where all parameters that train have that attribute and the engine can add
+  there;
+* through a native buffer that `close` flushes, where the engine cannot;
+* where a parameter has no `main_grad`, autograd gets its gradient, from fresh memory that the engine
+  wrote or from a native buffer; those with `main_grad` get theirs there.
+
+With "step" they wait in a native buffer of the sink until `flush()`.
+
+A native buffer of "auto" lives for one backward. So nothing waits there, and a backward that fails in
+one has left nothing. A backward that fails between its additions to `main_grad`, or to the buffer of
+"step", leaves incomplete sums: then every flush refuses until `discard`. Running out of memory loses
+nothing, because engines take theirs before the first addition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import and_, attrgetter
+from threading import RLock
+from typing import Any
+
+import torch
+
+from ..engine.footprint import Footprint
+from ..engine.interface import (
+    Engine,
+    EngineSettings,
+    FreshTargets,
+    NativeBuffer,
+    ParameterTargets,
+    PendingWgrad,
+)
+from ..engine.settings import GradientTarget
+from ..enums import FlushMode
+from ..errors import ConfigError, LayoutError, expect
+from ..interop import device_name, plain_ops
+from ..stream_order import StreamOrder
+from ..weights.parameters import ExpertParameters
+from .batch import (
+    ABSENT,
+    Batch,
+    direct_batch,
+    direct_problem,
+    fresh_batch,
+    is_among,
+    main_grads_of,
+    stand_ins_for,
+)
+from .destinations import check_main_grad
+from .flush import flush_native
+from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
+
+Tensor = torch.Tensor
+logger = logging.getLogger("sonicmoe")
+
+
+class GradientSink:
+    """Gives each backward memory for its weight gradients, orders the streams that add to it, and
+    keeps what waits.
+    """
+
+    def __init__(self, layer: ExpertParameters, way: FlushMode = FlushMode.AUTO) -> None:
+        """Allocates nothing."""
+        self._layer = layer
+        self.way = way
+        self._buffer: NativeBuffer | None = None
+        self._waiting: Waiting | None = None
+        self._order = StreamOrder()  # of additions to the buffer, and of flushes
+        self._direct: StreamOrder | None = None
+        self._captured = CapturedMemory()
+        self._footprints: dict[tuple[bool, ...], Footprint] = {}
+        self._fitting: tuple[Any, ...] = ()  # where and what the last backward could add directly
+        self._incomplete = ""
+
+    def __reduce__(self) -> tuple[type[GradientSink], tuple[ExpertParameters, FlushMode]]:
+        """A copy has no backward behind it: what waits here is for these parameters."""
+        return GradientSink, (self._layer, self.way)
+
+    @property
+    def waiting(self) -> int:
+        """How many backwards have added gradients that no flush has taken."""
+        return 0 if self._waiting is None else self._waiting.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now; 0 before the first backward that waits, and after `release`."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def held(self) -> dict[str, Tensor]:
+        """The memory that gradients wait in, by the name of the gradient, for those who inspect it;
+        empty before the first backward.
+        """
+        return {} if self._buffer is None else self._buffer.named()
+
+    def alone(self, like: Tensor) -> AbstractContextManager[Any]:
+        """While inside, no other thread adds weight gradients on the device of `like`."""
+        device = device_name(like)
+        # `setdefault` and not `cache`, which may call twice where two threads ask at once.
+        return _LOCKS.get(device) or _LOCKS.setdefault(device, RLock())
+
+    def open(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        trained: list[bool],
+        dout: Tensor,
+    ) -> Batch:
+        """Decide where a backward that begins now adds its gradients, and take the memory.
+
+        Args:
+            parameters: the layer's, as the forward found them. Of those without `main_grad` only
+                shape, dtype and `is_leaf` are read.
+            trained: which of them want a gradient.
+            dout: the gradient of the output, on whose device gradients are computed.
+
+        Raises:
+            DTypeError, ShapeError, DeviceError: see `check_main_grad`.
+            LayoutError: a parameter is the result of an operation, and not of a module by now.
+            RuntimeError: memory for a `main_grad` that is None would be made during a capture; or
+                gradients wait, and their places are others by now (`places.Waiting`).
+        """
+        self._check_leaves(parameters, trained)
+        if self.way is FlushMode.STEP:
+            return self._open_waiting(engine, parameters, trained, dout)
+        main_grads = main_grads_of(parameters, trained)
+        if not is_among(ABSENT, main_grads):
+            return self._open_direct(engine, settings, parameters, trained, main_grads, dout)
+        _say(_THROUGH_AUTOGRAD)
+        there = [m is not ABSENT for m in main_grads]
+        if not any(map(and_, there, trained)):
+            batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
+            if batch is not None:
+                return batch
+        return self._open_native(engine, parameters, trained, dout)
+
+    def accepts(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
+        """Whether gradients of these may join those that wait; else `flush` comes first."""
+        waiting = self._waiting
+        return waiting is None or not waiting.count or waiting.is_for(parameters, trained)
+
+    def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Check that gradients can be given to a caller who wants none accumulated.
+
+        Raises:
+            RuntimeError: they would be added to `main_grad`, or wait for `step()`.
+        """
+        here = (p for p, wanted in zip(parameters, trained, strict=True) if wanted)
+        if self.way is FlushMode.STEP or any(hasattr(p, "main_grad") for p in here):
+            raise RuntimeError(
+                "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, and this node adds it to "
+                "main_grad or keeps it for step(); nothing was added; needed: backward(), or weights without main_grad and "
+                "flush='auto'"
+            )
+
+    def add(self, engine: Engine, pending: PendingWgrad, batch: Batch) -> None:
+        """Have the engine add the gradients of one backward, on the current stream.
+
+        Where it raises between its additions, the sums stay incomplete, because nobody can take
+        back what was added.
+        """
+        targets = batch.targets
+        anchor = targets.anchor
+        with self.alone(anchor):
+            # Two backwards may run on two streams and add into the same memory. Each waits, on the
+            # device, for the additions launched before it.
+            order: StreamOrder = self._order
+            writes: AbstractContextManager[None] = nullcontext()
+            if batch.is_direct:
+                order = self._direct = into_parameters(device_name(anchor))
+                writes = own_writes(batch.parameters)
+            order.enter(anchor)
+            try:
+                with plain_ops(), writes:
+                    for _, memory in batch.fresh:
+                        memory.zero_()
+                    engine.backward_dw(pending, targets)
+                    batch.bind()
+            except BaseException:
+                # Memory of this backward alone is dropped with it.
+                if targets.adding and (batch.is_direct or batch.waits):
+                    self.give_up(batch.is_direct)
+                targets.adding = False
+                raise
+            finally:
+                order.leave()
+
+    def give_up(self, is_direct: bool = False) -> None:
+        """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
+        self._incomplete = _PARTLY_IN_MAIN_GRAD if is_direct else _PARTLY_HERE
+
+    def close(self, batch: Batch) -> list[Tensor | None]:
+        """A backward has added its gradients, or has handed them to a queue that will. Returns those
+        that autograd is to accumulate, one entry per parameter.
+        """
+        returned: list[Tensor | None] = [None] * len(batch.trained)
+        if batch.waits:
+            assert self._waiting is not None
+            self._waiting.count += 1
+        elif isinstance(batch.targets, FreshTargets):
+            returned = [*batch.targets.up.tensors, *batch.targets.down.tensors]
+        elif isinstance(batch.targets, NativeBuffer):
+            returned = flush_native(
+                self._layer, batch.parameters, batch.trained, batch.targets, through_autograd=True
+            )
+        for index, zeros in batch.stand_ins.items():
+            batch.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            returned[index] = zeros
+        return returned
+
+    def flush(self) -> None:
+        """Add what waits into `main_grad` (or `.grad`) of every parameter that it is for, and have
+        the current stream wait for all additions.
+
+        Raises:
+            RuntimeError: a backward failed while it added; a captured backward adds to memory that no
+                parameter has; the layer has other parameters by now, or their gradients' places are
+                others (`places.Waiting`). Nothing is flushed.
+            DTypeError, ShapeError, DeviceError: see `check_main_grad`; nothing is flushed.
+        """
+        # Additions straight into main_grad may run on another stream than the one that is about to
+        # reduce it.
+        if self._direct is not None:
+            self._direct.join()
+        self._captured.check()
+        # A backward that failed is not counted as waiting, but a part of its gradients was added.
+        if self._incomplete:
+            raise RuntimeError(self._incomplete)
+        if not self.waiting:
+            return
+        waiting, native = self._waiting, self._buffer
+        assert waiting is not None and native is not None
+        with self.alone(native.dw1):
+            self._check_held(waiting.parameters)
+            waiting.check(self._layer.name_of)
+            self._order.enter(native.dw1)
+            try:
+                made = self._layer, waiting.parameters, waiting.trained, native
+                flush_native(*made, through_autograd=False)
+            finally:
+                self._order.leave()
+            # Last: after a launch that failed the gradients still wait, and the flush may be
+            # repeated.
+            self._waiting = None
+
+    def discard(self) -> None:
+        """Drop what waits: its gradients are not wanted. What is in `main_grad` already stays."""
+        if self._buffer is not None:
+            self._order.enter(self._buffer.dw1)
+            with plain_ops():
+                for tensor in self._buffer.tensors():
+                    tensor.zero_()
+            self._order.leave()
+        self._waiting, self._incomplete = None, ""
+
+    def release(self) -> None:
+        """Free the memory until the next backward, and forget captured memory.
+
+        Raises:
+            RuntimeError: gradients wait that were not flushed.
+        """
+        if self.waiting or self._incomplete:
+            raise RuntimeError(
+                "accumulators hold gradients that were never flushed; call step() or "
+                "discard_grads() first"
+            )
+        self._buffer = None
+        self._captured = CapturedMemory()
+
+    def _open_waiting(
+        self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
+    ) -> Batch:
+        if self.waiting and self._waiting is not None:
+            self._waiting.check(self._layer.name_of)
+            self._waiting.take_new_places()
+        else:
+            # Refused before anything waits for memory that nothing could be added to.
+            self._check_main_grads(parameters, trained, dout)
+            self._waiting = Waiting(parameters, trained)
+        if self._buffer is None:
+            self._buffer = self._native_zeros(engine, dout)
+        return Batch(parameters, trained, self._buffer, waits=True)
+
+    def _open_native(
+        self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
+    ) -> Batch:
+        """Native memory of this backward, for an engine that cannot write where the gradients go."""
+        self._keep_captured(parameters, trained, dout)
+        native = self._native_zeros(engine, dout)
+        return Batch(parameters, trained, native, stand_ins=stand_ins_for(parameters, trained))
+
+    def _open_direct(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        trained: list[bool],
+        main_grads: list[Any],
+        dout: Tensor,
+    ) -> Batch:
+        batch = direct_batch(self._layer, parameters, trained, main_grads, dout)
+        assert isinstance(batch.targets, ParameterTargets)
+        # Where no main_grad has moved since the last backward, nobody asks about it again.
+        # Of two parameters each may be added to by itself; of many, all are looked at as one.
+        which = tuple(trained) if len(trained) == 2 else ()
+        self._footprints[which] = batch.targets.recognise(self._footprints.get(which))
+        # Usually four identities: the memory was recognised, and nothing else has changed.
+        asked = self._footprints[which], engine, settings, device_name(dout)
+        if asked != self._fitting:
+            problem = direct_problem(batch, engine, settings, self._layer, dout)
+            self._fitting = asked if problem is None else ()
+            if problem is not None:
+                _say(f"{_THROUGH_AUTOGRAD}: {problem}")
+                return self._open_native(engine, parameters, trained, dout)
+        self._keep_captured(parameters, trained, dout)
+        batch.stand_ins = stand_ins_for(parameters, trained)
+        _say("expert weight gradients are added straight into main_grad")
+        return batch
+
+    def _keep_captured(
+        self, parameters: Sequence[Tensor], trained: Sequence[bool], dout: Tensor
+    ) -> None:
+        if is_capturing(dout):
+            self._captured.keep(parameters, trained)
+
+    def _native_zeros(self, engine: Engine, dout: Tensor) -> NativeBuffer:
+        kinds = engine.record.gradients
+        if GradientTarget.NATIVE not in kinds:
+            raise ConfigError(
+                f"engine {engine.name!r} adds weight gradients into {[kind.value for kind in kinds]}; "
+                f"this layer has {GradientTarget.NATIVE.value!r} accumulators"
+            )
+        (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
+        return NativeBuffer.zeros(experts, n1, hidden, inner, self._layer.has_biases, dout.device)
+
+    def _check_main_grads(
+        self, parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor
+    ) -> None:
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+            if wanted:
+                check_main_grad(parameter, like, self._layer.name_of, index)
+
+    def _check_held(self, owners: Sequence[Tensor]) -> None:
+        """Raise where gradients wait for parameters that nobody will look at any more."""
+        held = set(map(id, self._layer.parameters()))
+        gone = sum(id(parameter) not in held for parameter in owners)
+        if gone:
+            raise RuntimeError(
+                f"weight gradients wait for {gone} expert parameters that the modules held in the forward and hold no longer "
+                "(replaced, or resharded as FSDP2 does); needed: step() before that, a node with flush='auto', or "
+                "discard_grads()"
+            )
+
+    def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Refuse tensors that a gradient is added to and never passed on from."""
+        if all(map(_IS_LEAF, parameters)):
+            return
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+            if wanted and not parameter.is_leaf:
+                expect(
+                    self.way is not FlushMode.STEP and not hasattr(parameter, "main_grad"),
+                    LayoutError,
+                    f"{self._layer.name_of(index)} is the result of an operation (a parametrization, "
+                    "functional_call), which its gradient must be passed on to; needed: a parameter without main_grad and "
+                    "flush='auto', or a leaf",
+                )
+
+
+def _say(line: str) -> None:
+    """Once per process for each way and reason."""
+    if line not in _said:
+        _said.add(line)
+        logger.info(line)
+
+
+_IS_LEAF: Callable[[Tensor], bool] = attrgetter("is_leaf")
+_said: set[str] = set()
+_LOCKS: dict[str, AbstractContextManager[Any]] = {}
+_THROUGH_AUTOGRAD = (
+    "expert weight gradients are handed over by every backward, through autograd where there is no "
+    "main_grad"
+)
+
+_PARTLY_HERE = (
+    "a backward failed while it added weight gradients, and left a part of them in the node; call "
+    "node.discard_grads(), which drops those of every backward since the last step(), and run the "
+    "step again or skip it"
+)
+_PARTLY_IN_MAIN_GRAD = (
+    "a backward failed while it added weight gradients, and left a part of them in main_grad; zero "
+    "main_grad (the optimizer's clear_grad or zero_grad), call node.discard_grads(), and run the "
+    "step again or skip it"
+)

@@ -1,0 +1,180 @@
+"""The node's border: what is refused of the arguments of a call, without reading device memory, and
+what arrives in FP8.
+
+**Tokens in FP8.** Autograd casts the gradient of an e4m3 tensor to e4m3, without a scale: above 448 it
+saturates, and small values vanish. So the gradient goes to `dx_to`, a bf16 tensor of the graph that
+stands beside the codes.
+
+**Gradients of the output in FP8.** A combine that runs its backward in FP8 delivers e4m3 codes and their
+scales, and autograd carries one tensor. So the scales, and under PyTorch the codes too, come past
+autograd: the node asks a source for them when its backward runs.
+
+docs/parallel.md, "Tokens that arrive in FP8" and "Gradients that arrive in FP8", has the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ..engine.capabilities import gradient_problem
+from ..engine.interface import Engine, EngineSettings, Tokens, token_format
+from ..engine.select import announce_gradients
+from ..engine.settings import TokenFormat
+from ..errors import DTypeError, ShapeError, expect
+from ..interop import (
+    IS_PADDLE,
+    device_name,
+    dtype_name,
+    grad_enabled,
+    require_framework_tensor,
+    require_same_device,
+    requires_grad,
+)
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
+from ..refusals import need_dtype
+from ..routing.deepep import check_dispatched_tokens
+from ..routing.validation import check_indices_and_probs
+
+Tensor = torch.Tensor
+
+
+class GradientSource(Protocol):
+    """Who has the gradient of one output of the node."""
+
+    def take(self, gradient: Tensor) -> BlockScaledTensor | Tensor:
+        """The gradient `[T, H]`: codes and fp32 scales per row and 128 columns, or per row
+        (`quant/tokens.py`), or a plain tensor. Called once by every backward.
+
+        Args:
+            gradient: what autograd delivered. Where the codes came past it, nobody has written or
+                may read its values.
+        """
+
+
+def check_arrivals(
+    x: Any,
+    tokens_per_expert: Any,
+    indices: Any,
+    probs: Any,
+    x_scale: Any,
+    dx_to: Any,
+    dout_source: Any,
+    sizes: tuple[int, int],
+) -> None:
+    """Check the tensors of a call, and that a backward could ask `dout_source`; `sizes`: E and H.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError, TypeError: naming the
+            argument, what came and what is needed.
+    """
+    # First, because the outputs of other dispatch modes deserve a message of their own; the general
+    # checks would call them a wrong shape.
+    check_dispatched_tokens(x, indices, probs, tokens_per_expert, x_scale)
+    require_framework_tensor(x, "x")
+    experts, hidden = sizes
+    check_indices_and_probs(indices, probs, experts)
+    wanted = (int(indices.shape[0]), hidden)
+    if tuple(x.shape) != wanted:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
+        )
+    if x_scale is None:
+        if dx_to is not None:
+            raise DTypeError(
+                f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; needed: no dx_to, or x in "
+                "float8_e4m3fn with x_scale"
+            )
+    else:
+        check_fp8_tokens(x, x_scale)
+        _check_token_gradient(x, dx_to)
+    if dout_source is not None and not callable(getattr(dout_source, "take", None)):
+        raise DTypeError(
+            f"dout_source is {type(dout_source).__name__}; needed: an object with take(gradient), or None"
+        )
+
+
+def _check_token_gradient(x: Tensor, dx_to: Any) -> None:
+    """Check the receiver of the gradient of tokens in FP8."""
+    if dx_to is x:
+        _check_own_gradient(x)
+        return
+    if requires_grad(x) and grad_enabled():
+        raise DTypeError(
+            f"x wants a gradient, and autograd would cast it to {dtype_name(x.dtype)}; needed: x detached, and a bfloat16 "
+            "tensor of its shape as dx_to, which gets the gradient"
+        )
+    if dx_to is None:
+        return
+    require_framework_tensor(dx_to, "dx_to")
+    if IS_PADDLE and dx_to.dtype == x.dtype:
+        # Codes as they arrived, where x are these codes after their scales were brought together.
+        _check_own_gradient(dx_to)
+    else:
+        need_dtype("dx_to", dx_to, torch.bfloat16)
+    expect(
+        tuple(dx_to.shape) == tuple(x.shape),
+        ShapeError,
+        f"dx_to has shape {tuple(dx_to.shape)}; x needs {tuple(x.shape)}",
+    )
+    require_same_device([("x", x), ("dx_to", dx_to)])
+
+
+def _check_own_gradient(x: Tensor) -> None:
+    expect(
+        IS_PADDLE,
+        DTypeError,
+        "dx_to is x, and PyTorch casts the gradient of a tensor to the tensor's own dtype, here float8_e4m3fn; needed: "
+        "a bfloat16 tensor of x's shape",
+    )
+    expect(
+        not (requires_grad(x) and x.is_leaf),
+        DTypeError,
+        "dx_to is x, and x is a leaf, whose gradient Paddle casts to float8_e4m3fn; needed: x as a PyLayer returned it "
+        "that takes bfloat16 gradients (ctx.set_grad_in_dtype_consistent(False)), or a bfloat16 tensor of x's shape",
+    )
+
+
+def token_form(x: Tensor, x_scale: Tensor | None) -> tuple[str, TokenFormat]:
+    """`(dtype that the tokens stand for, their format)`."""
+    if x_scale is None:
+        return dtype_name(x.dtype), TokenFormat.PLAIN
+    return "bfloat16", token_format(checked_tokens(x, x_scale))
+
+
+def inputs_of(
+    x: Tensor, probs: Tensor, x_scale: Tensor | None, dx_to: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The inputs of `MlpCall.forward`: the first gets the gradient of the tokens."""
+    if x_scale is None:
+        return x.contiguous(), probs
+    if dx_to is None or dx_to is x:
+        return x, probs, x_scale
+    return dx_to, probs, x_scale, x
+
+
+def gradient_from(
+    source: GradientSource, delivered: Tensor, engine: Engine, settings: EngineSettings
+) -> Tokens:
+    """The gradient of the output from `source`, as this engine takes it.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, FrameworkError: the source gave something else.
+    """
+    found = source.take(delivered)
+    if not isinstance(found, BlockScaledTensor):
+        expect(
+            isinstance(found, torch.Tensor),
+            DTypeError,
+            f"dout_source.take returned {type(found).__name__}; needed: a BlockScaledTensor or a tensor",
+        )
+        return found
+    check_fp8_tokens(found.codes, found.scale_inv, "dout")
+    dout = tokens_of(found.codes.detach(), found.scale_inv.detach())
+    reason = gradient_problem(engine.record, settings, token_format(dout))
+    if reason is None:
+        return dout
+    announce_gradients(engine.name, device_name(dout.codes), reason)
+    return to_bfloat16(dout)
