@@ -1,5 +1,5 @@
 """The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM of `kernels.quack_gemm`
-with gather, activation and its gradient fused; `plain_engine` has the passes.
+with gather, activation and its gradient fused; `products` has the passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from ..interop import IS_PADDLE, current_stream, device_name, dtype_name
 from ..kernels.quack_gemm import (
     GroupedGemms,
-    MlpShape,
     expert_rows_module,
     grouped_gemms,
     launching_on,
@@ -25,15 +24,13 @@ from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .bf16_gradients import Destinations
 from .gpu import gpu_of
-from .interface import (
-    EngineSettings,
-    EngineWeights,
-    GradientTargets,
-    ParameterTargets,
-    PendingWgrad,
-    plain_tokens,
-)
-from .plain_engine import PlainEngine, Products, plain_operand
+from .interface import EngineWeights
+from .kernel_jobs import mlp_shape
+from .plain_engine import PlainEngine
+from .products import Products, plain_operand
+from .settings import EngineSettings
+from .targets import GradientTargets, ParameterTargets
+from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
 
@@ -47,11 +44,10 @@ class Bf16Engine(PlainEngine):
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
-        gpu, sizes = gpu_of(device_name(x)), (weights.hidden_size, weights.intermediate_size)
-        shape = _shape(sizes, settings, dtype_name(x.dtype), weights.b1 is not None, gpu.arch)
+        sizes = weights.hidden_size, weights.intermediate_size
+        gemms = _gemms(x, sizes, settings, weights.b1 is not None)
         with launch_scope(x):
-            gemms, rows = grouped_gemms(shape, gpu.lent(settings)), ExpertRows.of(routing)
-            yield _Products(gemms, rows, weights, routing)
+            yield _Products(routing, weights, gemms, ExpertRows.of(routing))
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
@@ -60,7 +56,8 @@ class Bf16Engine(PlainEngine):
         # dout and y1s have no local name that lasts: their memory is free for dw1 only when all
         # references are gone.
         x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
-        gemms = _gemms_of_operands(pending, places)
+        sizes = int(x.shape[1]), int(pending.y1s.shape[1])
+        gemms = _gemms(x, sizes, settings, places.db1 is not None)
         with launch_scope(x):
             rows = ExpertRows.of(routing)
             if places.dw2 is not None:
@@ -155,8 +152,6 @@ class _Products(Products):
 
     gemms: GroupedGemms
     rows: ExpertRows
-    weights: EngineWeights
-    routing: RoutingMetadata
 
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor) -> None:
         w1, b1, rows = plain_operand(self.weights.w1), self.weights.b1, self.rows
@@ -196,15 +191,8 @@ def launch_scope(tensor: Tensor) -> Iterator[None]:
             yield
 
 
-def _gemms_of_operands(pending: PendingWgrad, places: Destinations) -> GroupedGemms:
-    x, y1s, settings = plain_tokens(pending.x), plain_operand(pending.y1s), pending.settings
-    gpu, sizes = gpu_of(device_name(x)), (int(x.shape[1]), int(y1s.shape[1]))
-    shape = _shape(sizes, settings, dtype_name(y1s.dtype), places.db1 is not None, gpu.arch)
+def _gemms(x: Tensor, sizes: tuple[int, int], settings: EngineSettings, bias: bool) -> GroupedGemms:
+    """Those of a model with these H and I, for tokens like these."""
+    gpu = gpu_of(device_name(x))
+    shape = mlp_shape(settings, sizes, dtype_name(x.dtype), bias, gpu.arch)
     return grouped_gemms(shape, gpu.lent(settings))
-
-
-def _shape(
-    sizes: tuple[int, int], settings: EngineSettings, dtype: str, bias: bool, arch: str
-) -> MlpShape:
-    own, capped = settings.activation_parameters, settings.gemm_num_sms > 0
-    return MlpShape(*sizes, settings.activation, dtype, bias, own, capped, arch=arch)

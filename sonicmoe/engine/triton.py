@@ -1,5 +1,5 @@
 """The Triton engine, for every GPU that Triton compiles for: grouped GEMMs of `kernels/triton` in
-bfloat16 or float16, with gather, activation and its gradient fused; `plain_engine` has the passes.
+bfloat16 or float16, with gather, activation and its gradient fused; `products` has the passes.
 
 dz lies gate first, `[R, 2, I]`: see `kernels/triton/gemms.py`. Under TRITON_INTERPRET=1 it runs on
 the host, for tests.
@@ -16,23 +16,18 @@ from typing import Any
 import torch
 
 from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
-from ..kernels.triton.variants import ExpertShape
 from ..observe import is_heard, stage, tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
 from . import triton_gradients
 from .gpu import Gpu, gpu_of
-from .interface import (
-    EngineSettings,
-    EngineWeights,
-    FreshTargets,
-    GradientTargets,
-    NativeBuffer,
-    ParameterTargets,
-    PendingWgrad,
-    plain_tokens,
-)
-from .plain_engine import PlainEngine, Products, plain_operand
+from .interface import EngineWeights
+from .kernel_jobs import expert_shape
+from .plain_engine import PlainEngine
+from .products import Products, plain_operand
+from .settings import EngineSettings
+from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
+from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
 
@@ -52,7 +47,7 @@ class TritonEngine(PlainEngine):
         sizes = weights.hidden_size, weights.intermediate_size
         with _launch_scope(x):
             calls = _calls(sizes, settings, weights.b1 is not None, x)
-            yield _Products(calls, index_of(calls, routing), weights, routing)
+            yield _Products(routing, weights, calls, index_of(calls, routing))
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         if pending.routing.num_rows == 0:
@@ -96,8 +91,6 @@ class _Products(Products):
 
     calls: Any
     rows: Any
-    weights: EngineWeights
-    routing: RoutingMetadata
 
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
         w1 = plain_operand(self.weights.w1)
@@ -126,8 +119,8 @@ class _Products(Products):
     def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
         self.calls.dgrad(dz, plain_operand(self.weights.w1_dgrad), dx_rows, self.rows).launch()
 
-    def shown_dz(self, dz: Tensor) -> Tensor:
-        return _shown_dz(dz, self.calls.shape.parts)
+    def shown(self, name: str, operand: Tensor) -> Tensor:
+        return _shown_dz(operand, self.calls.shape.parts) if name == "dz" else tap(name, operand)
 
 
 def _shown_dz(dz: Tensor, parts: int) -> Tensor:
@@ -152,9 +145,10 @@ def _write_zeros(targets: GradientTargets) -> None:
 
 def _calls(sizes: tuple[int, int], settings: EngineSettings, bias: bool, like: Tensor) -> Any:
     """The launches of a model with these H and I, for tokens like these."""
-    gpu, own = _gpu(like), settings.activation_parameters
-    dtype, lent = dtype_name(like.dtype), gpu.lent(settings)
-    shape = ExpertShape(*sizes, settings.activation, dtype, bias, own, arch=gpu.arch)
+    # A host interprets the kernels for an Ampere GPU.
+    gpu = gpu_of(device_name(like)) if is_cuda(like) else Gpu("sm_80", 1)
+    lent = gpu.lent(settings)
+    shape = expert_shape(settings, sizes, dtype_name(like.dtype), bias, gpu.arch)
     return _launches().calls(shape, lent if lent < gpu.multiprocessors else 0)
 
 
@@ -198,8 +192,3 @@ def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
     if IS_PADDLE or not is_cuda(tensor):
         return nullcontext()
     return torch.cuda.device(tensor.device)
-
-
-def _gpu(tensor: Tensor) -> Gpu:
-    """The GPU of a tensor; a host interprets the kernels for an Ampere GPU."""
-    return gpu_of(device_name(tensor)) if is_cuda(tensor) else Gpu("sm_80", 1)

@@ -11,15 +11,14 @@ matrix is a pair here: uint8 codes, and its scales for the contraction of that p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..enums import ACTIVATIONS, ActivationParameters, ActivationType
+from ..enums import ActivationParameters, ActivationType
 from ..jit.cute_kernel import CuteKernel
-from .quack_gemm import Stored
+from .quack_gemm import Launch, Stored, Variants, parameters_text
 
 _HERE = Path(__file__).parent
 _BUILDER = f"{__package__}.mx_build"
@@ -28,7 +27,6 @@ _SOURCES = tuple(_HERE / name for name in ("mx_build.py", "quack_build.py", "qua
 # one has a measured time.
 TILE, CLUSTER, SWIZZLE = (256, 256), (2, 1), 8
 
-Launch = Callable[..., None]
 Pair = tuple[Any, Any]
 
 
@@ -50,13 +48,6 @@ class MxShape:
 def up_kernel(shape: MxShape, *, store_z: bool) -> CuteKernel:
     """`z = x w1^T` in bf16 (kept when `store_z`), `y1 = act(z)` quantised per row and 32."""
     return _kernel("up", "compile_up", shape, {**_activation(shape), "store_z": store_z})
-
-
-def up_again_kernel(shape: MxShape) -> CuteKernel:
-    """z alone, for backward when forward did not keep it: the sums of `up_kernel`, whose tiling it
-    has.
-    """
-    return down_kernel(shape)
 
 
 def down_kernel(shape: MxShape) -> CuteKernel:
@@ -97,9 +88,7 @@ def wgrad_kernels(shape: MxShape) -> tuple[CuteKernel, ...]:
 
 
 def _activation(shape: MxShape) -> dict[str, Any]:
-    values = ACTIVATIONS[shape.activation].values(shape.parameters)
-    # As text, because a compile key has no floats.
-    text = " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
+    text = parameters_text(shape.activation, shape.parameters)
     return {"activation": shape.activation.value, "parameters": text}
 
 
@@ -112,18 +101,24 @@ def _kernel(name: str, builder: str, shape: MxShape, special: dict[str, Any]) ->
 
 
 class MxGemms:
-    """The loaded variants of one shape on one device; each is loaded, or compiled, at its first
-    launch.
-
-    Every method launches on the current stream, waits for nothing, and raises CompileForbiddenError
-    or ToolchainError when a variant is neither cached nor to be compiled.
+    """The loaded variants of one shape on one device. Every method launches on the current stream
+    and waits for nothing; errors as those of `Variants`.
     """
 
     def __init__(self, shape: MxShape, multiprocessors: int) -> None:
         """For that many multiprocessors, of which a cluster takes two."""
-        self.shape = shape
         self._clusters = multiprocessors // CLUSTER[0]
-        self._wgrads: dict[bool, Launch] = {}
+        self._variants = Variants(
+            {
+                "up": lambda: up_kernel(shape, store_z=True),
+                "up_only": lambda: up_kernel(shape, store_z=False),
+                "down": lambda: down_kernel(shape),
+                "dgated": lambda: dgated_kernel(shape),
+                "dgrad": lambda: dgrad_kernel(shape),
+                "wgrad": lambda: wgrad_kernel(shape),
+                "wgrad halves": lambda: wgrad_kernel(shape, halves=True),
+            }
+        )
 
     def dprob_tiles(self, intermediate: int) -> int:
         """Columns of the partial sums of dprobs."""
@@ -131,16 +126,16 @@ class MxGemms:
 
     def up(self, x: Pair, w1: Pair, z: Any | None, y1: Pair, cu_rows: Any) -> None:
         """x `[R, H]`, w1 `[E, N1, H]` -> z bf16 `[R, N1]` unless None, y1 `[R, I]` with its scales."""
-        launch = self._up if z is not None else self._up_only
+        launch = self._variants["up" if z is not None else "up_only"]
         launch(*x, *w1, z, *y1, cu_rows, self._clusters)
 
     def up_again(self, x: Pair, w1: Pair, z: Any, cu_rows: Any) -> None:
-        """The z that `up` would have written."""
-        self._down(*x, *w1, z, cu_rows, self._clusters)
+        """The z that `up` would have written: the sums of its kernel, whose tiling this one has."""
+        self._variants["down"](*x, *w1, z, cu_rows, self._clusters)
 
     def down(self, y1: Pair, w2: Pair, y2: Any, cu_rows: Any) -> None:
         """y1 `[R, I]`, w2 `[E, H, I]` -> y2 bf16 `[R, H]`."""
-        self._down(*y1, *w2, y2, cu_rows, self._clusters)
+        self._variants["down"](*y1, *w2, y2, cu_rows, self._clusters)
 
     def dgated(
         self,
@@ -156,11 +151,11 @@ class MxGemms:
         """dout `[R, H]`, w2 with the scales of a contraction over H, z, prob fp32 `[R]` -> dz bf16
         `[R, N1]`, y1s bf16 `[R, I]`, partials fp32 `[R, dprob_tiles]`.
         """
-        self._dgated(*dout, *w2, dz, z, y1s, prob, partials, cu_rows, self._clusters)
+        self._variants["dgated"](*dout, *w2, dz, z, y1s, prob, partials, cu_rows, self._clusters)
 
     def dgrad(self, dz: Pair, w1: Pair, dx_rows: Any, cu_rows: Any) -> None:
         """dz `[R, N1]`, w1 with the scales of a contraction over N1 -> dx_rows bf16 `[R, H]`."""
-        self._dgrad(*dz, *w1, dx_rows, cu_rows, self._clusters)
+        self._variants["dgrad"](*dz, *w1, dx_rows, cu_rows, self._clusters)
 
     def load_wgrad(self, stored: Stored) -> None:
         """Load the kernel of gradients that lie so, or raise before anything is added."""
@@ -185,35 +180,7 @@ class MxGemms:
         self._wgrad(stored)(*left, *right, dw1, cu_rows, self._clusters)
 
     def _wgrad(self, stored: Stored) -> Launch:
-        halves = stored is Stored.HALVES
-        if halves not in self._wgrads:
-            self._wgrads[halves] = wgrad_kernel(self.shape, halves=halves).load()
-        return self._wgrads[halves]
-
-    @cached_property
-    def _up(self) -> Launch:
-        return _load(up_kernel(self.shape, store_z=True))
-
-    @cached_property
-    def _up_only(self) -> Launch:
-        return _load(up_kernel(self.shape, store_z=False))
-
-    @cached_property
-    def _down(self) -> Launch:
-        return _load(down_kernel(self.shape))
-
-    @cached_property
-    def _dgated(self) -> Launch:
-        return _load(dgated_kernel(self.shape))
-
-    @cached_property
-    def _dgrad(self) -> Launch:
-        return _load(dgrad_kernel(self.shape))
-
-
-def _load(kernel: CuteKernel) -> Launch:
-    launch: Launch = kernel.load()
-    return launch
+        return self._variants["wgrad halves" if stored is Stored.HALVES else "wgrad"]
 
 
 @lru_cache(maxsize=64)

@@ -10,12 +10,13 @@ Legend: R padded rows in expert order, cut by `cu_rows`; other letters as in `en
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +213,16 @@ def wgrad_kernels(shape: MlpShape) -> tuple[CuteKernel, ...]:
 
 def _activation(shape: MlpShape) -> dict[str, Any]:
     statics = {"activation": shape.activation.value, "gated": is_glu(shape.activation)}
-    values = ACTIVATIONS[shape.activation].values(shape.parameters)
-    # As text, because a compile key has no floats. `repr` gives back the same number.
-    text = " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
+    text = parameters_text(shape.activation, shape.parameters)
     return {**statics, "parameters": text} if text else statics
+
+
+def parameters_text(activation: ActivationType, parameters: ActivationParameters) -> str:
+    """The parameters of an activation as a compile key has them: keys have no floats, and `repr`
+    gives back the same number.
+    """
+    values = ACTIVATIONS[activation].values(parameters)
+    return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
 
 
 def _kernel(
@@ -233,12 +240,29 @@ def _kernel(
     )
 
 
-class GroupedGemms:
-    """The loaded variants of one shape on one device; each is loaded, or compiled, at its first
-    launch.
+class Variants:
+    """The variants of one shape by name. Each is loaded, or compiled, at its first launch: an
+    inference process never loads, or compiles, the backward.
+    """
 
-    Every method launches on the current stream, waits for nothing, and raises CompileForbiddenError
-    or ToolchainError when a variant is neither cached nor to be compiled.
+    def __init__(self, kernels: Mapping[Hashable, Callable[[], CuteKernel]]) -> None:
+        """`kernels`: what makes each of them."""
+        self._kernels = kernels
+        self._loaded: dict[Hashable, Launch] = {}
+
+    def __getitem__(self, name: Hashable) -> Launch:
+        """The loaded function; raises CompileForbiddenError or ToolchainError where it is neither
+        cached nor to be compiled.
+        """
+        found = self._loaded.get(name)
+        if found is None:
+            found = self._loaded[name] = self._kernels[name]().load()
+        return found
+
+
+class GroupedGemms:
+    """The loaded variants of one shape on one device. Every method launches on the current stream
+    and waits for nothing; errors as those of `Variants`.
     """
 
     def __init__(self, shape: MlpShape, multiprocessors: int) -> None:
@@ -246,7 +270,22 @@ class GroupedGemms:
         block each; where tiles come from cluster launch control, the device counts by itself.
         """
         self.shape = shape
-        self._wgrads: dict[tuple[str, Stored], Launch] = {}
+        wgrads: dict[Hashable, Callable[[], CuteKernel]] = {
+            (product, stored): functools.partial(_wgrad_kernel, product, shape, None, stored)
+            for product, every in STORED.items()
+            for stored in every
+        }
+        self._variants = Variants(
+            {
+                "up": lambda: up_kernel(shape, store_z=True),
+                "up_only": lambda: up_kernel(shape, store_z=False),
+                "up_again": lambda: up_again_kernel(shape),
+                "down": lambda: down_kernel(shape),
+                "dgated": lambda: dgated_kernel(shape),
+                "dgrad": lambda: dgrad_kernel(shape),
+                **wgrads,
+            }
+        )
         # Persistent kernels: as many clusters as fit on the device at once, each of which takes
         # tile after tile. More of them would wait for a place, fewer leave multiprocessors idle.
         configs = {product: choose_config(product, shape) for product in PRODUCTS}
@@ -255,9 +294,7 @@ class GroupedGemms:
         }
         # The caller allocates this many columns and sums them afterwards in a fixed order. Adding
         # them up with atomics inside the GEMM would give other bits in every run.
-        self.dprob_tiles = configs["dgated"].tiles(
-            shape.intermediate
-        )  # columns of the partial sums of dprobs
+        self.dprob_tiles = configs["dgated"].tiles(shape.intermediate)
 
     def up(
         self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any
@@ -265,18 +302,18 @@ class GroupedGemms:
         """x `[T, H]`, w1 `[E, N1, H]`, b1 fp32 `[E, N1]` -> z `[R, N1]` unless None, y1 `[R, I]`."""
         # Two compiled functions, because a store that is switched off at run time would still cost
         # its registers.
-        launch = self._up if z is not None else self._up_only
+        launch = self._variants["up" if z is not None else "up_only"]
         launch(x, w1, z, y1, b1, cu_rows, index, self._clusters["up"])
 
     def up_again(self, x: Any, w1: Any, z: Any, b1: Any | None, cu_rows: Any, index: Any) -> None:
         """The z that `up` would have written."""
-        self._up_again(x, w1, z, b1, cu_rows, index, self._clusters["up"])
+        self._variants["up_again"](x, w1, z, b1, cu_rows, index, self._clusters["up"])
 
     def down(self, y1: Any, w2: Any, y2: Any, b2: Any | None, cu_rows: Any) -> None:
         """y1 `[R, I]`, w2 `[E, H, I]`, b2 fp32 `[E, H]` -> y2 `[R, H]`."""
         # The builder takes a gather index that only `up_again` has; rows of y1 lie in expert order
         # already.
-        self._down(y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
+        self._variants["down"](y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
 
     def dgated(
         self,
@@ -294,17 +331,16 @@ class GroupedGemms:
         dprob_tiles]`.
         """
         clusters = self._clusters["dgated"]
-        self._dgated(dout, w2, dz, z, y1s, prob, partials, cu_rows, index, clusters)
+        self._variants["dgated"](dout, w2, dz, z, y1s, prob, partials, cu_rows, index, clusters)
 
     def dgrad(self, dz: Any, w1: Any, dx_rows: Any, cu_rows: Any) -> None:
         """dz `[R, N1]`, w1 -> dx_rows `[R, H]`."""
-        self._dgrad(dz, w1, dx_rows, None, cu_rows, None, self._clusters["dgrad"])
+        clusters = self._clusters["dgrad"]
+        self._variants["dgrad"](dz, w1, dx_rows, None, cu_rows, None, clusters)
 
     def load_wgrad(self, product: str, stored: Stored) -> None:
         """Load the kernel of "wgrad_down" or "wgrad_up", or raise before anything is added."""
-        if (product, stored) not in self._wgrads:
-            kernel = _wgrad_kernel(product, self.shape, None, stored)
-            self._wgrads[product, stored] = _load(kernel)
+        self._variants[product, stored]
 
     def wgrad_down(
         self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any, stored: Stored = Stored.INNER
@@ -319,39 +355,7 @@ class GroupedGemms:
         self._wgrad("wgrad_up", stored, x, dz, dw1, cu_rows, index)
 
     def _wgrad(self, product: str, stored: Stored, *operands: Any) -> None:
-        self.load_wgrad(product, stored)
-        self._wgrads[product, stored](*operands, self._clusters[product])
-
-    @cached_property
-    # Each variant loads at its first launch: an inference process never loads, or compiles, the
-    # backward.
-    def _up(self) -> Launch:
-        return _load(up_kernel(self.shape, store_z=True))
-
-    @cached_property
-    def _up_only(self) -> Launch:
-        return _load(up_kernel(self.shape, store_z=False))
-
-    @cached_property
-    def _up_again(self) -> Launch:
-        return _load(up_again_kernel(self.shape))
-
-    @cached_property
-    def _down(self) -> Launch:
-        return _load(down_kernel(self.shape))
-
-    @cached_property
-    def _dgated(self) -> Launch:
-        return _load(dgated_kernel(self.shape))
-
-    @cached_property
-    def _dgrad(self) -> Launch:
-        return _load(dgrad_kernel(self.shape))
-
-
-def _load(kernel: CuteKernel) -> Launch:
-    launch: Launch = kernel.load()
-    return launch
+        self._variants[product, stored](*operands, self._clusters[product])
 
 
 # One object per shape and device type, so that all layers of a model share the loaded functions.

@@ -1,0 +1,232 @@
+"""The passes of the engines that launch one product after the other: `bf16` and `triton` on plain
+operands, `mxfp8` on operands that it quantises between the products.
+
+    forward       z, y1 = up(x)            y2 = down(y1)         out = weighted sum per token
+    backward_dx   dz, y1s, dprobs = dgated(dout, z)              dx = sum per token of dgrad(dz)
+    backward_dw   dw2 += dout^T y1s        dw1 += dz^T x
+
+Rounds where the reference engine rounds: z, y2, dz, y1s and dx rows to the dtype of the tokens, and
+y1 where it stays plain; everything between is fp32. Waits for nothing, allocates by
+`routing.num_rows`, adds in a fixed order: equal calls give equal bits.
+
+Legend: R padded rows in expert order; other letters as in `interface`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..interop import aligned, plain_ops
+from ..observe import stage, tap
+from ..routing.combine import aggregate, scatter_to_slots
+from ..routing.metadata import RoutingMetadata
+from .border import check_dout, check_forward, require_operands
+from .interface import Engine, EngineWeights
+from .settings import EngineSettings
+from .targets import GradientTargets
+from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Products(ABC):
+    """The products of one layer over the rows of one routing. Each call launches, and waits for
+    nothing.
+    """
+
+    routing: RoutingMetadata
+    weights: EngineWeights
+
+    def tokens(self, name: str, values: Tensor) -> Any:
+        """x `[T, H]` as `up` reads it, or dout as `dgated` does, by its name."""
+        return values
+
+    def empty_y1(self, like: Tensor) -> Any:
+        """Unwritten y1 `[R, I]`, as `up` writes and `down` reads it."""
+        return empty_rows(self.routing, self.weights.intermediate_size, like)
+
+    @abstractmethod
+    def up(self, x: Any, z: Tensor | None, y1: Any) -> None:
+        """x, gathered -> z `[R, N1]` unless None, y1 `[R, I]`."""
+
+    @abstractmethod
+    def up_again(self, x: Any, z: Tensor) -> None:
+        """The z that `up` would have written, to the same bits."""
+
+    @abstractmethod
+    def down(self, y1: Any, y2: Tensor) -> None:
+        """y1 `[R, I]` -> y2 `[R, H]`."""
+
+    @abstractmethod
+    def dgated(self, dout: Any, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
+        """dout, gathered, z `[R, N1]` -> dz as `up` has z, y1s `[R, I]`. Returns partial sums of
+        `<dy1, y1>`, one of each row and tile, in an order of the engine's own.
+        """
+
+    @abstractmethod
+    def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
+        """fp32 `[R]`: the gradient of each row's probability. Partial sums are added in a fixed
+        order, and `<dout, b2>` of the row where there is a bias.
+        """
+
+    def settle(self, pending: PendingWgrad, dout: Any) -> Any:
+        """dz as `dgrad` reads it. What wgrad will read instead of dz, y1s and this dout goes into
+        `pending`.
+        """
+        return pending.dz
+
+    @abstractmethod
+    def dgrad(self, dz: Any, dx_rows: Tensor) -> None:
+        """dz -> dx_rows `[R, H]`."""
+
+    def shown(self, name: str, operand: Any) -> Any:
+        """`tap`, in the form that listeners know."""
+        return tap(name, operand)
+
+
+class ProductsEngine(Engine):
+    """All of such an engine but its weights, its `Products` and the addition of weight gradients;
+    its record says what it takes.
+    """
+
+    @abstractmethod
+    def _products(
+        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
+    ) -> AbstractContextManager[Products]:
+        """The products of these weights and rows, launched on the caller's device and stream."""
+
+    @abstractmethod
+    def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        """`backward_dw` where all operands are there; they are released afterwards."""
+
+    def _check_tokens(self, x: Tokens, weights: EngineWeights) -> None:
+        """What this engine asks for beside `check_forward`."""
+
+    def forward(
+        self,
+        x: Tokens,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        save: bool = True,
+    ) -> tuple[Tensor, Saved | None]:
+        """Two GEMMs and a weighted gather-and-sum; `save=False` writes no z."""
+        check_forward(x, routing, weights, settings, self.record)
+        self._check_tokens(x, weights)
+        with plain_ops():
+            x = plain_tokens(aligned(x))  # others were refused
+            # The kernel writes z only where it is given memory for it.
+            keeps_z = save and not settings.recompute_z
+            z = empty_rows(routing, int(weights.w1.shape[1]), x) if keeps_z else None
+            # A rank may receive no valid slot. Then there is nothing to launch, and every output is
+            # zero.
+            if routing.num_rows == 0:
+                out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+                return out, Saved(settings, routing, x, z) if save else None
+            with self._products(x, weights, settings, routing) as products:
+                rows, y1 = products.tokens("x", x), products.empty_y1(x)
+                y2 = empty_rows(routing, weights.hidden_size, x)
+                with stage("up"):
+                    products.up(rows, z, y1)
+                del rows
+                z = None if z is None else tap("z", z)
+                y1 = products.shown("y1", y1)
+                with stage("down"):
+                    products.down(y1, y2)
+            with stage("aggregate_out"):
+                out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
+            return out, Saved(settings, routing, x, z) if save else None
+
+    def backward_dx(
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """dgated with dprobs' row sums, dgrad, an unweighted gather-and-sum."""
+        dout = check_dout(dout, saved, self.record)
+        settings, routing, x = saved.settings, saved.routing, plain_tokens(saved.x)
+        with plain_ops():
+            # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
+            # of one.
+            dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
+            dz = empty_rows(routing, int(weights.w1_dgrad.shape[1]), x)
+            y1s = empty_rows(routing, weights.intermediate_size, x)
+            # `pending` keeps x and dout alive until the weight gradients are added. It alone keeps
+            # dz and y1s: what `settle` puts in their place frees them.
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
+            del dz, y1s
+            if routing.num_rows == 0:
+                dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+                slots = routing.num_tokens, routing.topk
+                dprobs = torch.zeros(slots, dtype=torch.float32, device=x.device)
+            else:
+                with self._products(x, weights, settings, routing) as products:
+                    row_dprob, dz = _dgated(products, saved, pending)
+                    dx_rows = empty_rows(routing, weights.hidden_size, x)
+                    with stage("dx_gemm"):
+                        products.dgrad(dz, dx_rows)
+                with stage("aggregate_dx"):
+                    dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
+                    dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
+            # `pending` has its own reference to x. Without one here `check_dout` refuses a second
+            # backward, which the freed z could not serve.
+            if settings.frees_stagewise:
+                saved.x = None
+            return dx, dprobs, pending
+
+    def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        """A GEMM for each projection that anybody wants the gradient of, and the bias sums.
+
+        Raises:
+            ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
+        """
+        require_operands(pending)
+        with plain_ops():
+            self._add(pending, targets)
+        pending.x = pending.dout = pending.dz = pending.y1s = pending.native = None
+
+
+def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Tensor, Any]:
+    """`(fp32 [R], the gradient of each row's probability; dz as dgrad reads it)`, and the operands of
+    wgrad in `pending`.
+    """
+    dout, dz, y1s = plain_tokens(pending.dout), pending.dz, pending.y1s
+    rows = products.tokens("dout", dout)
+    z = _restored_z(products, saved, dz)
+    # A tile sums <dy1, y1> over its own columns. The partial sums are added in a second launch and
+    # in a fixed order, because atomics would change the order, and the bits, from run to run.
+    with stage("dgated"):
+        partials = products.dgated(rows, z, dz, y1s)
+    # Only now: where memory ran out above, the backward may be repeated.
+    if saved.settings.frees_stagewise:
+        saved.z = None
+    del z
+    row_dprob = products.row_sums(partials, dout)
+    pending.dz, pending.y1s = products.shown("dz", dz), tap("y1s", y1s)
+    del dz, y1s
+    return row_dprob, products.settle(pending, rows)
+
+
+def _restored_z(products: Products, saved: Saved, like: Tensor) -> Tensor:
+    """z as forward wrote it, or computed again to the same bits."""
+    if saved.z is not None:
+        return plain_operand(saved.z)
+    z = empty_rows(saved.routing, int(like.shape[1]), like)
+    products.up_again(products.tokens("x", plain_tokens(saved.x)), z)
+    return z
+
+
+def empty_rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
+    """Unwritten `[R, width]`."""
+    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
+
+
+def plain_operand(operand: Any) -> Tensor:
+    """A tensor that is not block-scaled: `check_forward` has refused the others."""
+    assert isinstance(operand, torch.Tensor)
+    return operand
