@@ -32,24 +32,13 @@ from .refusals import Location, OneLineCommand
 from .screen import Activity
 
 if TYPE_CHECKING:
-    from ..diagnostics.numerics import Octaves, Result, Score
-    from ..diagnostics.steady_scales import Steadiness
+    from ..diagnostics.numerics import Result, Score
 
 NAMES = [recipe.name for recipe in BASE_RECIPES]
 OPERANDS = (
-    "x",
-    "y1",
-    "dout",
-    "dz",
-    "w1",
-    "w2",
-    "w1_dgrad",
-    "w2_dgrad",
-    "wgrad_x",
-    "wgrad_dz",
-    "wgrad_dout",
-    "wgrad_y1s",
-)
+    "x", "y1", "dout", "dz", "w1", "w2", "w1_dgrad", "w2_dgrad",
+    "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s",
+)  # fmt: skip
 DEFAULT_SIZES = Sizes()
 
 
@@ -98,18 +87,6 @@ def _size(name: str, default: int) -> Any:
     metavar="FILE",
     help="Inputs of a real call (.npz); may be repeated.",
 )
-@click.option(
-    "--octaves",
-    multiple=True,
-    type=click.IntRange(0, 30),
-    metavar="N",
-    help="Where scales stay along K: a block has its own if its amax is more than 2^N below the largest; may be repeated.  "
-    "[default: 10]",
-)
-@click.option("--capture-from-training", "capture_steps", type=click.IntRange(1), metavar="STEPS",
-              help="First train a small decoder for STEPS steps; its last step's calls join the data.")  # fmt: skip
-@click.option("--capture-dir", type=Location(file_okay=False), default=Path("runs/captured"), show_default=True,
-              help="Where --capture-from-training leaves its .npz files.")  # fmt: skip
 @_size("--tokens", DEFAULT_SIZES.tokens)
 @_size("--hidden", DEFAULT_SIZES.hidden)
 @_size("--intermediate", DEFAULT_SIZES.intermediate)
@@ -129,10 +106,7 @@ def numerics(
     data: tuple[str, ...],
     dispatch: tuple[str, ...],
     against: str,
-    octaves: tuple[int, ...],
     captured: tuple[Path, ...],
-    capture_steps: int | None,
-    capture_dir: Path,
     seed: int,
     framework: str,
     list_only: bool,
@@ -150,13 +124,7 @@ def numerics(
         raise click.UsageError("--json and --markdown exclude each other")
     if BASELINES[against].bf16_tokens_only and set(dispatch) != {Dispatch.BF16.value}:
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
-    asked = chosen_recipes(recipe, scales)
-    recipes = with_octaves(asked, octaves)
-    if octaves and recipes == asked:
-        raise click.UsageError(
-            "--octaves is of recipes whose scales stay along K, and none of those asked for is one; "
-            "needed: --recipe row128, or another with /row or /column in its line of --list"
-        )
+    recipes = chosen_recipes(recipe, scales)
     if list_only:
         listing = [
             {
@@ -177,18 +145,16 @@ def numerics(
     ]  # a bad file is refused before the first minute of work
     load_framework(framework)
     with Activity("numerics") as doing:
-        if capture_steps:
-            from_files += capture(capture_steps, capture_dir, doing)
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
         # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
         bar = BASELINES[against]
-        measured = measure([*from_files], cases, len(kinds), recipes, codes, ways, bar, doing)
+        results = measure(from_files, cases, len(kinds), recipes, codes, ways, bar, doing)
     if as_json:
-        click.echo(json.dumps(to_json(*measured), indent=2, allow_nan=False))
+        click.echo(json.dumps(to_json(results), indent=2, allow_nan=False))
     else:
-        report(*measured, markdown)
+        report(results, markdown)
 
 
 def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recipe]:
@@ -202,21 +168,6 @@ def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recip
     ]
 
 
-def with_octaves(recipes: list[Fp8Recipe], octaves: Sequence[int]) -> list[Fp8Recipe]:
-    """Those whose scales stay along K at each distance asked for; the others as they are."""
-    made = (one.with_octaves(n) for one in recipes for n in octaves) if octaves else iter(recipes)
-    return [*dict.fromkeys(made)]
-
-
-def capture(steps: int, directory: Path, doing: Activity) -> list[Case]:
-    """Train, save the last step's calls, and load them back."""
-    from .capture import capture_from_training
-
-    doing.begin("training", total=steps)
-    paths = capture_from_training(steps, directory, lambda step: doing.advance())
-    return [load_case(path) for path in paths]
-
-
 def measure(
     from_files: list[Case],
     generated: Iterator[Case],
@@ -226,19 +177,15 @@ def measure(
     ways: list[Dispatch],
     bar: Baseline,
     doing: Activity,
-) -> tuple[list[Result], list[Octaves], list[Steadiness]]:
+) -> list[Result]:
     """Every case under every recipe and code, behind every dispatch that the recipe can read;
     generated cases are made one at a time.
     """
-    from ..diagnostics.numerics import evaluate, octaves
-    from ..diagnostics.steady_scales import steadiness
+    from ..diagnostics.numerics import evaluate
 
     pairs = len(recipes) * len(codes)
-    total = (len(from_files) + count) * len(ways) * pairs
-    doing.begin("measuring", total=total)
+    doing.begin("measuring", total=(len(from_files) + count) * len(ways) * pairs)
     results: list[Result] = []
-    lost: list[Octaves] = []
-    steady: list[Steadiness] = []
     for case in (*from_files, *generated):
         doing.at(case.name)
         for way in ways:
@@ -247,25 +194,14 @@ def measure(
                 results.append(result)
                 doing.advance()
             doing.advance(pairs - (len(results) - before))  # those that cannot read the tokens
-        lost += octaves(case, recipes, bar.recipe)
-        steady += steadiness(case, recipes)
-    return results, lost, steady
+    return results
 
 
-def report(
-    results: list[Result], lost: list[Octaves], steady: list[Steadiness], markdown: bool
-) -> None:
-    """One table per kind of data, one of quantiles, one of scales that stay along K, and the
-    verdict over all data.
-    """
+def report(results: list[Result], markdown: bool) -> None:
+    """One table per kind of data, and the verdict over all data."""
     for data in dict.fromkeys(result.data for result in results):
-        print_table(
-            error_table(data, [result for result in results if result.data == data]), markdown
-        )
-    if lost:
-        print_table(octave_table(lost), markdown)
-    if steady:
-        print_table(steady_table(steady), markdown)
+        own = [result for result in results if result.data == data]
+        print_table(error_table(data, own), markdown)
     for line in verdict_lines(results):
         click.echo(line)
 
@@ -315,32 +251,6 @@ def percent(score: Score) -> str:
     return f"{100 * score.overall.rmse:.2f} ({100 * score.worst_rmse:.2f})"
 
 
-def octave_table(lost: list[Octaves]) -> Table:
-    """Quantiles of log2(block amax / row amax)."""
-    from ..diagnostics.numerics import QUANTILES
-
-    headings = ["max" if q == 1 else f"{100 * q:g} %" for q in QUANTILES]
-    table = Table("data", "operand", "block", *headings, title="log2(block amax / row amax)")
-    for one in lost:
-        table.add_row(
-            one.data, one.operand, str(one.block), *(f"{value:.2f}" for value in one.quantiles)
-        )
-    return table
-
-
-def steady_table(steady: list[Steadiness]) -> Table:
-    """Blocks with a scale of their own, and K-steps that need no rescale."""
-    from ..diagnostics.steady_scales import GROUPS
-
-    headings = (f"steps without a change, {rows} rows" for rows in GROUPS)
-    own = ("tokens' own scales", "weight's own scales")
-    table = Table("data", "recipe", "GEMM", *own, *headings, title="scales that stay along K")
-    for one in steady:
-        shares = (one.own_tokens, one.own_weights, *one.quiet_steps)
-        table.add_row(one.data, one.recipe, one.gemm, *(f"{share:.2%}" for share in shares))
-    return table
-
-
 def list_table(recipes: list[Fp8Recipe]) -> Table:
     """Blocks per operand."""
     table = Table("recipe", *OPERANDS, "note")
@@ -376,11 +286,8 @@ def print_table(table: Table, markdown: bool) -> None:
     click.echo()
 
 
-def to_json(results: list[Result], lost: list[Octaves], steady: list[Steadiness]) -> dict[str, Any]:
+def to_json(results: list[Result]) -> dict[str, Any]:
     """Plain data; a number that is not finite becomes null."""
-    from ..diagnostics.numerics import QUANTILES
-    from ..diagnostics.steady_scales import GROUPS
-
     return {
         "results": [
             {
@@ -393,20 +300,7 @@ def to_json(results: list[Result], lost: list[Octaves], steady: list[Steadiness]
                 "tensors": {name: score_json(score) for name, score in result.scores.items()},
             }
             for result in results
-        ],
-        "octaves": [
-            {
-                "data": one.data,
-                "operand": one.operand,
-                "block": str(one.block),
-                "quantiles": dict(zip(map(str, QUANTILES), one.quantiles, strict=True)),
-            }
-            for one in lost
-        ],
-        "steady": [
-            {**vars(one), "quiet_steps": dict(zip(map(str, GROUPS), one.quiet_steps, strict=True))}
-            for one in steady
-        ],
+        ]
     }
 
 

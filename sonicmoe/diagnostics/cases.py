@@ -11,23 +11,16 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..enums import ZCode, is_glu
-from ..errors import ShapeError, SonicMoEError, expect
+from ..enums import ZCode
+from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
-from ..npz import NpzError, read_npz, require_numbers
 from ..quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
 from .callers import Caller
-from .step_dump import (
-    Array,
-    StepDump,
-    StepSettings,
-    caller_in,
-    settings_in,
-    words_of,
-)
+from .step_dump import Array, DumpError, StepDump, StepSettings, load_dump, save_dump
 
 DATA_KINDS: dict[str, str] = {
     "gaussian": "x, dout and weights are normal",
@@ -99,10 +92,6 @@ SPREAD_OCTAVES = 10.0
 _FP64 = 8  # the bytes of a number while a case is generated
 
 
-class CaseError(SonicMoEError, ValueError):
-    """A file of captured tensors cannot be read or does not hold one call of a layer."""
-
-
 @dataclass(frozen=True)
 class Sizes:
     """T, H, I, E, K of a generated case.
@@ -163,28 +152,8 @@ class Case:
 
     def __post_init__(self) -> None:
         """Check shapes, then round to bf16."""
-        expect(
-            self.w2.ndim == 3 and self.w2.size > 0 and self.x.size > 0,
-            ShapeError,
-            f"w2 has shape {self.w2.shape} and x {self.x.shape}; needed: [E, H, I] and [T, H]",
-        )
-        (tokens, topk), (experts, hidden, width) = (
-            np.shape(np.atleast_2d(self.indices)),
-            self.w2.shape,
-        )
-        wanted = {
-            "x": (tokens, hidden), "dout": (tokens, hidden), "indices": (tokens, topk), "probs": (tokens, topk),
-            "w1": (experts, self._rows(width), hidden),
-        }  # fmt: skip
-        for name, shape in wanted.items():
-            found = getattr(self, name).shape
-            expect(
-                found == shape,
-                ShapeError,
-                f"{name} has shape {found}; indices and w2 {self.w2.shape} need {shape}",
-            )
-        # Refuses biases that do not fit, and a caller of other sizes.
-        self.step()
+        expect(self.x.size > 0, ShapeError, f"x has shape {self.x.shape}; needed: [T, H]")
+        self.step()  # a step checks the shapes against each other
         for name in ("x", "w1", "w2", "dout"):
             # The dataclass is frozen for its users; its own constructor still has to replace the
             # arrays.
@@ -196,9 +165,6 @@ class Case:
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
 
-    def _rows(self, width: int) -> int:
-        return width * (2 if is_glu(self.settings.activation_type) else 1)
-
     def step(self, recipe: str | None = None) -> StepDump:
         """The call as a step in one of `RECIPES` or unquantised, with this activation and bf16
         tokens.
@@ -207,16 +173,15 @@ class Case:
         settings = StepSettings(
             own.activation, recipe, activation_parameters=own.activation_parameters
         )
-        arrays = (self.x, self.indices, self.probs, self.w1, self.w2, self.dout)
-        optional = {name: getattr(self, name) for name in _OPTIONAL}
-        return StepDump(self.name, settings, *arrays, caller=self.caller, **optional)
+        return StepDump(**{**self._fields(), "settings": settings})
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def of(cls, step: StepDump) -> Case:
         """A step that has a `dout`; tokens that arrived in FP8 as their values."""
-        assert step.dout is not None
-        arrays = {name: getattr(step, name) for name in (*_ARRAYS, *_OPTIONAL)}
-        return cls(step.name, **arrays, settings=step.settings, caller=step.caller)
+        return cls(**{field.name: getattr(step, field.name) for field in fields(cls)})
 
 
 def round_to_bf16(values: Array) -> Array:
@@ -239,9 +204,9 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
     / fan_in before heavy tails.
 
     Raises:
-        CaseError: `kind` is not one of `DATA_KINDS`.
+        ConfigError: `kind` is not one of `DATA_KINDS`.
     """
-    expect(kind in DATA_KINDS, CaseError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
+    expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> Array:
@@ -270,46 +235,21 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
     )
 
 
-_ARRAYS = ("x", "indices", "probs", "w1", "w2", "dout")
-_OPTIONAL = ("b1", "b2", "first_triple")
-
-
 def save_case(path: str | Path, case: Case) -> None:
-    """Write a compressed .npz that `load_case` and `load_dump` read."""
-    arrays = {name: getattr(case, name) for name in (*_ARRAYS, *_OPTIONAL)}
-    np.savez_compressed(
-        path,
-        **words_of(case.step().but(**case.settings.names())),  # type: ignore[arg-type]
-        **{name: array for name, array in arrays.items() if array is not None},  # type: ignore[arg-type]
-    )
+    """Write an .npz that `load_case` and `load_dump` read."""
+    save_dump(path, StepDump(**case._fields()))
 
 
 def load_case(path: str | Path) -> Case:
-    """Read what `save_case` wrote.
+    """Read what `save_case` wrote, or a dump of a forward and its backward.
 
     Raises:
-        CaseError: the file is missing, no .npz, or lacks an array; the message names it.
+        DumpError: the file is missing, no .npz, or lacks an array; the message names it.
         ShapeError: the arrays do not belong together.
     """
-    needed = ("name", *_ARRAYS)
-    optional = (*_OPTIONAL, "settings", "caller")
+    step = load_dump(path)
+    expect(step.dout is not None, DumpError, f"{path} holds a forward alone; needed: a backward")
     try:
-        found = read_npz(
-            Path(path), lambda names: [*needed, *(name for name in optional if name in names)]
-        )
-        arrays = {name: found[name] for name in (*_ARRAYS, *_OPTIONAL) if name in found}
-        require_numbers(arrays, integers=("indices", "first_triple"))
-        settings, caller = settings_in(found), caller_in(found)
-        return Case(str(found["name"]), **arrays, settings=settings, caller=caller)
+        return Case.of(step)
     except ShapeError as error:
         raise ShapeError(f"{path}: {error}") from None
-    # A text where numbers belong, integers that are too large, settings that are no JSON.
-    except (
-        NpzError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise CaseError(f"cannot read captured tensors from {path}: {error}") from None

@@ -18,12 +18,12 @@ from ..engine.interface import EngineSettings, NativeBuffer, Tokens
 from ..engine.reference import ReferenceEngine
 from ..engine.settings import TokenFormat
 from ..enums import ZCode
-from ..quant.recipes import BlockShape, Fp8Recipe, rows
-from ..quant.reference import quantize, steady_amax
+from ..quant.recipes import Fp8Recipe, rows
+from ..quant.reference import quantize
 from ..quant.tokens import tokens_of
 from ..routing.build import build_routing
 from .cases import BASELINES, Baseline, Case, Dispatch
-from .golden_stages import TENSORS, RowLayout, golden_stages, golden_tensors
+from .golden_stages import TENSORS, golden_tensors
 from .step_dump import Array
 
 Tensor = torch.Tensor
@@ -33,15 +33,6 @@ COSINE_BAR = 0.9975
 RESOLUTION = 2.0
 BARRED_DATA = "gaussian"
 BASELINE = BASELINES["deepseek-v3"]
-QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
-
-
-# Operand fields of a recipe -> the row stage that they quantise; weights are handled apart.
-ROW_OPERANDS = {
-    "x": "wgrad_x", "y1": "y1", "dout": "wgrad_dout", "dz": "dz",
-    "wgrad_x": "wgrad_x", "wgrad_dz": "wgrad_dz", "wgrad_dout": "wgrad_dout", "wgrad_y1s": "wgrad_y1s",
-}  # fmt: skip
-WEIGHT_OPERANDS = {"w1": "w1", "w2": "w2", "w1_dgrad": "w1", "w2_dgrad": "w2"}
 
 
 @dataclass(frozen=True)
@@ -99,18 +90,6 @@ class Result:
     failures: tuple[str, ...]
     unresolved: tuple[str, ...]
     dispatch: Dispatch = Dispatch.BF16
-
-
-@dataclass(frozen=True)
-class Octaves:
-    """Quantiles of `log2(block amax / row amax)` of one operand under one block shape; see
-    docs/numerics.md.
-    """
-
-    data: str
-    operand: str
-    block: BlockShape
-    quantiles: tuple[float, ...]
 
 
 def evaluate(
@@ -318,34 +297,21 @@ def judge(
     failures: list[str] = []
     unresolved: list[str] = []
     for name, one in found.items():
-        checks = [
-            (
-                against.slack,
-                [(p.ratio, p.ratio_error) for p in one.parts],
-                f"of {against.recipe.name}",
-            )
-        ]
+        ratios = [(p.ratio, p.ratio_error) for p in one.parts]
+        checks = [(against.slack, ratios, f"of {against.recipe.name}")]
         if absolute and data == BARRED_DATA:
             checks.append((RMSE_BARS[name], [(p.rmse, p.rmse_error) for p in one.parts], ""))
             # cosine = 1 - rmse^2 / 2 to first order, so its standard error is rmse times that of
             # rmse
-            checks.append(
-                (
-                    1 - COSINE_BAR,
-                    [(1 - p.cosine, p.rmse * p.rmse_error) for p in one.parts],
-                    "cosine",
-                )
-            )
+            cosines = [(1 - p.cosine, p.rmse * p.rmse_error) for p in one.parts]
+            checks.append((1 - COSINE_BAR, cosines, "cosine"))
         for bar, figures, what in checks:
-            worst, certain = (
-                max_or_nan(f for f, _ in figures),
-                max_or_nan(f - RESOLUTION * error for f, error in figures),
-            )
+            worst = max_or_nan(f for f, _ in figures)
+            certain = max_or_nan(f - RESOLUTION * error for f, error in figures)
             # Written so that NaN, which no comparison satisfies, counts as missed.
             if not worst <= bar:
-                (unresolved if certain <= bar else failures).append(
-                    f"{name} {in_words(worst, what)}"
-                )
+                missed = unresolved if certain <= bar else failures
+                missed.append(f"{name} {in_words(worst, what)}")
     return tuple(failures), tuple(unresolved)
 
 
@@ -359,57 +325,3 @@ def in_words(figure: float, what: str) -> str:
 def max_or_nan(values: Iterable[float]) -> float:
     """The largest value; NaN if any is NaN; 0 of nothing."""
     return float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
-
-
-def octaves(
-    case: Case, recipes: Iterable[Fp8Recipe], against: Fp8Recipe = BASELINE.recipe
-) -> Iterator[Octaves]:
-    """Quantiles for every distinct (operand, block) of `recipes` that is coarser than the
-    baseline's block of that operand.
-    """
-    step = case.step()
-    layout = RowLayout.of(step, alignment=1)
-    stages, owners = golden_stages(step, layout), np.unique(layout.row_expert)
-    seen = set()
-    for recipe in recipes:
-        for operand in (*ROW_OPERANDS, *WEIGHT_OPERANDS):
-            block, strip = getattr(recipe, operand), getattr(against, operand)
-            is_coarser = block != strip and block.rows >= strip.rows and block.cols >= strip.cols
-            if not is_coarser or (operand, block) in seen:
-                continue
-            seen.add((operand, block))
-            if operand in WEIGHT_OPERANDS:
-                matrices = list(getattr(case, WEIGHT_OPERANDS[operand]))
-            else:
-                rows = stages[ROW_OPERANDS[operand]]
-                matrices = [rows[layout.row_expert == expert] for expert in owners]
-            lost = np.concatenate([octaves_lost(matrix, block, strip) for matrix in matrices])
-            yield Octaves(
-                case.name, operand, block, tuple(float(q) for q in np.quantile(lost, QUANTILES))
-            )
-
-
-def octaves_lost(matrix: Array, block: BlockShape, strip: BlockShape) -> Array:
-    """`log2(amax of the block around it / amax of the strip)` of every strip of `matrix [R, C]`
-    that is not all zero.
-    """
-    fine, coarse = block_amax(matrix, strip), block_amax(matrix, block)
-    if block.steady is not None:
-        # In fp32, as the quantiser decides it; what that rounds off is no octave lost.
-        steady = to_fp64(steady_amax(torch.tensor(coarse.astype(np.float32)), block.steady))
-        coarse = np.maximum(steady, coarse)
-    row_of = np.arange(fine.shape[0]) * strip.rows // block.rows
-    col_of = np.arange(fine.shape[1]) * strip.cols // block.cols
-    # The maximum of the coarse block that each strip lies in. The logarithm is the number of powers
-    # of two by which the strip's own scale could have been smaller.
-    around = coarse[row_of][:, col_of]
-    return np.log2(around[fine > 0] / fine[fine > 0])
-
-
-def block_amax(matrix: Array, block: BlockShape) -> Array:
-    """Largest magnitude of every block, `[ceil(R / rows), ceil(C / cols)]`."""
-    n_rows, n_cols = matrix.shape
-    # `reduceat` takes the maximum between consecutive starts, and up to the end for the last,
-    # partial block.
-    by_rows = np.maximum.reduceat(np.abs(matrix), np.arange(0, n_rows, block.rows), axis=0)
-    return np.asarray(np.maximum.reduceat(by_rows, np.arange(0, n_cols, block.cols), axis=1))

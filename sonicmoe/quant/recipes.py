@@ -191,19 +191,6 @@ class Fp8Recipe:
             self, name=self.name.removesuffix("-pow2") + suffix, scale_format=scale_format
         )
 
-    def with_octaves(self, octaves: int) -> Fp8Recipe:
-        """The same with another distance from which a block has its own scale; the name says which.
-        Itself where no scale stays along K.
-        """
-        blocks = {
-            name: dataclasses.replace(block, steady=Steady(block.steady.along, octaves))
-            for name, block in vars(self).items()
-            if isinstance(block, BlockShape) and block.steady
-        }
-        if not blocks:
-            return self
-        return dataclasses.replace(self, name=f"{self.name}, 2^{octaves}", **blocks)  # type: ignore[arg-type]
-
 
 def row_recipe(size: int) -> Fp8Recipe:
     """1xB along the contraction everywhere, weights included."""

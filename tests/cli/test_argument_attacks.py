@@ -84,14 +84,13 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import sonicmoe.bench.runner
     import sonicmoe.bench.sweep
-    import sonicmoe.cli.capture
     import sonicmoe.cli.warmup  # noqa: F401  or a patch would not find it
     from ernie_compat.trainer import Trainer
 
     monkeypatch.setattr(Trainer, "start", reached)
     monkeypatch.setattr(Trainer, "resume", reached)
     for name in (
-        "sonicmoe.cli.numerics.measure", "sonicmoe.cli.capture.capture_from_training", "sonicmoe.bench.runner.measure",
+        "sonicmoe.cli.numerics.measure", "sonicmoe.bench.runner.measure",
         "sonicmoe.bench.sweep.sweep", "sonicmoe.cli.warmup.warm_up",
     ):  # fmt: skip
         monkeypatch.setattr(name, reached)
