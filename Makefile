@@ -21,7 +21,9 @@ help: ## list the targets
 demo: $(VENV)/.installed-demo ## train a small ERNIE-style MoE in FP8 beside full precision (OUT=runs/demo, DEMO_ARGS=...)
 	$(PY) -m sonicmoe train --framework $$(cat $(VENV)/.framework) --precision fp8 --compare --out $(OUT) $(DEMO_ARGS)
 
-test: lint docs-check pytest core ## everything that gates a change: lint, types, generated docs, tests, core figures against baselines.json
+# mypy and the core figures take one CPU each, for a minute or so, beside the tests.
+test: $(VENV)/.installed-dev $(VENV)/.installed-tests ## everything that gates a change: lint, types, generated docs, tests, core figures against baselines.json
+	+$(MAKE) --no-print-directory -j 2 lint docs-check pytest core
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .

@@ -45,6 +45,22 @@ def hopper_gpu() -> bool:
 # worker's compiler.
 LAST = {"test_every_real_kernel_takes_what_a_pass_gives_it"}
 
+# The files that take longest begin first: one that begins last would leave a worker idle until it
+# ends. They come one after the other on one worker, so that none waits for another's compiler.
+FIRST = (
+    "kernels/test_quack_gemm.py",
+    "kernels/test_cuda_sources.py",
+    "kernels/test_quantize_on_host.py",
+    "engine/test_hopper_passes.py",
+    "jit/test_jit_cuda_source.py",
+    "test_contributing.py",
+    "ernie_compat/test_ernie_ranks.py",
+    "ernie_compat/test_train_command.py",
+    "functional/test_diagnosis.py",
+    "ep/test_ep_worlds.py",
+)
+TESTS = Path(__file__).parent
+
 AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
 
 
@@ -123,8 +139,16 @@ def artefacts(session_folder: Path) -> CompileCache:
     return CompileCache(session_folder / "artefacts", session_folder / "local")
 
 
+def place_in_the_run(item: pytest.Item) -> tuple[bool, int]:
+    """What tests are sorted by; those of equal places keep their order."""
+    path = item.path
+    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    first = FIRST.index(name) if name in FIRST else len(FIRST)
+    return getattr(item, "originalname", None) in LAST, first
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: getattr(item, "originalname", None) in LAST)
+    items.sort(key=place_in_the_run)
     if not config.getoption("--every-variant"):
         left_out = [item for item in items if item.get_closest_marker("every_variant")]
         items[:] = [item for item in items if not item.get_closest_marker("every_variant")]
