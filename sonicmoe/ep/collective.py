@@ -81,9 +81,8 @@ class ExchangeTransport(Transport):
     def combine(
         self, x: Tensor, handle: Routes, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self._sum_back(x, handle), None if weights is None else self._sum_back(
-            weights, handle
-        )
+        summed = None if weights is None else self._sum_back(weights, handle)
+        return self._sum_back(x, handle), summed
 
     def _goes(self, topk_idx: Tensor) -> Tensor:
         """bool `[T, W]`: whether a token has an expert on a rank."""
@@ -180,10 +179,7 @@ class CollectiveTransport(ExchangeTransport):
         pairs = torch.zeros([most + 1], dtype=torch.int64, device=device)
         pairs[place] = torch.arange(world * tokens, dtype=torch.int64, device=device)
         token, rank = pairs % tokens, (pairs // tokens).to(torch.int32)
-        # Ids fit into 32 bits and weights have 32, so both travel as one int32 matrix. The weights'
-        # bits are reinterpreted and not converted.
-        words = [topk_idx.to(torch.int32), reinterpret(topk_weights, torch.int32)]
-        slots = torch.index_select(torch.cat(words, 1), 0, token)
+        slots = torch.index_select(as_words(topk_idx, topk_weights), 0, token)
         # Global ids become ids of the receiving rank. Slots of other ranks fall outside [0, L)
         # then, and become -1 with weight 0.
         local = self.num_local_experts
@@ -218,8 +214,13 @@ def _places(goes: Tensor) -> Tensor:
     return torch.where(goes, running - 1, torch.full_like(running, -1)).contiguous()
 
 
+def as_words(ids: Tensor, weights: Tensor) -> Tensor:
+    """int32 `[., 2K]`: ids, which fit into 32 bits, and behind them the bits of the weights."""
+    return torch.cat([ids.to(torch.int32), reinterpret(weights, torch.int32)], 1)
+
+
 def ids_and_weights(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 `[R, 2K]` as they travelled -> local ids int64 and weights fp32 `[R, K]`."""
+    """Inverse of `as_words`: int64 and fp32 `[., K]`."""
     topk = int(slots.shape[1]) // 2
     weights = slots[:, topk:].contiguous()
     return slots[:, :topk].to(torch.int64), reinterpret(weights, torch.float32)
@@ -261,11 +262,8 @@ def reinterpret(values: Tensor, dtype: Any) -> Tensor:
     if int(values.shape[0]) == 0:
         # Paddle makes no zeros of e4m3, which is one byte wide.
         made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
-        width = (
-            int(values.shape[1])
-            * values.element_size()
-            // torch.zeros([1], dtype=made).element_size()
-        )
+        element = torch.zeros([1], dtype=made).element_size()
+        width = int(values.shape[1]) * values.element_size() // element
         zeros = torch.zeros([0, width], dtype=made, device=values.device)
         return zeros if made == dtype else zeros.to(dtype)
     return values.view(dtype)

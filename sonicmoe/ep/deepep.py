@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -68,20 +69,19 @@ def find_library() -> tuple[DeepEPLibrary | None, str]:
         try:
             module = importlib.import_module(name)
         # An extension that was built for another framework or CUDA fails in each of these ways.
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-        ) as error:
-            reasons.append(
-                f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
+        except (ImportError, OSError, RuntimeError) as error:
+            reasons.append(f"{name}: {first_line(error)}")
             continue
         kinds = buffer_kinds(module)
         if kinds:
             return DeepEPLibrary(module, kinds), ""
         reasons.append(f"{name} has neither {' nor '.join(CLASSES.values())}")
     return None, "; ".join(reasons)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message; its class where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def legacy_problem(module: Any, world_size: int) -> str:
@@ -95,8 +95,7 @@ def legacy_problem(module: Any, world_size: int) -> str:
     # A build without NVSHMEM raises RuntimeError; numbers of ranks without a configuration fail an
     # assertion.
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"Buffer cannot serve {world_size} ranks: {lines[0]}"
+        return f"Buffer cannot serve {world_size} ranks: {first_line(error)}"
     return ""
 
 
@@ -178,8 +177,17 @@ class _DeepEPTransport(Transport):
             self._hidden, self._topk = hidden, topk
         return self._buffer
 
-    def _make_buffer(self, hidden: int, topk: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_buffer(self, hidden: int, topk: int) -> Any: ...
+
+    def combine(
+        self, x: Tensor, handle: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(x)
+        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
+            x, handle, topk_weights=weights
+        )
+        return combined, combined_weights
 
 
 class LegacyTransport(_DeepEPTransport):
@@ -258,15 +266,6 @@ class LegacyTransport(_DeepEPTransport):
         # weights.
         arrived = self._sized_buffer(int(x.shape[1])).dispatch(sent, handle=handle)[0]
         return _as_arrived(arrived, x)
-
-    def combine(
-        self, x: Tensor, handle: Any, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        self._check(x)
-        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
-            x, handle, topk_weights=weights
-        )
-        return combined, combined_weights
 
     def _make_buffer(self, hidden: int, topk: int) -> Any:
         # `2 * hidden` is the size of a bf16 row in bytes.
@@ -348,15 +347,6 @@ class ElasticTransport(_DeepEPTransport):
         buffer = self._sized_buffer(int(x.shape[1]))
         return buffer.dispatch(x, num_experts=self.num_experts, handle=handle)[0]  # type: ignore[no-any-return]
 
-    def combine(
-        self, x: Tensor, handle: Any, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        self._check(x)
-        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
-            x, handle, topk_weights=weights
-        )
-        return combined, combined_weights
-
     def _make_buffer(self, hidden: int, topk: int) -> Any:
         return self._module.ElasticBuffer(
             self._group,
@@ -397,10 +387,8 @@ def _without_tail(indices: Tensor, received_per_rank: Tensor) -> Tensor:
     """Ids -1 in the rows beyond the real ones, whose number (the last of the running sums) only the
     device knows.
     """
-    rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device).reshape(
-        [-1, 1]
-    )
+    rows = torch.arange(int(indices.shape[0]), dtype=torch.int64, device=indices.device)
     # A comparison on the device: reading the number on the host would be the very wait that this
     # mode avoids.
     real = received_per_rank[-1].to(torch.int64)
-    return torch.where(rows < real, indices, torch.full_like(indices, -1))
+    return torch.where((rows < real).reshape([-1, 1]), indices, torch.full_like(indices, -1))

@@ -38,13 +38,9 @@ class Dispatcher(ABC):
     num_experts: int
     num_local_experts: int
     name: str
+    bf16_only: bool = False  # whether it refuses to send rows in FP8
     fp8: bool | str = False
     fp8_grad: bool | str = False
-
-    @property
-    def bf16_only(self) -> bool:
-        """Whether it refuses to send rows in FP8."""
-        return False
 
     def dispatch(
         self,
@@ -121,9 +117,8 @@ class Route:
             self.gradient.check_taken()
         # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold NaN.
         # They must be zero before they are summed over ranks.
-        weights = zero_where_not_here(
-            dprobs.to(torch.float32), self.indices, transport.num_local_experts
-        )
+        local = transport.num_local_experts
+        weights = zero_where_not_here(dprobs.to(torch.float32), self.indices, local)
         # The transpose of "send to every rank" is "sum over ranks", so the backward of dispatch is
         # a combine and that of combine a dispatch along the same routes.
         combined, dweights = transport.combine(dx.contiguous(), self.handle, weights.contiguous())
@@ -195,19 +190,15 @@ class DispatchCall(DifferentiableCall):
             if self.forms.tokens:
                 sent = quantised(plain, self.forms.tokens)
             # Libraries read raw pointers and know nothing of strides or of autograd.
-            received = self.transport.dispatch(
-                sent, self.topk_idx, topk_weights.detach().contiguous()
-            )
+            weights = topk_weights.detach().contiguous()
+            received = self.transport.dispatch(sent, self.topk_idx, weights)
             # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
             # Callers get exact zeros.
-            probs = zero_where_not_here(
-                received.topk_weights, received.topk_idx, self.transport.num_local_experts
-            )
+            ids, local = received.topk_idx, self.transport.num_local_experts
+            probs = zero_where_not_here(received.topk_weights, ids, local)
         self.tokens_per_expert = received.tokens_per_expert
         gradient = SentGradient(self.forms.gradients) if self.forms.gradients else None
-        self.route = Route(
-            self.transport, received.handle, self.topk_idx, received.topk_idx, gradient
-        )
+        self.route = Route(self.transport, received.handle, self.topk_idx, ids, gradient)
         if isinstance(received.x, BlockScaledTensor):
             self.tokens = received.x
             return (stand_in(received.x), probs), None
@@ -220,7 +211,8 @@ class DispatchCall(DifferentiableCall):
         # On the stream of high priority, because a node with `split_wgrad` computes weight
         # gradients beside it: the kernels that sum the rows would wait for the end of those.
         combine = partial(self.route.dispatch_backward, *gradients)
-        dx, dweights = self.side.run(combine, *gradients)
+        moves = self.transport.moves
+        dx, dweights = self.side.run(combine, *gradients) if moves else combine()
         return (dx.to(self.dtype), dweights), []
 
 
@@ -256,16 +248,10 @@ class TransportDispatcher(Dispatcher):
         check_fp8(fp8)
         check_fp8(fp8_grad, "fp8_grad")
         self.transport, self.fp8, self.fp8_grad = transport, fp8, fp8_grad
-        self.num_experts, self.num_local_experts = (
-            transport.num_experts,
-            transport.num_local_experts,
-        )
-        self.name = transport.name
+        self.num_experts = transport.num_experts
+        self.num_local_experts = transport.num_local_experts
+        self.name, self.bf16_only = transport.name, transport.bf16_only
         self.side = SideStream()
-
-    @property
-    def bf16_only(self) -> bool:
-        return self.transport.bf16_only
 
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         if forms.any:
@@ -295,6 +281,8 @@ class TransportDispatcher(Dispatcher):
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         check_combine(out, handle, Route, lambda: int(handle.indices.shape[0]))
+        if not handle.transport.moves and handle.gradient is None:
+            return out
         if grad_enabled() and requires_grad(out):
             return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
         with plain_ops():

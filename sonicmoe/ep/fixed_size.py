@@ -17,7 +17,14 @@ import torch
 from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import NOT_HERE, in_one_spelling
-from .collective import ExchangeTransport, Routes, RowExchange, ids_and_weights, reinterpret
+from .collective import (
+    ExchangeTransport,
+    Routes,
+    RowExchange,
+    as_words,
+    ids_and_weights,
+    reinterpret,
+)
 from .interface import Received, Tokens
 from .row_limit import RowLimit
 
@@ -35,12 +42,7 @@ class FixedSizeTransport(ExchangeTransport):
     exact_rows = False
 
     def __init__(self, num_experts: int, exchange: RowExchange, max_tokens: int) -> None:
-        """max_tokens: the most tokens any rank dispatches at once, the same on all ranks.
-
-        Raises:
-            ConfigError: it is no positive integer.
-            RoutingError: the experts cannot be split evenly.
-        """
+        """max_tokens: the most tokens any rank dispatches at once, the same on all ranks."""
         super().__init__(num_experts, exchange)
         self._limit = RowLimit(max_tokens, lambda: exchange)
         self._counts = [max_tokens] * self.world_size
@@ -68,8 +70,7 @@ class FixedSizeTransport(ExchangeTransport):
         filler = torch.full([spare, 2 * topk], NOT_HERE, dtype=torch.int32, device=device)
         if tokens == 0:
             return filler
-        words = [topk_idx.to(torch.int32), reinterpret(topk_weights, torch.int32)]
-        slots = torch.cat(words, 1)
+        slots = as_words(topk_idx, topk_weights)
         return torch.cat([slots, filler], 0) if spare else slots
 
     def _to_all(self, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ConfigError, DTypeError, expect
 from ..interop import dtype_name
-from .deepep import group_shape, host_counts
+from .deepep import first_line, group_shape, host_counts
 from .dispatcher import Dispatcher
 from .fp8_rows import Forms
 from .interface import Dispatched, check_combine, check_num_experts, zero_where_not_here
@@ -44,10 +44,7 @@ def find_fleet() -> tuple[FleetFunctions | None, str]:
         module = importlib.import_module(MODULE)
     # An import of Fleet that fails for lack of hardware or libraries raises any of these.
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return (
-            None,
-            f"{MODULE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-        )
+        return None, f"{MODULE}: {first_line(error)}"
     functions = FleetFunctions(
         getattr(module, "fused_dispatch", None), getattr(module, "fused_combine", None)
     )
@@ -62,10 +59,7 @@ class FleetDispatcher(Dispatcher):
     """
 
     name = "PaddleFleet (fused_dispatch)"
-
-    @property
-    def bf16_only(self) -> bool:
-        return True
+    bf16_only = True
 
     def __init__(self, num_experts: int, group: Any, functions: FleetFunctions) -> None:
         """`group`: the expert-parallel communication group."""

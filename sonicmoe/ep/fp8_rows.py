@@ -34,11 +34,7 @@ class Forms(NamedTuple):
 
 
 def check_fp8(fp8: object, name: str = "fp8") -> None:
-    """Refuse a form that is none of `FP8_FORMS`.
-
-    Raises:
-        ConfigError: naming what came and what is needed.
-    """
+    """Raise ConfigError for a form that is none of `FP8_FORMS`."""
     expect(
         isinstance(fp8, bool) or fp8 == "row",
         ConfigError,
@@ -108,10 +104,8 @@ class SentGradient:
         return rows
 
     def check_taken(self) -> None:
-        """Called by the dispatch's backward, which comes after the experts'.
-
-        Raises:
-            ConfigError: nobody took the gradient.
+        """Called by the dispatch's backward, which comes after the experts': raise ConfigError where
+        nobody took the gradient.
         """
         expect(
             self._rows is None,

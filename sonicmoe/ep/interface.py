@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import DTypeError, RoutingError, ShapeError, expect
-from ..interop import (
-    IS_PADDLE,
-    dtype_name,
-    is_cuda,
-    require_framework_tensor,
-    require_same_device,
-)
+from ..errors import RoutingError, ShapeError, expect
+from ..interop import IS_PADDLE, is_cuda, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor
+from ..refusals import need_dtype, need_shape, need_type
 from ..routing.ids import is_here
 from .fp8_rows import SentGradient
 
@@ -82,11 +77,14 @@ class Transport(ABC):
 
     Attributes:
         exact_rows: whether a delivery has no rows but the real ones.
+        moves: whether rows leave this process. Where they do not, a combine without quantised
+            gradients is the experts' output itself.
         bf16_only: whether it refuses quantised tokens.
     """
 
     name: str
     exact_rows: bool = True
+    moves: bool = True
     bf16_only: bool = False
 
     def __init__(self, num_experts: int, world_size: int, rank: int) -> None:
@@ -151,27 +149,11 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     """
     for name, value in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require_framework_tensor(value, name)
-    expect(
-        x.dtype in TOKEN_DTYPES,
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
-    )
-    expect(
-        topk_idx.dtype in (torch.int32, torch.int64),
-        DTypeError,
-        f"topk_idx is {dtype_name(topk_idx.dtype)}; needed: int64 or int32",
-    )
-    expect(
-        topk_weights.dtype == torch.float32,
-        DTypeError,
-        f"topk_weights is {dtype_name(topk_weights.dtype)}; needed: float32",
-    )
-    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
-    expect(
-        len(topk_idx.shape) == 2,
-        ShapeError,
-        f"topk_idx has shape {tuple(topk_idx.shape)}; needed: [T, K]",
-    )
+    need_dtype("x", x, *TOKEN_DTYPES)
+    need_dtype("topk_idx", topk_idx, torch.int64, torch.int32)
+    need_dtype("topk_weights", topk_weights, torch.float32)
+    need_shape(len(x.shape) == 2, "x", x, "[T, H]")
+    need_shape(len(topk_idx.shape) == 2, "topk_idx", topk_idx, "[T, K]")
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         wanted = (int(x.shape[0]), int(topk_idx.shape[1]))
         expect(
@@ -194,10 +176,8 @@ def check_combine(out: Any, handle: Any, kind: type, rows: Callable[[], int]) ->
         ShapeError: out has another number of rows.
     """
     require_framework_tensor(out, "out")
-    if not isinstance(handle, kind):
-        raise TypeError(
-            f"handle is {type(handle).__name__}; needed: the `handle` of what this dispatcher's dispatch returned"
-        )
+    whose = "the `handle` of what this dispatcher's dispatch returned"
+    need_type("handle", handle, kind, whose)
     delivered = rows()
     expect(
         len(out.shape) == 2 and int(out.shape[0]) == delivered,

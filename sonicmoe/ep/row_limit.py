@@ -19,19 +19,11 @@ Tensor = torch.Tensor
 
 
 class RowLimit:
-    """One bound for all ranks of a group.
-
-    Args:
-        max_tokens: the bound, positive.
-        exchange: makes the exchange over which ranks compare their bounds, at the first dispatch.
+    """One bound for all ranks of a group, `max_tokens`. At the first dispatch ranks compare theirs,
+    over what `exchange` makes.
     """
 
     def __init__(self, max_tokens: int, exchange: Callable[[], RowExchange]) -> None:
-        """Sends nothing.
-
-        Raises:
-            ConfigError: `max_tokens` is no positive integer.
-        """
         check_max_tokens(max_tokens)
         self.max_tokens, self._exchange, self._agreed = max_tokens, exchange, False
 
@@ -52,25 +44,20 @@ class RowLimit:
         # A constructor cannot ask: it does not know yet on which device the group exchanges.
         exchange = self._exchange()
         ones = [1] * exchange.world_size
-        mine = torch.full(
-            [len(ones), 1], self.max_tokens, dtype=torch.int64, device=device_of(like)
-        )
+        bound, device = self.max_tokens, device_of(like)
+        mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device)
         theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
         found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
         expect(
-            found == [self.max_tokens] * len(ones),
+            found == [bound] * len(ones),
             ConfigError,
-            f"max_tokens is {self.max_tokens} on rank {exchange.rank}, and the ranks 0 to {len(ones) - 1} were given {found}; "
+            f"max_tokens is {bound} on rank {exchange.rank}, and the ranks 0 to {len(ones) - 1} were given {found}; "
             "needed: the same on all ranks",
         )
 
 
 def check_max_tokens(max_tokens: object) -> None:
-    """Refuse what is no bound.
-
-    Raises:
-        ConfigError: naming what came and what is needed.
-    """
+    """Raise ConfigError for what is no bound."""
     expect(
         isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0,
         ConfigError,
@@ -80,11 +67,7 @@ def check_max_tokens(max_tokens: object) -> None:
 
 
 def require_rows(x: Tokens, max_tokens: int) -> None:
-    """Refuse more rows than there is room for.
-
-    Raises:
-        ShapeError: naming both numbers.
-    """
+    """Raise ShapeError for more rows than there is room for."""
     rows = int(x.shape[0])
     expect(
         rows <= max_tokens,

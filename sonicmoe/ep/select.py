@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import IS_PADDLE
+from ..log import logger
 from .collective import CollectiveTransport
 from .deepep import (
     ELASTIC,
@@ -35,7 +36,6 @@ else:
     from .exchange_torch import TorchExchange as GroupExchange  # type: ignore[assignment]
     from .exchange_torch import is_gpu_group
 
-logger = logging.getLogger("sonicmoe")
 FLEET_WAITS = "Fleet's fused_dispatch always waits for counts"
 
 KINDS = ("auto", "local", "collective", "deepep", "fleet")
@@ -46,6 +46,16 @@ class _Sizes(NamedTuple):
 
     max_tokens: int
     wait_for_counts: bool
+
+    def check(self) -> None:
+        """Raise ConfigError where they say nothing."""
+        expect(
+            isinstance(self.wait_for_counts, bool),
+            ConfigError,
+            f"wait_for_counts is {self.wait_for_counts!r}; needed: True or False",
+        )
+        if not self.wait_for_counts:
+            check_max_tokens(self.max_tokens)
 
 
 def make_dispatcher(
@@ -88,31 +98,13 @@ def make_dispatcher(
             `wait_for_counts`; no `max_tokens` where it is needed.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
-    expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
-    check_fp8(fp8)
-    check_fp8(fp8_grad, "fp8_grad")
-    expect(
-        isinstance(wait_for_counts, bool),
-        ConfigError,
-        f"wait_for_counts is {wait_for_counts!r}; needed: True or False",
-    )
-    if not wait_for_counts:
-        check_max_tokens(max_tokens)
+    _check(kind, group, fp8, fp8_grad)
     sizes = _Sizes(max_tokens, wait_for_counts)
+    sizes.check()
     if group is None:
-        expect(
-            kind in ("auto", "local"),
-            ConfigError,
-            f"kind {kind!r} needs a group of ranks; group is None",
-        )
         return LocalDispatcher(num_experts, fp8, fp8_grad)
-    expect(kind != "local", ConfigError, "kind 'local' is for one rank; a group was given")
-    level = logging.INFO
     if kind == "auto":
         dispatcher, why = _auto(num_experts, group, sizes)
-        # A library that is installed and cannot be used is news to whoever installed it.
-        if "cannot serve" in why:
-            level = logging.WARNING
     else:
         dispatcher, why = _named(kind, num_experts, group, sizes), "as asked for"
     expect(
@@ -122,17 +114,39 @@ def make_dispatcher(
         f"another kind than {kind!r}",
     )
     dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
-    if not (wait_for_counts or isinstance(dispatcher, LocalDispatcher)):
-        why += f"; without waiting for counts: room for {max_tokens} tokens of every rank"
+    _announce(dispatcher, why, sizes)
+    return dispatcher
+
+
+def _check(kind: str, group: Any, fp8: bool | str, fp8_grad: bool | str) -> None:
+    expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
+    check_fp8(fp8)
+    check_fp8(fp8_grad, "fp8_grad")
+    expect(
+        group is not None or kind in ("auto", "local"),
+        ConfigError,
+        f"kind {kind!r} needs a group of ranks; group is None",
+    )
+    expect(
+        group is None or kind != "local",
+        ConfigError,
+        "kind 'local' is for one rank; a group was given",
+    )
+
+
+def _announce(dispatcher: Dispatcher, why: str, sizes: _Sizes) -> None:
+    # A library that is installed and cannot be used is news to whoever installed it.
+    level = logging.WARNING if "cannot serve" in why else logging.INFO
+    if not (sizes.wait_for_counts or isinstance(dispatcher, LocalDispatcher)):
+        why += f"; without waiting for counts: room for {sizes.max_tokens} tokens of every rank"
     logger.log(
         level,
         "expert parallelism over %s: %d experts, %d here (%s)",
         dispatcher.name,
-        num_experts,
+        dispatcher.num_experts,
         dispatcher.num_local_experts,
         why,
     )
-    return dispatcher
 
 
 def _auto(num_experts: int, group: Any, sizes: _Sizes) -> tuple[Dispatcher, str]:

@@ -20,9 +20,10 @@ from ep_layer import run_layer
 from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
+from sonicmoe.ep.dispatcher import Route
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
 from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, FleetHandle, find_fleet
-from sonicmoe.ep.local import LocalHandle
+from sonicmoe.ep.local import LocalTransport
 from sonicmoe.errors import (
     ConfigError,
     DTypeError,
@@ -380,7 +381,7 @@ def gpu_world(monkeypatch, library):
     monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "find_library", lambda: (library, ""))
     monkeypatch.setattr(
-        select, "_collective", lambda num_experts, group, sizes: SimpleNamespace(name="NCCL", num_local_experts=1)
+        select, "_collective", lambda num_experts, group, sizes: SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
     )  # fmt: skip
 
 
@@ -457,19 +458,22 @@ def test_local_dispatch_moves_nothing():
     assert torch.equal(received.probs, torch.where(here, weights, 0.0))
     assert received.tokens_per_expert == [int((ids == e).sum()) for e in range(EXPERTS)]
     empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
-    assert empty.tokens_per_expert == [0] * EXPERTS and empty.handle.rows == 0
+    assert empty.tokens_per_expert == [0] * EXPERTS and empty.x.shape[0] == 0
     with pytest.raises(ShapeError, match=r"\(3, 32\).*delivered 12 rows"):
         dispatcher.combine(x[:3], received.handle)
 
 
-@pytest.mark.parametrize("handle", [None, 12, LocalHandle(4, None), FleetHandle(None, 4)])
+ROUTE = Route(LocalTransport(4), None, torch.zeros(4, 2), torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("handle", [None, 12, ROUTE, FleetHandle(None, 4)])
 def test_a_combine_takes_the_handle_of_its_own_dispatch(handle):
     """A handle of the same shape, of another kind of dispatcher, would combine wrong rows."""
     transport = LegacyTransport(4, Group(), Recording(0))
     fleet = FleetDispatcher(4, Group(), FleetFunctions(None, None))
     for dispatcher in (LocalDispatcher(4), TransportDispatcher(transport), fleet):
-        kinds = {LocalDispatcher: LocalHandle, FleetDispatcher: FleetHandle}
-        if type(handle) is not kinds.get(type(dispatcher)):
+        kind = FleetHandle if dispatcher is fleet else Route
+        if not isinstance(handle, kind):
             with pytest.raises(TypeError, match=f"handle is {type(handle).__name__}; needed: the"):
                 dispatcher.combine(X, handle)
         with pytest.raises(TypeError, match="out must be a torch tensor"):
