@@ -249,8 +249,8 @@ def convert_weights(
     lies, wanted = _member(source, "source"), _member(target, "target")
     parts = _sizes(w1, w2, lies)
     return (
-        _reordered(w1, _W1_AXES[lies], _W1_AXES[wanted], parts),
-        _reordered(w2, _w2_axes(lies), _w2_axes(wanted), parts),
+        reordered(w1, _W1_AXES[lies], _W1_AXES[wanted], parts),
+        reordered(w2, _w2_axes(lies), _w2_axes(wanted), parts),
     )
 
 
@@ -270,7 +270,7 @@ def convert_bias(b1: Tensor, source: ExpertLayout | str, target: ExpertLayout | 
         raise ShapeError(f"b1 has shape {shape}; needed: [E, 2I]")
     parts = {"E": shape[0], "G": 2, "I": shape[1] // 2}
     before, after = (_W1_AXES[layout].replace("H", "") for layout in (lies, wanted))
-    return _reordered(b1, before, after, parts)
+    return reordered(b1, before, after, parts)
 
 
 def _member(layout: ExpertLayout | str, argument: str) -> ExpertLayout:
@@ -309,7 +309,7 @@ def _fitted(up: tuple[int, ...], down: tuple[int, ...], w2_axes: str) -> dict[st
     return None
 
 
-def _reordered(weight: Tensor, before: str, after: str, parts: dict[str, int]) -> Tensor:
+def reordered(weight: Tensor, before: str, after: str, parts: dict[str, int]) -> Tensor:
     """One copy: a stacked weight has gigabytes, and each more would be read and written again."""
     # G and I are neighbours in every layout, so they are one axis of the result.
     shape = [parts[axis] for axis in after]

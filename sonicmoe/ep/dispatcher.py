@@ -197,7 +197,7 @@ class DispatchCall(DifferentiableCall):
             ids, local = received.topk_idx, self.transport.num_local_experts
             probs = zero_where_not_here(received.topk_weights, ids, local)
         self.tokens_per_expert = received.tokens_per_expert
-        gradient = SentGradient(self.forms.gradients) if self.forms.gradients else None
+        gradient = SentGradient.of(self.forms)
         self.route = Route(self.transport, received.handle, self.topk_idx, ids, gradient)
         if isinstance(received.x, BlockScaledTensor):
             self.tokens = received.x

@@ -70,6 +70,11 @@ class SentGradient:
         self._rows: BlockScaledTensor | None = None
         self._stand_in: Tensor | None = None
 
+    @classmethod
+    def of(cls, forms: Forms) -> SentGradient | None:
+        """None where gradients travel in their own dtype."""
+        return cls(forms.gradients) if forms.gradients else None
+
     def leave(self, rows: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
         """Called by the combine's backward; what it returns is the gradient in autograd."""
         # NaN, so that experts which do not know of the source train on no invented gradient. Where

@@ -7,7 +7,7 @@ import torch
 from ..interop import is_cuda
 from ..routing.ids import count_experts
 from .dispatcher import Route, TransportDispatcher
-from .fp8_rows import Forms
+from .fp8_rows import Forms, SentGradient
 from .interface import Dispatched, Received, Tokens, Transport, zero_where_not_here
 
 Tensor = torch.Tensor
@@ -61,8 +61,9 @@ class LocalDispatcher(TransportDispatcher):
         """Tokens that are not quantised are the caller's tensor itself, whose gradient autograd
         knows.
         """
-        if forms.any:
+        if forms.tokens:
             return super()._send(x, ids, topk_weights, forms)
         counts = self.transport.dispatch(x, ids, topk_weights).tokens_per_expert
         probs = zero_where_not_here(topk_weights, ids, self.num_experts)
-        return Dispatched(x, counts, ids, probs, Route(self.transport, None, ids, ids))
+        route = Route(self.transport, None, ids, ids, SentGradient.of(forms))
+        return Dispatched(x, counts, ids, probs, route, dout_source=route.gradient)

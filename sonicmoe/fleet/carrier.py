@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..enums import member_of
 from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import dtype_name, plain_ops, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor
@@ -36,6 +37,7 @@ from ..quant.tokens import (
     tokens_of,
     words_per_row,
 )
+from ..refusals import need_dtype
 
 Tensor = torch.Tensor
 
@@ -65,11 +67,7 @@ def declare_carrier(carrier: Carrier | str) -> Carrier:
         ConfigError: an unknown name, or another meaning was declared before.
     """
     global _declared
-    try:
-        wanted = Carrier(carrier)
-    except ValueError:
-        known = [member.value for member in Carrier]
-        raise ConfigError(f"carrier is {carrier!r}; needed: one of {known}") from None
+    wanted = member_of(Carrier, carrier, "carrier")
     with _LOCK:
         before = _declared
         expect(
@@ -97,6 +95,15 @@ class Arrived(NamedTuple):
     inexact: Tensor | None
 
 
+def require_words(shape: tuple[int, ...]) -> None:
+    """Raise ShapeError for tokens `[T, H]` whose scales do not fill whole words."""
+    expect(
+        shape[1] % WORD_COLUMNS == 0,
+        ShapeError,
+        f"x has shape {shape}; packed words need [T, H] with H a multiple of {WORD_COLUMNS}",
+    )
+
+
 def pack_words(tokens: BlockScaledTensor) -> Tensor:
     """int32 `[T, H/128]`: the fp32 multipliers as words, repeated where a row has one.
 
@@ -104,11 +111,7 @@ def pack_words(tokens: BlockScaledTensor) -> Tensor:
         ShapeError: H is no multiple of 128.
     """
     count, hidden = tokens.shape
-    expect(
-        hidden % WORD_COLUMNS == 0,
-        ShapeError,
-        f"x has shape {(count, hidden)}; packed words need [T, H] with H a multiple of {WORD_COLUMNS}",
-    )
+    require_words((count, hidden))
     scale = tokens.scale_inv
     if has_row_scales(tokens):
         scale = scale.expand(count, hidden // WORD_COLUMNS).contiguous()
@@ -184,11 +187,7 @@ def _one_byte_per_word(codes: Tensor, scale: Tensor) -> Tensor:
     tokens, hidden = (int(size) for size in codes.shape)
     groups = -(-hidden // GROUP_COLUMNS)
     shape = tuple(int(size) for size in scale.shape)
-    expect(
-        scale.dtype in (torch.int32, torch.uint8),
-        DTypeError,
-        f"scale is {dtype_name(scale.dtype)}; needed: float32, int32 or uint8",
-    )
+    need_dtype("scale", scale, torch.float32, torch.int32, torch.uint8)
     expect(
         shape == (tokens, groups),
         ShapeError,

@@ -27,6 +27,7 @@ from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, SonicMoEE
 from ..interop import device_name, dtype_name
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import is_fp8
+from ..refusals import need_dtype, need_type
 from .carrier import tokens_from_carrier
 
 Tensor = torch.Tensor
@@ -61,11 +62,7 @@ class CombineGradient:
         Raises:
             DTypeError: `handle` is no dict.
         """
-        expect(
-            isinstance(handle, MutableMapping),
-            DTypeError,
-            f"{_NAME} is {type(handle).__name__}; needed: a dict, or None",
-        )
+        need_type(_NAME, handle, MutableMapping, "a dict, or None", DTypeError)
         self._handle, self._was_taken = handle, False
 
     def take(self, gradient: Tensor) -> BlockScaledTensor | Tensor:
@@ -117,20 +114,12 @@ class CombineGradient:
         )
         for key in KEYS:
             value = self._handle[key]
-            expect(
-                isinstance(value, torch.Tensor),
-                DTypeError,
-                f"{_NAME}[{key!r}] is {type(value).__name__}; needed: a tensor",
-            )
+            need_type(f"{_NAME}[{key!r}]", value, torch.Tensor, "a tensor", DTypeError)
         return self._handle["data"], self._handle["scale"]
 
 
 def _check_data(data: Tensor, gradient: Tensor) -> None:
-    expect(
-        data.dtype == torch.float8_e4m3fn,
-        DTypeError,
-        f"{_NAME}['data'] is {dtype_name(data.dtype)}; needed: float8_e4m3fn",
-    )
+    need_dtype(f"{_NAME}['data']", data, torch.float8_e4m3fn)
     expect(
         tuple(data.shape) == tuple(gradient.shape),
         ShapeError,

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..config import FLAGS, ResolvedConfig, SonicMoEConfig, active_config, environment
@@ -52,32 +53,55 @@ def _got(name: str, value: Any, needed: str) -> str:
     return f"fp8_config.{name} is {value!r}; needed: {needed}"
 
 
-# How each field reads what it is given.
-_READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "enabled": _boolean,
-    "fp8_wgrad": _boolean,
-    "recompute_z": _boolean,
-    "save_z_fp8": _boolean,
-    "iso32_weight": _boolean,
-    "swiglu_clamp_value": _clamp,
-    "situ_beta": lambda name, value: beta_of(value, f"fp8_config.{name}"),
+class _Field(NamedTuple):
+    """How a field reads what it is given, and its value in a new object."""
+
+    read: Callable[[str, Any], Any]
+    default: Callable[[ResolvedConfig], Any]
+
+
+def _given_z() -> ZCode | None:
+    """The storage of z that somebody asked for by this package's own flag."""
+    return active_config().save_z or environment().save_z
+
+
+def _default_linear_beta(config: ResolvedConfig) -> float | None:
+    return None if config.situ_linear_beta == math.inf else config.situ_linear_beta
+
+
+# Fields that change nothing here. Fleet's own engine has these values.
+_IRRELEVANT = {
+    "fused_gated": True,
+    "fused_swiglu_quant": True,
+    "fused_zy1_quant": False,
+    "epilogue_quant": True,
+    "fuse_y1_quant": True,
+    "fuse_y1_bf16_trunc": True,
+    "fused_weight_layout": True,
+    "stagewise_memory": False,
+}
+_FIELDS: Mapping[str, _Field] = {
+    "enabled": _Field(_boolean, attrgetter("fp8")),
+    "fp8_wgrad": _Field(_boolean, attrgetter("fp8_wgrad")),
+    "recompute_z": _Field(_boolean, attrgetter("recompute_z")),
+    "save_z_fp8": _Field(_boolean, lambda _: _given_z() not in (None, ZCode.BF16)),
+    "iso32_weight": _Field(_boolean, attrgetter("iso_weight")),
+    "swiglu_clamp_value": _Field(_clamp, lambda _: 0.0),
+    "situ_beta": _Field(
+        lambda name, value: beta_of(value, f"fp8_config.{name}"), attrgetter("situ_beta")
+    ),
     # None is a value, and no default: Fleet's `activation_situ_linear_beta` is None for "no bound".
-    "situ_linear_beta": lambda name, value: linear_beta_of(value, f"fp8_config.{name}"),
-    "gemm_num_sms": _multiprocessors,
-    "fused_gated": _boolean,
-    "fused_swiglu_quant": _boolean,
-    "fused_zy1_quant": _boolean,
-    "epilogue_quant": _boolean,
-    "fuse_y1_quant": _boolean,
-    "fuse_y1_bf16_trunc": _boolean,
-    "fused_weight_layout": _boolean,
-    "alignment_assumed": _boolean,
-    "stagewise_memory": _boolean,
-    "use_quack_gemm": _boolean,
+    "situ_linear_beta": _Field(
+        lambda name, value: linear_beta_of(value, f"fp8_config.{name}"), _default_linear_beta
+    ),
+    "gemm_num_sms": _Field(_multiprocessors, lambda config: config.gemm_num_sms or None),
+    "alignment_assumed": _Field(_boolean, attrgetter("fp8_assume_aligned")),
+    "use_quack_gemm": _Field(_boolean, attrgetter("use_quack_gemm")),
+    **{name: _Field(_boolean, lambda _, value=value: value) for name, value in _IRRELEVANT.items()},
 }
 # Names that the two configuration classes of Fleet's own engine have for one thing.
 _ALIASES = {"use_fp8": "enabled", "assume_aligned": "alignment_assumed"}
-FIELDS = (*_READERS, *_ALIASES)
+FIELDS = (*_FIELDS, *_ALIASES)
 
 
 class FP8Config:
@@ -125,7 +149,8 @@ kernels always fuse activation and quantisation; False is said once |
     __slots__ = ("__dict__", "_answer")
 
     def __init__(self) -> None:
-        self.__dict__.update(_defaults())
+        config = active_config().resolve()
+        self.__dict__.update({name: field.default(config) for name, field in _FIELDS.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields; a copy makes answers of its own."""
@@ -140,12 +165,11 @@ kernels always fuse activation and quantisation; False is said once |
 
     def __setattr__(self, name: str, value: Any) -> None:
         name = _ALIASES.get(name, name)
-        if name not in _READERS:
-            raise ConfigError(
-                f"fp8_config has no field {name!r}; known: {', '.join(sorted(FIELDS))}"
-            )
-        unset = value is None and name != "situ_linear_beta"
-        self.__dict__[name] = _defaults()[name] if unset else _READERS[name](name, value)
+        known = ", ".join(sorted(FIELDS))
+        expect(name in _FIELDS, ConfigError, f"fp8_config has no field {name!r}; known: {known}")
+        unset, field = value is None and name != "situ_linear_beta", _FIELDS[name]
+        config = active_config()
+        self.__dict__[name] = field.default(config.resolve()) if unset else field.read(name, value)
         object.__setattr__(self, "_answer", None)
 
     def __getattr__(self, name: str) -> Any:
@@ -248,37 +272,6 @@ def refresh_fp8_config() -> FP8Config:
     return FP8Config()
 
 
-def _defaults() -> dict[str, Any]:
-    config = active_config().resolve()
-    linear_beta = config.situ_linear_beta
-    return {
-        "enabled": config.fp8,
-        "fp8_wgrad": config.fp8_wgrad,
-        "recompute_z": config.recompute_z,
-        "save_z_fp8": _given_z() not in (None, ZCode.BF16),
-        "iso32_weight": config.iso_weight,
-        "swiglu_clamp_value": 0.0,
-        "situ_beta": config.situ_beta,
-        "situ_linear_beta": None if linear_beta == math.inf else linear_beta,
-        "gemm_num_sms": config.gemm_num_sms or None,
-        "fused_gated": True,
-        "fused_swiglu_quant": True,
-        "fused_zy1_quant": False,
-        "epilogue_quant": True,
-        "fuse_y1_quant": True,
-        "fuse_y1_bf16_trunc": True,
-        "fused_weight_layout": True,
-        "alignment_assumed": config.fp8_assume_aligned,
-        "stagewise_memory": False,
-        "use_quack_gemm": config.use_quack_gemm,
-    }
-
-
-def _given_z() -> ZCode | None:
-    """The storage of z that somebody asked for by this package's own flag."""
-    return active_config().save_z or environment().save_z
-
-
 @lru_cache(maxsize=256)
 def _node_config(
     around: SonicMoEConfig,
@@ -313,11 +306,9 @@ def _z_code(in_fp8: bool, given: ZCode | None) -> ZCode:
     return ZCode.INT8 if in_fp8 else ZCode.BF16
 
 
-_FUSED = ("fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant")
-
-
 def _say_what_has_no_effect(field: Mapping[str, Any]) -> None:
-    if apart := [name for name in _FUSED if not field[name]]:
+    fused = ("fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant")
+    if apart := [name for name in fused if not field[name]]:
         _say(f"{', '.join(apart)} off has no effect: activation and quantisation are always fused")
     if field["stagewise_memory"]:
         _say("stagewise_memory has no effect: this engine prints no memory; see sonicmoe doctor")

@@ -10,10 +10,10 @@ import paddlefleet    # only now
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,9 +21,8 @@ from typing import Any
 from .. import __version__
 from ..errors import EngineUnavailableError, FrameworkError
 from ..interop import HOW_TO_ENABLE, IS_PADDLE, torch
+from ..log import logger
 from .symbols import MOUNT, SYMBOLS, MountedModule, mounted_modules
-
-logger = logging.getLogger("sonicmoe")
 
 OPS = "paddlefleet_ops"
 MINIMUM_PYTHON = (3, 11)
@@ -40,7 +39,7 @@ class _Installation:
     line: str
     ops: ModuleType
     top: MountedModule
-    undo: list[Callable[[], None]]
+    undo: ExitStack
 
     def holds(self) -> bool:
         """Whether both modules are still the imported ones."""
@@ -75,27 +74,23 @@ def install(*, reference: bool = False) -> str:
             if _installed.holds():
                 return _installed.line
             # Somebody has removed the modules. What is left of that installation goes first.
-            _roll_back(_installed.undo)
+            _installed.undo.close()
             _installed = None
         _require_python()
         device = _device(reference)
         ops = _import_ops()
         loader = _require_free(ops)
         _keep_compat()  # first: what is mounted is imported now
-        undo: list[Callable[[], None]] = []
-        try:
+        with ExitStack() as undo:  # where one of these raises, what came before is undone
             modules = mounted_modules()
             _mount(ops, modules, undo)
             _open_gates(ops, modules[MOUNT], undo)
             _verify(ops, modules)
-        except BaseException:
-            _roll_back(undo)
-            raise
-        line = (
-            f"PaddleFleet: {MOUNT} is sonicmoe {__version__} ({len(modules)} modules, {len(SYMBOLS)} names; {loader} "
-            f"loader) on {device}; {_AVAILABLE}() is True"
-        )
-        _installed = _Installation(line, ops, modules[MOUNT], undo)
+            line = (
+                f"PaddleFleet: {MOUNT} is sonicmoe {__version__} ({len(modules)} modules, {len(SYMBOLS)} names; {loader} "
+                f"loader) on {device}; {_AVAILABLE}() is True"
+            )
+            _installed = _Installation(line, ops, modules[MOUNT], undo.pop_all())
     logger.info("%s", line)
     return line
 
@@ -113,7 +108,7 @@ def uninstall() -> str:
     with _LOCK:
         if _installed is None:
             return "PaddleFleet: nothing was installed"
-        _roll_back(_installed.undo)
+        _installed.undo.close()
         _installed = None
         line = f"PaddleFleet: {MOUNT} is no longer sonicmoe"
         if kept := sorted(name for name, _ in _fleet_modules()):
@@ -124,9 +119,8 @@ def uninstall() -> str:
 
 def _require_python() -> None:
     if sys.version_info[:2] < MINIMUM_PYTHON:
-        raise EngineUnavailableError(
-            f"this is Python {sys.version_info[0]}.{sys.version_info[1]}; needed: {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
-        )
+        found, needed = (".".join(map(str, v)) for v in (sys.version_info[:2], MINIMUM_PYTHON))
+        raise EngineUnavailableError(f"this is Python {found}; needed: {needed} or newer")
 
 
 def _device(reference: bool) -> str:
@@ -212,9 +206,7 @@ def _is_bound(module: ModuleType, ops: dict[str, Any]) -> bool:
 _NOTHING = object()
 
 
-def _put(
-    where: MutableMapping[str, Any], key: str, value: Any, undo: list[Callable[[], None]]
-) -> None:
+def _put(where: MutableMapping[str, Any], key: str, value: Any, undo: ExitStack) -> None:
     before = where.get(key, _NOTHING)
     where[key] = value
 
@@ -226,40 +218,29 @@ def _put(
         else:
             where[key] = before
 
-    undo.append(back)
+    undo.callback(back)
 
 
-def _take(where: MutableMapping[str, Any], key: str, undo: list[Callable[[], None]]) -> None:
-    taken = where.pop(key)
-    undo.append(lambda: where.setdefault(key, taken) and None)
-
-
-def _mount(
-    ops: ModuleType, modules: dict[str, MountedModule], undo: list[Callable[[], None]]
-) -> None:
+def _mount(ops: ModuleType, modules: dict[str, MountedModule], undo: ExitStack) -> None:
     for name, module in modules.items():
         _put(sys.modules, name, module, undo)
     _put(vars(ops), "sonicmoe", modules[MOUNT], undo)
 
 
-def _open_gates(ops: ModuleType, top: MountedModule, undo: list[Callable[[], None]]) -> None:
+def _open_gates(ops: ModuleType, top: MountedModule, undo: ExitStack) -> None:
     """Have Fleet's checks answer yes, and its importer let the name pass."""
+    here = vars(ops)
     # The flag rather than the function, which other modules may have bound.
-    if _FLAG in vars(ops):
-        _put(vars(ops), _FLAG, True, undo)
-    else:
-        _put(vars(ops), _AVAILABLE, lambda: True, undo)
-    if _LOADER in vars(ops):
+    gate, opened = (_FLAG, True) if _FLAG in here else (_AVAILABLE, lambda: True)
+    _put(here, gate, opened, undo)
+    if _LOADER in here:
         # Fleet's own would import the engine that it ships.
-        _put(vars(ops), _LOADER, lambda *args, **kwargs: top, undo)
-    blocked = [
-        vars(ops).get(_MESSAGES),
-        *(getattr(f, "error_messages", None) for f in sys.meta_path),
-    ]
+        _put(here, _LOADER, lambda *args, **kwargs: top, undo)
+    blocked = [here.get(_MESSAGES), *(getattr(f, "error_messages", None) for f in sys.meta_path)]
     for messages in blocked:
         if isinstance(messages, dict):
             for key in [key for key in messages if f"{key}.".startswith(f"{MOUNT}.")]:
-                _take(messages, key, undo)
+                undo.callback(messages.setdefault, key, messages.pop(key))
 
 
 def _verify(ops: ModuleType, modules: dict[str, MountedModule]) -> None:
@@ -290,22 +271,11 @@ def _keep_compat() -> None:
     """Paddle's torch proxy on for this package, whose modules are partly imported later."""
     # `paddlefleet_ops` switches the proxy on for its own libraries while it is imported, and then
     # off again, for everybody.
-    paddle = sys.modules["paddle"]
-    if not _proxies_this_package():
-        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-
-
-def _proxies_this_package() -> bool:
-    finders = [
-        finder for finder in sys.meta_path if type(finder).__name__ == "TorchProxyMetaFinder"
-    ]
-    return any(
+    proxied = any(
         getattr(finder, "_globally_enabled", False)
         or "sonicmoe" in getattr(finder, "_local_enabled_scope", ())
-        for finder in finders
+        for finder in sys.meta_path
+        if type(finder).__name__ == "TorchProxyMetaFinder"
     )
-
-
-def _roll_back(undo: list[Callable[[], None]]) -> None:
-    while undo:
-        undo.pop()()
+    if not proxied:
+        sys.modules["paddle"].enable_compat(scope={"sonicmoe"}, silent=True)

@@ -12,12 +12,13 @@ import torch
 
 from ..errors import RoutingError, ShapeError, expect
 from ..interop import plain_ops, require_framework_tensor
+from ..refusals import need_shape
 from ..routing.build import build_routing
 from ..routing.ids import is_here
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from ..routing.reference import exact_routing
 from ..routing.validation import check_counts, check_indices_and_probs, host_counts_of
-from .carrier import GROUP_COLUMNS
+from .carrier import GROUP_COLUMNS, GROUPS_PER_WORD
 
 Tensor = torch.Tensor
 
@@ -61,11 +62,8 @@ def deepep_topk_to_sonic_metadata(
         RoutingError, ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what
             came and what is needed.
     """
-    expect(
-        isinstance(block, int) and block > 0,
-        RoutingError,
-        f"block is {block!r}; needed: an int >= 1",
-    )
+    whole = isinstance(block, int) and block > 0
+    expect(whole, RoutingError, f"block is {block!r}; needed: an int >= 1")
     check_indices_and_probs(dispatched_indices, dispatched_probs, E)
     with plain_ops():
         indices, probs = dispatched_indices.detach(), dispatched_probs.detach()
@@ -106,16 +104,12 @@ def deepep_topk_to_sonic_metadata_with_scales(
     require_framework_tensor(raw_scales, "raw_scales")
     found = tuple(int(size) for size in raw_scales.shape)
     tokens, groups = int(dispatched_indices.shape[0]), -(-int(cols) // GROUP_COLUMNS)
-    fits = len(found) == 2 and found[0] == tokens and found[1] in (groups, -(-groups // 4), 1)
-    expect(
-        fits,
-        ShapeError,
-        f"raw_scales has shape {found}; needed: {(tokens, groups)}, or {(tokens, -(-groups // 4))} packed words",
-    )
-    metadata = deepep_topk_to_sonic_metadata(
-        dispatched_indices, dispatched_probs, tokens_per_expert, E, device, block
-    )
-    return (*metadata, None)
+    words = -(-groups // GROUPS_PER_WORD)
+    fits = len(found) == 2 and found[0] == tokens and found[1] in (groups, words, 1)
+    needed = f"{(tokens, groups)}, or {(tokens, words)} packed words"
+    need_shape(fits, "raw_scales", raw_scales, needed)
+    routed = dispatched_indices, dispatched_probs, tokens_per_expert, E
+    return (*deepep_topk_to_sonic_metadata(*routed, device, block), None)
 
 
 def differentiable_router_scores(
@@ -195,10 +189,8 @@ def _as_tuple(routing: RoutingMetadata, probs: Tensor, count: int) -> tuple[Any,
     per_token = here.to(torch.int32).sum(1) if tokens * topk else _int32([tokens], device)
     first = torch.cat([_int32([1], device), torch.cumsum(per_token, 0).to(torch.int32)])
     if count == 0:
-        nothing, no_score = (
-            _int32([0], device),
-            torch.zeros([0], dtype=torch.float32, device=device),
-        )
+        nothing = _int32([0], device)
+        no_score = torch.zeros([0], dtype=torch.float32, device=device)
         return offsets, nothing, nothing, nothing, first, no_score, 0, 0, tokens, None
     # The rows of one token are in the order of its experts.
     source = _positions(routing.slot_row, here, routing.num_rows)

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DTypeError, ShapeError, expect
+from ..errors import ConfigError, expect
 from ..interop import dtype_name, plain_ops, require_framework_tensor
+from ..quant.gpu import VALUE_DTYPES
 from ..quant.recipes import ScaleFormat, rows
 from ..quant.reference import quantize
 from ..quant.tokens import WORD_COLUMNS, quantize_tokens
+from ..refusals import need_dtype, need_shape
 from .carrier import (
     GROUP_COLUMNS,
     Carrier,
     declare_carrier,
     declared_carrier,
     pack_words,
+    require_words,
     words_of_bytes,
 )
 
@@ -56,12 +59,8 @@ def quantize_activation_blockscaled_fast(
         DTypeError, ShapeError, FrameworkError: naming the argument, what came and what is needed.
     """
     require_framework_tensor(x, "x")
-    expect(
-        dtype_name(x.dtype) in ("bfloat16", "float16", "float32"),
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
-    )
-    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+    need_dtype("x", x, *VALUE_DTYPES)
+    need_shape(len(x.shape) == 2, "x", x, "[T, H]")
     name = None if scale_dtype is None else dtype_name(scale_dtype)
     if pack_scale_words:
         return _packed(x, name, row_scale)
@@ -87,12 +86,7 @@ def _packed(x: Tensor, scale_dtype: str | None, row_scale: bool | None) -> tuple
         ConfigError,
         f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32: needed: None",
     )
-    count, hidden = (int(size) for size in x.shape)
-    expect(
-        hidden % WORD_COLUMNS == 0,
-        ShapeError,
-        f"x has shape {(count, hidden)}; packed words need [T, H] with H a multiple of {WORD_COLUMNS}",
-    )
+    require_words(tuple(int(size) for size in x.shape))
     carrier = _carrier(row_scale)
     if carrier is not Carrier.E8M0_1X32:
         tokens = quantize_tokens(x, row_scale=carrier is Carrier.FP32_ROW)
@@ -116,7 +110,6 @@ def _microscaled(x: Tensor) -> tuple[Tensor, Tensor]:
     with plain_ops():
         q = quantize(x, rows(GROUP_COLUMNS), scale_format=ScaleFormat.POW2)
         if 0 in tuple(q.scale_inv.shape):
-            return q.codes, torch.zeros(
-                tuple(q.scale_inv.shape), dtype=torch.int32, device=x.device
-            )
+            shape = tuple(q.scale_inv.shape)
+            return q.codes, torch.zeros(shape, dtype=torch.int32, device=x.device)
         return q.codes, q.scale_inv.view(torch.int32) >> 23  # no scale has a sign

@@ -21,7 +21,7 @@ class Symbol:
     Attributes:
         module: where Fleet looks for it, below `paddlefleet_ops.sonicmoe`; "" is the top.
         name: what it is called there.
-        target: our object, `module:name` below `sonicmoe`.
+        target: our object, `module:name` below `sonicmoe`; of the same name where none is said.
         parameters: those that its callers pass, in this order; None where it is not called.
         late: looked up at every access, because it changes, or because it can be absent.
     """
@@ -35,121 +35,74 @@ class Symbol:
     def get(self) -> Any:
         """Our object."""
         module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(f"sonicmoe.{module}".rstrip(".")), name)
+        return getattr(importlib.import_module(f"sonicmoe.{module}".rstrip(".")), name or self.name)
 
-
-_ROUTED = ("dispatched_indices", "dispatched_probs", "tokens_per_expert", "E")
 
 _RUN = (
     *("hidden_states", "topk_indices", "topk_scores", "K", "E", "w1", "w2", "fp8"),
     *("tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config"),
     *("release_fp8_weights", "activation_type"),
 )
+_ROUTED = ("dispatched_indices", "dispatched_probs", "tokens_per_expert", "E")
+_SCORES = (
+    *("dispatched_probs", "dispatched_indices", "naept", "TK", "TK_padded", "E", "score_src_idx"),
+)
+_FUSION, _DEEPEP = "ernie_compat.weight_layout_fusion", "ernie_compat.deepep_metadata"
+_METADATA, _NODE = "deepep_topk_to_sonic_metadata", "ernie_compat.mlp_node_v2"
 
 SYMBOLS: tuple[Symbol, ...] = (
     # The expert, every micro-batch and at the events of its weights.
-    Symbol("", "run_sonic_moe", "fleet.run:run_sonic_moe", _RUN),
+    Symbol("", "run_sonic_moe", "fleet.run", _RUN),
     Symbol("functional", "_refresh_fp8_config", "fleet.configuration:refresh_fp8_config", ()),
+    Symbol("functional", "clear_all_fp8_weight_caches", "fleet.weight_copies", ()),
     Symbol(
-        "functional",
-        "clear_all_fp8_weight_caches",
-        "fleet.weight_copies:clear_all_fp8_weight_caches",
-        (),
+        "quack_utils", "quantize_native_fp8_weights", "fleet.weight_copies", ("w1", "w2", "iso32")
     ),
+    Symbol(_FUSION, "fused_grouped_w1_to_sonic", "fleet.weight_layout", ("weight",)),
+    Symbol(_FUSION, "fused_sonic_w1_to_grouped", "fleet.weight_layout", ("weight",)),
+    Symbol(_FUSION, "fused_transpose_w2_layout", "fleet.weight_layout", ("weight",)),
     Symbol(
-        "quack_utils",
-        "quantize_native_fp8_weights",
-        "fleet.weight_copies:quantize_native_fp8_weights",
-        ("w1", "w2", "iso32"),
-    ),
-    Symbol(
-        "ernie_compat.weight_layout_fusion",
-        "fused_grouped_w1_to_sonic",
-        "fleet.weight_layout:fused_grouped_w1_to_sonic",
-        ("weight",),
-    ),
-    Symbol(
-        "ernie_compat.weight_layout_fusion",
-        "fused_sonic_w1_to_grouped",
-        "fleet.weight_layout:fused_sonic_w1_to_grouped",
-        ("weight",),
-    ),
-    Symbol(
-        "ernie_compat.weight_layout_fusion",
-        "fused_transpose_w2_layout",
-        "fleet.weight_layout:fused_transpose_w2_layout",
-        ("weight",),
-    ),
-    Symbol(
-        "quack_utils.activation_situ",
-        "encode_situ_activation",
-        "fleet.situ:encode_situ_activation",
+        *("quack_utils.activation_situ", "encode_situ_activation", "fleet.situ"),
         ("beta", "linear_beta"),
     ),
     # The schedule that puts weight gradients off; its tests look at the hook.
-    Symbol(
-        "functional",
-        "set_wgrad_deferral_hook",
-        "fleet.deferral:set_wgrad_deferral_hook",
-        ("hook",),
-    ),
+    Symbol("functional", "set_wgrad_deferral_hook", "fleet.deferral", ("hook",)),
     Symbol("functional", "_WGRAD_DEFERRAL_HOOK", "fleet.deferral:_hook", late=True),
     # The dispatchers. Fleet looks into this signature for `pack_scale_words`.
     Symbol(
-        "quack_utils",
-        "quantize_activation_blockscaled_fast",
-        "fleet.quantizer:quantize_activation_blockscaled_fast",
+        *("quack_utils", "quantize_activation_blockscaled_fast", "fleet.quantizer"),
         ("x", "scale_dtype", "pack_scale_words"),
     ),
     # Its in-tree copy of `run_sonic_moe`, which binds them when it is imported.
-    Symbol("enums", "ActivationType", "enums:ActivationType"),
+    Symbol("enums", "ActivationType", "enums"),
+    Symbol(_DEEPEP, _METADATA, "fleet.metadata", (*_ROUTED, "device", "block")),
     Symbol(
-        "ernie_compat.deepep_metadata",
-        "deepep_topk_to_sonic_metadata",
-        "fleet.metadata:deepep_topk_to_sonic_metadata",
-        (*_ROUTED, "device", "block"),
-    ),
-    Symbol(
-        "ernie_compat.deepep_metadata",
-        "deepep_topk_to_sonic_metadata_with_scales",
-        "fleet.metadata:deepep_topk_to_sonic_metadata_with_scales",
+        *(_DEEPEP, f"{_METADATA}_with_scales", "fleet.metadata"),
         (*_ROUTED, "raw_scales", "cols", "device", "block"),
     ),
     Symbol(
-        "ernie_compat.mlp_node_v2",
-        "_differentiable_router_scores",
-        "fleet.metadata:differentiable_router_scores",
-        (
-            "dispatched_probs",
-            "dispatched_indices",
-            "naept",
-            "TK",
-            "TK_padded",
-            "E",
-            "score_src_idx",
-        ),
+        *(_NODE, "_differentiable_router_scores", "fleet.metadata:differentiable_router_scores"),
+        _SCORES,
     ),
     Symbol("functional", "_UpProjection", "fleet.twin:UpProjection"),
     Symbol("functional", "_DownProjection", "fleet.twin:DownProjection"),
+    Symbol("functional", "attach_preallocated_gated_outputs", "fleet.twin"),
+    Symbol("functional.utils", "enable_fp8", "fleet.twin", ("enable",)),
     Symbol(
-        "functional",
-        "attach_preallocated_gated_outputs",
-        "fleet.twin:attach_preallocated_gated_outputs",
-    ),
-    Symbol("functional.utils", "enable_fp8", "fleet.twin:enable_fp8", ("enable",)),
-    Symbol(
-        "quack_utils.blockscaled_fp8_gemm",
-        "_scatter_router_scores_i32",
-        "fleet.metadata:scatter_router_scores_i32",
+        *(
+            "quack_utils.blockscaled_fp8_gemm",
+            "_scatter_router_scores_i32",
+            "fleet.metadata:scatter_router_scores_i32",
+        ),
         ("scores", "idx", "n_total"),
     ),
     # Its tests. Three belong to the PyTorch face, which says so under Paddle.
-    Symbol("", "KernelBackendMoE", "enums:KernelBackendMoE"),
-    Symbol("", "ActivationType", "enums:ActivationType"),
-    Symbol("", "SonicMoEConfig", "config:SonicMoEConfig"),
-    Symbol("", "MoE", ":MoE", late=True),
-    Symbol("", "count_cumsum", ":count_cumsum", late=True),
-    Symbol("", "enable_quack_gemm", ":enable_quack_gemm", late=True),
+    Symbol("", "KernelBackendMoE", "enums"),
+    Symbol("", "ActivationType", "enums"),
+    Symbol("", "SonicMoEConfig", "config"),
+    Symbol("", "MoE", "", late=True),
+    Symbol("", "count_cumsum", "", late=True),
+    Symbol("", "enable_quack_gemm", "", late=True),
 )
 
 

@@ -23,31 +23,24 @@ def enable_fp8(enable: bool = True) -> Iterator[None]:
         yield
 
 
-class UpProjection:
-    """In place of the autograd function of the up-projection; it cannot be applied."""
+class _InFleetsCopyAlone:
+    """A name that can be bound and not used: an autograd function of one projection, whose `apply`
+    raises, or a function.
+    """
 
-    @staticmethod
-    def apply(*args: Any, **kwargs: Any) -> NoReturn:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise EngineUnavailableError."""
-        _refuse("_UpProjection")
+        raise EngineUnavailableError(
+            f"{self._name} is a part of PaddleFleet's in-tree copy of run_sonic_moe, and this engine computes both "
+            "projections in one call: call paddlefleet_ops.sonicmoe.run_sonic_moe"
+        )
+
+    __call__ = apply
 
 
-class DownProjection:
-    """In place of the autograd function of the down-projection; it cannot be applied."""
-
-    @staticmethod
-    def apply(*args: Any, **kwargs: Any) -> NoReturn:
-        """Raise EngineUnavailableError."""
-        _refuse("_DownProjection")
-
-
-def attach_preallocated_gated_outputs(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise EngineUnavailableError: the outputs of the up-projection are made where it runs."""
-    _refuse("attach_preallocated_gated_outputs")
-
-
-def _refuse(name: str) -> NoReturn:
-    raise EngineUnavailableError(
-        f"{name} is a part of PaddleFleet's in-tree copy of run_sonic_moe, and this engine computes both "
-        "projections in one call: call paddlefleet_ops.sonicmoe.run_sonic_moe"
-    )
+UpProjection = _InFleetsCopyAlone("_UpProjection")
+DownProjection = _InFleetsCopyAlone("_DownProjection")
+attach_preallocated_gated_outputs = _InFleetsCopyAlone("attach_preallocated_gated_outputs")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ShapeError, expect
-from ..interop import plain_ops, require_framework_tensor
+from ..interop import require_framework_tensor
+from ..layouts import reordered
+from ..refusals import need_shape
 
 Tensor = torch.Tensor
 
@@ -25,8 +26,8 @@ def fused_grouped_w1_to_sonic(weight: Tensor) -> Tensor:
         ShapeError, FrameworkError: naming what came and what is needed.
     """
     experts, hidden, columns = _shape(weight, "[E, H, 2I]", even_axis=2)
-    halves = [experts, hidden, 2, columns // 2]
-    return _permuted(weight, halves, (0, 3, 2, 1), [experts, columns, hidden])
+    parts = {"E": experts, "H": hidden, "G": 2, "I": columns // 2}
+    return reordered(weight, "EHGI", "EIGH", parts)
 
 
 def fused_sonic_w1_to_grouped(weight: Tensor) -> Tensor:
@@ -34,8 +35,8 @@ def fused_sonic_w1_to_grouped(weight: Tensor) -> Tensor:
     with its errors.
     """
     experts, rows, hidden = _shape(weight, "[E, 2I, H]", even_axis=1)
-    pairs = [experts, rows // 2, 2, hidden]
-    return _permuted(weight, pairs, (0, 3, 2, 1), [experts, hidden, rows])
+    parts = {"E": experts, "I": rows // 2, "G": 2, "H": hidden}
+    return reordered(weight, "EIGH", "EHGI", parts)
 
 
 def fused_transpose_w2_layout(weight: Tensor) -> Tensor:
@@ -44,26 +45,14 @@ def fused_transpose_w2_layout(weight: Tensor) -> Tensor:
     Raises:
         ShapeError, FrameworkError: naming what came and what is needed.
     """
-    experts, rows, columns = shape = _shape(weight, "[E, I, H] or [E, H, I]")
-    return _permuted(weight, list(shape), (0, 2, 1), [experts, columns, rows])
-
-
-def _permuted(weight: Tensor, view: list[int], axes: tuple[int, ...], shape: list[int]) -> Tensor:
-    """One copy: a stacked weight has gigabytes, and each more would be read and written again."""
-    with plain_ops():
-        moved = weight.detach().reshape(view).permute(*axes)
-        # Axes of one element may leave the view contiguous as it is.
-        moved = moved.clone() if moved.is_contiguous() else moved.contiguous()
-        return moved.reshape(shape)
+    parts = dict(zip("EIH", _shape(weight, "[E, I, H] or [E, H, I]"), strict=True))
+    return reordered(weight, "EIH", "EHI", parts)
 
 
 def _shape(weight: Tensor, needed: str, even_axis: int | None = None) -> tuple[int, int, int]:
     require_framework_tensor(weight, "weight")
     shape = tuple(int(size) for size in weight.shape)
-    expect(len(shape) == 3, ShapeError, f"weight has shape {shape}; needed: {needed}")
-    expect(
-        even_axis is None or shape[even_axis] % 2 == 0,
-        ShapeError,
-        f"weight has shape {shape}; needed: {needed}, with an even size where 2I stands",
-    )
+    need_shape(len(shape) == 3, "weight", weight, needed)
+    even = even_axis is None or shape[even_axis] % 2 == 0
+    need_shape(even, "weight", weight, f"{needed}, with an even size where 2I stands")
     return shape[0], shape[1], shape[2]
