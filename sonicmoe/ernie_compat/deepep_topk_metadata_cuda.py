@@ -5,8 +5,7 @@ The CUDA kernel is built once per machine and cached. Where it cannot be built, 
 identical results take over; where neither runs, plain tensor operations do. One log line says which.
 """
 
-from ..routing.build import build_routing
+from ..routing.build import build_routing, deepep_topk_to_sonic_metadata
 from ..routing.combine import scatter_to_slots
-from ..routing.deepep import deepep_topk_to_sonic_metadata
 
 __all__ = ["build_routing", "deepep_topk_to_sonic_metadata", "scatter_to_slots"]

@@ -35,8 +35,7 @@ from ..interop import (
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
 from ..refusals import need_dtype
-from ..routing.deepep import check_dispatched_tokens
-from ..routing.validation import check_indices_and_probs
+from ..routing.validation import check_dispatched_tokens, check_indices_and_probs
 
 Tensor = torch.Tensor
 

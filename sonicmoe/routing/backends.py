@@ -15,12 +15,12 @@ from ..architectures import arch_name
 from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, is_cuda
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
+from ..log import logger
 from .metadata import NO_ROW, RoutingMetadata
 from .reference import exact_routing
 
-logger = logging.getLogger("sonicmoe")
-
 Tensor = torch.Tensor
+Outputs = tuple[Tensor, ...]  # in the order of `RoutingMetadata.TENSOR_FIELDS`
 MAX_EXPERTS = 512
 
 
@@ -54,16 +54,9 @@ class RoutingKernels(ABC):
 
     @abstractmethod
     def fill(
-        self,
-        indices: Tensor,
-        probs: Tensor,
-        outputs: tuple[Tensor, ...],
-        num_experts: int,
-        alignment: int,
+        self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
-        """Write every element of `outputs`, which are in the order of
-        `RoutingMetadata.TENSOR_FIELDS`.
-        """
+        """Write every element of `outputs`."""
 
     @abstractmethod
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
@@ -94,12 +87,7 @@ class CudaKernels(RoutingKernels):
         self._forced_ctas = forced_ctas
 
     def fill(
-        self,
-        indices: Tensor,
-        probs: Tensor,
-        outputs: tuple[Tensor, ...],
-        num_experts: int,
-        alignment: int,
+        self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
         """One launch. The scratch is the call's own, so calls on several streams cannot meet."""
         scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device_of(indices))
@@ -131,12 +119,7 @@ class TritonKernels(RoutingKernels):
         self._routing, self._aggregate = triton_routing, triton_aggregate
 
     def fill(
-        self,
-        indices: Tensor,
-        probs: Tensor,
-        outputs: tuple[Tensor, ...],
-        num_experts: int,
-        alignment: int,
+        self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
         """Three launches."""
         self._routing.build_metadata(indices, probs, outputs, num_experts, alignment)
@@ -156,12 +139,7 @@ class PlainKernels(RoutingKernels):
     name = "reference"
 
     def fill(
-        self,
-        indices: Tensor,
-        probs: Tensor,
-        outputs: tuple[Tensor, ...],
-        num_experts: int,
-        alignment: int,
+        self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
         """The exact metadata, with padding rows up to the size of the outputs."""
         built = exact_routing(indices, probs, num_experts, alignment)
@@ -241,10 +219,8 @@ def _choose(device: str) -> tuple[RoutingKernels, list[Exception]]:
             reasons.append(f"{name} kernels are unavailable: {_first_line(error)}")
             errors.append(error)
             continue
-        level, why = (
-            logging.WARNING if reasons else logging.INFO,
-            "; ".join(reasons) or "compiled for this GPU",
-        )
+        level = logging.WARNING if reasons else logging.INFO
+        why = "; ".join(reasons) or "compiled for this GPU"
         _choose.say(level, f"routing kernels on {device}: {kernels.name} ({why})")
         return kernels, errors
     why = "; ".join(reasons)

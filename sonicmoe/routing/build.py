@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..config import current_config
 from ..interop import is_cuda, plain_ops
 from ..log import log_once
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
@@ -64,15 +65,46 @@ def build_routing(
     check_alignment(alignment)
     check_indices_and_probs(indices, probs, num_experts)
     return route(
-        indices,
-        probs,
-        num_experts,
-        tokens_per_expert,
+        *(indices, probs, num_experts, tokens_per_expert),
         alignment=alignment,
         validate=validate,
         static_rows=static_rows,
         names=names,
     )
+
+
+def deepep_topk_to_sonic_metadata(
+    dispatched_indices: Tensor,
+    dispatched_probs: Tensor,
+    num_experts: int,
+    tokens_per_expert: Any = None,
+    *,
+    alignment: int = ROW_ALIGNMENT,
+    validate: bool | None = None,
+) -> RoutingMetadata:
+    """Build the routing metadata of one dispatched batch.
+
+    Args:
+        dispatched_indices: `recv_topk_idx`, int64 or int32 `[T, K]`: local expert ids
+            (docs/design.md, "Routing contract").
+        dispatched_probs: `recv_topk_weights`, fp32 `[T, K]`; never read where the id is not here
+            (ElasticBuffer leaves them non-zero).
+        num_experts: local experts E.
+        tokens_per_expert: DeepEP's count list, true or aligned; None, or the empty list of
+            worst-case dispatch: counted from the indices.
+        alignment: rows every expert is padded to in the metadata.
+        validate: check every precondition; None follows `SONIC_MOE_VALIDATE_DISPATCH`.
+
+    Raises:
+        RoutingError: counts disagree with the indices (expert and counts named), or validation
+            failed (row named).
+        ShapeError, DTypeError, DeviceError: the tensors do not fit together; already permuted
+            (HybridEP) input is refused.
+    """
+    if validate is None:
+        validate = current_config().validate_dispatch
+    given = dispatched_indices, dispatched_probs, num_experts, tokens_per_expert
+    return build_routing(*given, alignment=alignment, validate=validate)
 
 
 def route(

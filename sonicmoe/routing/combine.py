@@ -4,11 +4,9 @@ kernels that wait for nothing on a GPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..errors import DTypeError, ShapeError, expect
+from ..errors import DTypeError, expect
 from ..interop import (
     device_of,
     dtype_name,
@@ -16,6 +14,7 @@ from ..interop import (
     require_framework_tensor,
     require_same_device,
 )
+from ..refusals import need_dtype, need_shape
 from .backends import kernels_for
 from .metadata import RoutingMetadata
 
@@ -27,7 +26,11 @@ def scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
     """fp32 `[R]` -> `[T, K]`: the value of each slot's row, exactly 0 in invalid slots; padding
     rows are not read (dprobs).
     """
-    _check_fp32(row_values, "row_values", (routing.num_rows,), routing)
+    require_framework_tensor(row_values, "row_values")
+    need_dtype("row_values", row_values, torch.float32)
+    needed = (routing.num_rows,)
+    need_shape(tuple(row_values.shape) == needed, "row_values", row_values, needed)
+    require_same_device([("row_values", row_values), ("routing", routing.slot_row)])
     out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_values))
     kernels = kernels_for(row_values)
     kernels.gather_or_zero(routing.slot_row, row_values.detach().contiguous(), out)
@@ -56,18 +59,15 @@ def aggregate(
     require_framework_tensor(rows, "rows")
     dtype = dtype or rows.dtype
     for name, value in (("rows", rows.dtype), ("dtype", dtype)):
-        expect(
-            value in VALUE_DTYPES,
-            DTypeError,
-            f"{name} is {dtype_name(value)}; needed: bfloat16, float16 or float32",
-        )
+        words = f"{name} is {dtype_name(value)}; needed: bfloat16, float16 or float32"
+        expect(value in VALUE_DTYPES, DTypeError, words)
     expect(
         dtype == rows.dtype or torch.float32 in (dtype, rows.dtype),
         DTypeError,
         f"dtype is {dtype_name(dtype)} for rows of {dtype_name(rows.dtype)}; needed: the same, or one of them float32",
     )
     fits = len(rows.shape) == 2 and int(rows.shape[0]) == routing.num_rows
-    expect(fits, ShapeError, f"rows has shape {tuple(rows.shape)}; needed: [{routing.num_rows}, H]")
+    need_shape(fits, "rows", rows, f"[{routing.num_rows}, H]")
     require_same_device([("rows", rows), ("routing", routing.slot_row)])
     # Unwritten: the kernel writes every token, and zeros for those without rows.
     out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
@@ -75,18 +75,3 @@ def aggregate(
         rows.detach().contiguous(), routing.slot_row, routing.row_prob, out, weighted
     )
     return out
-
-
-def _check_fp32(values: Any, name: str, shape: tuple[int, ...], routing: RoutingMetadata) -> None:
-    require_framework_tensor(values, name)
-    expect(
-        values.dtype == torch.float32,
-        DTypeError,
-        f"{name} is {dtype_name(values.dtype)}; needed: float32",
-    )
-    expect(
-        tuple(values.shape) == shape,
-        ShapeError,
-        f"{name} has shape {tuple(values.shape)}; needed: {shape}",
-    )
-    require_same_device([(name, values), ("routing", routing.slot_row)])

@@ -21,6 +21,7 @@ from ..interop import (
     same_device,
 )
 from ..log import log_once
+from ..refusals import need_dtype, need_shape
 from .ids import is_here
 from .metadata import round_up
 
@@ -54,22 +55,10 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
         f"num_experts is {num_experts!r}; needed: the number of local experts, at least 1",
     )
     for name, tensor in (("dispatched_indices", indices), ("dispatched_probs", probs)):
-        expect(
-            len(tensor.shape) == 2,
-            ShapeError,
-            f"{name} has shape {tuple(tensor.shape)}; needed: [tokens, topk]"
-            + (HYBRID_EP_HINT if len(tensor.shape) == 1 else ""),
-        )
-    expect(
-        indices.dtype in INDEX_DTYPES,
-        DTypeError,
-        f"dispatched_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
-    )
-    expect(
-        probs.dtype == torch.float32,
-        DTypeError,
-        f"dispatched_probs is {dtype_name(probs.dtype)}; needed: float32",
-    )
+        hint = HYBRID_EP_HINT if len(tensor.shape) == 1 else ""
+        need_shape(len(tensor.shape) == 2, name, tensor, f"[tokens, topk]{hint}")
+    need_dtype("dispatched_indices", indices, *INDEX_DTYPES)
+    need_dtype("dispatched_probs", probs, torch.float32)
     expect(
         tuple(indices.shape) == tuple(probs.shape),
         ShapeError,
@@ -105,9 +94,8 @@ class RoutingNames:
 
     def at(self, token: int, slot: int) -> str:
         """The index of a slot in both."""
-        return (
-            f"[{token}, {slot}]" if self.first_triple is None else f"[{self._triple(token, slot)}]"
-        )
+        whole = self.first_triple is None
+        return f"[{token}, {slot}]" if whole else f"[{self._triple(token, slot)}]"
 
     def twice(self, token: int, slots: tuple[int, int]) -> str:
         """`dispatched_indices row 4 names expert`, and where, around a `{}` for the expert."""
@@ -193,6 +181,49 @@ def _raise_at(bad: Tensor, message: Any) -> None:
         return
     token, slot = (int(position) for position in torch.nonzero(bad)[0].tolist())
     raise RoutingError(message(token, slot))
+
+
+def check_dispatched_tokens(
+    x: Any,
+    dispatched_indices: Any,
+    dispatched_probs: Any,
+    tokens_per_expert: Any = None,
+    x_scale: Any = None,
+) -> None:
+    """Refuse the outputs of other dispatch modes by name, before any tensor is read;
+    `tokens_per_expert`: for the hint alone.
+
+    Raises:
+        DTypeError: `x` is the (data, scale) pair of an FP8 dispatch, or FP8 without its scales, or
+            not FP8 with them.
+        RoutingError: indices or probabilities are missing, as in a permuted dispatch.
+    """
+    if isinstance(x, tuple | list | dict):
+        raise DTypeError(
+            f"x is a {type(x).__name__}, as an FP8 dispatch delivers; needed: the codes as x and their scales as "
+            "x_scale, or bfloat16 tokens"
+        )
+    if hasattr(x, "dtype"):
+        found = dtype_name(x.dtype)
+        if "float8" in found and x_scale is None:
+            raise DTypeError(
+                f"x is {found} without its scales, from an FP8 dispatch; needed: x_scale, float32 [T, ceil(H/128)], or "
+                "bfloat16 tokens"
+            )
+        if "float8" not in found and x_scale is not None:
+            raise DTypeError(
+                f"x_scale came with x in {found}; needed: x in float8_e4m3fn, or no x_scale"
+            )
+    # The usual slip of callers who left out the second argument: indices then arrive in its place.
+    if dispatched_probs is None and len(getattr(tokens_per_expert, "shape", ())) == 2:
+        raise RoutingError(
+            "dispatched_probs missing; the second argument, tokens_per_expert, has two axes as indices have: needed: "
+            "node(x, tokens_per_expert or None, dispatched_indices, dispatched_probs)"
+        )
+    if dispatched_indices is None or dispatched_probs is None:
+        given = {"dispatched_indices": dispatched_indices, "dispatched_probs": dispatched_probs}
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise RoutingError(f"{missing} missing{HYBRID_EP_HINT}")
 
 
 def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] | None:

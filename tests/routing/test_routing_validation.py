@@ -15,8 +15,7 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
 from sonicmoe.routing.build import build_routing
-from sonicmoe.routing.deepep import check_dispatched_tokens
-from sonicmoe.routing.validation import host_counts_of
+from sonicmoe.routing.validation import check_dispatched_tokens, host_counts_of
 
 INDICES = np.array(
     [[0, 2], [2, -1], [2, 0], [-1, 9]], np.int64
