@@ -27,6 +27,7 @@ from ..interop import (
 )
 from ..kernels.cuda_quantize import quantize_source
 from ..layouts import WeightSource
+from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
 from .format import BlockScaledTensor, Orientation
@@ -58,17 +59,10 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
         DTypeError, ShapeError: `x` is of another dtype, no matrix, or C is no multiple of 16.
     """
     require_framework_tensor(x, "x")
-    expect(
-        x.dtype in VALUE_DTYPES,
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}; needed: bfloat16, float16 or float32",
-    )
+    need_dtype("x", x, *VALUE_DTYPES)
     shape = tuple(int(size) for size in x.shape)
-    expect(
-        len(shape) == 2 and shape[1] % ALIGNMENT == 0,
-        ShapeError,
-        f"x has shape {shape}; needed: [T, C] with C a multiple of {ALIGNMENT}",
-    )
+    fits = len(shape) == 2 and shape[1] % ALIGNMENT == 0
+    need_shape(fits, "x", x, f"[T, C] with C a multiple of {ALIGNMENT}")
     if not is_cuda(x) or 0 in shape:
         return quantize(x, ROW_BLOCK)
     x, q = aligned(x), BlockScaledTensor.empty(shape, ROW_BLOCK, device_of(x))
@@ -211,30 +205,21 @@ class QuantizedWeights:
         if _codes_of(self._layout) != _codes_of(layout):
             self._allocate_codes(experts, n1, hidden, inner, device)
         table = empty((2 * experts,), torch.int64, device)
-        dtype = dtype_name(source.up[0].dtype)
-        count = self._module(device_name(table)).num_checksums(
-            table, n1, hidden, inner, source.layout.transposed, dtype
-        )
-        checksums = empty((int(count),), torch.int32, device)
-        state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
-        transposed, split_half = source.layout.transposed, source.layout.split_half
-        sizes = n1, hidden, inner
-        self._check_arguments = (table, *sizes, transposed, dtype, checksums, state)
-        self._quantize_arguments = (table, *self._written(), transposed, split_half, dtype, state)
+        dtype, transposed = dtype_name(source.up[0].dtype), source.layout.transposed
+        sizes = (table, n1, hidden, inner, transposed, dtype)
         self._kernels = self._module(device_name(table))
+        checksums = empty((int(self._kernels.num_checksums(*sizes)),), torch.int32, device)
+        state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
+        self._check_arguments = (*sizes, checksums, state)
+        form = transposed, source.layout.split_half, dtype
+        self._quantize_arguments = (table, *self._written(), *form, state)
         self._layout, self._pointers = layout, ()
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
-        self._forward = (
-            BlockScaledTensor.empty((experts, n1, hidden), W1_BLOCK, device),
-            BlockScaledTensor.empty((experts, hidden, inner), W2_BLOCK, device),
-        )
-        stored = (experts, hidden, n1), (experts, inner, hidden)
-        self._dgrad = tuple(
-            BlockScaledTensor.empty(shape, block, device, orientation=Orientation.COLUMNS)
-            for shape, block in zip(stored, (W1_BLOCK, W2_BLOCK), strict=True)
-            if not self._iso_weight
-        )
+        sizes = experts, n1, hidden, inner
+        self._forward = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device)
+        stored = () if self._iso_weight else (W1_BLOCK, W2_BLOCK)
+        self._dgrad = _unwritten(sizes, stored, device, Orientation.COLUMNS)
 
     def _update_on_host(self, source: WeightSource) -> None:
         w1, w2, *_ = source.native()
@@ -261,21 +246,10 @@ class SteadyWeights(QuantizedWeights):
         return [*super()._written(), self._tile_amax]
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
-        recipe, columns = self._recipe, Orientation.COLUMNS
-        self._forward = tuple(
-            BlockScaledTensor.empty(shape, block.extent, device)
-            for shape, block in (
-                ((experts, n1, hidden), recipe.w1),
-                ((experts, hidden, inner), recipe.w2),
-            )
-        )
-        self._dgrad = tuple(
-            BlockScaledTensor.empty(shape, block.extent, device, orientation=columns)
-            for shape, block in (
-                ((experts, hidden, n1), recipe.w1_dgrad),
-                ((experts, inner, hidden), recipe.w2_dgrad),
-            )
-        )
+        recipe, sizes = self._recipe, (experts, n1, hidden, inner)
+        self._forward = _unwritten(sizes, (recipe.w1, recipe.w2), device)
+        dgrad = recipe.w1_dgrad, recipe.w2_dgrad
+        self._dgrad = _unwritten(sizes, dgrad, device, Orientation.COLUMNS)
         tiles = sum(math.prod(q.scale_inv.shape) for q in self._forward)
         self._tile_amax = empty((tiles,), torch.float32, device)
 
@@ -285,6 +259,24 @@ class SteadyWeights(QuantizedWeights):
         dgrad = quantize(w1, recipe.w1_dgrad), quantize(w2, recipe.w2_dgrad)
         self._dgrad = tuple(transpose_storage(q) for q in dgrad)
         self._layout = None
+
+
+def _unwritten(
+    sizes: tuple[int, int, int, int],
+    blocks: tuple[BlockShape, ...],
+    device: Any,
+    orientation: Orientation = Orientation.ROWS,
+) -> tuple[BlockScaledTensor, ...]:
+    """Codes of w1 and w2, of the E, N1, H, I of `sizes`, in these blocks of theirs."""
+    experts, n1, hidden, inner = sizes
+    matrices = (n1, hidden), (hidden, inner)
+    turn = 1 if orientation is Orientation.ROWS else -1
+    return tuple(
+        BlockScaledTensor.empty(
+            (experts, *shape[::turn]), block.extent, device, orientation=orientation
+        )
+        for shape, block in zip(matrices, blocks, strict=False)
+    )
 
 
 _scratch: dict[tuple[Any, ...], BlockScaledTensor] = {}
@@ -324,13 +316,8 @@ def release_scratch() -> None:
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:
     sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
-    return (
-        *sizes,
-        source.layout.transposed,
-        source.layout.split_half,
-        source.up[0].dtype,
-        device_name(source.up[0]),
-    )
+    layout, first = source.layout, source.up[0]
+    return (*sizes, layout.transposed, layout.split_half, first.dtype, device_name(first))
 
 
 def _codes_of(layout: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -353,11 +340,7 @@ def _check_source(source: WeightSource) -> None:
         f"split halves need N1 = 2 I, got N1={n1} and I={inner}",
     )
     dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
-    expect(
-        dtype in VALUE_DTYPES,
-        DTypeError,
-        f"up[0] is {dtype_name(dtype)}; needed: bfloat16, float16 or float32",
-    )
+    need_dtype(*first, *VALUE_DTYPES)
     for kind, matrices, shape in (
         ("up", source.up, (n1, hidden)),
         ("down", source.down, (hidden, inner)),
@@ -365,8 +348,7 @@ def _check_source(source: WeightSource) -> None:
         wanted = shape[::-1] if source.layout.transposed else shape
         for index, matrix in enumerate(matrices):
             name = f"{kind}[{index}]"
-            found = tuple(int(size) for size in matrix.shape)
-            expect(found == wanted, ShapeError, f"{name} has shape {found}; needed: {wanted}")
+            need_shape(tuple(matrix.shape) == wanted, name, matrix, wanted)
             expect(
                 matrix.dtype == dtype,
                 DTypeError,

@@ -55,14 +55,17 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     )
     expect(len(q.shape) == 2, ShapeError, f"q has shape {q.shape}; needed: [R, C]")
     rows, width = q.shape
-    _check_sizes(rows, width)
+    for count, what, multiple in ((rows, "rows", BLOCK.rows), (width, "columns", COLUMN_MULTIPLE)):
+        words = f"there are {count} {what}; needed: a multiple of {multiple}"
+        expect(count % multiple == 0, ShapeError, words)
     _check_offsets(padded_offsets)
     require_same_device([("q", q.codes), ("padded_offsets", padded_offsets)])
     if not is_cuda(q.codes):
         # The host has one implementation of everything here, the exact quantiser; GPU kernels are
         # tested against it bit for bit.
         return transpose_storage(q)
-    out = _empty(rows, width, q.codes.device)
+    columns = Orientation.COLUMNS
+    out = BlockScaledTensor.empty((width, rows), BLOCK, q.codes.device, orientation=columns)
     kernels = _kernels(device_name(q.codes))
     kernels.transpose_codes(
         q.bytes, q.scale_inv, padded_offsets, out.bytes, out.scale_inv, current_stream(q.codes)
@@ -70,27 +73,9 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     return out
 
 
-def _empty(rows: int, width: int, device: Any) -> BlockScaledTensor:
-    """Unwritten, token-major."""
-    return BlockScaledTensor.empty((width, rows), BLOCK, device, orientation=Orientation.COLUMNS)
-
-
 @functools.lru_cache(maxsize=64)
 def _kernels(device: str) -> Any:
     return wgrad_operands_source(arch_of(device)).load()
-
-
-def _check_sizes(rows: int, width: int) -> None:
-    expect(
-        rows % BLOCK.rows == 0,
-        ShapeError,
-        f"there are {rows} rows; needed: a multiple of {BLOCK.rows}",
-    )
-    expect(
-        width % COLUMN_MULTIPLE == 0,
-        ShapeError,
-        f"there are {width} columns; needed: a multiple of {COLUMN_MULTIPLE}",
-    )
 
 
 def _check_offsets(padded_offsets: Any) -> None:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from ..errors import DTypeError, ShapeError, expect
-from ..interop import current_stream, device_name, device_of, dtype_name, empty, is_cuda, numel
+from ..errors import ShapeError, expect
+from ..interop import current_stream, device_name, device_of, empty, is_cuda, numel
 from ..kernels.cuda_mx import mx_quantize_source
 from ..layouts import WeightSource
+from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
 from .format import BlockScaledTensor, Code, Orientation
 from .gpu import QuantizedWeights
@@ -159,10 +160,7 @@ class MxTensor(BlockScaledTensor):
                 own.copy_(theirs)
             return
         by_columns, by_rows = scale_atoms(other)
-        if self.padded_offsets is None:
-            where: Any = slice(None)
-        else:
-            where = atom_of_tile(self.padded_offsets, int(self.bytes.shape[0]))
+        where: Any = self._atoms()
         if self.along_columns is not None:
             self.along_columns[where] = by_columns
         if self.along_rows is not None:
@@ -187,10 +185,13 @@ class MxTensor(BlockScaledTensor):
         return from_bytes(held.contiguous())
 
     def _of_tiles(self, scales: Tensor, axis: int) -> Tensor:
+        return scales if self.padded_offsets is None else scales.index_select(axis, self._atoms())
+
+    def _atoms(self) -> Any:
+        """The atoms of the rows: all of them where rows are not ragged."""
         if self.padded_offsets is None:
-            return scales
-        atoms = atom_of_tile(self.padded_offsets, int(self.bytes.shape[0]))
-        return scales.index_select(axis, atoms)
+            return slice(None)
+        return atom_of_tile(self.padded_offsets, int(self.bytes.shape[0]))
 
     def __getitem__(self, index: int) -> BlockScaledTensor:
         """As of every block-scaled tensor; scales of one expert's weight are read for it alone."""
@@ -225,18 +226,14 @@ def quantize_rows_iso32(
     Raises:
         DTypeError, ShapeError: source is of another dtype, or sizes do not fit.
     """
-    found = f"source is {dtype_name(source.dtype)}"
-    expect(source.dtype == torch.bfloat16, DTypeError, f"{found}; needed: bfloat16")
+    need_dtype("source", source, torch.bfloat16)
     num_rows, experts = int(row_token.shape[0]), int(padded_offsets.shape[0]) - 1
     shape = tuple(int(size) for size in source.shape)
     fits = len(shape) == 2 and shape[1] % COLUMN_MULTIPLE == 0 and (gathers or shape[0] == num_rows)
     wanted = f"[{'T' if gathers else num_rows}, C] with C a multiple of {COLUMN_MULTIPLE}"
-    expect(fits, ShapeError, f"source has shape {shape}; needed: {wanted}")
-    expect(
-        num_rows % ATOM_ROWS == 0,
-        ShapeError,
-        f"there are {num_rows} rows; needed: a multiple of {ATOM_ROWS}",
-    )
+    need_shape(fits, "source", source, wanted)
+    words = f"there are {num_rows} rows; needed: a multiple of {ATOM_ROWS}"
+    expect(num_rows % ATOM_ROWS == 0, ShapeError, words)
     width = shape[1]
     down, across = ragged_atoms(num_rows, experts), -(-width // ATOM_ROWS)
     device = device_of(source)
@@ -269,9 +266,8 @@ def _quantize_on_host(
     if num_rows == 0:
         return
     real = (row_token >= 0).unsqueeze(-1)
-    rows = (
-        source.index_select(0, torch.clamp(row_token, min=0).to(torch.int64)) if gathers else source
-    )
+    token = torch.clamp(row_token, min=0).to(torch.int64)
+    rows = source.index_select(0, token) if gathers else source
     values = torch.where(real, rows.to(torch.float32), torch.zeros_like(rows, dtype=torch.float32))
     q = quantize(values, BLOCK, scale_format=ScaleFormat.POW2)
     codes.copy_(q.bytes)

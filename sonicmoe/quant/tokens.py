@@ -19,6 +19,7 @@ from ..interop import (
     require_same_device,
     same_device,
 )
+from ..refusals import need_shape
 from .format import BlockScaledTensor, Code
 from .gpu import quantize_rows
 from .recipes import BlockShape, rows
@@ -117,7 +118,7 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
         f"{scale} is {dtype_name(x_scale.dtype)}; needed: float32 multipliers (words of a carrier become such by "
         "sonicmoe.fleet.carrier)",
     )
-    expect(len(x.shape) == 2, ShapeError, f"{name} has shape {tuple(x.shape)}; needed: [T, H]")
+    need_shape(len(x.shape) == 2, name, x, "[T, H]")
     tokens, hidden = (int(size) for size in x.shape)
     shape = tuple(int(size) for size in x_scale.shape)
     expect(
