@@ -1,5 +1,4 @@
-"""Index maps between weight layouts: pure, differentiable-free, exact (they move bytes, they do no
-arithmetic).
+"""Index maps between weight layouts. They move bytes and do no arithmetic, so they are exact.
 
 Native layouts (what every engine reads and accumulates into):
     w1 [E, N1, H]   up-projection, K-major; gated: N1 = 2I, row 2i = gate_i, row 2i+1 = up_i;
@@ -13,8 +12,7 @@ User layouts, which `WeightLayout` names:
                  `down_proj.weight [I, H]`
     fused        `weight1 [E, H, 2I]` split-half and `weight2 [E, I, H]`
 
-Interleaving keeps a (gate, up) pair in one thread's registers on the GPU, so the gated activation
-needs no exchange.
+Interleaving keeps a (gate, up) pair in one GPU thread's registers: no exchange for the activation.
 """
 
 from __future__ import annotations
@@ -38,39 +36,22 @@ def interleave_gate_up(split: Tensor) -> Tensor:
     """Rows [gate_0..gate_I-1, up_0..up_I-1] -> [gate_0, up_0, gate_1, up_1, ...] along the
     second-to-last axis ([..., 2I, H]).
     """
-    *lead, n, h = split.shape
-    expect(
-        n % 2 == 0,
-        LayoutError,
-        f"interleave_gate_up needs an even number of rows (2I), got shape {tuple(split.shape)}",
-    )
     # [2, I, H] -> [I, 2, H]: the transposition puts gate_i beside up_i, and the copy fixes that
     # order in memory.
-    pairs = split.reshape([*lead, 2, n // 2, h])
-    return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
+    return _turned(split, "interleave_gate_up")
 
 
 def deinterleave_gate_up(interleaved: Tensor) -> Tensor:
     """Inverse of `interleave_gate_up` ([..., 2I, H] -> [..., 2I, H])."""
-    *lead, n, h = interleaved.shape
-    expect(
-        n % 2 == 0,
-        LayoutError,
-        f"deinterleave_gate_up needs an even number of rows (2I), got shape {tuple(interleaved.shape)}",
-    )
-    pairs = interleaved.reshape([*lead, n // 2, 2, h])
+    return _turned(interleaved, "deinterleave_gate_up", split=False)
+
+
+def _turned(rows: Tensor, caller: str, split: bool = True) -> Tensor:
+    *lead, n, h = rows.shape
+    words = f"{caller} needs an even number of rows (2I), got shape {tuple(rows.shape)}"
+    expect(n % 2 == 0, LayoutError, words)
+    pairs = rows.reshape([*lead, 2, n // 2, h] if split else [*lead, n // 2, 2, h])
     return pairs.transpose(-3, -2).contiguous().reshape([*lead, n, h])
-
-
-def interleave_bias(bias: Tensor) -> Tensor:
-    """Split-half bias `[..., 2I]` -> interleaved `[..., 2I]`."""
-    # A bias is a matrix of one column, so that one function defines the order.
-    return interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
-
-
-def deinterleave_bias(bias: Tensor) -> Tensor:
-    """Inverse of `interleave_bias`."""
-    return deinterleave_gate_up(bias.unsqueeze(-1)).squeeze(-1)
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -98,8 +79,7 @@ class StackedMatrices(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         """A view; the first, which stands for all, is made once."""
-        # Every engine asks the first matrix for sizes and dtype at each call; the others are read
-        # rarely.
+        # Every engine asks the first matrix for sizes and dtype at each call, and the rest rarely.
         if index != 0:
             return self._readable()[index]
         if self._first is None:
@@ -126,9 +106,9 @@ class StackedMatrices(Sequence[Tensor]):
 
 
 def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
-    return (
-        matrices.addresses() if isinstance(matrices, StackedMatrices) else map(data_ptr, matrices)
-    )
+    if isinstance(matrices, StackedMatrices):
+        return matrices.addresses()
+    return map(data_ptr, matrices)
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
@@ -165,7 +145,8 @@ class WeightLayout:
 
     def native_b1(self, b1: Tensor) -> Tensor:
         """`b1` in native order, `[.., N1]`."""
-        return interleave_bias(b1) if self.split_half else b1
+        # A bias is a matrix of one column, so that one function defines the order.
+        return interleave_gate_up(b1.unsqueeze(-1)).squeeze(-1) if self.split_half else b1
 
     def user_w1(self, native: Tensor) -> Tensor:
         """Inverse of `native_w1`."""
@@ -179,7 +160,9 @@ class WeightLayout:
 
     def user_b1(self, native: Tensor) -> Tensor:
         """Inverse of `native_b1`."""
-        return deinterleave_bias(native) if self.split_half else native
+        if not self.split_half:
+            return native
+        return deinterleave_gate_up(native.unsqueeze(-1)).squeeze(-1)
 
     def intermediate_size(self, w2: Tensor) -> int:
         """I, from one expert's w2 or a stacked one."""
@@ -246,7 +229,7 @@ def convert_weights(
             these two is not seen.
         TypeError, FrameworkError: an argument is no tensor, or one of the other framework.
     """
-    lies, wanted = _member(source, "source"), _member(target, "target")
+    lies, wanted = _ends(source, target)
     parts = _sizes(w1, w2, lies)
     return (
         reordered(w1, _W1_AXES[lies], _W1_AXES[wanted], parts),
@@ -263,18 +246,17 @@ def convert_bias(b1: Tensor, source: ExpertLayout | str, target: ExpertLayout | 
         ShapeError: b1 is not `[E, 2I]`.
         TypeError, FrameworkError: as `convert_weights`.
     """
-    lies, wanted = _member(source, "source"), _member(target, "target")
+    before, after = (_W1_AXES[layout].replace("H", "") for layout in _ends(source, target))
     require_framework_tensor(b1, "b1")
     shape = tuple(map(int, b1.shape))
     if len(shape) != 2 or shape[1] % 2:
         raise ShapeError(f"b1 has shape {shape}; needed: [E, 2I]")
     parts = {"E": shape[0], "G": 2, "I": shape[1] // 2}
-    before, after = (_W1_AXES[layout].replace("H", "") for layout in (lies, wanted))
     return reordered(b1, before, after, parts)
 
 
-def _member(layout: ExpertLayout | str, argument: str) -> ExpertLayout:
-    return member_of(ExpertLayout, layout, argument)
+def _ends(source: Any, target: Any) -> tuple[ExpertLayout, ExpertLayout]:
+    return member_of(ExpertLayout, source, "source"), member_of(ExpertLayout, target, "target")
 
 
 def _w2_axes(layout: ExpertLayout) -> str:
@@ -288,9 +270,10 @@ def _sizes(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> dict[str, int]:
     up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
     if parts := _fitted(up, down, _w2_axes(layout)):
         return parts
-    legend = "w1 [E, 2I, H] and w2 [E, H, I]", "w1 [E, H, 2I] and w2 [E, I, H]"
-    needed, other = legend if _w2_axes(layout) == "EHI" else legend[::-1]
-    turned = _fitted(up, down, _w2_axes(layout)[0] + _w2_axes(layout)[:0:-1])
+    legend = {"EHI": "w1 [E, 2I, H] and w2 [E, H, I]", "EIH": "w1 [E, H, 2I] and w2 [E, I, H]"}
+    needed = legend.pop(_w2_axes(layout))
+    ((axes, other),) = legend.items()
+    turned = _fitted(up, down, axes)
     hint = f"; these two are {other}, which is another layout" if turned else ""
     raise ShapeError(
         f"w1 has shape {up} and w2 {down}; {layout.value!r} needs {needed} (I for 2I without a gate){hint}"
@@ -344,10 +327,8 @@ class WeightSource:
     def __post_init__(self) -> None:
         """Refuse sources that no engine could read in place."""
         if not len(self.up) == len(self.down) > 0:
-            raise ShapeError(
-                f"{len(self.up)} up and {len(self.down)} down matrices; needed: one of each per "
-                "expert"
-            )
+            words = f"{len(self.up)} up and {len(self.down)} down matrices"
+            raise ShapeError(f"{words}; needed: one of each per expert")
 
     @classmethod
     def stacked(
@@ -360,8 +341,7 @@ class WeightSource:
         compute_dtype: torch.dtype | None = None,
     ) -> WeightSource:
         """Of `[E, ..]` weights."""
-        # Detached: engines compute outside autograd, and a view of a leaf would otherwise join the
-        # graph.
+        # Detached: engines compute outside autograd, and a view of a leaf would join the graph.
         up, down = StackedMatrices(w1.detach()), StackedMatrices(w2.detach())
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
         return cls(up, down, layout, b1, b2, compute_dtype)
@@ -369,15 +349,12 @@ class WeightSource:
     @functools.cached_property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the up matrices, then of the down matrices."""
-        # The node's cache takes them for the place of the weights: a parameter that moves changes
-        # one.
+        # The node's cache takes them for the place of the weights: one that moves changes one.
         return (*_addresses(self.up), *_addresses(self.down))
 
     @property
     def is_copied(self) -> bool:
-        """Whether engines read copies of a weight that is not contiguous, which are gone after the
-        call.
-        """
+        """Whether engines read copies of a weight that is not contiguous, gone after the call."""
         matrices = (m for m in (self.up, self.down) if isinstance(m, StackedMatrices))
         return not all(m.stacked.is_contiguous() for m in matrices)
 
