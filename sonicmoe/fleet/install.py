@@ -271,11 +271,14 @@ def _keep_compat() -> None:
     """Paddle's torch proxy on for this package, whose modules are partly imported later."""
     # `paddlefleet_ops` switches the proxy on for its own libraries while it is imported, and then
     # off again, for everybody.
-    proxied = any(
+    if not _proxies_this_package():
+        sys.modules["paddle"].enable_compat(scope={"sonicmoe"}, silent=True)
+
+
+def _proxies_this_package() -> bool:
+    return any(
         getattr(finder, "_globally_enabled", False)
         or "sonicmoe" in getattr(finder, "_local_enabled_scope", ())
         for finder in sys.meta_path
         if type(finder).__name__ == "TorchProxyMetaFinder"
     )
-    if not proxied:
-        sys.modules["paddle"].enable_compat(scope={"sonicmoe"}, silent=True)
