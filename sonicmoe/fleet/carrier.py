@@ -97,19 +97,12 @@ class Arrived(NamedTuple):
 
 def require_words(shape: tuple[int, ...]) -> None:
     """Raise ShapeError for tokens `[T, H]` whose scales do not fill whole words."""
-    expect(
-        shape[1] % WORD_COLUMNS == 0,
-        ShapeError,
-        f"x has shape {shape}; packed words need [T, H] with H a multiple of {WORD_COLUMNS}",
-    )
+    needed = f"packed words need [T, H] with H a multiple of {WORD_COLUMNS}"
+    expect(shape[1] % WORD_COLUMNS == 0, ShapeError, f"x has shape {shape}; {needed}")
 
 
 def pack_words(tokens: BlockScaledTensor) -> Tensor:
-    """int32 `[T, H/128]`: the fp32 multipliers as words, repeated where a row has one.
-
-    Raises:
-        ShapeError: H is no multiple of 128.
-    """
+    """int32 `[T, H/128]`: the fp32 multipliers as words, repeated where a row has one."""
     count, hidden = tokens.shape
     require_words((count, hidden))
     scale = tokens.scale_inv

@@ -43,11 +43,7 @@ _FILLED_BY = (
 
 
 def combine_gradient(handle: Any) -> CombineGradient | None:
-    """The source for a call of the node; None where Fleet passes no handle.
-
-    Raises:
-        DTypeError: `handle` is no dict.
-    """
+    """The source for a call of the node; None where Fleet passes no handle."""
     return None if handle is None else CombineGradient(handle)
 
 
@@ -57,23 +53,12 @@ class CombineGradient:
     """
 
     def __init__(self, handle: MutableMapping[str, Any]) -> None:
-        """It may be filled already: recompute runs the experts again after the combine's backward.
-
-        Raises:
-            DTypeError: `handle` is no dict.
-        """
+        """It may be filled already: recompute runs the experts again after the combine's backward."""
         need_type(_NAME, handle, MutableMapping, "a dict, or None", DTypeError)
         self._handle, self._was_taken = handle, False
 
     def take(self, gradient: Tensor) -> BlockScaledTensor | Tensor:
-        """See `GradientSource`.
-
-        Raises:
-            ConfigError: the handle is empty and the gradient consists of codes, or has other keys
-                than "data" and "scale", or its packed words were not declared.
-            DTypeError, ShapeError, DeviceError, FrameworkError: naming the entry, what came and
-                what is needed.
-        """
+        """See `GradientSource`. Refusals name the entry of the handle, what came and what is needed."""
         if not self._found():
             self._refuse_lost_scales(gradient)
             return gradient
@@ -90,28 +75,18 @@ class CombineGradient:
         return tokens
 
     def _refuse_lost_scales(self, gradient: Tensor) -> None:
-        expect(
-            not self._was_taken,
-            ConfigError,
-            f"{_NAME} is empty: an earlier backward of this forward took what was in it, and no combine filled it again; "
-            f"{_FILLED_BY}",
-        )
-        expect(
-            not is_fp8(gradient),
-            ConfigError,
-            f"the gradient of the experts' output is {dtype_name(gradient.dtype)} and {_NAME} is empty; {_FILLED_BY}",
-        )
+        taken = "an earlier backward of this forward took what was in it, and no combine filled it again"
+        expect(not self._was_taken, ConfigError, f"{_NAME} is empty: {taken}; {_FILLED_BY}")
+        came = f"the gradient of the experts' output is {dtype_name(gradient.dtype)}"
+        expect(not is_fp8(gradient), ConfigError, f"{came} and {_NAME} is empty; {_FILLED_BY}")
 
     def _found(self) -> list[str]:
         return [str(key) for key in self._handle if key not in _NOT_OURS]
 
     def _entries(self) -> tuple[Any, Any]:
         found = self._found()
-        expect(
-            sorted(found) == sorted(KEYS),
-            ConfigError,
-            f"{_NAME} has the keys {found}; needed: {list(KEYS)}, or none; {_FILLED_BY}",
-        )
+        words = f"{_NAME} has the keys {found}; needed: {list(KEYS)}, or none; {_FILLED_BY}"
+        expect(sorted(found) == sorted(KEYS), ConfigError, words)
         for key in KEYS:
             value = self._handle[key]
             need_type(f"{_NAME}[{key!r}]", value, torch.Tensor, "a tensor", DTypeError)

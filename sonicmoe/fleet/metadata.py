@@ -140,11 +140,9 @@ def differentiable_router_scores(
             ids = dispatched_indices.detach().to(torch.int64)
             score_src_idx = _positions(ids, is_here(ids, E), E)
     found = int(score_src_idx.shape[0])
-    expect(
-        found == TK <= TK_padded,
-        ShapeError,
-        f"TK is {TK} and TK_padded {TK_padded}; needed: {found}, the slots with an expert, and not less",
-    )
+    needed = f"{found}, the slots with an expert, and not less"
+    words = f"TK is {TK} and TK_padded {TK_padded}; needed: {needed}"
+    expect(found == TK <= TK_padded, ShapeError, words)
     padding = torch.zeros([TK_padded - TK], dtype=torch.float32, device=dispatched_probs.device)
     if TK == 0:
         return padding
@@ -159,12 +157,9 @@ def scatter_router_scores_i32(scores: Tensor, idx: Tensor, n_total: int) -> Tens
     Raises:
         ShapeError: there are fewer scores than indices.
     """
-    count = int(idx.shape[0])
-    expect(
-        int(scores.shape[0]) >= count,
-        ShapeError,
-        f"scores has {int(scores.shape[0])} elements for {count} indices; needed: at least as many",
-    )
+    count, there = int(idx.shape[0]), int(scores.shape[0])
+    words = f"scores has {there} elements for {count} indices; needed: at least as many"
+    expect(there >= count, ShapeError, words)
     with plain_ops():
         out = torch.zeros([n_total], dtype=scores.dtype, device=scores.device)
         if count:

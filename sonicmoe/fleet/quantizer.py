@@ -67,11 +67,8 @@ def quantize_activation_blockscaled_fast(
     if name == "float32":
         tokens = quantize_tokens(x, row_scale=bool(row_scale))
         return tokens.codes, tokens.scale_inv
-    expect(
-        name in (None, "int32", "uint8"),
-        ConfigError,
-        f"scale_dtype is {name!r}; needed: None, float32, int32 or uint8",
-    )
+    words = f"scale_dtype is {name!r}; needed: None, float32, int32 or uint8"
+    expect(name in (None, "int32", "uint8"), ConfigError, words)
     expect(not row_scale, ConfigError, "row_scale with E8M0 bytes, which scale 32 columns each")
     if name != "int32" and int(x.shape[1]) % WORD_COLUMNS == 0:
         # Four such bytes have the dtype and shape of a word, and are read as the carrier says.
@@ -81,11 +78,8 @@ def quantize_activation_blockscaled_fast(
 
 
 def _packed(x: Tensor, scale_dtype: str | None, row_scale: bool | None) -> tuple[Tensor, Tensor]:
-    expect(
-        scale_dtype in (None, "int32"),
-        ConfigError,
-        f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32: needed: None",
-    )
+    words = f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32"
+    expect(scale_dtype in (None, "int32"), ConfigError, f"{words}: needed: None")
     require_words(tuple(int(size) for size in x.shape))
     carrier = _carrier(row_scale)
     if carrier is not Carrier.E8M0_1X32:

@@ -17,6 +17,7 @@ from ..interop import (
 )
 from ..node.mlp_node import SonicMoEMlpNode
 from ..quant.tokens import is_fp8
+from ..refusals import need_dtype, need_shape, need_type
 from ..routing.validation import INDEX_DTYPES
 from ..weights.copies import WeightCopies
 from .carrier import tokens_from_carrier
@@ -147,20 +148,15 @@ def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: An
 def _config_of(given: FP8Config | None) -> FP8Config:
     if given is None:
         return FP8Config()
-    expect(
-        isinstance(given, FP8Config),
-        ConfigError,
-        f"fp8_config is {type(given).__name__}; needed: what _refresh_fp8_config() returns, or None",
-    )
+    needed = "what _refresh_fp8_config() returns, or None"
+    need_type("fp8_config", given, FP8Config, needed, ConfigError)
     return given
 
 
 def _check_sizes(indices: Tensor, topk: int, experts: int, layer: FleetLayer) -> None:
     """What nobody else can check."""
-    if int(indices.shape[-1]) != topk:
-        raise ShapeError(
-            f"topk_indices has shape {tuple(indices.shape)}; needed: [T, K] with K = {topk}"
-        )
+    fits = int(indices.shape[-1]) == topk
+    need_shape(fits, "topk_indices", indices, f"[T, K] with K = {topk}")
     if experts != layer.experts:
         raise RoutingError(
             f"E is {experts}, and w1 and w2 hold {layer.experts} experts; needed: as many local experts as weights"
@@ -169,11 +165,7 @@ def _check_sizes(indices: Tensor, topk: int, experts: int, layer: FleetLayer) ->
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
     require_framework_tensor(hidden_states, "hidden_states")
-    expect(
-        len(hidden_states.shape) == 2,
-        ShapeError,
-        f"hidden_states has shape {tuple(hidden_states.shape)}; needed: [T, H]",
-    )
+    need_shape(len(hidden_states.shape) == 2, "hidden_states", hidden_states, "[T, H]")
     if is_fp8(hidden_states) is (fp8_scale is not None):
         return
     found = dtype_name(hidden_states.dtype)
@@ -189,27 +181,15 @@ def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
 def _check_routing(indices: Any, scores: Any, tokens: int) -> None:
     for name, value in (("topk_indices", indices), ("topk_scores", scores)):
         require_framework_tensor(value, name)
-        shape = tuple(value.shape)
-        expect(
-            len(shape) == 2 and shape[0] == tokens,
-            ShapeError,
-            f"{name} has shape {shape}; needed: [T, K] with T = {tokens}, the rows of hidden_states",
-        )
+        fits = len(value.shape) == 2 and int(value.shape[0]) == tokens
+        need_shape(fits, name, value, f"[T, K] with T = {tokens}, the rows of hidden_states")
     expect(
         tuple(scores.shape) == tuple(indices.shape),
         ShapeError,
         f"topk_scores has shape {tuple(scores.shape)} and topk_indices {tuple(indices.shape)}; needed: one shape",
     )
-    expect(
-        indices.dtype in INDEX_DTYPES,
-        DTypeError,
-        f"topk_indices is {dtype_name(indices.dtype)}; needed: int32 or int64",
-    )
-    expect(
-        scores.dtype == torch.float32,
-        DTypeError,
-        f"topk_scores is {dtype_name(scores.dtype)}; needed: float32",
-    )
+    need_dtype("topk_indices", indices, *INDEX_DTYPES)
+    need_dtype("topk_scores", scores, torch.float32)
 
 
 def _tokens_of(

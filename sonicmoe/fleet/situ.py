@@ -38,9 +38,6 @@ def encode_situ_activation(
 def parse_situ_activation(activation: Any) -> dict[str, float | None] | None:
     """The numbers that a description has, by parameter (`beta`, `linear_beta`); None where it
     describes another activation.
-
-    Raises:
-        ConfigError: a description of SiTU-GLU with a part that is not understood.
     """
     if not isinstance(activation, str) or activation.split(":")[0] != SITU_GLU:
         return None
@@ -61,11 +58,7 @@ def parse_situ_activation(activation: Any) -> dict[str, float | None] | None:
 
 
 def beta_of(value: Any, source: str = "situ_beta") -> float:
-    """`beta`, checked; `source` is what the message names.
-
-    Raises:
-        ConfigError: it is no number in the range of the activation.
-    """
+    """`beta`, checked; `source` is what the message names."""
     try:
         return _BETA.read(value)
     except ConfigError:
@@ -73,11 +66,7 @@ def beta_of(value: Any, source: str = "situ_beta") -> float:
 
 
 def linear_beta_of(value: Any, source: str = "situ_linear_beta") -> float | None:
-    """`linear_beta`, checked; None where there is no bound, which False and "none" say too.
-
-    Raises:
-        ConfigError: it is no number in the range of the activation.
-    """
+    """`linear_beta`, checked; None where there is no bound, which False and "none" say too."""
     if value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None
     try:

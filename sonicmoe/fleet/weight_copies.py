@@ -81,13 +81,8 @@ def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> d
 
 
 def copies_of(w1: Tensor, w2: Tensor) -> WeightCopies | None:
-    """The copies that hang on two parameters; None where one of them has none.
-
-    Whether they are current is asked by the node that reads them.
-
-    Raises:
-        LayoutError: `fp8` of a weight is not what `quantize_native_fp8_weights` gave, or the two
-            weights have copies of two events.
+    """The copies that hang on two parameters; None where one of them has none. Whether they are
+    current is asked by the node that reads them.
     """
     if _doubtful:
         _settle()
@@ -171,10 +166,8 @@ def _hidden_size(w1: Any, w2: Any) -> int:
         require_framework_tensor(weight, name)
     shapes = [tuple(int(size) for size in weight.shape) for weight in (w1, w2)]
     first, second = shapes
-    expect(
-        len(first) == len(second) == 3,
-        ShapeError,
-        f"w1 has shape {first} and w2 {second}; needed: [E, 2I, H] and [E, H, I], or [E, H, 2I] and [E, I, H]",
-    )
+    needed = "[E, 2I, H] and [E, H, I], or [E, H, 2I] and [E, I, H]"
+    words = f"w1 has shape {first} and w2 {second}; needed: {needed}"
+    expect(len(first) == len(second) == 3, ShapeError, words)
     # In Sonic's layout w1 has twice as many rows as w2 has columns. `layer_of` checks the rest.
     return second[1] if first[1] == 2 * second[2] else second[2]
