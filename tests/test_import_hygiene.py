@@ -238,7 +238,7 @@ def test_an_upward_import_is_recognised() -> None:
         == []
     )
     assert upward_imports(path, "if TYPE_CHECKING:\n    from ..engine import interface") == []
-    assert upward_imports(PACKAGE / "ep" / "local.py", "import ernie_compat.trainer") == [
+    assert upward_imports(PACKAGE / "ep" / "select.py", "import ernie_compat.trainer") == [
         "ernie_compat/trainer.py"
     ]
 

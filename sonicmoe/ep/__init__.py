@@ -15,9 +15,8 @@ a cached dispatch of dout.
 """
 
 from .. import interop  # noqa: F401  first: where no framework is reachable, it says what to do
-from .dispatcher import Dispatcher, TransportDispatcher
+from .dispatcher import Dispatcher, LocalDispatcher, TransportDispatcher
 from .interface import Dispatched, Received, Transport
-from .local import LocalDispatcher
 from .select import make_dispatcher
 
 __all__ = [

@@ -129,12 +129,8 @@ def _buffer_sizes(buffer: Any, row_bytes: int, world: int) -> tuple[int, int]:
 
 
 class _DeepEPTransport(Transport):
-    """The common part of both buffers: when to make one, and checks of rows.
-
-    Args:
-        num_experts: of the whole group.
-        group: the process group.
-        module: the library (anything with the class's name and methods).
+    """The common part of both buffers: when to make one, and checks of rows. module: the library,
+    or anything with the class's name and methods.
     """
 
     def __init__(self, num_experts: int, group: Any, module: Any) -> None:
@@ -149,17 +145,12 @@ class _DeepEPTransport(Transport):
         self._hidden = self._topk = 0  # the sizes that the buffer was made for
 
     def _check(self, x: Tensor) -> None:
-        expect(
-            x.dtype == torch.bfloat16,
-            DTypeError,
-            f"x is {dtype_name(x.dtype)}; DeepEP carries bfloat16 rows, and quantised ones with fp8=True",
-        )
+        found = f"x is {dtype_name(x.dtype)}"
+        carried = "DeepEP carries bfloat16 rows, and quantised ones with fp8=True"
+        expect(x.dtype == torch.bfloat16, DTypeError, f"{found}; {carried}")
         hidden = int(x.shape[1])
-        expect(
-            2 * hidden % ROW_BYTES == 0,
-            ShapeError,
-            f"x has {hidden} columns; DeepEP needs a multiple of {ROW_BYTES // 2}",
-        )
+        words = f"x has {hidden} columns; DeepEP needs a multiple of {ROW_BYTES // 2}"
+        expect(2 * hidden % ROW_BYTES == 0, ShapeError, words)
 
     def _sized_buffer(self, hidden: int, topk: int = 0) -> Any:
         """The buffer; a larger one is made where rows are wider or tokens have more slots than
@@ -193,13 +184,9 @@ class _DeepEPTransport(Transport):
 class LegacyTransport(_DeepEPTransport):
     """`deep_ep.Buffer`.
 
-    Args:
-        limit: the most tokens any rank dispatches at once, or None for exact deliveries. With a
-            limit a delivery has room for as many of every rank. The host does not wait for the
-            device and knows no counts, and rows beyond the real ones have every id -1.
-
-    Raises:
-        ConfigError: a limit, and the library cannot serve the group without counts.
+    limit: the most tokens any rank dispatches at once, or None for exact deliveries. With a limit a
+    delivery has room for as many of every rank. The host does not wait for the device and knows no
+    counts, and rows beyond the real ones have every id -1.
     """
 
     name = "DeepEP (Buffer)"
@@ -254,11 +241,8 @@ class LegacyTransport(_DeepEPTransport):
         return x.codes, torch.cat([x.scale_inv] * (x.shape[1] // WORD_COLUMNS), 1)
 
     def check_quantised(self, hidden: int) -> None:
-        expect(
-            hidden % WORD_COLUMNS == 0,
-            ShapeError,
-            f"x has {hidden} columns; DeepEP carries FP8 rows whose length is a multiple of {WORD_COLUMNS}",
-        )
+        carried = f"DeepEP carries FP8 rows whose length is a multiple of {WORD_COLUMNS}"
+        expect(hidden % WORD_COLUMNS == 0, ShapeError, f"x has {hidden} columns; {carried}")
 
     def dispatch_cached(self, x: Tokens, handle: Any) -> Tokens:
         sent = self._as_sent(x)
@@ -276,13 +260,9 @@ class LegacyTransport(_DeepEPTransport):
 class ElasticTransport(_DeepEPTransport):
     """`deep_ep.ElasticBuffer`, in its deterministic mode.
 
-    Args:
-        max_tokens: most tokens any rank dispatches at once; the same on every rank.
-        wait_for_counts: let the host learn exact sizes; without, deliveries have worst-case size
-            and only the device knows it.
-
-    Raises:
-        ConfigError: `max_tokens` is not positive.
+    max_tokens: most tokens any rank dispatches at once; the same on every rank.
+    wait_for_counts: let the host learn exact sizes; without, deliveries have worst-case size and
+        only the device knows it.
     """
 
     name = "DeepEP (ElasticBuffer)"
@@ -297,11 +277,8 @@ class ElasticTransport(_DeepEPTransport):
         max_tokens: int,
         wait_for_counts: bool = True,
     ) -> None:
-        expect(
-            max_tokens > 0,
-            ConfigError,
-            f"max_tokens is {max_tokens}; an ElasticBuffer needs the most tokens a rank dispatches, the same on all ranks",
-        )
+        needed = "an ElasticBuffer needs the most tokens a rank dispatches, the same on all ranks"
+        expect(max_tokens > 0, ConfigError, f"max_tokens is {max_tokens}; {needed}")
         super().__init__(num_experts, group, module)
         self._max_tokens = max_tokens
         self._wait_for_counts = self.exact_rows = wait_for_counts
@@ -328,10 +305,9 @@ class ElasticTransport(_DeepEPTransport):
             # Without host synchronisation nobody writes the rows beyond the real ones, so their ids
             # are whatever the memory held. They could look like valid experts and must become -1.
             recv_idx = _without_tail(recv_idx, handle.psum_num_recv_tokens_per_scaleup_rank)
-        counts = (
-            # The list holds counts only after the host has waited for them.
-            host_counts(handle.num_recv_tokens_per_expert_list) if self._wait_for_counts else None
-        )
+            return Received(recv_x, recv_idx, recv_weights, None, handle)
+        # The list holds counts only after the host has waited for them.
+        counts = host_counts(handle.num_recv_tokens_per_expert_list)
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
 
     def _plain(self, x: Tokens) -> Tensor:

@@ -75,11 +75,8 @@ class FleetDispatcher(Dispatcher):
             f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher calls Fleet's fused_dispatch in "
             "bfloat16 only: needed: both False, or kind 'deepep' or 'collective'",
         )
-        expect(
-            x.dtype == torch.bfloat16,
-            DTypeError,
-            f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16",
-        )
+        words = f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16"
+        expect(x.dtype == torch.bfloat16, DTypeError, words)
         recv_x, recv_probs, states, *_ = self._functions.dispatch(
             x, ids, topk_weights, self.num_experts, self._group
         )

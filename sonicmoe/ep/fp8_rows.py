@@ -35,11 +35,8 @@ class Forms(NamedTuple):
 
 def check_fp8(fp8: object, name: str = "fp8") -> None:
     """Raise ConfigError for a form that is none of `FP8_FORMS`."""
-    expect(
-        isinstance(fp8, bool) or fp8 == "row",
-        ConfigError,
-        f"{name} is {fp8!r}; needed: one of {list(FP8_FORMS)}",
-    )
+    words = f"{name} is {fp8!r}; needed: one of {list(FP8_FORMS)}"
+    expect(isinstance(fp8, bool) or fp8 == "row", ConfigError, words)
 
 
 def quantised(rows: Tensor, form: bool | str) -> BlockScaledTensor:
@@ -84,11 +81,8 @@ class SentGradient:
         return self._stand_in
 
     def take(self, gradient: Tensor) -> BlockScaledTensor:
-        """See `GradientSource`.
-
-        Raises:
-            ConfigError: nothing has arrived, or `gradient` is not what the combine's backward
-                returned.
+        """See `GradientSource`; raises where nothing has arrived, or `gradient` is not what the
+        combine's backward returned.
         """
         rows, expected = self._rows, self._stand_in
         expect(

@@ -80,6 +80,9 @@ class Transport(ABC):
         moves: whether rows leave this process. Where they do not, a combine without quantised
             gradients is the experts' output itself.
         bf16_only: whether it refuses quantised tokens.
+
+    Raises:
+        RoutingError: the experts cannot be split evenly.
     """
 
     name: str
@@ -88,11 +91,6 @@ class Transport(ABC):
     bf16_only: bool = False
 
     def __init__(self, num_experts: int, world_size: int, rank: int) -> None:
-        """Check the split.
-
-        Raises:
-            RoutingError: the experts cannot be split evenly.
-        """
         check_num_experts(num_experts, world_size)
         self.num_experts, self.world_size, self.rank = num_experts, world_size, rank
 
@@ -103,9 +101,6 @@ class Transport(ABC):
     def check_quantised(self, hidden: int) -> None:  # noqa: B027  most send any
         """Refuse quantised rows of `hidden` columns where it cannot send them; called before the
         forward sends anything, because gradients follow in a backward.
-
-        Raises:
-            ConfigError, ShapeError: naming what came and what is needed.
         """
 
     @abstractmethod
@@ -133,20 +128,13 @@ def check_num_experts(num_experts: Any, world_size: int) -> None:
     """Raise RoutingError where the experts cannot be split evenly over the ranks."""
     # A bool is an int in Python.
     whole = isinstance(num_experts, int) and not isinstance(num_experts, bool)
-    expect(
-        whole and num_experts > 0 and num_experts % world_size == 0,
-        RoutingError,
-        f"num_experts is {num_experts!r}; {world_size} ranks need a positive multiple of {world_size}",
-    )
+    needed = f"{world_size} ranks need a positive multiple of {world_size}"
+    fits = whole and num_experts > 0 and num_experts % world_size == 0
+    expect(fits, RoutingError, f"num_experts is {num_experts!r}; {needed}")
 
 
 def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
-    """Check the arguments of a dispatch without reading device memory.
-
-    Raises:
-        TypeError, FrameworkError: not a tensor of this framework.
-        DTypeError, ShapeError, DeviceError: naming the argument, what came and what is needed.
-    """
+    """Check the arguments of a dispatch without reading device memory."""
     for name, value in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require_framework_tensor(value, name)
     need_dtype("x", x, *TOKEN_DTYPES)
@@ -154,13 +142,10 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     need_dtype("topk_weights", topk_weights, torch.float32)
     need_shape(len(x.shape) == 2, "x", x, "[T, H]")
     need_shape(len(topk_idx.shape) == 2, "topk_idx", topk_idx, "[T, K]")
+    wanted = (int(x.shape[0]), int(topk_idx.shape[1]))
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        wanted = (int(x.shape[0]), int(topk_idx.shape[1]))
-        expect(
-            tuple(value.shape) == wanted,
-            ShapeError,
-            f"{name} has shape {tuple(value.shape)}; x and topk_idx need {wanted}",
-        )
+        words = f"{name} has shape {tuple(value.shape)}; x and topk_idx need {wanted}"
+        expect(tuple(value.shape) == wanted, ShapeError, words)
     # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
     # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
@@ -169,21 +154,16 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
 def check_combine(out: Any, handle: Any, kind: type, rows: Callable[[], int]) -> None:
     """Check the arguments of a combine. kind: the class of a dispatcher's handles; rows: the number
     that the dispatch of this one delivered.
-
-    Raises:
-        TypeError, FrameworkError: out is no tensor of this framework, or the handle is none of such
-            a dispatcher.
-        ShapeError: out has another number of rows.
     """
     require_framework_tensor(out, "out")
     whose = "the `handle` of what this dispatcher's dispatch returned"
     need_type("handle", handle, kind, whose)
     delivered = rows()
-    expect(
-        len(out.shape) == 2 and int(out.shape[0]) == delivered,
-        ShapeError,
-        f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {delivered} rows: needed [{delivered}, H]",
+    words = (
+        f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {delivered} rows"
     )
+    fits = len(out.shape) == 2 and int(out.shape[0]) == delivered
+    expect(fits, ShapeError, f"{words}: needed [{delivered}, H]")
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:

@@ -29,11 +29,7 @@ class RowLimit:
 
     def check(self, x: Tokens, ids: Tensor) -> None:
         """Called by every rank before its dispatch sends anything; the first call is a collective,
-        and the only one that waits for the device.
-
-        Raises:
-            ShapeError: x has more rows.
-            ConfigError: another rank has another bound; every rank raises it.
+        and the only one that waits for the device. Where bounds differ every rank raises.
         """
         require_rows(x, self.max_tokens)
         if not self._agreed:
@@ -69,8 +65,5 @@ def check_max_tokens(max_tokens: object) -> None:
 def require_rows(x: Tokens, max_tokens: int) -> None:
     """Raise ShapeError for more rows than there is room for."""
     rows = int(x.shape[0])
-    expect(
-        rows <= max_tokens,
-        ShapeError,
-        f"x has {rows} rows; this dispatcher was made for max_tokens = {max_tokens}",
-    )
+    words = f"x has {rows} rows; this dispatcher was made for max_tokens = {max_tokens}"
+    expect(rows <= max_tokens, ShapeError, words)

@@ -21,12 +21,11 @@ from .deepep import (
     legacy_problem,
     worst_case_problem,
 )
-from .dispatcher import Dispatcher, TransportDispatcher
+from .dispatcher import Dispatcher, LocalDispatcher, TransportDispatcher
 from .fixed_size import FixedSizeTransport
 from .fleet import FleetDispatcher, find_fleet
 from .fp8_rows import check_fp8
 from .interface import Transport
-from .local import LocalDispatcher
 from .row_limit import RowLimit, check_max_tokens
 
 if IS_PADDLE:
@@ -49,11 +48,8 @@ class _Sizes(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigError where they say nothing."""
-        expect(
-            isinstance(self.wait_for_counts, bool),
-            ConfigError,
-            f"wait_for_counts is {self.wait_for_counts!r}; needed: True or False",
-        )
+        words = f"wait_for_counts is {self.wait_for_counts!r}; needed: True or False"
+        expect(isinstance(self.wait_for_counts, bool), ConfigError, words)
         if not self.wait_for_counts:
             check_max_tokens(self.max_tokens)
 
@@ -122,16 +118,10 @@ def _check(kind: str, group: Any, fp8: bool | str, fp8_grad: bool | str) -> None
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     check_fp8(fp8)
     check_fp8(fp8_grad, "fp8_grad")
-    expect(
-        group is not None or kind in ("auto", "local"),
-        ConfigError,
-        f"kind {kind!r} needs a group of ranks; group is None",
-    )
-    expect(
-        group is None or kind != "local",
-        ConfigError,
-        "kind 'local' is for one rank; a group was given",
-    )
+    if group is None and kind not in ("auto", "local"):
+        raise ConfigError(f"kind {kind!r} needs a group of ranks; group is None")
+    if group is not None and kind == "local":
+        raise ConfigError("kind 'local' is for one rank; a group was given")
 
 
 def _announce(dispatcher: Dispatcher, why: str, sizes: _Sizes) -> None:
@@ -161,9 +151,8 @@ def _auto(num_experts: int, group: Any, sizes: _Sizes) -> tuple[Dispatcher, str]
     if IS_PADDLE:
         fleet, no_fleet = find_fleet()
         if fleet is not None and sizes.wait_for_counts:
-            return FleetDispatcher(
-                num_experts, group, fleet
-            ), "PaddleFleet is installed with DeepEP"
+            dispatcher = FleetDispatcher(num_experts, group, fleet)
+            return dispatcher, "PaddleFleet is installed with DeepEP"
         no_fleet = f"no PaddleFleet: {no_fleet}; " if fleet is None else f"{FLEET_WAITS}; "
     library, no_library = find_library()
     if library is None:

@@ -20,10 +20,9 @@ from ep_layer import run_layer
 from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
-from sonicmoe.ep.dispatcher import Route
+from sonicmoe.ep.dispatcher import LocalTransport, Route
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
 from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, FleetHandle, find_fleet
-from sonicmoe.ep.local import LocalTransport
 from sonicmoe.errors import (
     ConfigError,
     DTypeError,
