@@ -69,6 +69,10 @@ def _default_linear_beta(config: ResolvedConfig) -> float | None:
     return None if config.situ_linear_beta == math.inf else config.situ_linear_beta
 
 
+def _always(value: bool) -> Callable[[ResolvedConfig], bool]:
+    return lambda _: value
+
+
 # Fields that change nothing here. Fleet's own engine has these values.
 _IRRELEVANT = {
     "fused_gated": True,
@@ -97,7 +101,7 @@ _FIELDS: Mapping[str, _Field] = {
     "gemm_num_sms": _Field(_multiprocessors, lambda config: config.gemm_num_sms or None),
     "alignment_assumed": _Field(_boolean, attrgetter("fp8_assume_aligned")),
     "use_quack_gemm": _Field(_boolean, attrgetter("use_quack_gemm")),
-    **{name: _Field(_boolean, lambda _, value=value: value) for name, value in _IRRELEVANT.items()},
+    **{name: _Field(_boolean, _always(value)) for name, value in _IRRELEVANT.items()},
 }
 # Names that the two configuration classes of Fleet's own engine have for one thing.
 _ALIASES = {"use_fp8": "enabled", "assume_aligned": "alignment_assumed"}
