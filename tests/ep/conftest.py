@@ -1,43 +1,39 @@
-"""Worlds are run once per session; tests look at what they left."""
+"""Worlds are run once for all parallel workers of a run; tests look at what they left."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from filelock import FileLock
 from worlds import TESTS, paddle_variables, run_world
 
 
 @pytest.fixture(scope="session")
-def world_results(tmp_path_factory):
+def world_results(session_folder):
     """`world_results(framework, world)`: one dictionary of arrays per rank. A world that failed is
     not tried again.
     """
-    made: dict[tuple[str, int], list[dict[str, np.ndarray]] | BaseException] = {}
+    loaded: dict[tuple[str, int], list[dict[str, np.ndarray]]] = {}
 
-    def run(framework: str, world: int):
-        if (framework, world) not in made:
-            try:
-                made[framework, world] = start(framework, world)
-            except BaseException as error:
-                made[framework, world] = error
-                raise
-        outcome = made[framework, world]
-        if isinstance(outcome, BaseException):
-            pytest.fail(
-                f"the world of {world} {framework} ranks failed before: {type(outcome).__name__}"
-            )
-        return outcome
+    def results(framework: str, world: int):
+        if (framework, world) not in loaded:
+            folder = session_folder / f"world of {world} {framework} ranks"
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    folder.mkdir()
+                    start(framework, world, folder)
+                    (folder / "complete").touch()
+            if not (folder / "complete").exists():
+                pytest.fail(f"the {folder.name} failed before")
+            loaded[framework, world] = [
+                dict(np.load(folder / f"{rank}.npz")) for rank in range(world)
+            ]
+        return loaded[framework, world]
 
-    def start(framework: str, world: int):
-        directory: Path = tmp_path_factory.mktemp(f"{framework}{world}")
+    def start(framework: str, world: int, folder) -> None:
         launch = paddle_variables(world) if framework == "paddle" else [{}] * world
         variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-        run_world(
-            lambda rank: [TESTS / "ep" / "ep_worker.py", world, rank, directory],
-            variables,
-        )
-        return [dict(np.load(directory / f"{rank}.npz")) for rank in range(world)]
+        worker = TESTS / "ep" / "ep_worker.py"
+        run_world(lambda rank: [worker, world, rank, folder], variables)
 
-    return run
+    return results

@@ -1,5 +1,6 @@
 """One rank of a world: runs every case through every transport and leaves the results in
-`<out>/<rank>.npz`.
+`<out>/<rank>.npz`. A world of two also has tokens in FP8, bounds that differ between ranks, and,
+under Paddle, reductions of `main_grad`: a world takes longer to start than to run.
 
 Arguments: world size, rank, directory. The framework is the environment's SONICMOE_TEST_FRAMEWORK.
 """
@@ -9,69 +10,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import fp8_worker
 import framework
 import numpy as np
+import row_limit_worker
 from ep_cases import EXPERTS, cases
 from ep_layer import run_layer
+from ep_transports import deepep_transports, poisoned_fixed_size, start
 
-from sonicmoe.ep import TransportDispatcher, fixed_size
+from sonicmoe.ep import TransportDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
-from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.ep.row_limit import RowLimit
 
-MOST_TOKENS = 41  # of any rank in any case, and one more
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
 RECORDED_EXPERTS = 8
-
-
-def start(world, rank, directory):
-    """Join the world; returns the exchange of its ranks."""
-    if framework.IS_PADDLE:
-        import paddle.distributed as dist
-
-        from sonicmoe.ep.exchange_paddle import PaddleExchange
-
-        dist.init_parallel_env()
-        return PaddleExchange()
-    import torch.distributed as dist
-
-    from sonicmoe.ep.exchange_torch import TorchExchange
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
-    )
-    return TorchExchange()
-
-
-def poisoned_fixed_size(exchange):
-    """The transport that waits for nothing, its memory full of NaN."""
-
-    def empty(shape, dtype, device):
-        poison = float("nan") if "float" in str(dtype) else 0x7F  # which is NaN in e4m3
-        return framework.torch.full(list(shape), poison, dtype=dtype, device=device)
-
-    fixed_size.empty = empty
-    return FixedSizeTransport(EXPERTS, exchange, MOST_TOKENS)
-
-
-def deepep_dispatchers():
-    """Every mode of the emulated library."""
-    import emulated_deepep
-    import torch.distributed as dist
-
-    from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
-    from sonicmoe.ep.exchange_torch import TorchExchange
-
-    limit = RowLimit(MOST_TOKENS, TorchExchange)
-    group, library = dist.group.WORLD, emulated_deepep.LIBRARY
-    return {
-        "legacy": LegacyTransport(EXPERTS, group, library),
-        "legacy worst case": LegacyTransport(EXPERTS, group, library, limit=limit),
-        "elastic": ElasticTransport(EXPERTS, group, library, max_tokens=64),
-        "elastic without sync": ElasticTransport(
-            EXPERTS, group, library, max_tokens=64, wait_for_counts=False
-        ),
-    }
 
 
 def recorded(exchange):
@@ -100,7 +51,7 @@ def main(world, rank, directory):
     runs["fixed fp8"] = (fixed, {"dtype": "bfloat16", "fp8": True})
     runs["fp8"] = runs["fp8 again"] = (collective, {"dtype": "bfloat16", "fp8": True})
     if not framework.IS_PADDLE:
-        for name, transport in deepep_dispatchers().items():
+        for name, transport in deepep_transports().items():
             runs[name] = (TransportDispatcher(transport), {"dtype": "bfloat16"})
     results = {}
     for case, sources in cases(world).items():
@@ -109,6 +60,12 @@ def main(world, rank, directory):
                 results[f"{name}/{case}/{key}"] = array
     if world == 2:
         results |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
+        results |= {f"in fp8/{name}": array for name, array in fp8_worker.results(exchange).items()}
+        results["bounds"] = np.array(row_limit_worker.refused(exchange))
+    if world == 2 and framework.IS_PADDLE:
+        import main_grad_worker
+
+        results |= {f"main_grad/{name}": a for name, a in main_grad_worker.results(rank).items()}
     np.savez(directory / f"{rank}.npz", **results)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ep_cases import EXPERTS, source
 from ep_layer import run_layer
-from ep_worker import start
+from ep_transports import start
 
 from sonicmoe.ep import TransportDispatcher
 from sonicmoe.ep.collective import CollectiveTransport

@@ -1,5 +1,5 @@
 """One of two Paddle ranks: every way a Paddle trainer reduces `main_grad`, with the node at its
-place. Results to `<out>/<rank>.npz`.
+place.
 
 The process group is Paddle's gloo, which has no reduce-scatter: that one call is emulated by an
 all-reduce of which each rank keeps its own part and overwrites the rest, as the real one leaves the
@@ -7,9 +7,6 @@ rest undefined. Everything around it is Paddle's own code.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import paddle
@@ -199,16 +196,12 @@ def delayed_loss_scale(rank, flush):
     return {f"delayed scale, {flush}": scaled, f"after delayed scale, {flush}": alone}
 
 
-def main(rank, directory):
-    dist.init_parallel_env()
-    results = {}
+def results(rank):
+    """Errors and numbers by case."""
+    found = {}
     for case in (data_parallel, late_step, delayed_loss_scale):
         for flush in ("auto", "step"):
-            results |= case(rank, flush)
+            found |= case(rank, flush)
     for case in (overlap, reduce_scatter, pipeline):
-        results |= case(rank, "auto")
-    np.savez(directory / f"{rank}.npz", **results)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+        found |= case(rank, "auto")
+    return found

@@ -1,7 +1,8 @@
-"""One of two ranks that disagree about `max_tokens`: `row_limit_worker.py RANK DIRECTORY CASE`.
+"""Two ranks that disagree about `max_tokens`.
 
-"bounds": each rank was given another one; both transports that compare them do, and print what they
-raise. "rows": the last rank dispatches more rows than the bound, in its second dispatch, and ends.
+`refused`: each rank was given another one; both transports that compare them do. As a program,
+`row_limit_worker.py RANK DIRECTORY`: the last rank dispatches more rows than the bound, in its
+second dispatch, and ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import framework
 from ep_cases import EXPERTS, source
 from ep_layer import run_layer
-from ep_worker import start
+from ep_transports import start
 
 from sonicmoe.ep import TransportDispatcher
 from sonicmoe.ep.fixed_size import FixedSizeTransport
@@ -20,7 +21,9 @@ from sonicmoe.ep.row_limit import RowLimit
 from sonicmoe.errors import ConfigError
 
 
-def disagree(exchange, rank):
+def refused(exchange):
+    """What every dispatch of this rank raises."""
+    rank, said = exchange.rank, []
     transports = [FixedSizeTransport(EXPERTS, exchange, 12 + rank)]
     if not framework.IS_PADDLE:
         import emulated_deepep
@@ -36,18 +39,16 @@ def disagree(exchange, rank):
             try:
                 run_layer(TransportDispatcher(transport), source(5, rank), rank, "bfloat16")
             except ConfigError as error:
-                print(f"refused: {error}", file=sys.stderr)
+                said.append(str(error))
+    return said
 
 
-def main(rank, directory, case):
+def main(rank, directory):
     exchange = start(2, rank, directory)
-    if case == "bounds":
-        disagree(exchange, rank)
-        return
     dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
     for tokens in (12, 12 + rank):
         run_layer(dispatcher, source(tokens, rank), rank)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -255,28 +255,24 @@ class TestWhatIsRefused:
                     )
 
     @pytest.mark.parametrize("framework", FRAMEWORKS)
-    def test_bounds_that_differ_between_ranks(self, framework, tmp_path):
+    def test_bounds_that_differ_between_ranks(self, framework, world_results):
         """On all ranks, and none is left behind in a collective."""
-        for rank, (code, said) in enumerate(self.world(framework, tmp_path, "bounds")):
-            assert code == 0, said[-3000:]
-            lines = [line for line in said.splitlines() if line.startswith("refused: ")]
+        for rank, result in enumerate(world_results(framework, 2)):
+            lines = result["bounds"].tolist()
             assert len(lines) == (2 if framework == "paddle" else 4)
             words = f"max_tokens is {12 + rank} on rank {rank}, and the ranks 0 to 1 were given [12, 13]"
             assert all(words in line for line in lines)
 
     @pytest.mark.parametrize("framework", FRAMEWORKS)
     def test_the_others_learn_of_it_when_the_rank_ends(self, framework, tmp_path):
-        (first, waited), (second, raised) = self.world(framework, tmp_path, "rows")
-        assert first not in (0, -9) and second not in (0, -9)
-        assert "ShapeError: x has 13 rows; this dispatcher was made for max_tokens = 12" in raised
-        assert "rank 0 of 2 lost another rank in the dispatch over" in waited
-
-    def world(self, framework, directory, case):
         launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
         variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
         worker = TESTS / "ep" / "row_limit_worker.py"
-        processes = start_world(lambda rank: [worker, rank, directory, case], variables)
-        return [(code, said) for code, _, said in finish(processes, 60)]
+        processes = start_world(lambda rank: [worker, rank, tmp_path], variables)
+        (first, _, waited), (second, _, raised) = finish(processes, 60)
+        assert first not in (0, -9) and second not in (0, -9)
+        assert "ShapeError: x has 13 rows; this dispatcher was made for max_tokens = 12" in raised
+        assert "rank 0 of 2 lost another rank in the dispatch over" in waited
 
 
 def test_a_node_takes_rows_that_are_nobodys():

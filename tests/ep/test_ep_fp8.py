@@ -12,7 +12,6 @@ from ep_cases import EXPERTS, joined
 from ep_fp8 import BOTH, CASES, Spy, experts_of, run_fp8, sources
 from framework import relative_rmse
 from test_ep_dispatchers import Group
-from worlds import TESTS, paddle_variables, run_world
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher
@@ -33,14 +32,12 @@ BOUND = 5e-3  # of bf16 roundings of partial sums
 KEYS = ("y", "dx", "dweights", "up", "down")
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
-def world(request, tmp_path_factory):
-    framework = request.param
-    directory = tmp_path_factory.mktemp(f"fp8 {framework}")
-    launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
-    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    run_world(lambda rank: [TESTS / "ep" / "fp8_worker.py", rank, directory], variables)
-    return framework, [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
+@pytest.fixture(params=FRAMEWORKS)
+def world(request, world_results):
+    ranks = world_results(request.param, 2)
+    return request.param, [
+        {name.removeprefix("in fp8/"): array for name, array in rank.items()} for rank in ranks
+    ]
 
 
 WAYS = pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from worlds import TESTS, paddle_variables, run_world
 
 pytestmark = pytest.mark.paddle
 
@@ -12,12 +10,17 @@ BOUND = 2e-5
 WEIGHTS, BATCHES = 6, 4
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("main_grad")
-    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)]
-    run_world(lambda rank: [TESTS / "ep" / "main_grad_worker.py", rank, directory], variables)
-    return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
+@pytest.fixture
+def ranks(world_results):
+    prefix = "main_grad/"
+    return [
+        {
+            name.removeprefix(prefix): value
+            for name, value in rank.items()
+            if name.startswith(prefix)
+        }
+        for rank in world_results("paddle", 2)
+    ]
 
 
 @pytest.mark.parametrize("flush", ["auto", "step"])
