@@ -69,21 +69,9 @@ def _default_linear_beta(config: ResolvedConfig) -> float | None:
     return None if config.situ_linear_beta == math.inf else config.situ_linear_beta
 
 
-def _always(value: bool) -> Callable[[ResolvedConfig], bool]:
-    return lambda _: value
-
-
-# Fields that change nothing here. Fleet's own engine has these values.
-_IRRELEVANT = {
-    "fused_gated": True,
-    "fused_swiglu_quant": True,
-    "fused_zy1_quant": False,
-    "epilogue_quant": True,
-    "fuse_y1_quant": True,
-    "fuse_y1_bf16_trunc": True,
-    "fused_weight_layout": True,
-    "stagewise_memory": False,
-}
+# Fields that change nothing here, with the values that they have in Fleet's own engine.
+_ON = _Field(_boolean, lambda _: True)
+_OFF = _Field(_boolean, lambda _: False)
 _FIELDS: Mapping[str, _Field] = {
     "enabled": _Field(_boolean, attrgetter("fp8")),
     "fp8_wgrad": _Field(_boolean, attrgetter("fp8_wgrad")),
@@ -101,7 +89,14 @@ _FIELDS: Mapping[str, _Field] = {
     "gemm_num_sms": _Field(_multiprocessors, lambda config: config.gemm_num_sms or None),
     "alignment_assumed": _Field(_boolean, attrgetter("fp8_assume_aligned")),
     "use_quack_gemm": _Field(_boolean, attrgetter("use_quack_gemm")),
-    **{name: _Field(_boolean, _always(value)) for name, value in _IRRELEVANT.items()},
+    "fused_gated": _ON,
+    "fused_swiglu_quant": _ON,
+    "fused_zy1_quant": _OFF,
+    "epilogue_quant": _ON,
+    "fuse_y1_quant": _ON,
+    "fuse_y1_bf16_trunc": _ON,
+    "fused_weight_layout": _ON,
+    "stagewise_memory": _OFF,
 }
 # Names that the two configuration classes of Fleet's own engine have for one thing.
 _ALIASES = {"use_fp8": "enabled", "assume_aligned": "alignment_assumed"}

@@ -10,6 +10,7 @@ import paddlefleet    # only now
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 from collections.abc import MutableMapping
@@ -139,10 +140,8 @@ def _device(reference: bool) -> str:
         found = f"the GPU has compute capability {'.'.join(map(str, capability))}"
     if reference:
         return f"the reference engine ({found})"
-    raise EngineUnavailableError(
-        f"{found}, and the FP8 engine needs 9.0 (Hopper); install(reference=True) has the reference engine compute, "
-        "for tests"
-    )
+    way_out = "install(reference=True) has the reference engine compute, for tests"
+    raise EngineUnavailableError(f"{found}, and the FP8 engine needs 9.0 (Hopper); {way_out}")
 
 
 def _import_ops() -> ModuleType:
@@ -183,14 +182,9 @@ def _require_free(ops: ModuleType) -> str:
 
 def _fleet_modules() -> list[tuple[str, ModuleType]]:
     """Loaded modules of Fleet's MoE layer, also where PaddleFormers carries a copy."""
-    return [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if module is not None
-        and name.split(".")[0].startswith("paddle")
-        and name.split(".")[-3:-1] == ["transformer", "moe"]
-        and name.rpartition(".")[2] in _READERS
-    ]
+    spelt = re.compile(rf"paddle.*\.transformer\.moe\.({'|'.join(_READERS)})")
+    modules = list(sys.modules.items())
+    return [(name, module) for name, module in modules if module and spelt.fullmatch(name)]
 
 
 def _is_bound(module: ModuleType, ops: dict[str, Any]) -> bool:

@@ -56,21 +56,15 @@ class FleetLayer:
         activation: ActivationType,
         activation_parameters: ActivationParameters = (),
     ) -> SonicMoEMlpNode:
-        """The node for these settings; found again for the identical `config`.
-
-        Raises:
-            ConfigError: the activation is not gated, or the settings contradict each other.
-        """
+        """The node for these settings; found again for the identical `config`."""
         # By identity, because comparing two configurations takes as long as a launch. The node
         # keeps its configuration alive, so the id stays its own.
         key = (id(config), activation, activation_parameters)
         node = self._nodes.get(key)
         if node is None:
-            expect(
-                is_glu(activation),
-                ConfigError,
-                f"activation_type is {activation.value!r}; needed: a gated activation, whose w1 has 2I columns",
-            )
+            needed = "a gated activation, whose w1 has 2I columns"
+            words = f"activation_type is {activation.value!r}; needed: {needed}"
+            expect(is_glu(activation), ConfigError, words)
             node = SonicMoEMlpNode.over(
                 self.state, activation, config=config, activation_parameters=activation_parameters
             )
@@ -99,19 +93,16 @@ _making = threading.Lock()
 
 
 def layer_of(weight1: Tensor, weight2: Tensor, hidden: int) -> FleetLayer:
-    """The layer of two parameters, made at the first call; `hidden`: H of the tokens.
-
-    Raises:
-        ShapeError, DTypeError, LayoutError, FrameworkError: the weights fit no layout, or not H.
-    """
-    key = (id(weight1), id(weight2))
-    layer = _layers.get(key)
-    if layer is None or not layer.belongs_to(weight1, weight2):
+    """The layer of two parameters, made at the first call; `hidden`: H of the tokens."""
+    layer = known_layer(weight1, weight2)
+    if layer is None:
+        # Threads that come together to a new pair must not make two layers, whose gradients would
+        # not know each other.
         with _making:
-            layer = _layers.get(key)
-            if layer is None or not layer.belongs_to(weight1, weight2):
+            layer = known_layer(weight1, weight2)
+            if layer is None:
                 layer = FleetLayer(weight1, weight2, hidden)
-                layer.keep_until_dropped(key, weight1, weight2)
+                layer.keep_until_dropped((id(weight1), id(weight2)), weight1, weight2)
     return layer
 
 

@@ -157,10 +157,9 @@ def _check_sizes(indices: Tensor, topk: int, experts: int, layer: FleetLayer) ->
     """What nobody else can check."""
     fits = int(indices.shape[-1]) == topk
     need_shape(fits, "topk_indices", indices, f"[T, K] with K = {topk}")
-    if experts != layer.experts:
-        raise RoutingError(
-            f"E is {experts}, and w1 and w2 hold {layer.experts} experts; needed: as many local experts as weights"
-        )
+    held = f"w1 and w2 hold {layer.experts} experts"
+    words = f"E is {experts}, and {held}; needed: as many local experts as weights"
+    expect(experts == layer.experts, RoutingError, words)
 
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
@@ -170,12 +169,10 @@ def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
         return
     found = dtype_name(hidden_states.dtype)
     if fp8_scale is None:
-        raise DTypeError(
-            f"hidden_states is {found} and fp8_scale is None; needed: the scales of these codes as fp8_scale, or bfloat16"
-        )
-    raise DTypeError(
-        f"fp8_scale came with hidden_states in {found}; needed: float8_e4m3fn, or no fp8_scale"
-    )
+        needed = "the scales of these codes as fp8_scale, or bfloat16"
+        raise DTypeError(f"hidden_states is {found} and fp8_scale is None; needed: {needed}")
+    needed = "float8_e4m3fn, or no fp8_scale"
+    raise DTypeError(f"fp8_scale came with hidden_states in {found}; needed: {needed}")
 
 
 def _check_routing(indices: Any, scores: Any, tokens: int) -> None:
@@ -183,11 +180,9 @@ def _check_routing(indices: Any, scores: Any, tokens: int) -> None:
         require_framework_tensor(value, name)
         fits = len(value.shape) == 2 and int(value.shape[0]) == tokens
         need_shape(fits, name, value, f"[T, K] with T = {tokens}, the rows of hidden_states")
-    expect(
-        tuple(scores.shape) == tuple(indices.shape),
-        ShapeError,
-        f"topk_scores has shape {tuple(scores.shape)} and topk_indices {tuple(indices.shape)}; needed: one shape",
-    )
+    shapes = tuple(scores.shape), tuple(indices.shape)
+    words = f"topk_scores has shape {shapes[0]} and topk_indices {shapes[1]}; needed: one shape"
+    expect(shapes[0] == shapes[1], ShapeError, words)
     need_dtype("topk_indices", indices, *INDEX_DTYPES)
     need_dtype("topk_scores", scores, torch.float32)
 
