@@ -48,9 +48,8 @@ class Group:
 
 
 def bf16(bits):
-    return torch.from_numpy((bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).to(
-        torch.bfloat16
-    )
+    words = bits.view(np.uint16).astype(np.uint32) << 16
+    return torch.from_numpy(words.view(np.float32)).to(torch.bfloat16)
 
 
 class Recording:
@@ -73,9 +72,8 @@ class Recording:
                 assert num_nvl_bytes == 2 * 256
 
             def get_dispatch_layout(self, topk_idx, num_experts):
-                assert num_experts == 8 and np.array_equal(
-                    topk_idx.numpy(), recording.arrays["topk_idx"]
-                )
+                assert num_experts == 8
+                assert np.array_equal(topk_idx.numpy(), recording.arrays["topk_idx"])
                 return "per rank", None, "per expert", "in rank", None
 
             def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, **layout):
@@ -83,30 +81,21 @@ class Recording:
                 if handle is not None:
                     assert topk_idx is None and topk_weights is None and not layout
                     return bf16(a["recv_x"]), None, None, None, None, None
-                assert torch.equal(x, bf16(a["x"])) and np.array_equal(
-                    topk_weights.numpy(), a["topk_weights"]
-                )
-                assert (
-                    layout["is_token_in_rank"] == "in rank"
-                    and layout["num_tokens_per_expert"] == "per expert"
-                )
-                received = (
-                    torch.from_numpy(a[f"recv_{name}"]) for name in ("topk_idx", "topk_weights")
-                )
+                assert torch.equal(x, bf16(a["x"]))
+                assert np.array_equal(topk_weights.numpy(), a["topk_weights"])
+                assert layout["is_token_in_rank"] == "in rank"
+                assert layout["num_tokens_per_expert"] == "per expert"
+                names = ("recv_topk_idx", "recv_topk_weights")
                 counts = a["num_recv_tokens_per_expert_list"].tolist()
+                received = (torch.from_numpy(a[name]) for name in names)
                 return bf16(a["recv_x"]), *received, counts, "handle", None
 
             def combine(self, x, handle, topk_weights=None):
                 assert handle == "handle" and x.is_contiguous() and x.dtype == torch.bfloat16
                 recording.combined.append(topk_weights)
                 back = torch.ones(len(recording.arrays["x"]), x.shape[1], dtype=x.dtype)
-                return (
-                    back,
-                    None
-                    if topk_weights is None
-                    else torch.ones(recording.arrays["topk_idx"].shape),
-                    None,
-                )
+                weights = torch.ones(recording.arrays["topk_idx"].shape)
+                return back, None if topk_weights is None else weights, None
 
         self.Buffer = Buffer
 
@@ -119,9 +108,8 @@ def test_recorded_deepep_dispatch_goes_through_unchanged(rank):
     x, weights = bf16(a["x"]).requires_grad_(), torch.from_numpy(a["topk_weights"]).requires_grad_()
     received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]).to(torch.int32), weights)
     assert torch.equal(received.x, bf16(a["recv_x"]))
-    assert received.indices.dtype == torch.int64 and np.array_equal(
-        received.indices.numpy(), a["recv_topk_idx"]
-    )
+    assert received.indices.dtype == torch.int64
+    assert np.array_equal(received.indices.numpy(), a["recv_topk_idx"])
     assert np.array_equal(received.probs.detach().numpy(), a["recv_topk_weights"])
     assert received.tokens_per_expert == a["num_recv_tokens_per_expert_list"].tolist()
     y = dispatcher.combine(received.x * 1.0, received.handle)
@@ -161,25 +149,17 @@ def test_elastic_buffer_grows_with_the_slots_too_and_shrinks_in_neither():
 
         def dispatch(self, x, topk_idx, topk_weights, num_experts, do_cpu_sync):
             assert x.shape[1] <= self.made_for[0] and topk_idx.shape[1] <= self.made_for[1]
-            return (
-                x,
-                topk_idx,
-                topk_weights,
-                SimpleNamespace(num_recv_tokens_per_expert_list=[1]),
-                None,
-            )
+            handle = SimpleNamespace(num_recv_tokens_per_expert_list=[1])
+            return x, topk_idx, topk_weights, handle, None
 
         def combine(self, x, handle, topk_weights=None):
             return x, None, None
 
-    transport = ElasticTransport(
-        8, Group(), SimpleNamespace(ElasticBuffer=ElasticBuffer), max_tokens=4
-    )
+    library = SimpleNamespace(ElasticBuffer=ElasticBuffer)
+    transport = ElasticTransport(8, Group(), library, max_tokens=4)
     for hidden, topk in ((64, 2), (64, 2), (64, 4), (32, 3), (128, 2), (64, 4)):
-        x = torch.zeros(1, hidden, dtype=torch.bfloat16)
-        received = transport.dispatch(
-            x, torch.zeros(1, topk, dtype=torch.int64), torch.zeros(1, topk)
-        )
+        x, ids = torch.zeros(1, hidden, dtype=torch.bfloat16), torch.zeros(1, topk).long()
+        received = transport.dispatch(x, ids, torch.zeros(1, topk))
         transport.combine(x, received.handle)
     assert made == [(64, 2), (64, 4), (128, 4)]
 
@@ -194,13 +174,8 @@ def unnamed_group():
 
 @pytest.mark.parametrize(
     ("serves", "gpu"),
-    [
-        ("cuda:nccl", True),
-        ("cpu:gloo,cuda:nccl", True),
-        ("cpu:gloo", False),
-        ("cpu:gloo,cuda:gloo", False),
-    ],
-)
+    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False), ("cpu:gloo,cuda:gloo", False)],
+)  # fmt: skip
 def test_a_group_is_judged_by_the_devices_it_serves(unnamed_group, serves, gpu, monkeypatch):
     for group in unnamed_group:
         assert dist.get_backend(group) == "undefined"
@@ -220,20 +195,14 @@ class Exchange:
 @pytest.mark.parametrize(
     ("gpu", "offers", "options", "transport", "why"),
     [
-        (
-            False,
-            ("legacy", "elastic"),
-            {},
-            CollectiveTransport,
-            "the group has no NCCL, which DeepEP needs",
-        ),
+        (False, ("legacy", "elastic"), {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
         (True, (), {}, CollectiveTransport, "no DeepEP: not built"),
         (True, ("elastic",), {}, CollectiveTransport, "DeepEP's ElasticBuffer needs max_tokens"),
         (True, ("elastic",), {"max_tokens": 4}, ElasticTransport, "DeepEP is installed"),
         (True, ("legacy", "elastic"), {}, LegacyTransport, "DeepEP is installed"),
         (True, ("legacy",), {"kind": "collective"}, CollectiveTransport, "as asked for"),
     ],
-)
+)  # fmt: skip
 def test_the_choice_and_its_reason_are_one_log_line(
     gpu, offers, options, transport, why, monkeypatch, caplog
 ):
@@ -265,46 +234,22 @@ class FleetWorld:
         self.calls = []
 
     def fused_dispatch(
-        self,
-        x,
-        token_indices,
-        token_probs,
-        num_experts,
-        group,
-        previous_event=None,
-        fp8_dispatch=False,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-        moe_ep_barrier=True,
-        use_ue8m0=False,
+        self, x, token_indices, token_probs, num_experts, group, previous_event=None, fp8_dispatch=False,
+        async_finish=False, allocate_on_comm_stream=False, moe_ep_barrier=True, use_ue8m0=False,
         prequant_dispatch_payload=None,
-    ):
+    ):  # fmt: skip
         assert token_probs.dtype == torch.float32 and token_indices.dtype == torch.int64
         assert ((token_indices >= -1) & (token_indices < num_experts)).all()
         self.calls.append("dispatch")
         counts = [int((token_indices == e).sum()) for e in range(num_experts)]
-        states = {
-            "dispatched_indices": token_indices.to(torch.int32),
-            "tokens_per_expert": counts,
-            "handle": "h",
-        }
-        return x * 1.0, token_probs * 1.0, states, None
+        states = {"dispatched_indices": token_indices.to(torch.int32), "handle": "h"}
+        return x * 1.0, token_probs * 1.0, states | {"tokens_per_expert": counts}, None
 
     def fused_combine(
-        self,
-        x,
-        group,
-        handle,
-        *,
-        _rr_fusedcombined=None,
-        previous_event=None,
-        combine_overlap_handle=None,
-        async_finish=False,
-        moe_ep_barrier=True,
-        use_rr_deepep_combine=False,
-        combine_grad_quant_func=None,
-        combine_grad_handle=None,
-    ):
+        self, x, group, handle, *, _rr_fusedcombined=None, previous_event=None,
+        combine_overlap_handle=None, async_finish=False, moe_ep_barrier=True,
+        use_rr_deepep_combine=False, combine_grad_quant_func=None, combine_grad_handle=None,
+    ):  # fmt: skip
         assert handle == "h"
         self.calls.append("combine")
         return x * 1.0
@@ -313,10 +258,10 @@ class FleetWorld:
 def test_fleet_functions_keep_the_contract():
     fleet = FleetWorld()
     functions = FleetFunctions(fleet.fused_dispatch, fleet.fused_combine)
-    results = run_layer(
-        FleetDispatcher(EXPERTS, Group(1), functions), source(30, 3), dtype="bfloat16"
+    results, wanted = (
+        run_layer(dispatcher, source(30, 3), dtype="bfloat16")
+        for dispatcher in (FleetDispatcher(EXPERTS, Group(1), functions), LocalDispatcher(EXPERTS))
     )
-    wanted = run_layer(LocalDispatcher(EXPERTS), source(30, 3), dtype="bfloat16")
     assert fleet.calls == ["dispatch", "combine"]
     for key, array in wanted.items():
         assert results[key].tobytes() == array.tobytes(), key
@@ -345,12 +290,10 @@ def test_the_library_is_found_by_what_it_offers(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", emulated.LIBRARY)
     assert find_library()[0].kinds == ("legacy", "elastic")
     assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, LegacyTransport)
-    monkeypatch.setitem(
-        sys.modules, "deep_ep", SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer)
-    )
-    assert isinstance(
-        make_dispatcher(8, Group(), kind="deepep", max_tokens=4).transport, ElasticTransport
-    )
+    elastic = SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer)
+    monkeypatch.setitem(sys.modules, "deep_ep", elastic)
+    made = make_dispatcher(8, Group(), kind="deepep", max_tokens=4)
+    assert isinstance(made.transport, ElasticTransport)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         make_dispatcher(8, Group(), kind="deepep")
     assert buffer_kinds(SimpleNamespace(Buffer=object)) == ()
@@ -362,9 +305,8 @@ def without_nvshmem(*kinds):
 
     class Config(emulated.Config):
         def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
-            raise RuntimeError(
-                "Failed: Assertion error buffer.cu:1 'NVSHMEM is disable during compilation'\nat"
-            )
+            why = "'NVSHMEM is disable during compilation'"
+            raise RuntimeError(f"Failed: Assertion error buffer.cu:1 {why}\nat")
 
     class Buffer(emulated.Buffer):
         def __init__(self, group, *sizes):
@@ -379,9 +321,8 @@ def without_nvshmem(*kinds):
 def gpu_world(monkeypatch, library):
     monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "find_library", lambda: (library, ""))
-    monkeypatch.setattr(
-        select, "_collective", lambda num_experts, group, sizes: SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
-    )  # fmt: skip
+    made = SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
+    monkeypatch.setattr(select, "_collective", lambda num_experts, group, sizes: made)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -439,9 +380,8 @@ def test_frozen_inputs(frozen):
     assert received.probs.requires_grad == received.x.requires_grad == (frozen != "both")
     if frozen != "both":
         (received.x.float().sum() + received.probs.sum()).backward()
-        assert (x.grad is None) == (frozen == "x") and (weights.grad is None) == (
-            frozen == "weights"
-        )
+        assert (x.grad is None) == (frozen == "x")
+        assert (weights.grad is None) == (frozen == "weights")
 
 
 def test_local_dispatch_moves_nothing():
@@ -505,29 +445,32 @@ X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch
     ],
 )
 def test_unfit_arguments_are_refused_by_name(arguments, error, words):
-    for dispatcher in (
-        LocalDispatcher(4),
-        TransportDispatcher(LegacyTransport(4, Group(), Recording(0))),
-    ):
+    legacy = TransportDispatcher(LegacyTransport(4, Group(), Recording(0)))
+    for dispatcher in (LocalDispatcher(4), legacy):
         with pytest.raises(error, match=words):
             dispatcher.dispatch(*arguments)
 
 
-def test_unfit_worlds_are_refused():
-    with pytest.raises(RoutingError, match="num_experts is 9; 2 ranks"):
-        LegacyTransport(9, Group(), Recording(0))
-    with pytest.raises(ConfigError, match="kind is 'nvshmem'"):
-        make_dispatcher(8, kind="nvshmem")
-    with pytest.raises(ConfigError, match="needs a group"):
-        make_dispatcher(8, kind="deepep")
-    with pytest.raises(ConfigError, match="one rank"):
-        make_dispatcher(8, Group(), kind="local")
-    transport = LegacyTransport(8, Group(), Recording(0))
-    with pytest.raises(DTypeError, match="x is float32; DeepEP carries bfloat16"):
-        transport.dispatch(X, IDS, WEIGHTS)
-    with pytest.raises(ShapeError, match="x has 4 columns; DeepEP needs a multiple of 8"):
-        transport.dispatch(X[:, :4].to(torch.bfloat16), IDS, WEIGHTS)
-    with pytest.raises(ShapeError, match=r"4 rows.*max_tokens = 3"):
-        ElasticTransport(8, Group(), None, max_tokens=3).dispatch(
-            X.to(torch.bfloat16), IDS, WEIGHTS
-        )
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: legacy(9), RoutingError, "num_experts is 9; 2 ranks"),
+        (lambda: make_dispatcher(8, kind="nvshmem"), ConfigError, "kind is 'nvshmem'"),
+        (lambda: make_dispatcher(8, kind="deepep"), ConfigError, "needs a group"),
+        (lambda: make_dispatcher(8, Group(), kind="local"), ConfigError, "one rank"),
+        (lambda: legacy().dispatch(X, IDS, WEIGHTS), DTypeError, "x is float32; DeepEP carries bfloat16"),
+        (lambda: legacy().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError, "x has 4 columns; DeepEP needs a multiple of 8"),
+        (lambda: elastic().dispatch(X.bfloat16(), IDS, WEIGHTS), ShapeError, r"4 rows.*max_tokens = 3"),
+    ],
+)  # fmt: skip
+def test_unfit_worlds_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def legacy(experts=8):
+    return LegacyTransport(experts, Group(), Recording(0))
+
+
+def elastic():
+    return ElasticTransport(8, Group(), None, max_tokens=3)
