@@ -4,13 +4,16 @@ failed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import processes
 
@@ -54,26 +57,36 @@ def environment(**extra):
 
 
 def free_ports(count):
-    """Ports that nobody listens on at this moment, below those that the system gives to outgoing
-    connections by itself.
+    """Ports that nobody listens on at this moment, and that no other world is given as long as this
+    process lives, below those that the system gives to outgoing connections by itself.
 
     A rank takes its port seconds after this call: one of the system's would now and then be another
-    process's by then.
+    process's by then, and one that two worlds had found free would be the first one's.
     """
-    first_of_the_systems = int(
-        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
-    )
-    candidates, found = (
-        random.SystemRandom().sample(range(FIRST_PORT, first_of_the_systems), 100 * count),
-        [],
-    )
+    systems = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    candidates = random.SystemRandom().sample(range(FIRST_PORT, int(systems[0])), 100 * count)
+    found = []
     for port in candidates:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with suppress(OSError):
+            _reserve(port)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:
             return found
     raise RuntimeError(f"{count} free ports were not found among {len(candidates)}")
+
+
+def _reserve(port):
+    """Lock a file of that name; OSError where another process of this user holds it."""
+    folder = Path(tempfile.gettempdir()) / f"sonicmoe-tests-{os.getuid()}-ports"
+    folder.mkdir(exist_ok=True)
+    file = (folder / str(port)).open("w")
+    _RESERVED.append(file)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+_RESERVED: list[IO[str]] = []  # open, and therefore locked, as long as this process lives
 
 
 def torchrun_variables(world):
