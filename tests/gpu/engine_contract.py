@@ -29,6 +29,7 @@ from gpu.engine_cases import (
     poisoned_allocator,
     run,
 )
+from gpu.hopper_step import waiting_is_an_error
 from pairwise import pairwise
 from public_models import EXPERT_SIZES
 
@@ -352,15 +353,11 @@ class PlainEngineContract(EngineContract):
         case, settings = make_case(900), self.settings
         weights = self.engine.prepare_weights(*case.weights, settings)
         routing, wanted, accumulators = case.routing(), self.run(case), case.accumulators()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out, saved = self.engine.forward(case.x, routing, weights, settings)
                 dx, dprobs = self.engine.backward(case.dout, saved, weights, accumulators)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         graph.replay()
         assert_same_bits({"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}, wanted)
 

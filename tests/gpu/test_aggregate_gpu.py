@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.engine_cases import poisoned_allocator
+from gpu.hopper_step import waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
 from sonicmoe.errors import DTypeError, ShapeError
@@ -44,8 +46,7 @@ def outputs_of(dtype):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_plain_operations(kernels, dtype, weighted):
-    torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory is NaN
-    try:
+    with poisoned_allocator():
         for seed, (tokens, topk, global_experts) in enumerate(
             [(1, 1, 4), (257, 8, 16), (100, 32, 40), (64, 33, 48), (500, 8, 256)]
         ):
@@ -56,8 +57,6 @@ def test_equals_plain_operations(kernels, dtype, weighted):
                     ours = summed_by(kernels, rows, routing, weighted=weighted, dtype=out)
                     want = summed_by(PLAIN, rows, routing, weighted=weighted, dtype=out)
                     assert torch.equal(ours, want), (tokens, topk, width, out)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_tokens_without_rows_are_exact_zeros(kernels):
@@ -110,13 +109,10 @@ def test_graph_and_no_sync(kernels):
     routing = routing_of(2048, 8, 16, 16)
     rows = rows_of(routing, 1024, torch.bfloat16)
     want = summed_by(kernels, rows, routing, weighted=True).clone()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = summed_by(kernels, rows, routing, weighted=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph.replay()
     assert torch.equal(out, want)
 

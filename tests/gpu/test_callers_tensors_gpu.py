@@ -8,6 +8,7 @@ import os
 
 import pytest
 from callers_tensors import FACES, SPELLINGS, E, H, I, check_face, check_node, given
+from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import no_compile
@@ -45,9 +46,10 @@ def compiled():
         yield
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("face", [face for face in FACES if face != "MoE, plain"])
+@pytest.mark.parametrize(
+    ("face", "spelling", "engine"),
+    pairwise([face for face in FACES if face != "MoE, plain"], SPELLINGS, ENGINES),
+)
 def test_calls_leave_their_callers_tensors_alone(face, engine, spelling):
     with config_of(engine).activate():
         check_face(face, given("cuda", spelling), engine == "hopper")

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.hopper_step import waiting_is_an_error
+from pairwise import pairwise
 from torch import nn
 
 from sonicmoe import layouts
@@ -60,11 +62,10 @@ def held_before(shape, dtype, offset):
     return torch.randn(size + offset, device="cuda").to(dtype)[offset:].view(shape)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2])
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("split_half", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "offset", "transposed", "split_half", "fresh"),
+    pairwise(DTYPES, [0, 1, 2], *[[False, True]] * 3),
+)
 def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fresh, offset):
     for experts, hidden, intermediate in SIZES:
         n1 = 2 * intermediate
@@ -180,13 +181,17 @@ def flushed(kind, source, through_autograd):
     ] + returned
 
 
-@pytest.mark.parametrize("through_autograd", [False, True])
-@pytest.mark.parametrize("kind", ["bound", "none", "absent"])
 @pytest.mark.parametrize(
-    "activation", [ActivationType.SWIGLU, ActivationType.SILU], ids=lambda a: a.value
+    ("dtype", "kind", "make", "activation", "through_autograd"),
+    pairwise(
+        DTYPES,
+        ["bound", "none", "absent"],
+        ["per_expert", "fused"],
+        [ActivationType.SWIGLU, ActivationType.SILU],
+        [False, True],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("make", ["per_expert", "fused"])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_one_launch_equals_plain_operations(
     make, activation, kind, dtype, through_autograd, monkeypatch
 ):
@@ -225,16 +230,13 @@ def test_graph_and_no_sync(make):
     bind(source, "bound")
     weights = GradientSink(source, FlushMode.STEP)
     fill(weights, 0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         weights.flush()
         before = [weight.main_grad.clone() for weight in source.parameters()]
         fill(weights, 1)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             weights.flush()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
     graph.replay()
     graph.replay()  # the accumulators are zero by now

@@ -3,10 +3,9 @@ quantiser bit for bit. No instruction of compute capability 10.0 is in them, so 
 shows it.
 """
 
-import itertools
-
 import pytest
 import torch
+from pairwise import pairwise
 
 from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
 from sonicmoe.quant import mx
@@ -124,9 +123,9 @@ def test_the_product_of_codes_is_that_of_values():
 
 
 @pytest.mark.parametrize(
-    ("transposed", "split_half"), list(itertools.product([False, True], repeat=2))
+    ("dtype", "transposed", "split_half"),
+    pairwise([torch.bfloat16, torch.float16, torch.float32], *[[False, True]] * 2),
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_weights(dtype, transposed, split_half):
     for experts, hidden, inner in ((3, 272, 80), (2, 512, 384)):
         w1, w2 = (

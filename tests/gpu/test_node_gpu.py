@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.engine_cases import poisoned_allocator
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
@@ -91,13 +92,8 @@ def test_same_numbers_as_on_the_host(mode: str, tokens: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_poisoned_memory_changes_no_bit(mode: str) -> None:
     clean = run("cuda", MODES[mode], 333)
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # fills every fresh `torch.empty` with NaN
-    try:
+    with poisoned_allocator():
         poisoned = run("cuda", MODES[mode], 333)
-    finally:
-        torch.use_deterministic_algorithms(False)
     for a, b in zip(clean, poisoned, strict=True):
         assert torch.equal(a, b)
 

@@ -8,6 +8,9 @@ import itertools
 
 import pytest
 import torch
+from gpu.engine_cases import poisoned_allocator
+from gpu.hopper_step import waiting_is_an_error
+from pairwise import pairwise
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.interop import current_stream
@@ -35,18 +38,12 @@ SIZES = [
     (16, 2048, 768),
     (8, 3072, 1536),
 ]
-LAYOUTS = list(itertools.product([False, True], repeat=2))
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Every `torch.empty` comes back full of NaN and of the largest integers: what a kernel does
-    not write shows.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert bool(torch.isnan(torch.empty(7, device="cuda")).all()), "the poison is not active"
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_allocator():
+        yield
 
 
 def values(shape, dtype, seed=0, special=True):
@@ -166,14 +163,10 @@ class TestRows:
     def test_graph_and_no_sync(self):
         x = values((2048, 1024), torch.bfloat16, special=False)
         gpu.quantize_rows(x)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 q = gpu.quantize_rows(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         x.mul_(-3)
         graph.replay()
         assert_same(q, quantize(x, rows(128)))
@@ -248,9 +241,9 @@ def check_steady(weights, source, recipe, label=""):
 
 
 class TestWeights:
-    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("iso_weight", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "transposed", "split_half", "iso_weight"), pairwise(DTYPES, *[[False, True]] * 3)
+    )
     def test_equals_the_reference(self, dtype, transposed, split_half, iso_weight):
         weights = gpu.QuantizedWeights(iso_weight)
         for seed, sizes in enumerate(SIZES):
@@ -258,9 +251,11 @@ class TestWeights:
             weights.update(source)
             check(weights, source, sizes)
 
-    @pytest.mark.parametrize("recipe", STEADY_RECIPES, ids=lambda recipe: recipe.name)
-    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("dtype", "recipe", "transposed", "split_half"),
+        pairwise(DTYPES, STEADY_RECIPES, *[[False, True]] * 2),
+        ids=lambda v: getattr(v, "name", str(v)),
+    )
     def test_one_scale_along_the_contraction(self, dtype, transposed, split_half, recipe):
         """Each order of each weight as the recipe quantises it; updates follow the guard."""
         weights = gpu.SteadyWeights(recipe)
@@ -421,14 +416,10 @@ class TestGuard:
     def test_no_sync_from_the_first_update_on(self, source):
         gpu.QuantizedWeights().update(source)  # loads the module
         weights = gpu.QuantizedWeights()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             weights.update(source)
             weights.update(source)
             weights.update(source, force=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         check(weights, source)
 
     def test_graph_follows_weight_updates(self, source):

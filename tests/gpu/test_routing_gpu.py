@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu.engine_cases import poisoned_allocator
+from gpu.hopper_step import waiting_is_an_error
 from kernels.routing_cases import (
     built_by,
     corpus,
@@ -43,7 +45,10 @@ def small_tiles():
         return backends.CudaKernels(source.arch)
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, "small tiles", "triton"])
+KERNELS = (*SHAPES, "small tiles", "triton")
+
+
+@pytest.fixture(scope="module", params=KERNELS)
 def kernels(request):
     if request.param == "triton":
         return backends.TritonKernels()
@@ -54,11 +59,8 @@ def kernels(request):
 
 @pytest.fixture
 def poisoned():
-    """Every `torch.empty` comes back full of NaN and of the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert bool(torch.isnan(torch.empty(7, device="cuda")).all()), "the poison is not active"
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_allocator():
+        yield
 
 
 def expected(indices, probs, num_experts, rows, alignment=128):
@@ -100,8 +102,9 @@ def check(indices, num_experts, kernels, label, alignment=128, counts_known=Fals
     return routing
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("counts_known", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "counts_known"), [(torch.int32, False), (torch.int64, True)], ids=str
+)
 def test_corpus(kernels, dtype, counts_known, poisoned):
     for number, (name, indices, experts) in enumerate(corpus(scale=20)):
         if dtype == torch.int32 and name == "ids_past_32_bits":
@@ -143,7 +146,21 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LARGE, "all_on_one", "all_on_each", "99_percent_invalid"])
+ALL_LARGE = (*LARGE, "all_on_one", "all_on_each", "99_percent_invalid")
+MOST_USED = ("auto", "triton")
+
+
+# The kernels that are chosen take every large batch; the other grids take them in turns.
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        (kernel, name)
+        for turn, kernel in enumerate(KERNELS)
+        for index, name in enumerate(ALL_LARGE)
+        if kernel in MOST_USED or index % len(KERNELS) == turn
+    ],
+    indirect=["kernels"],
+)
 def test_large(kernels, name, poisoned):
     indices, experts, probs, tensors = large_case(name)
     assert_equal(built_by(kernels, indices.cuda(), probs.cuda(), experts), tensors, name)
@@ -205,15 +222,12 @@ def test_never_waits_for_the_gpu(kernels):
     built_by(kernels, indices, probs, 8)
     routing = build_routing(indices, probs, 8)
     scatter_to_slots(routing.row_prob, routing)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         routing = built_by(kernels, indices, probs, 8)
         built_by(kernels, indices, probs, 8, [8192] * 8)
         moved_by(kernels, routing.row_prob, routing.slot_row)
         scatter_to_slots(routing.row_prob, routing)
         build_routing(indices, probs, 8)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_counts_below_the_true_ones_write_nothing_out_of_bounds(kernels):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.engine_cases import poisoned_allocator
 
 pytest.importorskip("transformers", minversion="5.7")
 
@@ -200,13 +201,8 @@ def experts_run(invalid: float, use_fp8: bool, tokens: int = 700) -> list[torch.
 @pytest.mark.parametrize("invalid", [0.0, 0.5, 0.99, 1.0])
 def test_sentinels_touch_nothing_under_a_poisoned_allocator(use_fp8: bool, invalid: float) -> None:
     clean = experts_run(invalid, use_fp8)
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # fills every fresh `torch.empty` with NaN
-    try:
+    with poisoned_allocator():
         poisoned = experts_run(invalid, use_fp8)
-    finally:
-        torch.use_deterministic_algorithms(False)
     for a, b in zip(clean, poisoned, strict=True):
         assert torch.equal(a, b) and bool(torch.isfinite(a.float()).all())
     here, out, dx, dprobs, *_ = clean

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.hopper_step import waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, topk_of
 
 from sonicmoe.interop import current_stream
@@ -95,8 +96,9 @@ def on_host(x, routing):
     return quantised_rows(x, routing.row_token)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(shape, DTYPES[index % 3]) for index, shape in enumerate(SHAPES * 2)]
+)
 def test_equals_the_reference(shape, dtype):
     x, routing = case(shape, dtype)
     assert_bits(gathered(x, routing), on_host(x, routing), used_rows(routing))
@@ -351,13 +353,10 @@ def test_graph_and_no_sync():
     x, routing = case(SHAPES[4], torch.bfloat16)
     want = gathered(x, routing)
     rows = used_rows(routing)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = gathered(x, routing)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph.replay()
     assert_bits(got, want, rows)
 

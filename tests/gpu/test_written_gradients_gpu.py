@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.hopper import HopperEngine
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 E, H, I, K = 6, 272, 192, 2
 FP8 = SonicMoEConfig(engine="hopper", fp8_mode="perf")
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+DTYPES = [torch.bfloat16, torch.float32]
 LAYOUTS = [WeightLayout(t, s) for t in (False, True) for s in (False, True)]
 
 
@@ -62,9 +63,9 @@ def equal(written, accumulated):
     )
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 300])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@DTYPES
+@pytest.mark.parametrize(
+    ("layout", "tokens", "dtype"), pairwise(LAYOUTS, [300, 0, 1], DTYPES), ids=str
+)
 def test_functional(both, dtype, layout, tokens):
     x, ids, probs, dout = batch(tokens)
 
@@ -83,9 +84,9 @@ def test_functional(both, dtype, layout, tokens):
     assert not written[0][1].any() and bool(written[0].any()) == (tokens > 0)
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["stacked", "own"])
-@DTYPES
+@pytest.mark.parametrize(
+    ("frozen", "own", "dtype"), pairwise([(), (0,), (1,), (0, 1)], [False, True], DTYPES), ids=str
+)
 def test_node(both, dtype, own, frozen):
     """Frozen: both projections' parameters, or every expert's of one."""
     x, ids, probs, dout = batch(300)
