@@ -54,18 +54,9 @@ def values(shape, dtype, seed=0, special=True):
         x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator, device="cuda"))
     ).to(dtype)
     if special and x.numel():
-        flat = x.view(-1)
-        info = torch.finfo(dtype)
-        for value in (
-            float("nan"),
-            -float("nan"),
-            float("inf"),
-            -float("inf"),
-            info.tiny / 4,
-            info.max,
-            -info.max,
-            -0.0,
-        ):
+        flat, info = x.view(-1), torch.finfo(dtype)
+        nan, inf = float("nan"), float("inf")
+        for value in (nan, -nan, inf, -inf, info.tiny / 4, info.max, -info.max, -0.0):
             flat[torch.randint(0, flat.numel(), (2,), generator=generator, device="cuda")] = value
         flat[: min(256, flat.numel() // 2)] = 0.0
     return x
@@ -202,18 +193,17 @@ def scattered(stacked):
     return tuple(places)
 
 
-def check(weights, source, label=""):
-    natives = source.native()[:2]
-    for native, block, forward, dgrad in zip(
-        natives,
-        (gpu.W1_BLOCK, gpu.W2_BLOCK),
-        (weights.w1, weights.w2),
-        (weights.w1_dgrad, weights.w2_dgrad),
-        strict=True,
+def check(weights, source, label="", recipe=RECIPES["dx256"]):
+    """Each order of each weight as the recipe quantises it."""
+    forward = zip((weights.w1, weights.w2), (recipe.w1, recipe.w2), strict=True)
+    dgrad = zip(
+        (weights.w1_dgrad, weights.w2_dgrad), (recipe.w1_dgrad, recipe.w2_dgrad), strict=True
+    )
+    for native, (ours, block), (turned, other) in zip(
+        source.native()[:2], forward, dgrad, strict=True
     ):
-        wanted = quantize(native, block)
-        assert_same(forward, wanted, label)
-        assert_same(dgrad, transpose_storage(wanted), label)
+        assert_same(ours, quantize(native, block), label)
+        assert_same(turned, transpose_storage(quantize(native, other)), label)
 
 
 def scribble(weights):
@@ -228,16 +218,6 @@ def untouched(weights):
 
 
 STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
-
-
-def check_steady(weights, source, recipe, label=""):
-    native = source.native()[:2]
-    forward, dgrad = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
-    for ours, matrix, block in zip((weights.w1, weights.w2), native, forward, strict=True):
-        assert_same(ours, quantize(matrix, block), label)
-    ours_dgrad = weights.w1_dgrad, weights.w2_dgrad
-    for ours, matrix, block in zip(ours_dgrad, native, dgrad, strict=True):
-        assert_same(ours, transpose_storage(quantize(matrix, block)), label)
 
 
 class TestWeights:
@@ -257,7 +237,7 @@ class TestWeights:
         ids=lambda v: getattr(v, "name", str(v)),
     )
     def test_one_scale_along_the_contraction(self, dtype, transposed, split_half, recipe):
-        """Each order of each weight as the recipe quantises it; updates follow the guard."""
+        """Updates follow the guard."""
         weights = gpu.SteadyWeights(recipe)
         for seed, sizes in enumerate(SIZES):
             source = user_weights(sizes, dtype, transposed, split_half, seed)
@@ -265,11 +245,11 @@ class TestWeights:
                 matrix[: matrix.shape[0] // 2] *= 2.0**-6
                 matrix[:, matrix.shape[1] // 2 :] *= 2.0**-6
             weights.update(source)
-            check_steady(weights, source, recipe, sizes)
+            check(weights, source, sizes, recipe)
         for matrix in source.up:
             matrix.neg_()
         weights.update(source)
-        check_steady(weights, source, recipe, "changed")
+        check(weights, source, "changed", recipe)
 
     def test_ungated(self):
         up, down = values((3, 80, 144), torch.bfloat16), values((3, 144, 80), torch.bfloat16)
@@ -290,12 +270,11 @@ class TestWeights:
 
     def test_past_two_to_the_31_elements(self):
         experts, hidden, inner = 17, 8192, 8192
-        up = torch.randint(
-            -127, 127, (experts, hidden, 2 * inner), dtype=torch.int8, device="cuda"
-        ).to(torch.bfloat16)
-        down = torch.randint(
-            -127, 127, (experts, inner, hidden), dtype=torch.int8, device="cuda"
-        ).to(torch.bfloat16)
+        shapes = (experts, hidden, 2 * inner), (experts, inner, hidden)
+        up, down = (
+            torch.randint(-127, 127, shape, dtype=torch.int8, device="cuda").to(torch.bfloat16)
+            for shape in shapes
+        )
         assert up.numel() > 2**31
         weights = gpu.QuantizedWeights()
         weights.update(WeightSource(tuple(up), tuple(down), HALVES))
@@ -328,9 +307,8 @@ class TestWeights:
         assert first.orientation is Orientation.COLUMNS
         assert torch.equal(dequantize(first), dequantize(layers[0].w1))
         second = layers[1].w1_dgrad
-        assert (
-            first.codes.data_ptr() == second.codes.data_ptr() != layers[1].w2_dgrad.codes.data_ptr()
-        )
+        places = [q.codes.data_ptr() for q in (first, second, layers[1].w2_dgrad)]
+        assert places[0] == places[1] != places[2]
         assert torch.equal(dequantize(second), dequantize(layers[1].w1))
         with torch.cuda.stream(torch.cuda.Stream()):
             assert layers[0].w1_dgrad.codes.data_ptr() != second.codes.data_ptr()
@@ -339,13 +317,12 @@ class TestWeights:
 
     def test_border(self):
         source = user_weights((2, 256, 128), torch.bfloat16, True, True)
-        down = (
-            source.down[0],
-            torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256),
+        off = torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256)
+        down, words = (
+            (source.down[0], off),
+            r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes",
         )
-        with pytest.raises(
-            LayoutError, match=r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"
-        ):
+        with pytest.raises(LayoutError, match=words):
             gpu.QuantizedWeights().update(WeightSource(source.up, down, HALVES))
         with pytest.raises(LayoutError, match=r"up\[0\] is not contiguous"):
             up = (source.up[0].t().contiguous().t(), source.up[1])
@@ -453,13 +430,12 @@ class TestGuard:
     def test_repetition_is_bit_exact(self, source):
         weights = gpu.QuantizedWeights()
         weights.update(source)
-        first = [
-            q.codes.view(torch.uint8).clone()
-            for q in (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
-        ]
+
+        def codes():
+            held = weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad
+            return [q.codes.view(torch.uint8).clone() for q in held]
+
+        first = codes()
         for _ in range(10):
             weights.update(source, force=True)
-            again = (weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad)
-            assert all(
-                torch.equal(a, b.codes.view(torch.uint8)) for a, b in zip(first, again, strict=True)
-            )
+            assert all(map(torch.equal, first, codes()))

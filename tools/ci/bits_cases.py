@@ -417,13 +417,14 @@ def _quantised(values: Any, form: str, case: Case) -> Any:
 def _run_node(call: _Call) -> dict[str, Any]:
     case = call.case
     node, weights = _node(call)
-    x, x_scale, dx_to, source = call.x, None, None, None
+    x = call.x
+    given: dict[str, Any] = {}
     if case.x != "plain":
         tokens = _quantised(call.x, case.x, case)
-        x, x_scale, dx_to = tokens.codes, tokens.scale_inv, call.x
+        x, given = tokens.codes, {"x_scale": tokens.scale_inv, "dx_to": call.x}
     if case.dout != "plain":
-        source = _Source(_quantised(call.dout, case.dout, case))
-    out = node(x, None, call.indices, call.probs, x_scale, dx_to, source)
+        given["dout_source"] = _Source(_quantised(call.dout, case.dout, case))
+    out = node(x, None, call.indices, call.probs, **given)
     out.backward(call.dout)
     node.step()
     return call.results(out, call.x, weights)
