@@ -15,4 +15,5 @@ def quantize_source(arch: str) -> CudaSource:
     `quantize_steady_weights`. One artefact serves every model: sizes are launch arguments.
     """
     names = "quantize.cu", "quantize_weights.cu", "steady_weights.cu", "weight_guard.cu"
-    return CudaSource.make("quantize", *(_CUDA / name for name in names), arch=arch)
+    files = (_CUDA / name for name in names)
+    return CudaSource.make("quantize", *files, arch=arch, effort_s=16.0)

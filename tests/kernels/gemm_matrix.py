@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.kernels import quack_gemm
@@ -91,8 +90,7 @@ def few_variants(arch: str, family: str) -> tuple[CuteKernel, ...]:
         "dgrad": quack_gemm.dgrad_kernel(shape),
         "wgrad": wgrad_up_kernel(shape, stored=Stored.HALVES),
     }
-    # The second architecture of a family has the instructions of the first one, and its registers.
-    own = [known for known, of in TARGETS if of == family and ARCHITECTURES[known].family == family]
-    if arch in own[1:]:
+    # A further architecture of a family has the instructions of the first one, and its registers.
+    if arch != next(known for known, of in TARGETS if of == family):
         return (every["dgated"],)
     return tuple(dict.fromkeys(every.values()))

@@ -1,18 +1,21 @@
-// Runs CUDA kernels on the host: CTAs one after the other, a host thread for each thread of a CTA.
-// Slow, and exact in its indices.
+// Runs CUDA kernels on the host: CTAs one after the other, a fibre for each thread of a CTA. Slow,
+// and exact in its indices. A fibre runs until it waits at a barrier, and every other CTA takes its
+// threads in the opposite order, so a barrier that is missing shows in one of them.
 #pragma once
 
 #include <cuda_runtime.h>
+#include <setjmp.h>
+#include <ucontext.h>
 
 #include <algorithm>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 namespace host_cuda {
@@ -20,32 +23,91 @@ namespace host_cuda {
 struct Index {
   unsigned x;
 };
-inline thread_local Index thread, block;
-inline Index grid;
-inline std::unique_ptr<std::barrier<>> cta;
-inline std::vector<std::unique_ptr<std::barrier<>>> warps;
+inline Index thread, block, grid;
+
+struct Barrier {
+  unsigned size, arrived = 0, generation = 0;
+};
+
+struct Fibre {
+  static constexpr size_t kStackBytes = 256 << 10;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  jmp_buf place;  // where it goes on
+  bool started = false, ended = false;
+  const Barrier* barrier = nullptr;  // at which it waits, until this generation is over
+  unsigned generation = 0;
+};
+
+inline std::vector<Fibre> fibres;
+inline Barrier cta;
+inline std::vector<Barrier> warps;
 inline std::vector<uint32_t> shuffled;
+inline std::function<void()> body;
+inline jmp_buf scheduler;
+
+inline void enter() {
+  body();
+  fibres[thread.x].ended = true;
+  _longjmp(scheduler, 1);
+}
+
+inline void go_on(Fibre& fibre) {
+  if (_setjmp(scheduler)) return;
+  if (fibre.started) _longjmp(fibre.place, 1);
+  fibre.started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fibre.stack.get();
+  context.uc_stack.ss_size = Fibre::kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
+}
+
+inline void wait_at(Barrier& barrier) {
+  Fibre& fibre = fibres[thread.x];
+  fibre.generation = barrier.generation;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  fibre.barrier = &barrier;
+  if (!_setjmp(fibre.place)) _longjmp(scheduler, 1);
+  fibre.barrier = nullptr;
+}
+
+inline void run_cta(unsigned threads) {
+  for (unsigned ended = 0; ended < threads;) {
+    bool moved = false;
+    for (unsigned turn = 0; turn < threads; ++turn) {
+      thread.x = block.x % 2 ? threads - 1 - turn : turn;
+      Fibre& fibre = fibres[thread.x];
+      if (fibre.ended || (fibre.barrier && fibre.barrier->generation == fibre.generation)) continue;
+      go_on(fibre);
+      moved = true;
+      ended += fibre.ended;
+    }
+    if (!moved) {
+      std::fputs("host_cuda: threads wait at a barrier that others never reach\n", stderr);
+      std::abort();
+    }
+  }
+}
 
 template <typename Kernel>
 auto launch(Kernel kernel, unsigned blocks, unsigned threads, int, cudaStream_t) {
   return [=](auto... arguments) {
     grid.x = blocks;
-    cta = std::make_unique<std::barrier<>>(threads);
-    warps.clear();
-    for (unsigned warp = 0; warp < threads / 32; ++warp)
-      warps.push_back(std::make_unique<std::barrier<>>(32));
+    cta = {threads};
+    warps.assign(threads / 32, {32});
     shuffled.assign(threads, 0);
-    std::vector<std::thread> pool;
-    for (unsigned number = 0; number < threads; ++number) {
-      pool.emplace_back([=] {
-        for (unsigned of = 0; of < blocks; ++of) {
-          thread.x = number, block.x = of;
-          kernel(arguments...);
-          cta->arrive_and_wait();
-        }
-      });
+    if (fibres.size() < threads) fibres.resize(threads);
+    body = [=] { kernel(arguments...); };
+    for (block.x = 0; block.x < blocks; ++block.x) {
+      for (Fibre& fibre : fibres) fibre.started = fibre.ended = false;
+      run_cta(threads);
     }
-    for (auto& one : pool) one.join();
   };
 }
 
@@ -101,14 +163,14 @@ struct CUDADeviceGuard {
 #define __grid_constant__
 #define TVM_FFI_CHECK_CUDA_ERROR(call) static_cast<void>(call)
 
-inline void __syncthreads() { host_cuda::cta->arrive_and_wait(); }
+inline void __syncthreads() { host_cuda::wait_at(host_cuda::cta); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
-  auto& warp = *host_cuda::warps[threadIdx.x / 32];
+  host_cuda::Barrier& warp = host_cuda::warps[threadIdx.x / 32];
   host_cuda::shuffled[threadIdx.x] = std::bit_cast<uint32_t>(value);
-  warp.arrive_and_wait();
+  host_cuda::wait_at(warp);
   const uint32_t other = host_cuda::shuffled[threadIdx.x ^ distance];
-  warp.arrive_and_wait();
+  host_cuda::wait_at(warp);
   return std::bit_cast<T>(other);
 }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

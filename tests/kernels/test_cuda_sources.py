@@ -19,33 +19,42 @@ from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import BUILD_LOG
+from sonicmoe.jit.cuda_source import BUILD_LOG, CudaSource
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources
 
-# How z is kept and what the activation computes are two halves of an epilogue that share registers
-# and nothing else. z in bf16 is compiled beside the activation that holds the most values;
-# beside the others it is with `--every-variant`.
+# How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
+# that share registers and nothing else. What is not usual is compiled beside the activation that
+# holds the most values; beside the others, and together, it is with `--every-variant`.
 HUNGRIEST = ActivationType.SITU_GLU
-Z_IN_BF16 = {
-    activation: gemm_sources("sm_90a", activation, PARAMETERS_OF_ALL.get(activation, ()), ZCode.BF16)[:2]
-    for activation in HOPPER.activations
-}  # fmt: skip
-# Scales that stay along K: all activations, and z in bf16 as above.
-STEADY = gemm_sources("sm_90a", steady=True)[:2]
-STEADY_IN_BF16 = {
-    activation: gemm_sources("sm_90a", activation, PARAMETERS_OF_ALL.get(activation, ()), ZCode.BF16, steady=True)[:2]
-    for activation in HOPPER.activations
-}  # fmt: skip
+
+
+def variants(
+    activation: ActivationType, z: ZCode = ZCode.INT8, steady: bool = False
+) -> tuple[CudaSource, ...]:
+    """The gated GEMMs of one activation."""
+    own = PARAMETERS_OF_ALL.get(activation, ())
+    return gemm_sources("sm_90a", activation, own, z, steady)[:2]
+
+
 SOURCES = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
     *gemm_sources("sm_90a"),
-    *STEADY,
-    *STEADY_IN_BF16[HUNGRIEST],
-    *Z_IN_BF16[HUNGRIEST],
+    *variants(HUNGRIEST, steady=True),
+    *variants(HUNGRIEST, ZCode.BF16),
+)
+OTHERS = (
+    *gemm_sources("sm_90a", steady=True)[:2],
+    *(
+        source
+        for activation in HOPPER.activations
+        for steady in (False, True)
+        for source in variants(activation, ZCode.BF16, steady)
+        if source not in SOURCES
+    ),
 )
 
 EXPORTS = {
@@ -93,9 +102,10 @@ def activation_of(source) -> str | None:
 
 
 def label(source) -> str:
-    activation = activation_of(source)
-    name = f"{source.name}, {activation}, z in bf16" if activation else source.name
-    return f"{name}, steady scales" if "STEADY_SCALES" in dict(source.defines) else name
+    defines = dict(source.defines)
+    parts = {"Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales"}
+    shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
+    return ", ".join(filter(None, shown))
 
 
 pytestmark = [
@@ -106,13 +116,7 @@ pytestmark = [
 
 EVERY_SOURCE = (
     *SOURCES,
-    *(
-        pytest.param(source, marks=pytest.mark.every_variant)
-        for of_activation in (Z_IN_BF16, STEADY_IN_BF16)
-        for activation, sources in of_activation.items()
-        for source in sources
-        if activation is not HUNGRIEST
-    ),
+    *(pytest.param(source, marks=pytest.mark.every_variant) for source in OTHERS),
 )
 
 

@@ -19,7 +19,7 @@ namespace {
 
 // Of 16-bit weights; with three, registers spill.
 template <typename T>
-constexpr int kCtasPerSm = sizeof(T) == 2 ? 2 : 1;
+constexpr int kSteadyCtasPerSm = sizeof(T) == 2 ? 2 : 1;
 
 struct SteadyWork {
   Work<float> work;
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool keeps_along_row(const SteadyWork& steady, const 
 
 // state[0] == 0: nothing changed.
 template <typename T>
-__global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
+__global__ void __launch_bounds__(Lane<T>::kThreads, kSteadyCtasPerSm<T>)
     amax_of_tiles(const __grid_constant__ SteadyWork steady, int32_t* state, const bool force) {
   if (!force && *static_cast<volatile int32_t*>(state) == 0) return;
   constexpr int kWarps = Lane<T>::kThreads / 32;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_scales(const Projection<float>& m, const W
 
 // Behind `amax_of_tiles`. state: as in quantize_weights.cu; both are 0 again afterwards.
 template <typename T>
-__global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
+__global__ void __launch_bounds__(Lane<T>::kThreads, kSteadyCtasPerSm<T>)
     quantize_steady_tiles(const __grid_constant__ SteadyWork steady, int32_t* state,
                           const bool force) {
   if (!force && *static_cast<volatile int32_t*>(state) == 0) return;
@@ -177,7 +177,7 @@ void launch_tiles(const SteadyWork& steady, int32_t* state, bool force, int devi
                   cudaStream_t stream) {
   int sms = 0;
   TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  const unsigned ctas = std::min<unsigned>(steady.work.tiles, sms * kCtasPerSm<T>);
+  const unsigned ctas = std::min<unsigned>(steady.work.tiles, sms * kSteadyCtasPerSm<T>);
   amax_of_tiles<T><<<ctas, Lane<T>::kThreads, 0, stream>>>(steady, state, force);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   quantize_steady_tiles<T><<<ctas, Lane<T>::kThreads, 0, stream>>>(steady, state, force);
