@@ -1,0 +1,387 @@
+"""What the passes of the Hopper engine launch, with which arguments, and which memory lives then."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from framework import IS_PADDLE, torch
+
+if IS_PADDLE:
+    pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
+
+from engine.hopper_host import (  # noqa: F401
+    FP8,
+    OURS,
+    PER_EXPERT,
+    ROW128,
+    Case,
+    H,
+    I,
+    T,
+    accumulators,
+    host_passes,
+    native_fixture,
+    parameter_targets,
+    use_fixture,
+    with_spare_rows,
+)
+from engine.host_kernels import ACTIVATION_NAMES as NAMES
+from engine.host_kernels import KERNELS, STEADY_KERNELS
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sonicmoe.diagnostics.nonfinite import NonFiniteError
+from sonicmoe.engine import hopper, hopper_layer, hopper_passes
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.enums import ActivationType
+from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels import aggregate_source, routing_metadata_source
+from sonicmoe.kernels.cuda_quantize import quantize_source
+from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
+from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp8_wgrad_source
+from sonicmoe.observe import listening, ranges_on
+from sonicmoe.quant import format as quant_format
+from sonicmoe.quant.format import BlockScaledTensor
+
+pytestmark = [
+    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
+    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
+]
+REAL = {
+    "quantize_rows": quantize_source,
+    "gather_gated_gemm": fp8_grouped_gemm_source,
+    "grouped_gemm": fp8_grouped_gemm_source,
+    "aggregate_rows": aggregate_source,
+    "gather_dgated_gemm": fp8_dgated_source,
+    "sum_or_zero": routing_metadata_source,
+    "gather_transpose_quantize": wgrad_operands_source,
+    "gather_transpose_quantize_pair": wgrad_operands_source,
+    "gather_transpose_requantize": wgrad_operands_source,
+    "gather_row_scales": wgrad_operands_source,
+    "gather_transpose_codes": wgrad_operands_source,
+    "grouped_wgrad": fp8_wgrad_source,
+    "grouped_wgrad_into": fp8_wgrad_source,
+}
+
+
+def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
+    """Of equal numbers; each number that differs asks anew."""
+    passes, asked = hopper_passes.Passes(native, NAMES, dict.fromkeys(KERNELS, print)), []
+    ask = passes._ask_for_sizes
+    monkeypatch.setattr(passes, "_ask_for_sizes", lambda *of: asked.append(of[1:]) or ask(*of))
+    case, other = Case(), Case(T + 1)
+    first = passes.routed(case.routing, H, I).bytes_of
+    assert passes.routed(case.routing, H, I).bytes_of == first and asked == [(H, I)]
+    assert passes.routed(case.routing, H + 128, I).bytes_of != first
+    assert passes.routed(case.routing, H, I + 128).bytes_of != first
+    assert passes.routed(with_spare_rows(case.routing, 128), H, I).bytes_of != first
+    assert passes.routed(other.routing, H, I).bytes_of != first
+    assert len(asked) == 5
+
+
+@pytest.fixture
+def wgrad(native):
+    """Both weight gradients with what a test says in place of the usual arguments; launches nothing."""
+    case, sums, launched = Case(), accumulators(), []
+    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
+    usual = {
+        "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
+        **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
+        "dz": torch.empty(bytes_of.dz, dtype=torch.uint8), "y1s": torch.empty(bytes_of.y1s, dtype=torch.uint8),
+        "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw1": sums.dw1, "into_dw1": None,
+        "dw2": sums.dw2, "into_dw2": None, "row_scales": None,
+    }  # fmt: skip
+    yield lambda **given: passes.wgrad(**usual | given)
+    assert not launched
+
+
+def test_row_scales_need_codes_and_fp8_wgrad(wgrad):
+    with pytest.raises(ValueError, match="wgrad: needed with row_scales: x_codes and x_scale"):
+        wgrad(row_scales=torch.zeros(Case().routing.num_rows, 2))
+
+
+def test_an_accumulator_and_a_destination_exclude_each_other(wgrad):
+    for given in ({"dw1": None}, {"into_dw1": "somewhere"}):
+        with pytest.raises(ValueError, match="wgrad: needed: either dw1 or into_dw1"):
+            wgrad(**given)
+
+
+def test_quantised_tokens_and_values_exclude_each_other(native):
+    case = Case()
+    passes = hopper_passes.Passes(native, NAMES, KERNELS)
+    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+    prepared = hopper_passes.prepared_handle(passes, weights)
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
+    q = case.quantised().x
+    given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
+    for names in ((), ("x", "x_codes"), ("x", "x_scale"), ("x_codes",), ("x_scale",), tuple(given)):
+        arguments = {name: given[name] if name in names else None for name in given}
+        with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
+            passes.forward(
+                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, z=None, z_scale=None, z_rows=None,
+                out=None,
+                scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
+            )  # fmt: skip
+
+
+def test_destinations_are_made_once_and_anew_where_memory_moved(use):
+    made = []
+
+    def spy(*arguments):
+        made.append(arguments)
+        return KERNELS["wgrad_destination"](*arguments)
+
+    use(wgrad_destination=spy)
+    case, targets = Case(seed=11), parameter_targets(PER_EXPERT)
+    first = case.run(OURS, FP8, targets=targets)
+    again = ParameterTargets(targets.up, targets.down)  # as the next backward finds the same memory
+    case.run(OURS, FP8, targets=again)
+    assert len(made) == 2
+    moved = [tensor.clone() for tensor in targets.up.tensors]
+    before = [tensor.clone() for tensor in targets.up.tensors]
+    elsewhere = ParameterTargets(WeightTarget.per_expert(moved, PER_EXPERT), targets.down)
+    case.run(OURS, FP8, targets=elsewhere)
+    assert len(made) == 3
+    assert all(map(torch.equal, targets.up.tensors, before)), "the old memory was written"
+    assert torch.equal(elsewhere.sums("dw1"), 3 * first["dw1"])
+    # The same address in other strides is another destination.
+    square = [torch.zeros(4, 4).T, torch.zeros(4, 4)]
+    square[1] = square[0].T
+    prints = {WeightTarget.per_expert([t], PER_EXPERT).fingerprint for t in square}
+    assert len(prints) == 2
+
+
+def test_destinations_of_recognised_memory_are_not_looked_for(native, monkeypatch):
+    passes, other = (hopper_passes.Passes(native, NAMES, KERNELS) for _ in range(2))
+    targets = parameter_targets(PER_EXPERT)
+    last = targets.recognise(None)
+    made = passes.gradients(targets)
+    monkeypatch.setattr(hopper_passes.Passes, "_destination", None)
+    again = ParameterTargets(targets.up, targets.down)
+    assert again.recognise(last) is last and passes.gradients(again) is made
+    monkeypatch.undo()
+    assert other.gradients(again) is not made, "of these passes"
+    moved = parameter_targets(PER_EXPERT)
+    moved.recognise(last)
+    assert passes.gradients(moved)["into_dw1"] is not made["into_dw1"]
+
+
+def test_ranges_open_and_close_in_order():
+    events = []
+
+    class Range:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            events.append(f"+{self.name.removeprefix('sonicmoe.')}")
+
+        def __exit__(self, *_):
+            events.append(f"-{self.name.removeprefix('sonicmoe.')}")
+
+    with ranges_on(Range):
+        Case().run(OURS, FP8)
+    stages = [event[1:] for event in events if event.startswith("+")]
+    assert stages == [
+        "prepare_weights", "quantize_x", "up", "down", "aggregate_out", "quantize_dout", "dgated", "dx_gemm", "aggregate_dx",
+        "wgrad_operands", "dw2", "dw1",
+    ][-len(stages) :]  # fmt: skip
+    assert events == [sign + name for name in stages for sign in "+-"]
+
+
+def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
+    """Of small batches the host decides the time: each launch from Python costs it more than a
+    launch, and so does an allocation.
+    """
+    case, counts = Case(), Counter()
+    weights, sums = (
+        OURS.prepare_weights(case.w1, case.w2, None, None, FP8),
+        accumulators(),
+    )
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for module in (hopper, hopper_layer, hopper_passes, quant_format):
+        monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
+    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU)
+    for name in ("forward", "dgated", "dgrad", "wgrad"):
+        monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
+    _, saved = OURS.forward(case.x, case.routing, weights, FP8)
+    assert counts == {"native calls": 1, "allocations": 4}  # out, codes and scales of z, scratch
+    OURS.backward(case.dout, saved, weights, sums)
+    assert counts == {"native calls": 4, "allocations": 4 + 8}
+
+
+class TestLifetimes:
+    """Handles refer to tensors from C++, where no garbage collection sees them."""
+
+    @staticmethod
+    def memory(*tensors):
+        return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    @staticmethod
+    def at_launches(use, kernel, watched):
+        """At every launch of a kernel, which of the memory in `watched` is still alive."""
+        seen = []
+
+        def spy(*arguments):
+            seen.append([not memory.expired() for memory in watched])
+            return KERNELS[kernel](*arguments)
+
+        use(**{kernel: spy})
+        return seen
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_z_is_freed_before_the_dx_gemm(self, use, frees):
+        watched = []
+        seen = self.at_launches(use, "grouped_gemm", watched)
+        case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
+        weights, _, saved = case.forward(settings)
+        watched += self.memory(saved.z.bytes, saved.z.scale_inv)
+        OURS.backward_dx(case.dout, saved, weights)
+        assert seen == [[], [not frees] * 2]
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_operands_of_dw2_are_freed_before_dw1(self, use, frees):
+        watched = []
+        seen = self.at_launches(use, "grouped_wgrad", watched)
+        case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
+        weights, _, saved = case.forward(settings)
+        dout = case.dout.clone()
+        _, _, pending = OURS.backward_dx(dout, saved, weights)
+        watched += self.memory(dout, pending.y1s, pending.x, pending.dz)
+        del dout
+        OURS.backward_dw(pending, accumulators())
+        assert seen == [[True] * 4, [not frees, not frees, True, True]]
+        del saved
+        # x is the caller's; a pending backward that is kept holds no operand and only its routing
+        assert [memory.expired() for memory in watched] == [True, True, False, True]
+
+    def test_handles_die_with_the_owners_of_their_tensors(self):
+        case = Case(seed=8)
+        weights, _, saved = case.forward()
+        _, _, pending = OURS.backward_dx(case.dout, saved, weights)
+        of_weights = self.memory(weights.w1.bytes, weights.w2_dgrad.scale_inv)
+        of_routing = self.memory(case.routing.row_token, case.routing.slot_row)
+        del weights
+        assert all(memory.expired() for memory in of_weights)
+        del saved
+        case.routing = None
+        assert not any(memory.expired() for memory in of_routing), "wgrad will read them"
+        del pending
+        assert all(memory.expired() for memory in of_routing)
+
+
+def test_a_failing_launch_or_listener_is_the_callers_error(use):
+    case = Case()
+
+    def refuse(*_):
+        raise ValueError("not this one")
+
+    def listener(name, value):
+        if name == "y1":
+            raise NonFiniteError("the listener's own", None, None)
+        return value
+
+    with listening(listener), pytest.raises(NonFiniteError, match=r"^the listener.s own$"):
+        case.run(OURS, FP8)
+    use(grouped_gemm=refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        case.run(OURS, FP8)
+
+
+@pytest.mark.parametrize("kernel", REAL)
+def test_every_real_kernel_takes_what_a_pass_gives_it(kernel, artefacts, use):
+    """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
+    own = {kernel: getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)}
+    folds = kernel in ("gather_row_scales", "gather_transpose_codes")
+    into = kernel == "grouped_wgrad_into"
+    if into:
+        own["wgrad_destination"] = fp8_wgrad_source("sm_90a").load(artefacts).wgrad_destination
+    use(STEADY_KERNELS if folds else KERNELS, **own)
+    settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
+    case = Case()
+    if kernel == "gather_transpose_requantize":
+        case = case.quantised()
+    if folds:
+        settings = ROW128
+    with pytest.raises(Exception, match="must be on a CUDA device"):
+        case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
+
+
+@pytest.mark.parametrize("frees_stagewise", [False, True])
+def test_every_gemm_is_told_how_many_multiprocessors_it_may_take(use, frees_stagewise):
+    told = Counter()
+
+    def watched(name, launch):
+        position = list(inspect.signature(launch).parameters).index("multiprocessors")
+
+        def call(*arguments):
+            told[name, int(arguments[position])] += 1
+            return launch(*arguments)
+
+        return call
+
+    gemms = {name: watched(name, KERNELS[name]) for name in KERNELS if "gemm" in name}
+    gemms["grouped_wgrad"] = watched("grouped_wgrad", KERNELS["grouped_wgrad"])
+    use(**gemms)
+    settings = replace(FP8, frees_stagewise=frees_stagewise)
+    capped = Case().run(OURS, replace(settings, gemm_num_sms=40))
+    # up, down and dx; dgated; dw1 and dw2
+    once = {"gather_gated_gemm": 1, "grouped_gemm": 2, "gather_dgated_gemm": 1, "grouped_wgrad": 2}
+    assert told == {(name, 40): count for name, count in once.items()}
+    told.clear()
+    free = Case().run(OURS, settings)
+    assert told == {(name, 0): count for name, count in once.items()}
+    assert all(torch.equal(capped[name], free[name]) for name in free)
+
+
+def test_a_scratch_that_is_too_small_is_refused(native):
+    """Nothing is launched into memory that is not there."""
+    case = Case()
+    weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
+    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
+    prepared = hopper_passes.prepared_handle(passes, weights)
+    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
+    arguments = {
+        "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
+        **hopper_passes.token_arguments("x", case.x),
+        "z": None, "z_scale": None, "z_rows": None, "out": None,
+    }  # fmt: skip
+    needed = bytes_of.forward_to_z
+    small = torch.empty(needed - 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes; needed: {needed}"):
+        passes.forward(**arguments, scratch=small)
+    assert not launched
+
+
+def test_temporaries_of_a_pass_do_not_overlap(native):
+    """Each lies in its own 512-byte-aligned part of the scratch."""
+    case, spans = Case(), []
+
+    def listener(name, value):
+        tensors = (
+            (value.codes, value.scale_inv) if isinstance(value, BlockScaledTensor) else (value,)
+        )
+        if name in ("x_fp8", "y1", "y2"):
+            spans.extend(
+                (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for t in tensors
+            )
+        return value
+
+    with listening(listener):
+        case.forward()
+    spans.sort()
+    assert len(spans) == 5 and all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    assert len({start % 512 for start, _, _ in spans}) == 1
