@@ -15,8 +15,13 @@ from rich.table import Table
 
 from ..architectures import describe
 from ..diagnostics.doctor import examine
-from ..diagnostics.doctor_engine import COMPILE_COMMAND, PRECISIONS
-from ..diagnostics.doctor_report import CacheState, Report, Severity
+from ..diagnostics.doctor_report import (
+    COMPILE_COMMAND,
+    PRECISIONS,
+    CacheState,
+    Report,
+    Severity,
+)
 from ..diagnostics.report_file import write_report
 from .framework import framework_option
 from .refusals import Location, OneLineCommand, Refusal

@@ -2,7 +2,7 @@
 self-test, and the problems found.
 
 Imports no framework: `examine` chooses one, loads it, and only then imports the half that computes
-(`selftest`).
+(`doctor_engine`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
-from .doctor_engine import Progress, examine_engine, examine_trials
-from .doctor_report import CacheState, FlagState, Report
+from .doctor_report import CacheState, FlagState, Progress, Report
 
 DISTRIBUTIONS = (
     "torch", "paddlepaddle", "paddlepaddle-gpu", "transformers", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
@@ -72,10 +71,13 @@ def examine(
     examine_caches(report, config)
     name = choose_framework(report, framework)
     if name is not None and load_framework(report, name):
+        # This import binds the package to the framework that was loaded.
+        from . import doctor_engine
+
         with config.activate():
             if trials:
-                examine_trials(report, progress)
-            examine_engine(report, config, self_test, progress)
+                doctor_engine.examine_trials(report, progress)
+            doctor_engine.examine_engine(report, config, self_test, progress)
     return report
 
 

@@ -8,7 +8,8 @@ what runs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from ..config import ResolvedConfig
@@ -23,66 +24,59 @@ from .doctor_report import CallState
 from .selftest import H, I
 
 NODE, FACE, MODELS = "node", "MoE and the functional API", "transformers"
-# The call, and what gives its settings and the engine that they ask for.
-_Call = tuple[str, Callable[[], tuple[EngineSettings, EngineName]]]
+# What a call asks for: its settings, and the engine.
+_Asked = Callable[[], tuple[EngineSettings, EngineName]]
 
 
 def calls_on(config: ResolvedConfig, device: str) -> list[CallState]:
     """One entry for each way of calling under `config` on `device`, for bfloat16 tokens, SwiGLU
     without biases, and sizes that every engine takes. Chooses only: compiles and logs nothing.
     """
-    with config.activate():
-        return [*_states(_of_the_node(config), device), *_of_pytorch(device)]
-
-
-def _of_the_node(config: ResolvedConfig) -> Iterator[_Call]:
-    own = {NODE: config, f'{NODE} with fp8_mode="perf"': config.replace(fp8_mode="perf")}
-    for name, settings in own.items():
-        choices = Choices(settings, ActivationType.SWIGLU, (), H, I)
-
-        def asked(choices: Choices = choices) -> tuple[EngineSettings, EngineName]:
-            resolved, settings = choices.settings()
-            return settings, resolved.engine
-
-        yield name, asked
-
-
-def _of_pytorch(device: str) -> list[CallState]:
+    calls: dict[str, _Asked] = {
+        NODE: partial(_of_node, config),
+        f'{NODE} with fp8_mode="perf"': partial(_of_node, config.replace(fp8_mode="perf")),
+    }
+    closed: dict[str, str] = {}
     if IS_PADDLE:
-        return [CallState(name, None, None, "under PyTorch alone") for name in (FACE, MODELS)]
-    # Imported here, because under Paddle there is none of it.
-    integration = importlib.import_module("sonicmoe.integrations.transformers")
-    use_fp8 = {FACE: None, f"{FACE} with use_fp8=True": True}
-    states = list(_states(_planned(use_fp8), device))
-    problem = _transformers_problem(integration.MINIMUM_TRANSFORMERS)
-    if problem is not None:
-        return [*states, CallState(MODELS, None, None, problem)]
-    named = {f'{MODELS} "{name}"': fp8 for name, fp8 in integration.IMPLEMENTATIONS.items()}
-    return [*states, *_states(_planned(named), device)]
+        closed = dict.fromkeys((FACE, MODELS), "under PyTorch alone")
+    else:
+        calls |= {
+            FACE: partial(_of_face, None),
+            f"{FACE} with use_fp8=True": partial(_of_face, True),
+        }
+        # Imported here, because under Paddle there is none of it.
+        integration = importlib.import_module("sonicmoe.integrations.transformers")
+        problem = _transformers_problem(integration.MINIMUM_TRANSFORMERS)
+        if problem is not None:
+            closed = {MODELS: problem}
+        else:
+            named = integration.IMPLEMENTATIONS.items()
+            calls |= {f'{MODELS} "{name}"': partial(_of_face, fp8) for name, fp8 in named}
+    with config.activate():
+        states = [_state(name, asked, device) for name, asked in calls.items()]
+    return [*states, *(CallState(name, None, None, reason) for name, reason in closed.items())]
 
 
-def _planned(use_fp8: dict[str, bool | None]) -> Iterator[_Call]:
-    make_plan = importlib.import_module("sonicmoe.functional.call").make_plan
-    for name, fp8 in use_fp8.items():
-
-        def asked(fp8: bool | None = fp8) -> tuple[EngineSettings, EngineName]:
-            plan = make_plan(ActivationType.SWIGLU, NATIVE, fp8)
-            return plan.settings, plan.engine
-
-        yield name, asked
+def _of_node(config: ResolvedConfig) -> tuple[EngineSettings, EngineName]:
+    resolved, settings = Choices(config, ActivationType.SWIGLU, (), H, I).settings()
+    return settings, resolved.engine
 
 
-def _states(calls: Iterator[_Call], device: str) -> Iterator[CallState]:
-    for name, asked in calls:
-        try:
-            settings, engine = asked()
-            choice = choose_engine(device, engine, Workload(settings, H, I))
-        except SonicMoEError as error:
-            yield CallState(name, None, None, str(error))
-            continue
-        recipe = (choice.settings or settings).recipe
-        precision = "bfloat16" if recipe is None else f"FP8 ({recipe.name})"
-        yield CallState(name, choice.engine.name, precision, choice.reason)
+def _of_face(use_fp8: bool | None) -> tuple[EngineSettings, EngineName]:
+    call = importlib.import_module("sonicmoe.functional.call")
+    plan = call.make_plan(ActivationType.SWIGLU, NATIVE, use_fp8)
+    return plan.settings, plan.engine
+
+
+def _state(name: str, asked: _Asked, device: str) -> CallState:
+    try:
+        settings, engine = asked()
+        choice = choose_engine(device, engine, Workload(settings, H, I))
+    except SonicMoEError as error:
+        return CallState(name, None, None, str(error))
+    recipe = (choice.settings or settings).recipe
+    precision = "bfloat16" if recipe is None else f"FP8 ({recipe.name})"
+    return CallState(name, choice.engine.name, precision, choice.reason)
 
 
 def _transformers_problem(minimum: tuple[int, ...]) -> str | None:

@@ -1,18 +1,16 @@
 """The doctor's look at the engine: the device, the choice, the kernels in the cache, the self-test.
 
-Compiles only where it was asked to. Imports the computing half (`selftest`) by name and late,
-because that import binds the package to a framework.
+Compiles only where it was asked to. Imported once a framework is loaded, because the import binds
+the package to it.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 from ..config import ResolvedConfig
+from ..engine.trial import E
 from ..enums import EngineName
 from ..errors import SonicMoEError
 from ..host import NVIDIA_DRIVER
@@ -23,12 +21,9 @@ from ..jit.guard import no_compile
 from ..jit.parallel import FAILED
 from ..jit.plan import CompileJob, ModelSpec
 from ..jit.warmup import warm_up
-from .doctor_report import KernelState, Report
-
-PRECISIONS = ("bf16", "fp8")
-COMPILE_COMMAND = "sonicmoe doctor --self-test"
-
-Progress = Callable[[str], None]
+from . import engine_trials, selftest
+from .doctor_calls import calls_on
+from .doctor_report import COMPILE_COMMAND, PRECISIONS, KernelState, Progress, Report
 
 
 def examine_engine(
@@ -41,7 +36,6 @@ def examine_engine(
             self-test runs where none is missing.
         progress: gets a line before and after everything that may take long.
     """
-    selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
     report.device = device = selftest.find_device()
     if device.gpu is None and NVIDIA_DRIVER.exists():
         report.warning(
@@ -51,18 +45,18 @@ def examine_engine(
     try:
         in_force = "fp8" if config.fp8 else "bf16"
         report.engines = selftest.engines_on(device.name)
-        calls = importlib.import_module("sonicmoe.diagnostics.doctor_calls")
-        report.calls = calls.calls_on(config, device.name)
+        report.calls = calls_on(config, device.name)
         choice = selftest.engine_for(config, in_force, device.name)
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
         automatic = config.engine in (EngineName.AUTO, EngineName.REFERENCE)
         tested = PRECISIONS if automatic else (in_force,)
-        jobs = _jobs(selftest, config, tested, device.name)
+        own = [job for name in tested for job in selftest.kernels_of(config, name, device.name)]
+        jobs = list(dict.fromkeys(own))
         if _kernels_are_there(report, config, jobs, self_test, progress):
             # Whatever the list of kernels may lack, a doctor that was not asked to compiles nothing.
             with nullcontext() if self_test else no_compile():
-                _run(report, selftest, config, tested, self_test, progress)
+                _run(report, config, tested, self_test, progress)
     except CompileForbiddenError as error:
         report.warning(f"the self-test did not run: {error}", f"run `{COMPILE_COMMAND}`")
     except SonicMoEError as error:
@@ -82,18 +76,18 @@ def examine_engine(
 
 def examine_trials(report: Report, progress: Progress) -> None:
     """Fill `gpu` and `trials`: every engine on this GPU, each in a process of its own."""
-    device = importlib.import_module("sonicmoe.diagnostics.selftest").find_device()
+    device = selftest.find_device()
     if device.gpu is None:
         report.warning(
             "no engine was tried: there is no GPU", "make the report on the machine with the GPU"
         )
         return
-    tried = importlib.import_module("sonicmoe.diagnostics.engine_trials")
     try:
-        report.gpu = tried.gpu_of(device.name)
-        for trial in tried.try_all(device.name, progress):
+        report.gpu = engine_trials.gpu_of(device.name)
+        # One by one: what was found before an error is still worth a report.
+        for trial in engine_trials.try_all(device.name, progress):
             report.trials.append(trial)
-    except Exception as error:  # what was found so far is still worth a report
+    except Exception as error:
         report.error(f"the trials ended: {type(error).__name__}: {error}", "report it")
     for trial in report.trials:
         if trial.verdict in ("failed", "undecided"):
@@ -103,18 +97,10 @@ def examine_trials(report: Report, progress: Progress) -> None:
             )
 
 
-def _jobs(
-    selftest: Any, config: ResolvedConfig, tested: tuple[str, ...], device: str
-) -> tuple[CompileJob, ...]:
-    """The distinct kernels of the self-test in these precisions."""
-    jobs = [job for name in tested for job in selftest.kernels_of(config, name, device)]
-    return tuple(dict.fromkeys(jobs))
-
-
 def _kernels_are_there(
     report: Report,
     config: ResolvedConfig,
-    jobs: tuple[CompileJob, ...],
+    jobs: list[CompileJob],
     self_test: bool,
     progress: Progress,
 ) -> bool:
@@ -140,8 +126,7 @@ def _compile(
     report: Report, cache: CompileCache, missing: list[CompileJob], progress: Progress
 ) -> bool:
     """Compile in parallel processes. A kernel that does not compile is an error of the report."""
-    selftest = importlib.import_module("sonicmoe.diagnostics.selftest")
-    spec = ModelSpec(selftest.E, selftest.H, selftest.I)
+    spec = ModelSpec(E, selftest.H, selftest.I)
     progress(
         f"compiling {len(missing)} kernels in {min(usable_cpus(), len(missing))} processes, "
         "a minute or more"
@@ -168,7 +153,6 @@ def _compile(
 
 def _run(
     report: Report,
-    selftest: Any,
     config: ResolvedConfig,
     tested: tuple[str, ...],
     self_test: bool,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from .copies import PACKAGE_ROOT
+
+PRECISIONS = ("bf16", "fp8")
+COMPILE_COMMAND = "sonicmoe doctor --self-test"
+Progress = Callable[[str], None]
 
 if TYPE_CHECKING:
     from .engine_trials import EngineTrial, Gpu

@@ -98,12 +98,12 @@ class Problem:
         self.w2 = normal(E, self.hidden, self.inner, scale=self.inner**-0.5)
         self.b1 = normal(E, self.n1, dtype="float32") if workload.bias else None
         self.b2 = normal(E, self.hidden, dtype="float32") if workload.bias else None
-        self._probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
-        self._indices = _indices(rng)
+        self.probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
+        self.indices = _indices(rng)
         self.routing = self.routed(device)
 
     def routed(self, device: str) -> RoutingMetadata:
-        indices, probs = (torch.tensor(a, device=device) for a in (self._indices, self._probs))
+        indices, probs = (torch.tensor(a, device=device) for a in (self.indices, self.probs))
         return build_routing(indices, probs, E, alignment=self.settings.row_alignment)
 
     def route(self, _: Engine) -> Results:

@@ -6,7 +6,7 @@ import getpass
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from sonicmoe.architectures import SM120
 from sonicmoe.cli.doctor import doctor
 from sonicmoe.config import current_config
-from sonicmoe.diagnostics import doctor as doctor_module
-from sonicmoe.diagnostics import engine_trials, selftest
+from sonicmoe.diagnostics import doctor_engine, engine_trials, selftest
 from sonicmoe.diagnostics.doctor_engine import _run
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.diagnostics.engine_trials import Gpu, words_of, workloads_of
@@ -87,7 +86,7 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_trials, "missing_tool", lambda *_: None)
     monkeypatch.setattr(engine_trials, "compile_ahead", compiled.append)
     monkeypatch.setattr(engine_trials, "try_engine", try_engine)
-    monkeypatch.setattr(doctor_module, "examine_engine", lambda *_: None)
+    monkeypatch.setattr(doctor_engine, "examine_engine", lambda *_: None)
     return found, wrong
 
 
@@ -147,16 +146,20 @@ def test_names_and_paths_are_taken_out() -> None:
 
 
 @pytest.mark.parametrize("self_test", [False, True])
-def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(self_test: bool) -> None:
+def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(
+    self_test: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault of its kernels would end the doctor."""
     did: list[str] = []
-    half = SimpleNamespace(
-        untried=lambda config, name, device: "bf16" if name == "bf16" else None,
-        make_ready=lambda config, name, device: did.append(f"tried for {name}"),
-        run_self_test=lambda config, name, device: did.append(f"ran {name}") or [],
-    )
+    half: dict[str, Any] = {
+        "untried": lambda config, name, device: "bf16" if name == "bf16" else None,
+        "make_ready": lambda config, name, device: did.append(f"tried for {name}"),
+        "run_self_test": lambda config, name, device: did.append(f"ran {name}") or [],
+    }
+    for name, function in half.items():
+        monkeypatch.setattr(selftest, name, function)
     report = Report(device=selftest.Device("cuda:0", "NVIDIA RTX", "12.0"))
-    _run(report, half, current_config(), ("bf16", "fp8"), self_test, lambda line: None)
+    _run(report, current_config(), ("bf16", "fp8"), self_test, lambda line: None)
     assert did == (["tried for bf16", "ran bf16", "ran fp8"] if self_test else ["ran fp8"])
     said = [problem.what for problem in report.problems]
     wanted = "the self-test in bf16 did not run: engine bf16 never ran on such a GPU"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from sonicmoe import host
-from sonicmoe.diagnostics import gpu_engines
 from sonicmoe.kernels.quack_gemm import PACKAGES
 
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "ci" / "gpu_engines.py"
+_SPEC = importlib.util.spec_from_file_location("gpu_engines", TOOL)
+assert _SPEC is not None and _SPEC.loader is not None
+gpu_engines = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpu_engines)
 COMPLETE = {"torch": "2.11.0+cu130", "triton": "3.6.0", "apache-tvm-ffi": "0.1", **PACKAGES}
 
 

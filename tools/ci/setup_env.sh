@@ -133,4 +133,4 @@ for set in demo tests dev; do
     [ "$set" = "$1" ] && break
 done
 # The packages of these sets run the reference engine: on a machine with a GPU, say what its engines lack.
-"$venv_python" -m sonicmoe.diagnostics.gpu_engines | sed 's/^/setup_env: /'
+"$venv_python" tools/ci/gpu_engines.py | sed 's/^/setup_env: /'

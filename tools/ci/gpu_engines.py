@@ -1,5 +1,5 @@
-"""The packages that this environment lacks for the GPU engines:
-`python -m sonicmoe.diagnostics.gpu_engines` names them where there is a GPU.
+"""The packages that this environment lacks for the GPU engines: `python tools/ci/gpu_engines.py` names
+them where there is a GPU.
 
 Reads package metadata; imports no framework.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ..engine.capabilities import RECORDS
-from ..host import gpu_present, install_hint
-from ..jit.key import package_versions
-from ..jit.toolchain import find_toolkit
+from sonicmoe.engine.capabilities import RECORDS
+from sonicmoe.host import gpu_present, install_hint
+from sonicmoe.jit.key import package_versions
+from sonicmoe.jit.toolchain import find_toolkit
 
 
 def lacking() -> list[str]:

@@ -1,0 +1,67 @@
+"""Other copies of sonicmoe and quack beside this one, each a warning of the doctor."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sonicmoe.diagnostics import copies
+from sonicmoe.diagnostics.doctor import examine_copies
+from sonicmoe.diagnostics.doctor_report import Report
+from sonicmoe.kernels.quack_gemm import PACKAGES
+
+QUACK = PACKAGES["quack-kernels"]
+SONICMOE, OTHER_QUACK = "there is another sonicmoe", f"quack of another version than {QUACK}"
+
+
+def found() -> list[str]:
+    report = Report()
+    examine_copies(report)
+    assert report.healthy
+    return [problem.what for problem in report.problems]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "warning"),
+    [
+        ("sonicmoe", "9.8", SONICMOE),
+        ("paddlefleet_ops.sonicmoe", "9.8", SONICMOE),
+        ("quack", "0.1", OTHER_QUACK),
+        ("paddlefleet_ops.quack", "0.2", OTHER_QUACK),
+        ("quack", QUACK, None),
+    ],
+)
+def test_an_importable_copy(
+    name: str, version: str, warning: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that raises if anybody imports it."""
+    before = found()
+    package = tmp_path.joinpath(*name.split("."))
+    package.mkdir(parents=True)
+    (tmp_path / name.split(".", maxsplit=1)[0] / "__init__.py").write_text(
+        "raise RuntimeError('imported')"
+    )
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\nraise RuntimeError("imp")\n')
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    line = f"{warning}: {name} {version} from {package} (importable)"
+    assert sorted(found()) == sorted(before + ([line] if warning else []))
+
+
+def test_a_loaded_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = ModuleType("paddlefleet_ops.sonicmoe")
+    copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
+    copy.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    # No package: what loads upstream's kernels there.
+    module = ModuleType("transformers.integrations.sonicmoe")
+    module.__file__ = str(tmp_path / "integrations" / "sonicmoe.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert found() == [f"{SONICMOE}: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
+
+
+def test_installed_under_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "version", lambda name: "9.8")
+    assert found()[0].startswith("sonicmoe 9.8 is installed, but ")
