@@ -9,7 +9,6 @@ import sys
 import worlds
 from worlds import TESTS, free_ports
 
-
 SPARE = range(worlds.FIRST_PORT, worlds.FIRST_PORT + 100)
 
 

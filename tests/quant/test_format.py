@@ -79,9 +79,8 @@ def test_rows_of_one_matrix_cannot_be_sliced():
 def test_codes_of_another_format_are_refused(stored, claimed):
     q = example(code=stored)
     found, needed = ("float8_e4m3fn", "int8") if stored is Code.E4M3 else ("int8", "float8_e4m3fn")
-    with pytest.raises(
-        DTypeError, match=f"codes are {found}, the {claimed.value} code needs {needed}"
-    ):
+    words = f"codes are {found}, the {claimed.value} code needs {needed}"
+    with pytest.raises(DTypeError, match=words):
         BlockScaledTensor(q.codes, q.scale_inv, q.block, claimed)
 
 
@@ -89,9 +88,7 @@ def test_codes_of_another_format_are_refused(stored, claimed):
 def test_plain_tensors_are_no_codes(dtype):
     values = tensor(np.ones((4, 128), np.float32)).to(getattr(torch, dtype))
     with pytest.raises(DTypeError, match=f"codes are {dtype}"):
-        BlockScaledTensor(
-            values, tensor(np.ones((4, 1), np.float32)), BlockShape(1, 128), Code.E4M3
-        )
+        BlockScaledTensor(values, tensor(np.ones((4, 1), np.float32)), ROW_128, Code.E4M3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -105,14 +102,8 @@ def test_a_scale_grid_of_the_wrong_shape_is_refused_with_both_shapes():
     q = example()
     with pytest.raises(ShapeError) as caught:
         BlockScaledTensor(q.codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code)
-    message = str(caught.value)
-    for part in (
-        "scale_inv has shape (2, 2, 130)",
-        "codes (2, 130, 200)",
-        "1x128 blocks",
-        "need (2, 130, 2)",
-    ):
-        assert part in message
+    shapes = "scale_inv has shape (2, 2, 130)", "codes (2, 130, 200)", "need (2, 130, 2)"
+    assert all(part in str(caught.value) for part in (*shapes, "1x128 blocks"))
 
 
 def test_scales_of_the_other_orientation_are_refused():

@@ -52,19 +52,13 @@ def test_every_layout_gives_the_native_codes(transposed, split_half, iso_weight)
     native = native_weights()
     weights = gpu.QuantizedWeights(iso_weight)
     weights.update(source_of(*native, transposed, split_half))
-    for ours, dgrad, block, values in zip(
-        (weights.w1, weights.w2),
-        (weights.w1_dgrad, weights.w2_dgrad),
-        (gpu.W1_BLOCK, gpu.W2_BLOCK),
-        native,
-        strict=True,
-    ):
+    both, dgrads = (weights.w1, weights.w2), (weights.w1_dgrad, weights.w2_dgrad)
+    blocks = gpu.W1_BLOCK, gpu.W2_BLOCK
+    for ours, dgrad, block, values in zip(both, dgrads, blocks, native, strict=True):
         wanted = quantize(tensor(values), block)
         same(ours, wanted)
-        assert (
-            dgrad.orientation is Orientation.COLUMNS
-            and tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
-        )
+        assert dgrad.orientation is Orientation.COLUMNS
+        assert tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
         assert np.array_equal(numpy(dequantize(dgrad)), numpy(dequantize(wanted)))
 
 
@@ -73,13 +67,10 @@ def test_steady_weights_are_quantised_in_each_order(name):
     recipe, native = RECIPES[name], native_weights()
     weights = gpu.SteadyWeights(recipe)
     weights.update(source_of(*native, True, True))
-    forward, dgrad = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
-    for ours, values, block in zip((weights.w1, weights.w2), native, forward, strict=True):
-        same(ours, quantize(tensor(values), block))
-    for ours, values, block in zip(
-        (weights.w1_dgrad, weights.w2_dgrad), native, dgrad, strict=True
-    ):
-        same(ours, transpose_storage(quantize(tensor(values), block)))
+    for weight, values in zip(("w1", "w2"), native, strict=True):
+        same(getattr(weights, weight), quantize(tensor(values), getattr(recipe, weight)))
+        dgrad = quantize(tensor(values), getattr(recipe, f"{weight}_dgrad"))
+        same(getattr(weights, f"{weight}_dgrad"), transpose_storage(dgrad))
 
 
 def test_ungated_weights():
@@ -108,19 +99,11 @@ def test_iso_weight_holds_half():
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (
-            np.zeros((4, 24), np.float32),
-            ShapeError,
-            r"x has shape \(4, 24\); needed: \[T, C\] with C a multiple of 16",
-        ),
+        (np.zeros((4, 24), np.float32), ShapeError, r"x has shape \(4, 24\); needed: \[T, C\] with C a multiple of 16"),
         (np.zeros((2, 4, 16), np.float32), ShapeError, r"x has shape \(2, 4, 16\)"),
-        (
-            np.zeros((4, 16), np.float64),
-            DTypeError,
-            "x is float64; needed: bfloat16, float16 or float32",
-        ),
+        (np.zeros((4, 16), np.float64), DTypeError, "x is float64; needed: bfloat16, float16 or float32"),
     ],
-)
+)  # fmt: skip
 def test_rows_border(x, error, message):
     with pytest.raises(error, match=message):
         gpu.quantize_rows(tensor(x))
@@ -133,37 +116,13 @@ def zeros(*shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("up", "down", "transposed", "error", "message"),
     [
-        (
-            zeros(16, 64),
-            zeros(24, 16),
-            True,
-            ShapeError,
-            "N1=64, H=16, I=24; needed: multiples of 16",
-        ),
-        (
-            zeros(16, 64),
-            zeros(16, 16),
-            True,
-            ShapeError,
-            "split halves need N1 = 2 I, got N1=64 and I=16",
-        ),
-        (
-            zeros(32, 16),
-            zeros(32, 16),
-            False,
-            ShapeError,
-            r"down\[0\] has shape \(32, 16\); needed: \(16, 16\)",
-        ),
-        (
-            zeros(16, 32),
-            zeros(16, 16, dtype=np.float64),
-            True,
-            DTypeError,
-            r"down\[0\] is float64, up\[0\] is float32",
-        ),
+        (zeros(16, 64), zeros(24, 16), True, ShapeError, "N1=64, H=16, I=24; needed: multiples of 16"),
+        (zeros(16, 64), zeros(16, 16), True, ShapeError, "split halves need N1 = 2 I, got N1=64 and I=16"),
+        (zeros(32, 16), zeros(32, 16), False, ShapeError, r"down\[0\] has shape \(32, 16\); needed: \(16, 16\)"),
+        (zeros(16, 32), zeros(16, 16, dtype=np.float64), True, DTypeError, r"down\[0\] is float64, up\[0\] is float32"),
         (zeros(16, 32, dtype=np.int32), zeros(16, 16), True, DTypeError, r"up\[0\] is int32"),
     ],
-)
+)  # fmt: skip
 def test_weights_border(up, down, transposed, error, message):
     with pytest.raises(error, match=message):
         gpu._check_source(WeightSource((up,), (down,), WeightLayout(transposed, True)))
@@ -174,7 +133,6 @@ def test_a_weight_off_the_boundary_is_refused():
     shifted = base[1:].reshape([16, 16])
     if shifted.data_ptr() % 16 == 0:
         pytest.skip("this framework copies slices")
-    with pytest.raises(
-        LayoutError, match=r"down\[0\] starts at 0x\w+; needed: a multiple of 16 bytes"
-    ):
+    words = r"down\[0\] starts at 0x\w+; needed: a multiple of 16 bytes"
+    with pytest.raises(LayoutError, match=words):
         gpu._check_source(WeightSource((zeros(16, 32),), (shifted,), WeightLayout(True, True)))

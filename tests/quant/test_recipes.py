@@ -24,6 +24,10 @@ BLOCK_FIELDS = [field.name for field in dataclasses.fields(Fp8Recipe) if field.t
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
+def blocks_of(recipe, *names):
+    return {getattr(recipe, name) for name in names}
+
+
 def test_blocks_print_transpose_and_compare():
     assert (str(rows(128)), str(columns(128)), str(iso(128))) == ("1x128", "128x1", "128x128")
     assert rows(128).transposed == columns(128)
@@ -102,14 +106,8 @@ def test_isotropic_recipes_share_buffers(size):
     assert recipe.shares_weight_buffers
     assert recipe.dz == recipe.wgrad_dz
     assert recipe.row_alignment == size
-    assert {
-        recipe.w1,
-        recipe.w2,
-        recipe.dz,
-        recipe.wgrad_x,
-        recipe.wgrad_dout,
-        recipe.wgrad_y1s,
-    } == {iso(size)}
+    square = blocks_of(recipe, "w1", "w2", "dz", "wgrad_x", "wgrad_dout", "wgrad_y1s")
+    assert square == {iso(size)}
 
 
 @pytest.mark.parametrize("size", [128, 256, 512])
@@ -132,16 +130,10 @@ def test_a_weight_block_that_differs_in_dgrad_is_not_shared():
 
 def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
     """arXiv:2412.19437, section 3.3.2: 1x128 tiles for activations, 128x128 blocks for weights."""
-    assert (DEEPSEEK_V3.x, DEEPSEEK_V3.y1, DEEPSEEK_V3.dout, DEEPSEEK_V3.dz) == (rows(128),) * 4
-    assert {
-        DEEPSEEK_V3.wgrad_x,
-        DEEPSEEK_V3.wgrad_dz,
-        DEEPSEEK_V3.wgrad_dout,
-        DEEPSEEK_V3.wgrad_y1s,
-    } == {columns(128)}
-    assert {DEEPSEEK_V3.w1, DEEPSEEK_V3.w2, DEEPSEEK_V3.w1_dgrad, DEEPSEEK_V3.w2_dgrad} == {
-        iso(128)
-    }
+    assert blocks_of(DEEPSEEK_V3, "x", "y1", "dout", "dz") == {rows(128)}
+    wgrad = blocks_of(DEEPSEEK_V3, "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")
+    assert wgrad == {columns(128)}
+    assert blocks_of(DEEPSEEK_V3, "w1", "w2", "w1_dgrad", "w2_dgrad") == {iso(128)}
     assert DEEPSEEK_V3.scale_format is ScaleFormat.FP32
 
 
@@ -180,12 +172,8 @@ def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes
     assert recipe.folds_wgrad and not recipe.shares_weight_buffers
     wide = RECIPES["row128-dx256"]
     assert (wide.dz, wide.w1_dgrad) == (BlockShape(128, 256), BlockShape(256, 128))
-    assert (
-        dataclasses.replace(
-            wide, name=recipe.name, note=recipe.note, dz=recipe.dz, w1_dgrad=recipe.w1_dgrad
-        )
-        == recipe
-    )
+    differs = {name: getattr(recipe, name) for name in ("name", "note", "dz", "w1_dgrad")}
+    assert dataclasses.replace(wide, **differs) == recipe
 
 
 def test_a_steady_block_says_so_and_is_turned_with_its_matrix():
