@@ -331,13 +331,8 @@ def read_flags(environ: Mapping[str, str]) -> SonicMoEConfig:
     Raises:
         ConfigError: naming the first variable whose value is not understood.
     """
-    return SonicMoEConfig(
-        **{
-            flag.field: flag.take(environ[flag.env], flag.env)
-            for flag in FLAGS
-            if flag.env in environ
-        }
-    )
+    given = (flag for flag in FLAGS if flag.env in environ)
+    return SonicMoEConfig(**{flag.field: flag.take(environ[flag.env], flag.env) for flag in given})
 
 
 # A new thread starts with the default. Calls therefore carry their configuration: autograd runs

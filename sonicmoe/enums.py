@@ -202,14 +202,12 @@ def layer_parameters(
     try:
         numbers = dict(given or {})
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"activation_parameters is {given!r}; needed: numbers by name, for example {{'limit': 7.0}}"
-        ) from None
+        needed = "numbers by name, for example {'limit': 7.0}"
+        raise ConfigError(f"activation_parameters is {given!r}; needed: {needed}") from None
     for name, value in numbers.items():
         if name not in known:
-            raise ConfigError(
-                f"activation_parameters has {name!r}; {activation.value} has {sorted(known)}"
-            )
+            there = f"{activation.value} has {sorted(known)}"
+            raise ConfigError(f"activation_parameters has {name!r}; {there}")
         number = known[name].read(value)
         if number != known[name].default:
             found[name] = number
@@ -260,6 +258,5 @@ def member_of(enum: type[Named], value: Any, argument: str) -> Named:
     try:
         return enum(value)
     except ValueError:
-        raise ConfigError(
-            f"{argument} is {value!r}; needed: one of {[member.value for member in enum]}"
-        ) from None
+        known = [member.value for member in enum]
+        raise ConfigError(f"{argument} is {value!r}; needed: one of {known}") from None

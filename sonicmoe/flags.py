@@ -244,9 +244,8 @@ class Flag(Generic[Value]):
         # To Python True is an int, so a boolean would pass for a number of seconds.
         listed = isinstance(value, (str, *self.values.types))
         if not listed or (isinstance(value, bool) and bool not in self.values.types):
-            raise ConfigError(
-                f"{source} got {value!r} ({type(value).__name__}); needed: {self.values.listed}"
-            )
+            came = f"{value!r} ({type(value).__name__})"
+            raise ConfigError(f"{source} got {came}; needed: {self.values.listed}")
         text = value if isinstance(value, str) else spelling(value)
         try:
             return self.values.parse(text)

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -59,7 +59,9 @@ def choose(requested: str | None = None) -> FrameworkChoice:
     """
     if requested not in (None, AUTO):
         assert requested is not None
-        _require(requested)
+        if not is_importable(requested):
+            what = f"{requested} is not installed in this Python ({sys.executable})"
+            raise FrameworkMissingError(what, install_hint(requested))
         return FrameworkChoice(requested, "asked for")
     bound = _bound()
     if bound is not None:
@@ -74,10 +76,10 @@ def choose(requested: str | None = None) -> FrameworkChoice:
     return FrameworkChoice(name, f"both are installed; --framework {other} takes the other", other)
 
 
-def _require(name: str) -> None:
-    if not is_importable(name):
-        what = f"{name} is not installed in this Python ({sys.executable})"
-        raise FrameworkMissingError(what, install_hint(name))
+def too_old(paddle: str) -> str:
+    """What is said of a Paddle of that version, which has no torch proxy."""
+    needed = f"sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
+    return f"paddle {paddle} has no torch proxy; {needed}"
 
 
 def is_importable(name: str) -> bool:
@@ -94,11 +96,9 @@ def is_importable(name: str) -> bool:
 
 
 def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
+    with suppress(PackageNotFoundError):
+        return bool(version(distribution))
+    return False
 
 
 def _bound() -> str | None:
@@ -124,11 +124,8 @@ def load(name: str, *, hidden: str | None = None) -> None:
     if _bound() is None:
         _import(name, hidden)
     bound = importlib.import_module("sonicmoe.interop").FRAMEWORK
-    expect(
-        bound == name,
-        FrameworkError,
-        f"this process already runs sonicmoe on {bound}; {name} needs a process of its own",
-    )
+    words = f"this process already runs sonicmoe on {bound}; {name} needs a process of its own"
+    expect(bound == name, FrameworkError, words)
 
 
 def _import(name: str, hidden: str | None) -> None:
@@ -138,16 +135,11 @@ def _import(name: str, hidden: str | None) -> None:
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            raise FrameworkError(
-                f"{name} cannot be imported ({error}); {install_hint(name)}"
-            ) from None
+            words = f"{name} cannot be imported ({error}); {install_hint(name)}"
+            raise FrameworkError(words) from None
     if name == "paddle":
-        expect(
-            hasattr(module, "enable_compat"),
-            FrameworkError,
-            f"paddle {module.__version__} has no torch proxy; sonicmoe needs paddle >= 3.3.0: "
-            f"{install_hint('paddle')}",
-        )
+        if not hasattr(module, "enable_compat"):
+            raise FrameworkError(too_old(module.__version__))
         # Before any module of the package imports torch; the binding is fixed from then on. Limited
         # to imports made by `sonicmoe`, so that other packages of the process get the real PyTorch.
         module.enable_compat(scope={"sonicmoe"}, silent=True)

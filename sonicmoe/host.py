@@ -58,12 +58,8 @@ def require_memory(needed: int, purpose: str, available: int | None = None) -> N
         ConfigError: naming the purpose, the estimate and what is there.
     """
     there = host_memory() if available is None else available
-    expect(
-        needed <= there,
-        ConfigError,
-        f"{purpose} needs at least {gibibytes(needed)} of memory, and this machine has "
-        f"{gibibytes(there)}; needed: smaller sizes",
-    )
+    words = f"{purpose} needs at least {gibibytes(needed)} of memory, and this machine has"
+    expect(needed <= there, ConfigError, f"{words} {gibibytes(there)}; needed: smaller sizes")
 
 
 def gibibytes(size: int) -> str:

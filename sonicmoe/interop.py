@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from .errors import DeviceError, FrameworkError
+from .frameworks import too_old
 from .host import install_hint
 
 MINIMUM_PADDLE = (3, 3)
@@ -33,21 +34,17 @@ def check_paddle_version(text: str) -> None:
     """Raise FrameworkError for a Paddle older than 3.3, which has no torch proxy. A development
     build ("0.0.0") passes.
     """
-    found = parse_version(text)
-    if (0, 0) < found < MINIMUM_PADDLE:
-        raise FrameworkError(
-            f"paddle {text} has no torch proxy; sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
-        )
+    if (0, 0) < parse_version(text) < MINIMUM_PADDLE:
+        raise FrameworkError(too_old(text))
 
 
 def _import_framework() -> Any:
     # Looked up and not imported: a program that uses PyTorch must not load Paddle, and the other
     # way round.
     paddle = sys.modules.get("paddle")
-    if paddle is not None and hasattr(paddle, "__version__"):
-        proxied = hasattr(paddle, "enable_compat")
-        if not proxied and "torch" not in sys.modules:
-            check_paddle_version(paddle.__version__)
+    proxied = hasattr(paddle, "enable_compat") or "torch" in sys.modules
+    if paddle is not None and hasattr(paddle, "__version__") and not proxied:
+        check_paddle_version(paddle.__version__)
     # Under the proxy this statement finds Paddle's module, because `enable_compat` replaces `torch`
     # for importers inside the named scope.
     try:
@@ -262,10 +259,8 @@ def require_same_device(tensors: Iterable[tuple[str, Any]]) -> None:
         if first is None:
             first = (name, tensor)
         elif not same_device(tensor, first[1]):
-            raise DeviceError(
-                f"{name} is on {device_name(tensor)} but {first[0]} is on {device_name(first[1])}; "
-                "all must be on one device"
-            )
+            places = f"{name} is on {device_name(tensor)} but {first[0]} is on"
+            raise DeviceError(f"{places} {device_name(first[1])}; all must be on one device")
 
 
 def same_device(one: Any, other: Any) -> bool:
