@@ -407,55 +407,43 @@ class TestActivations:
         np.testing.assert_array_equal(numpy(experts.call().out), first)
 
 
-class TestRefusals:
-    def refused(self, problem, error, words, **changes):
-        experts = Experts(problem)
-        given = {
-            "hidden_states": tensor(problem.x, torch.float32).to(torch.bfloat16),
-            "topk_indices": tensor(problem.indices),
-            "topk_scores": tensor(problem.probs, torch.float32),
-            "K": problem.indices.shape[1],
-            "E": problem.num_experts,
-            "w1": experts.weights[0],
-            "w2": experts.weights[1],
-        }
-        with pytest.raises(error, match=words):
-            run_sonic_moe(**(given | changes))
+def as_bf16(array):
+    return tensor(array, torch.float32).to(torch.bfloat16)
 
-    def test_sizes(self, problem):
-        self.refused(problem, ShapeError, r"topk_indices has shape \(37, 3\).* K = 4", K=4)
-        scores = tensor(problem.probs, torch.float32)
-        self.refused(
-            problem, ShapeError, r"topk_scores has shape \(36, 3\).* T = 37", topk_scores=scores[1:]
-        )
-        self.refused(
-            problem, ShapeError, r"topk_scores has shape \(37, 2\) and", topk_scores=scores[:, :2]
-        )
-        self.refused(problem, RoutingError, "E is 5, and w1 and w2 hold 4 experts", E=5)
-        x = tensor(problem.x, torch.float32).to(torch.bfloat16)
-        self.refused(
-            problem, ShapeError, r"hidden_states has shape \(1, 37, 80\)", hidden_states=x[None]
-        )
-        self.refused(problem, ShapeError, "and w2 .* with H = 40", hidden_states=x[:, :40])
 
-    def test_dtypes(self, problem, wide):
-        scores = tensor(problem.probs, torch.float32).to(torch.bfloat16)
-        self.refused(problem, DTypeError, "topk_scores is bfloat16", topk_scores=scores)
-        self.refused(
-            problem, DTypeError, "topk_indices is float32", topk_indices=scores.to(torch.float32)
-        )
-        codes, scale = quantised(wide.x).codes, quantised(wide.x).scale_inv
-        self.refused(wide, DTypeError, "float8_e4m3fn and fp8_scale is None", hidden_states=codes)
-        self.refused(
-            wide, DTypeError, "fp8_scale came with hidden_states in bfloat16", fp8_scale=scale
-        )
+def scores_of(problem):
+    return tensor(problem.probs, torch.float32)
 
-    def test_other_things(self, problem):
-        self.refused(problem, TypeError, "hidden_states must be a", hidden_states=np.zeros((2, 80)))
-        self.refused(problem, TypeError, "topk_indices must be a", topk_indices=problem.indices)
-        self.refused(problem, TypeError, "w2 must be a", w2=np.zeros((4, 80, 48)))
-        self.refused(problem, ConfigError, "fp8_config is dict", fp8_config={})
-        self.refused(problem, ConfigError, "needed: a gated activation", activation_type="relu")
+
+@pytest.mark.parametrize(
+    ("error", "words", "changes"),
+    [
+        (ShapeError, r"topk_indices has shape \(37, 2\).* K = 4", lambda p: {"K": 4}),
+        (ShapeError, r"topk_scores has shape \(36, 2\).* T = 37", lambda p: {"topk_scores": scores_of(p)[1:]}),
+        (ShapeError, r"topk_scores has shape \(37, 1\) and", lambda p: {"topk_scores": scores_of(p)[:, :1]}),
+        (RoutingError, "E is 5, and w1 and w2 hold 4 experts", lambda p: {"E": 5}),
+        (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": as_bf16(p.x)[None]}),
+        (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": as_bf16(p.x)[:, :40]}),
+        (DTypeError, "topk_scores is bfloat16", lambda p: {"topk_scores": as_bf16(p.probs)}),
+        (DTypeError, "topk_indices is float32", lambda p: {"topk_indices": scores_of(p)}),
+        (DTypeError, "float8_e4m3fn and fp8_scale is None", lambda p: {"hidden_states": quantised(p.x).codes}),
+        (DTypeError, "fp8_scale came with hidden_states in bfloat16", lambda p: {"fp8_scale": quantised(p.x).scale_inv}),
+        (TypeError, "hidden_states must be a", lambda p: {"hidden_states": np.zeros((2, 256))}),
+        (TypeError, "topk_indices must be a", lambda p: {"topk_indices": p.indices}),
+        (TypeError, "w2 must be a", lambda p: {"w2": np.zeros((4, 256, 64))}),
+        (ConfigError, "fp8_config is dict", lambda p: {"fp8_config": {}}),
+        (ConfigError, "needed: a gated activation", lambda p: {"activation_type": "relu"}),
+    ],
+)  # fmt: skip
+def test_refusals(wide, error, words, changes):
+    experts = Experts(wide)
+    given = {
+        "hidden_states": as_bf16(wide.x), "topk_indices": tensor(wide.indices),
+        "topk_scores": scores_of(wide), "K": wide.indices.shape[1], "E": wide.num_experts,
+        "w1": experts.weights[0], "w2": experts.weights[1],
+    }  # fmt: skip
+    with pytest.raises(error, match=words):
+        run_sonic_moe(**(given | changes(wide)))
 
 
 @pytest.mark.skipif(IS_PADDLE, reason="Paddle has the hook")
