@@ -298,10 +298,8 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
     key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.block, q.orientation)
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
-        shape = (matrices, n_cols, n_rows)
-        _scratch[key] = BlockScaledTensor.empty(
-            shape, q.block, device_of(q.codes), orientation=other
-        )
+        shape, device = (matrices, n_cols, n_rows), device_of(q.codes)
+        _scratch[key] = BlockScaledTensor.empty(shape, q.block, device, orientation=other)
     target = _scratch[key]
     _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)
     return target
@@ -329,16 +327,11 @@ def _codes_of(layout: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
 
 def _check_source(source: WeightSource) -> None:
     n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
-    expect(
-        all(size > 0 and size % ALIGNMENT == 0 for size in (n1, hidden, inner)),
-        ShapeError,
-        f"weights have N1={n1}, H={hidden}, I={inner}; needed: multiples of {ALIGNMENT}",
-    )
-    expect(
-        not source.layout.split_half or n1 == 2 * inner,
-        ShapeError,
-        f"split halves need N1 = 2 I, got N1={n1} and I={inner}",
-    )
+    words = f"weights have N1={n1}, H={hidden}, I={inner}; needed: multiples of {ALIGNMENT}"
+    whole = all(size > 0 and size % ALIGNMENT == 0 for size in (n1, hidden, inner))
+    expect(whole, ShapeError, words)
+    words = f"split halves need N1 = 2 I, got N1={n1} and I={inner}"
+    expect(not source.layout.split_half or n1 == 2 * inner, ShapeError, words)
     dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
     need_dtype(*first, *VALUE_DTYPES)
     for kind, matrices, shape in (
@@ -349,19 +342,11 @@ def _check_source(source: WeightSource) -> None:
         for index, matrix in enumerate(matrices):
             name = f"{kind}[{index}]"
             need_shape(tuple(matrix.shape) == wanted, name, matrix, wanted)
-            expect(
-                matrix.dtype == dtype,
-                DTypeError,
-                f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}",
-            )
-            expect(
-                matrix.is_contiguous(),
-                LayoutError,
-                f"{name} is not contiguous; needed: a contiguous matrix",
-            )
-            expect(
-                data_ptr(matrix) % ALIGNMENT == 0,
-                LayoutError,
-                f"{name} starts at {data_ptr(matrix):#x}; needed: a multiple of {ALIGNMENT} bytes",
-            )
+            words = f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}"
+            expect(matrix.dtype == dtype, DTypeError, words)
+            words = f"{name} is not contiguous; needed: a contiguous matrix"
+            expect(matrix.is_contiguous(), LayoutError, words)
+            words = f"{name} starts at {data_ptr(matrix):#x}"
+            needed = f"a multiple of {ALIGNMENT} bytes"
+            expect(data_ptr(matrix) % ALIGNMENT == 0, LayoutError, f"{words}; needed: {needed}")
             require_same_device([first, (name, matrix)])

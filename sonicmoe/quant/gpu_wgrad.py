@@ -48,11 +48,8 @@ def transpose_codes(q: BlockScaledTensor, padded_offsets: Tensor) -> BlockScaled
     # In 128 x 128 blocks the transposed matrix has the same blocks, so its scales only change
     # places.
     fits = q.code is Code.E4M3 and q.block == BLOCK and q.orientation is Orientation.ROWS
-    expect(
-        fits,
-        DTypeError,
-        f"q is {q.code.value} in {q.block} blocks by {q.orientation.value}; needed: e4m3 in {BLOCK} blocks by rows",
-    )
+    found = f"q is {q.code.value} in {q.block} blocks by {q.orientation.value}"
+    expect(fits, DTypeError, f"{found}; needed: e4m3 in {BLOCK} blocks by rows")
     expect(len(q.shape) == 2, ShapeError, f"q has shape {q.shape}; needed: [R, C]")
     rows, width = q.shape
     for count, what, multiple in ((rows, "rows", BLOCK.rows), (width, "columns", COLUMN_MULTIPLE)):
@@ -80,10 +77,7 @@ def _kernels(device: str) -> Any:
 
 def _check_offsets(padded_offsets: Any) -> None:
     require_framework_tensor(padded_offsets, "padded_offsets")
-    fits = (
-        padded_offsets.dtype == torch.int64
-        and len(padded_offsets.shape) == 1
-        and int(padded_offsets.shape[0]) > 0
-    )
-    found = f"padded_offsets is {dtype_name(padded_offsets.dtype)} {tuple(padded_offsets.shape)}"
+    shape = tuple(map(int, padded_offsets.shape))
+    fits = padded_offsets.dtype == torch.int64 and len(shape) == 1 and shape[0] > 0
+    found = f"padded_offsets is {dtype_name(padded_offsets.dtype)} {shape}"
     expect(fits, DTypeError, f"{found}; needed: int64 [E + 1]")

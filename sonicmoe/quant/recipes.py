@@ -172,24 +172,16 @@ class Fp8Recipe:
 
     def token_blocks(self) -> tuple[BlockShape, ...]:
         """Blocks of all expert-ordered operands."""
-        return (
-            self.y1,
-            self.dz,
-            self.wgrad_x,
-            self.wgrad_dz,
-            self.wgrad_dout,
-            self.wgrad_y1s,
-            self.z,
-        )
+        wgrad = self.wgrad_x, self.wgrad_dz, self.wgrad_dout, self.wgrad_y1s
+        return (self.y1, self.dz, *wgrad, self.z)
 
     def with_scales(self, scale_format: ScaleFormat) -> Fp8Recipe:
         """The same blocks with another scale format; the name gains a `-pow2` suffix where it
         applies.
         """
         suffix = "-pow2" if scale_format is ScaleFormat.POW2 else ""
-        return dataclasses.replace(
-            self, name=self.name.removesuffix("-pow2") + suffix, scale_format=scale_format
-        )
+        name = self.name.removesuffix("-pow2") + suffix
+        return dataclasses.replace(self, name=name, scale_format=scale_format)
 
 
 def row_recipe(size: int) -> Fp8Recipe:
@@ -228,11 +220,8 @@ def row128_recipe() -> Fp8Recipe:
     they keep 1x128 and 128x128. Their partners w2 and w1_dgrad keep 128x128 too, since those GEMMs
     rescale at every step anyway.
     """
-    row, of_forward, of_dgrad = (
-        rows(128).along(Line.ROW),
-        iso(128).along(Line.ROW),
-        iso(128).along(Line.COLUMN),
-    )
+    row, of_forward = rows(128).along(Line.ROW), iso(128).along(Line.ROW)
+    of_dgrad = iso(128).along(Line.COLUMN)
     return dataclasses.replace(
         iso_recipe(128), name="row128", x=row, dout=row, w1=of_forward, w2_dgrad=of_dgrad,
         wgrad_x=row, wgrad_dout=row, folds_wgrad=True,

@@ -95,10 +95,6 @@ def to_bfloat16(x: BlockScaledTensor) -> Tensor:
 def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
     """Check codes and multipliers at a border, without reading device memory. name: what messages
     call the tokens.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
-            is needed.
     """
     # One expression without messages for the usual case, which every forward asks about; what
     # follows only finds out which part of it is false.
@@ -107,34 +103,25 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
     scale = f"{name}_scale"
     require_framework_tensor(x_scale, scale)
     found = dtype_name(x.dtype)
-    expect(
-        x.dtype == torch.float8_e4m3fn,
-        DTypeError,
-        f"{name} is {found} and {scale} was given; needed: {name} in float8_e4m3fn, or no {scale}",
-    )
-    expect(
-        x_scale.dtype == torch.float32,
-        DTypeError,
-        f"{scale} is {dtype_name(x_scale.dtype)}; needed: float32 multipliers (words of a carrier become such by "
-        "sonicmoe.fleet.carrier)",
-    )
+    if x.dtype != torch.float8_e4m3fn:
+        needed = f"{name} in float8_e4m3fn, or no {scale}"
+        raise DTypeError(f"{name} is {found} and {scale} was given; needed: {needed}")
+    if x_scale.dtype != torch.float32:
+        needed = "float32 multipliers (words of a carrier become such by sonicmoe.fleet.carrier)"
+        raise DTypeError(f"{scale} is {dtype_name(x_scale.dtype)}; needed: {needed}")
     need_shape(len(x.shape) == 2, name, x, "[T, H]")
     tokens, hidden = (int(size) for size in x.shape)
     shape = tuple(int(size) for size in x_scale.shape)
-    expect(
-        shape in ((tokens, words_per_row(hidden)), (tokens, 1)),
-        ShapeError,
-        f"{scale} has shape {shape}; {name} {(tokens, hidden)} needs [T, ceil(H/128)] = "
-        f"{(tokens, words_per_row(hidden))}, or [T, 1] with one multiplier per row",
-    )
+    per_word = (tokens, words_per_row(hidden))
+    if shape not in (per_word, (tokens, 1)):
+        needs = f"[T, ceil(H/128)] = {per_word}, or [T, 1] with one multiplier per row"
+        raise ShapeError(f"{scale} has shape {shape}; {name} {(tokens, hidden)} needs {needs}")
     for argument, value in ((name, x), (scale, x_scale)):
         # A dispatcher that hands multipliers on column by column is told so here. A silent copy
         # would cost what the dispatch in FP8 has saved.
-        expect(
-            bool(value.is_contiguous()),
-            ShapeError,
-            f"{argument} has strides {tuple(value.stride())}; needed: contiguous rows, as DeepEP delivers them",
-        )
+        words = f"{argument} has strides {tuple(value.stride())}"
+        needed = "contiguous rows, as DeepEP delivers them"
+        expect(bool(value.is_contiguous()), ShapeError, f"{words}; needed: {needed}")
     require_same_device([(name, x), (scale, x_scale)])
 
 
