@@ -69,12 +69,11 @@ class FleetDispatcher(Dispatcher):
         self._group, self._functions = group, functions
 
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
-        expect(
-            not forms.any,
-            ConfigError,
-            f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher calls Fleet's fused_dispatch in "
-            "bfloat16 only: needed: both False, or kind 'deepep' or 'collective'",
-        )
+        if forms.any:
+            raise ConfigError(
+                f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher calls Fleet's fused_dispatch in "
+                "bfloat16 only: needed: both False, or kind 'deepep' or 'collective'"
+            )
         words = f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16"
         expect(x.dtype == torch.bfloat16, DTypeError, words)
         recv_x, recv_probs, states, *_ = self._functions.dispatch(

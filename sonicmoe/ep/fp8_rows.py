@@ -85,20 +85,18 @@ class SentGradient:
         combine's backward returned.
         """
         rows, expected = self._rows, self._stand_in
-        expect(
-            rows is not None,
-            ConfigError,
-            "dout_source has no gradient: this dispatch's combine has run no backward since the last one; needed: the "
-            "experts' output straight into combine(out, handle), with the handle of the same dispatch",
-        )
-        assert rows is not None and expected is not None
-        expect(
-            data_ptr(gradient) == data_ptr(expected),
-            ConfigError,
-            "the gradient of the experts' output is not the one that the combine of this dispatch returned; needed: the "
-            "experts' output straight into combine(out, handle), and nowhere else (an operation in between, a second use or "
-            "a hook cannot see a gradient that travels in FP8), or fp8_grad=False",
-        )
+        straight = "needed: the experts' output straight into combine(out, handle)"
+        if rows is None or expected is None:
+            raise ConfigError(
+                "dout_source has no gradient: this dispatch's combine has run no backward since the last one; "
+                f"{straight}, with the handle of the same dispatch"
+            )
+        if data_ptr(gradient) != data_ptr(expected):
+            raise ConfigError(
+                "the gradient of the experts' output is not the one that the combine of this dispatch returned; "
+                f"{straight}, and nowhere else (an operation in between, a second use or "
+                "a hook cannot see a gradient that travels in FP8), or fp8_grad=False"
+            )
         self._rows = self._stand_in = None
         return rows
 
@@ -106,12 +104,11 @@ class SentGradient:
         """Called by the dispatch's backward, which comes after the experts': raise ConfigError where
         nobody took the gradient.
         """
-        expect(
-            self._rows is None,
-            ConfigError,
-            "the gradient of the experts' output came in FP8 (fp8_grad) and the experts did not ask for it; needed: "
-            "node(..., dout_source=received.dout_source), or fp8_grad=False",
-        )
+        if self._rows is not None:
+            raise ConfigError(
+                "the gradient of the experts' output came in FP8 (fp8_grad) and the experts did not ask for it; needed: "
+                "node(..., dout_source=received.dout_source), or fp8_grad=False"
+            )
 
 
 def _looks_for_nan() -> bool:

@@ -7,6 +7,7 @@ given another bound than the others, would write into memory that is not there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -44,22 +45,19 @@ class RowLimit:
         mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device)
         theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
         found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
-        expect(
-            found == [bound] * len(ones),
-            ConfigError,
-            f"max_tokens is {bound} on rank {exchange.rank}, and the ranks 0 to {len(ones) - 1} were given {found}; "
-            "needed: the same on all ranks",
-        )
+        words = f"max_tokens is {bound} on rank {exchange.rank}"
+        others = f"the ranks 0 to {len(ones) - 1} were given {found}; needed: the same on all ranks"
+        expect(found == [bound] * len(ones), ConfigError, f"{words}, and {others}")
 
 
-def check_max_tokens(max_tokens: object) -> None:
+def check_max_tokens(max_tokens: Any) -> None:
     """Raise ConfigError for what is no bound."""
-    expect(
-        isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0,
-        ConfigError,
-        f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens that any rank dispatches at "
-        "once, a positive integer, the same on all ranks",
-    )
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens <= 0:
+        raise ConfigError(
+            f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens that any rank dispatches at "
+            "once, a positive integer, the same on all ranks"
+        )
 
 
 def require_rows(x: Tokens, max_tokens: int) -> None:

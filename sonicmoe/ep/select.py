@@ -103,12 +103,11 @@ def make_dispatcher(
         dispatcher, why = _auto(num_experts, group, sizes)
     else:
         dispatcher, why = _named(kind, num_experts, group, sizes), "as asked for"
-    expect(
-        not ((fp8 or fp8_grad) and dispatcher.bf16_only),
-        ConfigError,
-        f"fp8 is {fp8!r}, fp8_grad is {fp8_grad!r}, and {dispatcher.name} sends bfloat16 only; needed: both False, or "
-        f"another kind than {kind!r}",
-    )
+    if (fp8 or fp8_grad) and dispatcher.bf16_only:
+        raise ConfigError(
+            f"fp8 is {fp8!r}, fp8_grad is {fp8_grad!r}, and {dispatcher.name} sends bfloat16 only; needed: both False, or "
+            f"another kind than {kind!r}"
+        )
     dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
     _announce(dispatcher, why, sizes)
     return dispatcher
@@ -173,12 +172,10 @@ def _collective(num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
 
 def _named(kind: str, num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
     if kind == "fleet":
-        expect(
-            sizes.wait_for_counts,
-            ConfigError,
-            f"wait_for_counts is False, and kind 'fleet' cannot: {FLEET_WAITS}; needed: True, or kind 'deepep' or "
-            "'collective'",
-        )
+        if not sizes.wait_for_counts:
+            needed = "True, or kind 'deepep' or 'collective'"
+            unable = f"kind 'fleet' cannot: {FLEET_WAITS}"
+            raise ConfigError(f"wait_for_counts is False, and {unable}; needed: {needed}")
         functions, why = find_fleet()
         if functions is None:
             raise EngineUnavailableError(f"PaddleFleet's fused dispatch is not available: {why}")
