@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fake_jobs import FakeJob
-from processes import Field
+from racers import Field
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import FLAGS_BY_ENV, reload_environment

@@ -79,9 +79,8 @@ class TestOurWords:
         assert tokens.block == rows(256) and tuple(tokens.scale_inv.shape) == (6, 1)
         np.testing.assert_array_equal(numpy(dequantize(tokens)), numpy(dequantize(ours)))
         # Later calls, in which nobody says it again, send what was declared.
-        np.testing.assert_array_equal(
-            numpy(quantize_fast(x, pack_scale_words=True)[1]), numpy(words)
-        )
+        again = quantize_fast(x, pack_scale_words=True)[1]
+        np.testing.assert_array_equal(numpy(again), numpy(words))
 
     def test_come_back_as_bytes(self):
         """Fleet hands the words of a gradient on as uint8 `[T, H/32]`."""
@@ -242,15 +241,11 @@ class TestRefusals:
     def test_scales(self):
         codes, _ = quantize_fast(values(hidden=208))
         for scale, error, words in (
-            (
-                np.zeros((6, 2), np.int32),
-                ShapeError,
-                r"scale is int32 \(6, 2\); codes \(6, 208\) need",
-            ),
+            (np.zeros((6, 2), np.int32), ShapeError, r"scale is int32 \(6, 2\); codes \(6, 208\) need"),
             (np.zeros((6, 7), np.int64), DTypeError, "scale is int64; needed: float32, int32 or"),
             (np.zeros((5, 2), np.float32), ShapeError, r"x_scale has shape \(5, 2\)"),
             (np.zeros((5, 7), np.uint8), ShapeError, r"scale is uint8 \(5, 7\)"),
-        ):
+        ):  # fmt: skip
             with pytest.raises(error, match=words):
                 tokens_from_carrier(codes, tensor(scale))
         with pytest.raises(DTypeError, match="codes are bfloat16"):

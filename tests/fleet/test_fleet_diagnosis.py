@@ -78,21 +78,15 @@ def test_a_weight_is_named_in_the_layout_that_it_has(layout, held, fp8):
 @MODES
 def test_tokens_scores_and_the_gradient(fp8):
     problem = make_problem()
-    token, slot = map(
-        int, np.argwhere((problem.indices >= 0) & (problem.indices < problem.num_experts))[0]
-    )
-    bad = replace(problem, x=spoiled(problem.x, token, 5))
-    assert f"input x = hidden_states[{token}, 5] at token {token}, column 5" in found(
-        lambda: Experts(bad).call(fp8=fp8)
-    )
-    bad = replace(problem, probs=spoiled(problem.probs, token, slot))
-    assert f"input probs = topk_scores[{token}, {slot}] at expert" in found(
-        lambda: Experts(bad).call(fp8=fp8)
-    )
-    bad = replace(problem, dout=spoiled(problem.dout, token, 5))
-    assert f"first bad: input dout at token {token}, column 5" in found(
-        lambda: Experts(bad).call(fp8=fp8).backward()
-    )
+    here = (problem.indices >= 0) & (problem.indices < problem.num_experts)
+    token, slot = map(int, np.argwhere(here)[0])
+    for name, column, words in (
+        ("x", 5, f"input x = hidden_states[{token}, 5] at token {token}, column 5"),
+        ("probs", slot, f"input probs = topk_scores[{token}, {slot}] at expert"),
+        ("dout", 5, f"first bad: input dout at token {token}, column 5"),
+    ):
+        bad = replace(problem, **{name: spoiled(getattr(problem, name), token, column)})
+        assert words in found(lambda bad=bad: Experts(bad).call(fp8=fp8).backward())
 
 
 @MODES

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import processes
 import pytest
 from fleet import small_fleet
 from framework import IS_PADDLE
@@ -138,10 +138,8 @@ class TestMounting:
     def test_paddles_proxy_stays_on_for_this_package(self, ops):
         import paddle
 
-        before, scope = (
-            sys.meta_path[:],
-            set(paddle.compat.proxy.TORCH_PROXY_FINDER._local_enabled_scope),
-        )
+        before = sys.meta_path[:]
+        scope = set(paddle.compat.proxy.TORCH_PROXY_FINDER._local_enabled_scope)
         try:
             while installer._proxies_this_package():
                 paddle.disable_compat()
@@ -225,6 +223,9 @@ class TestTakingBack:
         assert not ops.is_sonic_moe_available()
 
 
+UNKNOWN = "not known to this package: it needs is_sonic_moe_available"
+
+
 @needs_paddle
 class TestRefusals:
     def refused(self, match, **arguments):
@@ -241,12 +242,25 @@ class TestRefusals:
             install()
 
     @pytest.mark.parametrize(
-        "source",
-        ["", "def is_sonic_moe_available(): return False", "blocked_import_messages = {}"],
+        ("source", "words"),
+        [
+            ("", UNKNOWN),
+            ("def is_sonic_moe_available(): return False", UNKNOWN),
+            ("blocked_import_messages = {}", UNKNOWN),
+            (small_fleet.EAGER + "\nsonicmoe = sys", "another engine is imported"),
+            (
+                small_fleet.LAZY.replace("_AVAILABLE = False", "_AVAILABLE = True"),
+                "is True already: PaddleFleet's own engine",  # on a GPU that it runs on
+            ),
+            (
+                small_fleet.EAGER.replace("return _SONIC_MOE_AVAILABLE", "return False"),
+                r"is_sonic_moe_available\(\) stays False; this version",
+            ),
+        ],
     )
-    def test_a_fleet_of_an_unknown_shape(self, source, other_ops):
+    def test_a_fleet_that_cannot_take_it(self, source, words, other_ops):
         other_ops(source)
-        self.refused("not known to this package: it needs is_sonic_moe_available")
+        self.refused(words)
 
     def test_another_engine_under_that_name(self, other_ops, monkeypatch):
         other_ops(small_fleet.EAGER)
@@ -254,14 +268,6 @@ class TestRefusals:
         with pytest.raises(EngineUnavailableError, match="another engine is imported"):
             install()
         monkeypatch.undo()
-
-    def test_another_engine_as_an_attribute(self, other_ops):
-        other_ops(small_fleet.EAGER + "\nsonicmoe = sys")
-        self.refused("another engine is imported")
-
-    def test_a_gpu_that_fleets_own_engine_runs_on(self, other_ops):
-        other_ops(small_fleet.LAZY.replace("_AVAILABLE = False", "_AVAILABLE = True"))
-        self.refused(r"is True already: PaddleFleet's own engine")
 
     @pytest.mark.parametrize("package", ["paddlefleet", "paddleformers.fleet"])
     def test_fleet_imported_before(self, loader, package, monkeypatch):
@@ -281,10 +287,6 @@ class TestRefusals:
         setattr(module, kept, getattr(ops, kept) if kept == "load_sonic_moe" else False)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         self.refused("fused_a2a imported already")
-
-    def test_a_check_that_stays_false(self, other_ops):
-        other_ops(small_fleet.EAGER.replace("return _SONIC_MOE_AVAILABLE", "return False"))
-        self.refused(r"is_sonic_moe_available\(\) stays False; this version")
 
     def test_a_check_without_the_flag_is_replaced(self, other_ops):
         other_ops(small_fleet.EAGER.replace("_SONIC_MOE_AVAILABLE", "_ANOTHER_FLAG"))
@@ -318,11 +320,9 @@ class TestDevices:
         import paddle
 
         def pretend(capability, count=1):
+            asked = {"device_count": lambda: count, "get_device_capability": lambda: capability}
             monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
-            cuda = SimpleNamespace(
-                device_count=lambda: count, get_device_capability=lambda: capability
-            )
-            monkeypatch.setattr(paddle.device, "cuda", cuda)
+            monkeypatch.setattr(paddle.device, "cuda", SimpleNamespace(**asked))
 
         return pretend
 
@@ -347,12 +347,9 @@ class TestDevices:
 @needs_paddle
 def test_the_ten_lines_in_a_process_of_their_own(tmp_path):
     """From nothing to an imported Fleet, with the proxy switched off again by `paddlefleet_ops`."""
-    small_fleet.write(
-        tmp_path,
-        small_fleet.EAGER
-        + "\nimport paddle\npaddle.enable_compat(scope={'triton'}, silent=True)\npaddle.disable_compat()\n"
-        + "paddle.disable_compat()\n",
-    )
+    off = "paddle.disable_compat()\n"
+    scope = "\nimport paddle\npaddle.enable_compat(scope={'triton'}, silent=True)\n"
+    small_fleet.write(tmp_path, small_fleet.EAGER + scope + off + off)
     program = (
         "import paddle\n"
         "paddle.enable_compat(scope={'sonicmoe'}, silent=True)\n"
@@ -365,13 +362,8 @@ def test_the_ten_lines_in_a_process_of_their_own(tmp_path):
         "import sonicmoe.ep.collective as late\n"  # imports `torch` only now
         "print('late', late.torch.Tensor is paddle.Tensor)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    result = processes.run(["-c", program], env, ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "paddle.float8_e4m3fn paddle.int32 paddle.Size([4, 2])" in result.stdout
     assert "late True" in result.stdout
