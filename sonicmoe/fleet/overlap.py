@@ -18,7 +18,7 @@ import torch
 from ..enums import ActivationType
 from ..node.backward_step import BackwardStep
 from .configuration import FP8Config
-from .run import arguments_of, check_arguments
+from .run import ExpertsOfACall, check_arguments
 from .weight_copies import release_forward_copies
 
 Tensor = torch.Tensor
@@ -42,9 +42,9 @@ class ExpertsStep:
         activation_type: ActivationType | str = ActivationType.SWIGLU,
     ) -> None:
         """Nothing is computed, and nothing checked before the forward."""
-        self._topk, self._experts, self._weights = K, E, (w1, w2)
-        self._fp8, self._handle = fp8, fp8_combine_grad_handle
-        self._config, self._activation = fp8_config, activation_type
+        self._experts = ExpertsOfACall(
+            *(K, E, w1, w2, fp8, fp8_combine_grad_handle, fp8_config, activation_type)
+        )
         self._step: BackwardStep | None = None
 
     def forward(
@@ -63,16 +63,12 @@ class ExpertsStep:
             As `run_sonic_moe`.
         """
         if self._step is not None:
-            raise RuntimeError(
-                "forward() ran and backward() did not; needed: one ExpertsStep per micro-batch"
-            )
+            needed = "one ExpertsStep per micro-batch"
+            raise RuntimeError(f"forward() ran and backward() did not; needed: {needed}")
         try:
             codes = hidden_states.detach()
-            given = arguments_of(
-                *(codes, topk_indices, topk_scores, self._topk, self._experts),
-                *(*self._weights, self._fp8, tokens_per_expert, fp8_scale),
-                *(self._handle, self._config, self._activation),
-            )
+            routed = codes, topk_indices, topk_scores
+            given = self._experts.arguments(*routed, tokens_per_expert, fp8_scale)
             # The caller's own tensor where nothing was moved, because its writes are counted.
             x = hidden_states if given.x is codes else given.x
             out, step = given.node.forward_step(
@@ -82,8 +78,8 @@ class ExpertsStep:
         except Exception:
             check_arguments(hidden_states, topk_indices, topk_scores, fp8_scale)
             raise
-        if self._fp8 and release_fp8_weights:
-            release_forward_copies(*self._weights, given.copies)
+        if self._experts.fp8 and release_fp8_weights:
+            release_forward_copies(self._experts.w1, self._experts.w2, given.copies)
         self._step = step
         return out
 

@@ -83,10 +83,11 @@ def run_sonic_moe(
         OutOfMemoryError: nothing has changed.
     """
     try:
-        given = arguments_of(
-            *(hidden_states, topk_indices, topk_scores, K, E, w1, w2, fp8, tokens_per_expert),
-            *(fp8_scale, fp8_combine_grad_handle, fp8_config, activation_type),
+        experts = ExpertsOfACall(
+            *(K, E, w1, w2, fp8, fp8_combine_grad_handle, fp8_config, activation_type)
         )
+        routed = hidden_states, topk_indices, topk_scores
+        given = experts.arguments(*routed, tokens_per_expert, fp8_scale)
         out = given.node(*given[1:])
     except Exception:
         # Whatever was called has its own names for the arguments. What it refuses is looked for
@@ -112,31 +113,32 @@ class NodeArguments(NamedTuple):
     copies: WeightCopies | None
 
 
-def arguments_of(
-    hidden_states: Tensor,
-    topk_indices: Tensor,
-    topk_scores: Tensor,
-    topk: int,
-    experts: int,
-    w1: Tensor,
-    w2: Tensor,
-    fp8: bool,
-    tokens_per_expert: Any,
-    fp8_scale: Tensor | None,
-    fp8_combine_grad_handle: Any,
-    fp8_config: FP8Config | None,
-    activation_type: ActivationType | str,
-) -> NodeArguments:
-    """Arguments and errors as of `run_sonic_moe`; errors in the words of whoever refuses."""
-    layer = layer_of(w1, w2, int(hidden_states.shape[1]))
-    _check_sizes(topk_indices, topk, experts, layer)
-    config = _config_of(fp8_config)
-    node = layer.node(config.node_config(fp8=fp8), *config.activation(activation_type))
-    x, x_scale, dx_to = _tokens_of(hidden_states, fp8_scale)
-    source = combine_gradient(fp8_combine_grad_handle)
-    copies = copies_of(w1, w2) if fp8 else None
-    routing = (tokens_per_expert, topk_indices, topk_scores)
-    return NodeArguments(node, x, *routing, x_scale, dx_to, source, copies)
+class ExpertsOfACall(NamedTuple):
+    """The arguments of `run_sonic_moe` that say which experts these are, and how they compute."""
+
+    topk: int
+    experts: int
+    w1: Tensor
+    w2: Tensor
+    fp8: bool
+    handle: Any
+    config: FP8Config | None
+    activation: ActivationType | str
+
+    def arguments(
+        self, x: Tensor, indices: Tensor, scores: Tensor, tokens_per_expert: Any, scale: Any
+    ) -> NodeArguments:
+        """The node and its arguments for these tokens; errors in the words of whoever refuses."""
+        layer = layer_of(self.w1, self.w2, int(x.shape[1]))
+        _check_sizes(indices, self.topk, self.experts, layer)
+        config = _config_of(self.config)
+        settings = config.node_config(fp8=self.fp8), *config.activation(self.activation)
+        node = layer.node(*settings)
+        x, x_scale, dx_to = _tokens_of(x, scale)
+        source = combine_gradient(self.handle)
+        copies = copies_of(self.w1, self.w2) if self.fp8 else None
+        routing = (tokens_per_expert, indices, scores)
+        return NodeArguments(node, x, *routing, x_scale, dx_to, source, copies)
 
 
 def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: Any) -> None:
@@ -193,12 +195,11 @@ def _tokens_of(
     """`(x, x_scale, dx_to)` of the node."""
     if fp8_scale is None:
         return hidden_states, None, None
-    expect(
-        IS_PADDLE or not (grad_enabled() and requires_grad(hidden_states)),
-        DTypeError,
-        f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch would cast it to that; needed: "
-        "hidden_states.detach(), or a node with dx_to",
-    )
+    if not IS_PADDLE and grad_enabled() and requires_grad(hidden_states):
+        raise DTypeError(
+            f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch would cast it to that; needed: "
+            "hidden_states.detach(), or a node with dx_to"
+        )
     tokens, inexact = tokens_from_carrier(hidden_states, fp8_scale)
     # Codes that nothing has moved stay the caller's tensor, whose writes the node sees.
     moved = inexact is not None or not hidden_states.is_contiguous()
