@@ -1,11 +1,12 @@
-"""What warm-up compiles for where nobody names an architecture: the GPUs of the host, asked through
-a library with NVML's own signatures.
+"""What this host has: its memory, and its GPUs, asked through a library with NVML's own signatures;
+what warm-up compiles for where nobody names an architecture.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 import sonicmoe.cli.warmup as warmup_module
 import sonicmoe.jit_warmup as jit_warmup_module
+from sonicmoe import host
 from sonicmoe.architectures import (
     ARCHITECTURES,
     DEFAULT_ARCH,
@@ -26,7 +28,7 @@ from sonicmoe.architectures import (
 )
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
-from sonicmoe.host import capabilities_of_host
+from sonicmoe.host import capabilities_of_host, count, gibibytes, require_memory
 from sonicmoe.jit_warmup import warmup_jit
 
 SIZES = ["--E", "8", "--H", "3072", "--I", "1536"]
@@ -158,3 +160,25 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def test_a_container_lowers_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host, "_LIMITS", (limit, tmp_path / "none"))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host.host_memory() == whole
+    for text, wanted in (("max", whole), ("1048576\n", 1 << 20), ("9" * 30, whole)):
+        limit.write_text(text)
+        assert host.host_memory() == wanted
+
+
+def test_the_refusal_names_purpose_estimate_and_what_is_there() -> None:
+    require_memory(1 << 30, "a model", available=1 << 30)
+    wanted = "a model needs at least 1.5 GiB of memory, and this machine has 1.0 GiB"
+    with pytest.raises(ConfigError, match=wanted):
+        require_memory(3 << 29, "a model", available=1 << 30)
+
+
+def test_numbers_of_any_size_are_short() -> None:
+    assert (count(1234), gibibytes(3 << 29)) == ("1,234", "1.5 GiB")
+    assert count(10**5000) == "10^5000" and len(gibibytes(10**5000)) < 20
