@@ -64,7 +64,7 @@ def test_a_new_flag(tmp_path, monkeypatch):
     typed = "from sonicmoe.config import current_config\n\nreveal_type(current_config().{})\n"
     (tree / "typed.py").write_text(typed.format("warn_worst_case"), encoding="utf-8")
     # mypy reads what the answer depends on and nothing else: PyTorch alone takes it ten seconds.
-    read = ("typed.py", "sonicmoe/__init__.py", "sonicmoe/config.py")
+    read = ("typed.py", *(f"sonicmoe/{name}.py" for name in ("__init__", "flags", "config")))
     checked = python(tree, "-m", "mypy", "--follow-imports=skip", *read)
     assert re.search(r'Revealed type is "(builtins\.)?bool"', checked.stdout), checked.stdout
 
