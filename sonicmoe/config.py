@@ -94,8 +94,8 @@ class SonicMoEConfig(Settings):
         "`1`: engine `hopper` keeps one FP8 copy of each weight instead of two. It stores the copy "
         "that forward reads, and every backward transposes it into memory that all layers share. "
         "This saves one byte per weight and costs a transposition per backward. A recipe whose "
-        "weight blocks differ between forward and backward is refused, because it needs two copies. "
-        "Engine `mxfp8` always has one copy, which both directions read as it lies",
+        "weight blocks differ between forward and backward is refused, because it needs two "
+        "copies. Engine `mxfp8` always has one copy, which both directions read as it lies",
     )
     save_z: Flag[ZCode] = Flag(
         "SONIC_MOE_FP8_SAVE_Z",
@@ -118,8 +118,8 @@ class SonicMoEConfig(Settings):
         "SONIC_MOE_FP8_RECIPE",
         RECIPE,
         "dx256",
-        "block shapes and scale format of every FP8 operand (docs/numerics.md). Engine `reference` has all, "
-        "`hopper` `dx256` and `row128-dx256`, `mxfp8` `iso32-pow2`",
+        "block shapes and scale format of every FP8 operand (docs/numerics.md). Engine "
+        "`reference` has all, `hopper` `dx256` and `row128-dx256`, `mxfp8` `iso32-pow2`",
     )
     stagewise_memory: Flag[bool] = Flag(
         "SONIC_MOE_STAGEWISE_MEMORY",
@@ -140,10 +140,10 @@ class SonicMoEConfig(Settings):
         members_of(EngineName),
         EngineName.AUTO,
         "the engine to run; one that cannot raises and says why. `auto`: on a Hopper GPU `hopper` "
-        "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 modes; "
-        "`triton` where these cannot run and on Ampere and Ada GPUs; `reference` where that cannot "
-        "run and on a host; never `mxfp8`, which nobody has run; the log says which and why "
-        "(docs/engines.md)",
+        "in the FP8 modes, or `bf16` without FP8 where `hopper` cannot run; `bf16` without FP8 "
+        "modes; `triton` where these cannot run and on Ampere and Ada GPUs; `reference` where "
+        "that cannot run and on a host; never `mxfp8`, which nobody has run; the log says which "
+        "and why (docs/engines.md)",
     )
     engine_check: Flag[EngineCheck] = Flag(
         "SONIC_MOE_ENGINE_CHECK",
@@ -194,8 +194,8 @@ class SonicMoEConfig(Settings):
         PROCESSES,
         "auto",
         "processes that compile at once, over all ranks of a host. `auto`: as many as CPU affinity "
-        "and the quota of the control group allow. `off`: a run that finds kernels missing compiles "
-        "each where it first needs it, instead of all of them at its first forward",
+        "and the quota of the control group allow. `off`: a run that finds kernels missing "
+        "compiles each where it first needs it, instead of all of them at its first forward",
     )
     validate_dispatch: Flag[bool] = Flag(
         "SONIC_MOE_VALIDATE_DISPATCH",
@@ -208,8 +208,8 @@ class SonicMoEConfig(Settings):
         "SONIC_MOE_SITU_BETA",
         bound_of_situ("beta"),
         4.0,
-        "`beta` of SiTU-GLU where PaddleFleet's face (`sonicmoe.fleet`) gets that activation without "
-        "it; nodes and layers have `activation_parameters`",
+        "`beta` of SiTU-GLU where PaddleFleet's face (`sonicmoe.fleet`) gets that activation "
+        "without it; nodes and layers have `activation_parameters`",
     )
     situ_linear_beta: Flag[float] = Flag(
         "SONIC_MOE_SITU_LINEAR_BETA",

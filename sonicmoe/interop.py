@@ -56,8 +56,8 @@ def _import_framework() -> Any:
                 f"paddle is loaded but its torch proxy is not enabled for sonicmoe: {HOW_TO_ENABLE}"
             ) from error
         raise FrameworkError(
-            f"sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle >= 3.3 ({install_hint('paddle')}); "
-            f"with Paddle, {HOW_TO_ENABLE}"
+            f"sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle >= 3.3 "
+            f"({install_hint('paddle')}); with Paddle, {HOW_TO_ENABLE}"
         ) from error
     return torch
 

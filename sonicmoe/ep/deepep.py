@@ -285,8 +285,8 @@ class ElasticTransport(_DeepEPTransport):
 
     def check_quantised(self, hidden: int) -> None:
         raise ConfigError(
-            "fp8 or fp8_grad was asked for, and an ElasticBuffer is used in bfloat16 only; needed: both False, or DeepEP's "
-            "Buffer"
+            "fp8 or fp8_grad was asked for, and an ElasticBuffer is used in bfloat16 only; "
+            "needed: both False, or DeepEP's Buffer"
         )
 
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:

@@ -88,8 +88,8 @@ class SentGradient:
         straight = "needed: the experts' output straight into combine(out, handle)"
         if rows is None or expected is None:
             raise ConfigError(
-                "dout_source has no gradient: this dispatch's combine has run no backward since the last one; "
-                f"{straight}, with the handle of the same dispatch"
+                "dout_source has no gradient: this dispatch's combine has run no backward since "
+                f"the last one; {straight}, with the handle of the same dispatch"
             )
         if data_ptr(gradient) != data_ptr(expected):
             raise ConfigError(

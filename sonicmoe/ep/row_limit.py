@@ -55,8 +55,8 @@ def check_max_tokens(max_tokens: Any) -> None:
     whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
     if not whole or max_tokens <= 0:
         raise ConfigError(
-            f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens that any rank dispatches at "
-            "once, a positive integer, the same on all ranks"
+            f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens "
+            "that any rank dispatches at once, a positive integer, the same on all ranks"
         )
 
 

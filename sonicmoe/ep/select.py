@@ -105,8 +105,8 @@ def make_dispatcher(
         dispatcher, why = _named(kind, num_experts, group, sizes), "as asked for"
     if (fp8 or fp8_grad) and dispatcher.bf16_only:
         raise ConfigError(
-            f"fp8 is {fp8!r}, fp8_grad is {fp8_grad!r}, and {dispatcher.name} sends bfloat16 only; needed: both False, or "
-            f"another kind than {kind!r}"
+            f"fp8 is {fp8!r}, fp8_grad is {fp8_grad!r}, and {dispatcher.name} sends bfloat16 only; "
+            f"needed: both False, or another kind than {kind!r}"
         )
     dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
     _announce(dispatcher, why, sizes)

@@ -37,8 +37,8 @@ KEYS = ("data", "scale")
 _NOT_OURS = ("using_sonic_moe",)
 _NAME = "fp8_combine_grad_handle"
 _FILLED_BY = (
-    "the backward of the combine fills it: needed: this very dict as combine_grad_handle of fused_combine, with "
-    "fp8_dispatch=True, and one dict per forward"
+    "the backward of the combine fills it: needed: this very dict as combine_grad_handle of "
+    "fused_combine, with fp8_dispatch=True, and one dict per forward"
 )
 
 

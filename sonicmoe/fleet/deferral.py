@@ -53,8 +53,8 @@ def set_wgrad_deferral_hook(hook: Hook | None) -> None:
     expect(
         IS_PADDLE or hook is None,
         FrameworkError,
-        "set_wgrad_deferral_hook needs Paddle, whose backward hooks can be fired from outside a backward; under PyTorch: a node "
-        "with split_wgrad=True",
+        "set_wgrad_deferral_hook needs Paddle, whose backward hooks can be fired from outside a "
+        "backward; under PyTorch: a node with split_wgrad=True",
     )
     _hook = hook
 

@@ -88,8 +88,8 @@ def install(*, reference: bool = False) -> str:
             _open_gates(ops, modules[MOUNT], undo)
             _verify(ops, modules)
             line = (
-                f"PaddleFleet: {MOUNT} is sonicmoe {__version__} ({len(modules)} modules, {len(SYMBOLS)} names; {loader} "
-                f"loader) on {device}; {_AVAILABLE}() is True"
+                f"PaddleFleet: {MOUNT} is sonicmoe {__version__} ({len(modules)} modules, "
+                f"{len(SYMBOLS)} names; {loader} loader) on {device}; {_AVAILABLE}() is True"
             )
             _installed = _Installation(line, ops, modules[MOUNT], undo.pop_all())
     logger.info("%s", line)
@@ -256,8 +256,8 @@ def _verify(ops: ModuleType, modules: dict[str, MountedModule]) -> None:
     )
     if astray:
         raise FrameworkError(
-            f"{', '.join(astray)} were imported with PyTorch, while Paddle's torch proxy was off; needed: install() "
-            "before other imports of sonicmoe"
+            f"{', '.join(astray)} were imported with PyTorch, while Paddle's torch proxy was off; "
+            "needed: install() before other imports of sonicmoe"
         )
 
 

@@ -197,8 +197,8 @@ def _tokens_of(
         return hidden_states, None, None
     if not IS_PADDLE and grad_enabled() and requires_grad(hidden_states):
         raise DTypeError(
-            f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch would cast it to that; needed: "
-            "hidden_states.detach(), or a node with dx_to"
+            f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch "
+            "would cast it to that; needed: hidden_states.detach(), or a node with dx_to"
         )
     tokens, inexact = tokens_from_carrier(hidden_states, fp8_scale)
     # Codes that nothing has moved stay the caller's tensor, whose writes the node sees.

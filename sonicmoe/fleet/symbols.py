@@ -153,8 +153,8 @@ def _getter(module: str) -> Callable[[str], Any]:
         if name in late:
             return late[name].get()
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}: sonicmoe has the names that PaddleFleet takes, "
-            "and this is none of them"
+            f"module {module!r} has no attribute {name!r}: sonicmoe has the names that PaddleFleet "
+            "takes, and this is none of them"
         )
 
     return get

@@ -154,8 +154,8 @@ def _marked(name: str, pair: Any) -> WeightCopies:
     copies = getattr(codes, _MARK, None)
     if not isinstance(copies, WeightCopies):
         raise LayoutError(
-            f"{name}.fp8 holds {type(codes).__name__} that this package has not made; needed: the codes that "
-            "quantize_native_fp8_weights returned, themselves and not a copy, or None"
+            f"{name}.fp8 holds {type(codes).__name__} that this package has not made; needed: the "
+            "codes that quantize_native_fp8_weights returned, themselves and not a copy, or None"
         )
     return copies
 

@@ -93,8 +93,8 @@ class BlockScaledTensor:
         wanted = scale_shape(tuple(self.codes.shape), self._stored_block())
         if tuple(self.scale_inv.shape) != wanted:
             raise ShapeError(
-                f"scale_inv has shape {tuple(self.scale_inv.shape)}; codes {tuple(self.codes.shape)} in "
-                f"{self._stored_block()} blocks need {wanted}"
+                f"scale_inv has shape {tuple(self.scale_inv.shape)}; codes "
+                f"{tuple(self.codes.shape)} in {self._stored_block()} blocks need {wanted}"
             )
 
     def _stored_block(self) -> BlockShape:

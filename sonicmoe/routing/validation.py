@@ -29,8 +29,8 @@ Tensor = torch.Tensor
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 HYBRID_EP_HINT = (
-    "; already permuted expert-major rows with one probability each (HybridEP, or ElasticBuffer with do_expand=True) "
-    "are a different contract: dispatch with per-token top-k indices"
+    "; already permuted expert-major rows with one probability each (HybridEP, or ElasticBuffer "
+    "with do_expand=True) are a different contract: dispatch with per-token top-k indices"
 )
 
 
@@ -200,15 +200,15 @@ def check_dispatched_tokens(
     """
     if isinstance(x, tuple | list | dict):
         raise DTypeError(
-            f"x is a {type(x).__name__}, as an FP8 dispatch delivers; needed: the codes as x and their scales as "
-            "x_scale, or bfloat16 tokens"
+            f"x is a {type(x).__name__}, as an FP8 dispatch delivers; needed: the codes as x and "
+            "their scales as x_scale, or bfloat16 tokens"
         )
     if hasattr(x, "dtype"):
         found = dtype_name(x.dtype)
         if "float8" in found and x_scale is None:
             raise DTypeError(
-                f"x is {found} without its scales, from an FP8 dispatch; needed: x_scale, float32 [T, ceil(H/128)], or "
-                "bfloat16 tokens"
+                f"x is {found} without its scales, from an FP8 dispatch; needed: x_scale, float32 "
+                "[T, ceil(H/128)], or bfloat16 tokens"
             )
         if "float8" not in found and x_scale is not None:
             raise DTypeError(
