@@ -182,6 +182,8 @@ def nearest_flag(name: str, known: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(upper, known, n=1, cutoff=cutoff)), None)
 
 
+# `Flag.__get__` must tell type checkers which of the two it reads from. `config.py` has the classes
+# with the fields; importing them here would be a cycle.
 class Settings:
     """A class whose fields are flags; a field that nobody set reads as None."""
 

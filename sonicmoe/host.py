@@ -81,6 +81,8 @@ def count(number: int) -> str:
 @contextmanager
 def _nvml(library: str) -> Iterator[ctypes.CDLL | None]:
     """The driver's library, open; None where there is none, or it does not answer."""
+    # Opened and shut down around each question: a process that forks afterwards leaves its child no
+    # half of a session with the driver.
     try:
         nvml = ctypes.CDLL(library)
     except OSError:

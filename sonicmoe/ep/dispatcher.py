@@ -282,6 +282,8 @@ class TransportDispatcher(Dispatcher):
 
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         check_combine(out, handle, Route, lambda: int(handle.indices.shape[0]))
+        # Where nothing has travelled, one row is a token's sum over ranks already. A gradient that
+        # is to be quantised still needs an operation whose backward does it.
         if not handle.transport.moves and handle.gradient is None:
             return out
         if grad_enabled() and requires_grad(out):

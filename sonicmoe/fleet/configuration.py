@@ -169,6 +169,7 @@ kernels always fuse activation and quantisation; False is said once |
         unset, field = value is None and name != "situ_linear_beta", _FIELDS[name]
         config = active_config()
         self.__dict__[name] = field.default(config.resolve()) if unset else field.read(name, value)
+        # What was answered belongs to the fields as they were.
         object.__setattr__(self, "_answer", None)
 
     def __getattr__(self, name: str) -> Any:

@@ -270,6 +270,8 @@ def _keep_compat() -> None:
 
 
 def _proxies_this_package() -> bool:
+    # Paddle has no public question for this, and switching the proxy on twice takes two switches to
+    # undo.
     return any(
         getattr(finder, "_globally_enabled", False)
         or "sonicmoe" in getattr(finder, "_local_enabled_scope", ())

@@ -218,6 +218,7 @@ def _positions(keys: Tensor, here: Tensor, above: int) -> Tensor:
     tokens, topk = (int(size) for size in keys.shape)
     if tokens * topk == 0:
         return torch.zeros([0], dtype=torch.int64, device=keys.device)
+    # Slots without an expert sort behind all others, and are left out by `here` below.
     order = torch.argsort(torch.where(here, keys, torch.full_like(keys, above)), dim=1, stable=True)
     slots = order + topk * torch.arange(tokens, dtype=torch.int64, device=keys.device).unsqueeze(1)
     slots = slots.reshape([-1])

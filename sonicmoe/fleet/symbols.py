@@ -143,6 +143,8 @@ def _module(name: str, found: dict[str, MountedModule]) -> MountedModule:
 
 
 def _getter(module: str) -> Callable[[str], Any]:
+    # Python asks this function for names that the module itself does not have, and late names are
+    # never put there: the deferral hook changes, and PyTorch's face is absent under Paddle.
     late = {
         symbol.name: symbol
         for symbol in SYMBOLS

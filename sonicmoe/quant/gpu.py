@@ -270,6 +270,7 @@ def _unwritten(
     """Codes of w1 and w2, of the E, N1, H, I of `sizes`, in these blocks of theirs."""
     experts, n1, hidden, inner = sizes
     matrices = (n1, hidden), (hidden, inner)
+    # What dgrad reads are the same matrices, stored the other way round.
     turn = 1 if orientation is Orientation.ROWS else -1
     return tuple(
         BlockScaledTensor.empty(

@@ -164,6 +164,7 @@ def _warn_if_global(indices: Tensor, routing: RoutingMetadata, num_experts: int)
     """Say once that a batch names experts and none of them is here, as ids of the whole model do:
     its output is zeros. On a host, where the counts are known anyway.
     """
+    # A batch with one expert here is an ordinary one, so this costs it a sum of counts that are known.
     if 0 in tuple(indices.shape) or any(routing.counts_on_host()):
         return
     largest = int(indices.max())
