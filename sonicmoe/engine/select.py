@@ -12,6 +12,7 @@ import torch
 
 from ..enums import EngineName
 from ..errors import EngineUnavailableError
+from ..log import log_once
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
 from .capabilities import HOST, RECORDS, EngineRecord, missing_tool, problem, token_problem
@@ -24,8 +25,6 @@ from .settings import EngineSettings, TokenFormat, Workload
 from .triton import TritonEngine
 from .trust import Subject, refusal, require_tried, trusted
 from .without_kernels import lost_on_gpus
-
-logger = logging.getLogger("sonicmoe")
 
 ENGINES: dict[EngineName, Callable[[], Engine]] = {
     EngineName.REFERENCE: ReferenceEngine,
@@ -194,36 +193,26 @@ def _emulation(workload: Workload | None) -> str:
     return "FP8 off" if recipe is None else f"FP8 emulated exactly (recipe {recipe.name})"
 
 
-_LOGGED: set[tuple[str, str, str]] = set()
-
-
 def announce(choice: EngineChoice, device: str) -> None:
     """Log the choice once per engine, device and reason; as a warning where it is a fallback.
     Likewise that quantised tokens are dequantised for it, which is a warning: they were rounded to
     8 bits, and the engine reads 16.
     """
     level = logging.WARNING if choice.falls_back else logging.INFO
-    _log_once(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)
+    log_once(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)
     if choice.dequantises is not None:
         words = "engine %s on %s: tokens that arrive in FP8 are dequantised to bfloat16, because %s"
-        _log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
+        log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
 
 
 def announce_emulation(choice: EngineChoice, device: str) -> None:
     """Warn once of FP8 that is emulated here and that no GPU computes."""
     if choice.on_gpus is not None:
         words = "engine %s on %s emulates FP8, but %s"
-        _log_once(logging.WARNING, words, choice.engine.name, device, choice.on_gpus)
+        log_once(logging.WARNING, words, choice.engine.name, device, choice.on_gpus)
 
 
 def announce_gradients(engine: str, device: str, reason: str) -> None:
     """Log once that gradients which arrive in FP8 are dequantised for an engine."""
     words = "engine %s on %s: gradients that arrive in FP8 are dequantised to bfloat16, because %s"
-    _log_once(logging.WARNING, words, engine, device, reason)
-
-
-def _log_once(level: int, words: str, engine: str, device: str, reason: str) -> None:
-    key = (engine, device, reason)
-    if key not in _LOGGED:
-        _LOGGED.add(key)
-        logger.log(level, words, engine, device, reason)
+    log_once(logging.WARNING, words, engine, device, reason)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import ResolvedConfig, current_config
+from ..log import first_time, log_once, logger
 from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
 from .files import DamagedFileError, StoreFiles
 from .guard import check_compile_allowed
@@ -34,8 +35,6 @@ from .manifest import Artefact
 from .place import Place, Trust, shared_trust
 from .slots import may_say
 from .store import ArtefactStore, Builder, StoreProblemError
-
-logger = logging.getLogger("sonicmoe")
 
 Loaded = TypeVar("Loaded")
 HOW_TO_HELP = (
@@ -226,7 +225,7 @@ class CompileCache:
             raise
         except Exception as error:
             line = f"{key} in {artefact.path} does not load on this host ({error}): building it for this host"
-            _say_once(line)  # callers may try again
+            log_once(logging.WARNING, "%s", line)  # callers may try again
             first = error
         rebuilt = self._rebuilt.lookup(key).artefact
         if rebuilt is None:
@@ -282,20 +281,10 @@ class CompileCache:
             f"compile cache {problem}; what cannot be read or stored there goes to {self.local_root} "
             f"on this node. {HOW_TO_HELP}"
         )
+        # Of the process and not of a cache, because a compile worker opens a cache for each kernel.
         # And one problem of all ranks of this host.
-        if line not in _SAID and may_say(self.local_root, line):
+        if first_time(line) and may_say(self.local_root, line):
             logger.warning("%s", line)
-        _SAID.add(line)
-
-
-# Of the process and not of a cache, because a compile worker opens a cache for each kernel.
-_SAID: set[str] = set()
-
-
-def _say_once(line: str) -> None:
-    if line not in _SAID:
-        _SAID.add(line)
-        logger.warning("%s", line)
 
 
 # One instance per set of directories, so that all callers share the loaded kernels. The limit

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import SonicMoEError
+from ..log import log_once
 from .errors import (
     CacheUnwritableError,
     CompileError,
@@ -21,8 +22,6 @@ from .errors import (
     KeyFieldError,
     ToolchainError,
 )
-
-logger = logging.getLogger("sonicmoe")
 
 Choice = TypeVar("Choice")
 
@@ -70,7 +69,6 @@ class Decided(Generic[Choice]):
         self._choose = choose
         self._final: dict[str, Choice] = {}
         self._tentative: dict[str, _Tentative[Choice]] = {}
-        self._said: set[str] = set()
 
     def __call__(self, device: str) -> Choice:
         """The choice for a device; errors as `choose`."""
@@ -79,16 +77,13 @@ class Decided(Generic[Choice]):
         return self._final[device] if device in self._final else self._decide(device)
 
     def cache_clear(self) -> None:
-        """Forget every decision and what was said, as of `functools.lru_cache`."""
+        """Forget every decision, as of `functools.lru_cache`."""
         self._final.clear()
         self._tentative.clear()
-        self._said.clear()
 
     def say(self, level: int, text: str) -> None:
         """Log a line, the first time."""
-        if text not in self._said:
-            self._said.add(text)
-            logger.log(level, "%s", text)
+        log_once(level, "%s", text)
 
     def _decide(self, device: str) -> Choice:
         earlier = self._tentative.get(device)

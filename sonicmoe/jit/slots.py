@@ -17,15 +17,13 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..log import log_once
 from . import cpus
 from .files import describe_problem
 from .place import Place, Trust
 
-logger = logging.getLogger("sonicmoe")
-
 AUTO, OFF = "auto", "off"
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
-_TOLD: set[str] = set()
 _DIRECTORY = "slots"
 # Open for the life of the process, which is how long the other ranks leave a line to it.
 _SAYING: list[int] = []
@@ -111,9 +109,7 @@ class HostSlots:
             self._shared = False
             why = describe_problem(error)
             line = f"{self._folder}: the ranks of this host cannot share their compilers ({why})"
-            if line not in _TOLD:
-                _TOLD.add(line)
-                logger.warning("%s", line)
+            log_once(logging.WARNING, "%s", line)
         return Held(tuple(descriptors))
 
 

@@ -112,8 +112,7 @@ def test_every_engine_of_the_build_carries_its_name():
         assert make().name == name.value
 
 
-def test_announced_once_per_engine_and_device(caplog, monkeypatch):
-    monkeypatch.setattr(select, "_LOGGED", set())
+def test_announced_once_per_engine_and_device(caplog):
     choice = choose_engine("cpu")
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         for device in ("cpu", "cpu", "cuda:1", "cpu"):
@@ -269,8 +268,7 @@ class TestOnHopper:
         [(WORKLOAD, "INFO"), (BEYOND_HOPPER[0][0], "WARNING")],
         ids=["serves", "falls back"],
     )
-    def test_a_fallback_is_a_warning(self, hopper, caplog, monkeypatch, workload, level):
-        monkeypatch.setattr(select, "_LOGGED", set())
+    def test_a_fallback_is_a_warning(self, hopper, caplog, workload, level):
         choice = choose_engine("cuda:0", workload=workload)
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             for _ in range(3):
@@ -279,16 +277,14 @@ class TestOnHopper:
         assert record.levelname == level
         assert record.getMessage() == f"engine {choice.engine.name} on cuda:0: {choice.reason}"
 
-    def test_two_reasons_to_fall_back_are_two_lines(self, hopper, caplog, monkeypatch):
-        monkeypatch.setattr(select, "_LOGGED", set())
+    def test_two_reasons_to_fall_back_are_two_lines(self, hopper, caplog):
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             for workload, _ in (*BEYOND_HOPPER[:2], *BEYOND_HOPPER[:2]):
                 announce(choose_engine("cuda:0", workload=workload), "cuda:0")
         assert len(caplog.records) == 2
 
-    def test_tokens_in_fp8_do_not_change_the_engine(self, hopper, caplog, monkeypatch):
+    def test_tokens_in_fp8_do_not_change_the_engine(self, hopper, caplog):
         """An engine that cannot read them is handed their values, and the log says so once."""
-        monkeypatch.setattr(select, "_LOGGED", set())
         read = replace(WORKLOAD, tokens=TokenFormat.E4M3_1X128)
         assert choose_engine("cuda:0", workload=read).dequantises is None
         workload = replace(WORKLOAD, tokens=TokenFormat.E4M3_ROW)

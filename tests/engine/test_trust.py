@@ -342,7 +342,6 @@ class TestChoice:
         monkeypatch.setattr(select, "arch_of", lambda device: ARCH)
         monkeypatch.setattr(select, "missing_tool", lambda *_: None)
         monkeypatch.setattr(select, "compile_missing", lambda *_: None)
-        monkeypatch.setattr(select, "_LOGGED", set())
         monkeypatch.setitem(RECORDS, EngineName.BF16, RECORD)
         self.capturing = False
         monkeypatch.setattr(select, "_is_capturing", lambda: self.capturing)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from gpu.hopper_step import FP8, main_grads, make_batch, make_experts, make_node, run
 
-from sonicmoe.engine import select
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
 from sonicmoe.quant.tokens import quantize_tokens, to_bfloat16
@@ -28,9 +27,8 @@ def test_the_senders_codes_are_those_of_the_reference(row_scale):
     assert torch.equal(made.scale_inv, wanted.scale_inv)
 
 
-def test_the_hopper_engine_gets_the_values_of_rows_with_one_scale(caplog, monkeypatch):
+def test_the_hopper_engine_gets_the_values_of_rows_with_one_scale(caplog):
     """Bit for bit what it makes of these values as bf16 tokens; the log says so once."""
-    monkeypatch.setattr(select, "_LOGGED", set())
     batch, experts, plain = make_batch(), make_experts(), make_experts()
     tokens = quantize_tokens(batch.x.detach(), row_scale=True)
     node = make_node(experts, FP8)

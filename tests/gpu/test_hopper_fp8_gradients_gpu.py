@@ -11,7 +11,6 @@ import torch
 from gpu.test_hopper_fp8_tokens_gpu import MODES, E, H, K, Problem, T
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine import select
 from sonicmoe.ep import make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.quant.recipes import rows
@@ -83,8 +82,7 @@ def test_repeats_bit_for_bit(x_too):
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-def test_the_hopper_engine_gets_the_values_of_rows_with_one_scale(caplog, monkeypatch):
-    monkeypatch.setattr(select, "_LOGGED", set())
+def test_the_hopper_engine_gets_the_values_of_rows_with_one_scale(caplog):
     problem = Gradients(2)
     sent = quantize_tokens(problem.dout, row_scale=True)
     with caplog.at_level(logging.INFO, logger="sonicmoe"):

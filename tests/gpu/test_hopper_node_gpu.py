@@ -27,7 +27,6 @@ from gpu.hopper_step import (
 )
 
 from sonicmoe import MoE, SonicMoEConfig
-from sonicmoe.engine import select
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.enums import ActivationType
@@ -92,8 +91,7 @@ def engine_lines(caplog):
 
 class TestChoice:
     @pytest.fixture(autouse=True)
-    def undecided(self, monkeypatch, caplog):
-        monkeypatch.setattr(select, "_LOGGED", set())
+    def undecided(self, caplog):
         call._choice.cache_clear()
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             yield

@@ -133,7 +133,6 @@ def test_the_next_engine_is_taken_by_name(planted_cache, engine, words, monkeypa
     monkeypatch.setitem(select.ENGINES, EngineName.BF16, engine)
     monkeypatch.setitem(RECORDS, EngineName.BF16, NOT_PROVEN)
     monkeypatch.setattr(trust, "LIMITS", Limits(case=10.0))
-    monkeypatch.setattr(select, "_LOGGED", set())
     for name in ENGINES:  # the reference engine is the next one then
         if name is not EngineName.BF16:
             monkeypatch.setitem(RECORDS, name, replace(RECORDS[name], dtypes=()))

@@ -105,7 +105,6 @@ def test_a_claim_belongs_to_one(tmp_path: Path) -> None:
 def test_a_directory_of_somebody_else_is_not_used_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "_TOLD", set())
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     for _ in range(2):

@@ -308,8 +308,7 @@ class TestRefusals:
         ((64, 64), torch.bfloat16, None),
     ],
 )
-def test_fp8_that_no_gpu_computes_is_said_once(sizes, dtype, words, caplog, monkeypatch):
-    monkeypatch.setattr("sonicmoe.engine.select._LOGGED", set())
+def test_fp8_that_no_gpu_computes_is_said_once(sizes, dtype, words, caplog):
     caplog.set_level(logging.WARNING, logger="sonicmoe")
     hidden, inner = sizes
     problem = make_problem(hidden=hidden, intermediate=inner)

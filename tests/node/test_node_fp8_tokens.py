@@ -18,7 +18,6 @@ from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
-from sonicmoe.engine import select
 from sonicmoe.errors import DeviceError, DTypeError, ShapeError
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import to_bfloat16, tokens_of
@@ -96,8 +95,7 @@ def test_rows_without_a_valid_slot_are_never_read(problem, row, config):
 
 
 @FORMS
-def test_an_engine_that_cannot_read_them_gets_their_values(problem, row, caplog, monkeypatch):
-    monkeypatch.setattr(select, "_LOGGED", set())
+def test_an_engine_that_cannot_read_them_gets_their_values(problem, row, caplog):
     x = quantised(problem.x, row)
     layer, plain = (bf16_layer(problem, FULL) for _ in range(2))
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
