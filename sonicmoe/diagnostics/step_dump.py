@@ -172,14 +172,10 @@ class StepDump:
         (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
         n1 = width * (2 if is_glu(self.settings.activation_type) else 1)
         wanted = {
-            "x": (tokens, hidden),
-            "probs": (tokens, topk),
-            "w1": (experts, n1, hidden),
-            "dout": (tokens, hidden),
-            "b1": (experts, n1),
-            "b2": (experts, hidden),
+            "x": (tokens, hidden), "dout": (tokens, hidden), "probs": (tokens, topk),
+            "w1": (experts, n1, hidden), "b1": (experts, n1), "b2": (experts, hidden),
             "first_triple": (tokens,),
-        }
+        }  # fmt: skip
         for name, shape in wanted.items():
             found = getattr(self, name)
             expect(
@@ -253,45 +249,18 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     """Write an .npz that `load_dump` reads; steps with `dout` also serve `sonicmoe numerics
     --captured`.
     """
-    arrays = {
-        name: getattr(step, name)
-        for name in (*ARRAYS, *OPTIONAL)
-        if getattr(step, name) is not None
-    }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # np.savez would add a suffix to a name without one
-        np.savez(file, **words_of(step), **arrays)  # type: ignore[arg-type]
-
-
-def words_of(step: StepDump) -> dict[str, Array]:
-    """The arrays of a file that hold text: name, settings, and the caller if he is known."""
     words = {"name": step.name, "settings": json.dumps(step.settings.names())}
     if step.caller is not None:
         words["caller"] = json.dumps(step.caller.to_json())
     if step.framework is not None:
         words["framework"] = step.framework
-    return {name: np.array(text) for name, text in words.items()}
-
-
-def caller_in(found: dict[str, Array]) -> Caller | None:
-    """The caller in a file, None where it has none.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    return Caller.from_json(json.loads(str(found["caller"]))) if "caller" in found else None
-
-
-def settings_in(found: dict[str, Array]) -> StepSettings:
-    """The settings in a file; the default FP8 recipe where it has none.
-
-    Raises:
-        DumpError, ValueError, TypeError: they are no settings of a step.
-    """
-    if "settings" not in found:
-        return StepSettings()
-    return StepSettings.of(**json.loads(str(found["settings"])))
+    arrays = {name: np.array(text) for name, text in words.items()}
+    held = {name: getattr(step, name) for name in (*ARRAYS, *OPTIONAL)}
+    arrays |= {name: array for name, array in held.items() if array is not None}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # np.savez would add a suffix to a name without one
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def load_dump(path: str | Path) -> StepDump:
@@ -307,7 +276,11 @@ def load_dump(path: str | Path) -> StepDump:
         arrays = {name: found[name] for name in ARRAYS}
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
         require_numbers(arrays, integers=("indices", "first_triple", "x_codes", "dout_codes"))
-        settings, caller = settings_in(found), caller_in(found)
+        settings, caller = StepSettings(), None
+        if "settings" in found:
+            settings = StepSettings.of(**json.loads(str(found["settings"])))
+        if "caller" in found:
+            caller = Caller.from_json(json.loads(str(found["caller"])))
         framework = str(found["framework"]) if "framework" in found else None
         return StepDump(str(found["name"]), settings, **arrays, caller=caller, framework=framework)
     except KeyError as error:
