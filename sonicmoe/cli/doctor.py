@@ -33,7 +33,8 @@ from .screen import Activity
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Compile the self-test's kernels where they are missing, a minute or more on a new machine, and say so on stderr.",
+    help="Compile the self-test's kernels where they are missing, a minute or more on a new "
+    "machine, and say so on stderr.",
 )
 @click.option(
     "--report",

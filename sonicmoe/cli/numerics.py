@@ -68,17 +68,17 @@ def _size(name: str, default: int) -> Any:
     type=click.Choice([way.value for way in Dispatch]),
     default=[Dispatch.BF16.value],
     show_default=True,
-    help="How tokens reach the experts, and (-both) gradients of their output; may be repeated. Behind all but bf16 the bar "
-    "is DeepSeek-V3's way alone.",
+    help="How tokens reach the experts, and (-both) gradients of their output; may be repeated. "
+    "Behind all but bf16 the bar is DeepSeek-V3's way alone.",
 )
 @click.option(
     "--against",
     type=click.Choice(list(BASELINES)),
     default="deepseek-v3",
     show_default=True,
-    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3; DeepSeek-V3.1's, which has power-of-two "
-    "scales, without slack, for recipes by name; or MXFP8 (one power-of-two scale per 32 of the contraction) with z in bf16, "
-    "for recipes with power-of-two scales.",
+    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3; DeepSeek-V3.1's, "
+    "which has power-of-two scales, without slack, for recipes by name; or MXFP8 (one power-of-two "
+    "scale per 32 of the contraction) with z in bf16, for recipes with power-of-two scales.",
 )
 @click.option(
     "--captured",

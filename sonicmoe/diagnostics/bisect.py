@@ -46,8 +46,8 @@ PADDING = "padding"
 READ_PADDING = ("y1", "dz", "y1s", "dz_fp8", *WGRAD_OPERANDS)
 
 # Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left
-# between a stage and the reference engine's, or between two engines, is rounding: 3 % where one side is
-# quantised and the other is not, 0.4 % of bf16.
+# between a stage and the reference engine's, or between two engines, is rounding: 3 % where one
+# side is quantised and the other is not, 0.4 % of bf16.
 FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
 # Rows far smaller than the others are measured against this share of the typical norm: their blocks
 # may be scaled by larger rows.
@@ -119,9 +119,11 @@ class Report:
 
     missing: stages that the engine does not show (it fuses them, or shows them in a form of its
     own). layer: the module that has the weights, by its name in the caller's model; empty where it
-    is not known. wrong: every wrong stage, those that a fault has spread to included. error: the exception
-    that ended the run, if one did. padding: NaN or infinity in
-    padding rows of a healthy run: harmless in an engine that reads no padding.
+    is not known.
+    wrong: every wrong stage, those that a fault has spread to included.
+    error: the exception that ended the run, if one did.
+    padding: NaN or infinity in padding rows of a healthy run, which is harmless in an engine that
+        reads no padding.
     """
 
     step: str
@@ -315,8 +317,9 @@ class _Judge:
         index = tuple(int(axis) for axis in np.unravel_index(first, values.shape[:-1]))
         column = int(np.abs(values[index] - standard[index]).argmax())
         what = (
-            f"off by {rows[first]:.1%} of its norm, where rounding explains a few percent ({int(beyond.sum())} rows are beyond "
-            f"{self._row_bar:.0%}); the whole stage by {whole['rmse']:.2%}, cosine {whole['cosine']:.4f}"
+            f"off by {rows[first]:.1%} of its norm, where rounding explains a few percent "
+            f"({int(beyond.sum())} rows are beyond {self._row_bar:.0%}); "
+            f"the whole stage by {whole['rmse']:.2%}, cosine {whole['cosine']:.4f}"
         )
         place = index if name in SLOT_STAGES else (*index, column)
         yield self._fault(name, "deviation", place, what)
@@ -329,9 +332,8 @@ class _Judge:
         return Fault(name, kind, place, what, caller)
 
     def _routing(self, found: dict[str, Array]) -> list[Fault]:
-        """The first tensor that breaks the routing contract, at its first wrong element. All engines
-        share the builder, so only the contract can judge it.
-        """
+        # All engines share the builder of the routing, so only the contract can judge it. The first
+        # tensor that breaks it is named, at its first wrong element.
         for name, built in found.items():
             wanted = self._layout.fields[name]
             array = built[: len(wanted)]  # rows beyond the contract's are padding by definition
@@ -343,7 +345,10 @@ class _Judge:
             off = array != wanted.astype(array.dtype)
             if off.any():
                 index = _first(off)
-                what = f"{name} is {array[index]}; the contract says {wanted[index]} ({int(off.sum())} of {off.size} differ)"
+                what = (
+                    f"{name} is {array[index]}; the contract says {wanted[index]} "
+                    f"({int(off.sum())} of {off.size} differ)"
+                )
                 return [Fault("routing", "routing", self._routing_place(name, index), what)]
         return []
 

@@ -37,7 +37,8 @@ class Copy:
 
     def __str__(self) -> str:
         """`paddlefleet_ops.sonicmoe 0.3 from /path (loaded)`."""
-        return f"{self.name} {self.version} from {self.path} ({'loaded' if self.loaded else 'importable'})"
+        state = "loaded" if self.loaded else "importable"
+        return f"{self.name} {self.version} from {self.path} ({state})"
 
 
 def other_copies() -> list[Copy]:
@@ -61,7 +62,7 @@ def installed_otherwise() -> str | None:
 
 
 def wrong_quacks() -> list[Copy]:
-    """Every quack, loaded, importable or carried, of another version than the GEMMs are pinned to."""
+    """Every quack of another version than the GEMMs need, loaded, importable or carried."""
     found = {
         copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))
     }
@@ -69,7 +70,7 @@ def wrong_quacks() -> list[Copy]:
 
 
 def _shadowed(name: str) -> Iterator[Copy]:
-    """Packages of that name anywhere on the module path; the first is the one that an import takes."""
+    """Packages of that name on the module path; an import takes the first."""
     for entry in sys.path:
         path = Path(entry or ".", name).resolve()
         if (path / "__init__.py").is_file():

@@ -38,7 +38,8 @@ from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wron
 from .doctor_report import CacheState, FlagState, Progress, Report
 
 DISTRIBUTIONS = (
-    "torch", "paddlepaddle", "paddlepaddle-gpu", "transformers", "triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
+    "torch", "paddlepaddle", "paddlepaddle-gpu", "transformers", "triton", "quack-kernels",
+    "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
 )  # fmt: skip
 LOW_SPACE_BYTES = 1 << 30
 
@@ -101,8 +102,8 @@ def examine_copies(report: Report) -> None:
     for copy in other_copies():
         report.warning(
             f"there is another sonicmoe: {copy}",
-            f"this one is {__version__} from {PACKAGE_ROOT}; import `sonicmoe` before the package that brings the other, or take "
-            "the other off the module path",
+            f"this one is {__version__} from {PACKAGE_ROOT}; import `sonicmoe` before the package "
+            "that brings the other, or take the other off the module path",
         )
     installed = installed_otherwise()
     if installed:
@@ -110,10 +111,12 @@ def examine_copies(report: Report) -> None:
             f"sonicmoe {installed} is installed, but {__version__} runs from {PACKAGE_ROOT}",
             "install this checkout (pip install -e .), or take it off the module path",
         )
+    needed = dict(BF16.packages)[QUACK]
     for copy in wrong_quacks():
         report.warning(
-            f"quack of another version than {dict(BF16.packages)[QUACK]}: {copy}",
-            f"the BF16 GEMMs are compiled by {QUACK} {dict(BF16.packages)[QUACK]} alone: run `sonicmoe warmup` where that is the only one",
+            f"quack of another version than {needed}: {copy}",
+            f"the BF16 GEMMs are compiled by {QUACK} {needed} alone: run `sonicmoe warmup` where "
+            "that is the only one",
         )
 
 
@@ -181,7 +184,8 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
         )
         return CacheState(role, str(path), path.exists(), False, 0, 0)
     state = CacheState(
-        role, str(path), path.exists(), is_writable(existing), tree_size(path), shutil.disk_usage(existing).free,
+        role, str(path), path.exists(), is_writable(existing), tree_size(path),
+        shutil.disk_usage(existing).free,
         warmed_models(path) + tuple(f"unpacked: {line}" for line in unpacked_lines(path)),
     )  # fmt: skip
     if not state.writable:
@@ -200,7 +204,7 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
 def examine_access(
     report: Report, flag: Flag[Path], state: CacheState, trusted: bool
 ) -> CacheState:
-    """Add to a cache directory's state who can write there, and warn where it is refused for that."""
+    """Add to the state who can write there, and warn where it is refused for that."""
     own = flag.field == "local_cache_dir"
     refused, access = who_can_write(Path(state.path), Trust.OWNER if own else shared_trust(trusted))
     if refused:
@@ -220,9 +224,8 @@ def warmed_models(path: Path) -> tuple[str, ...]:
                 f"{name} {found}" for name, found in record["versions"].items() if found != "absent"
             )
             precision = record.get("precision", "precision not recorded")
-            lines.append(
-                f"{model}: {precision}, {len(record['kernels'])} kernels at {record['at']} ({compilers})"
-            )
+            kernels = f"{len(record['kernels'])} kernels at {record['at']}"
+            lines.append(f"{model}: {precision}, {kernels} ({compilers})")
         except (KeyError, TypeError, AttributeError):
             continue
     return tuple(lines)

@@ -29,7 +29,7 @@ from .doctor_report import COMPILE_COMMAND, PRECISIONS, KernelState, Progress, R
 def examine_engine(
     report: Report, config: ResolvedConfig, self_test: bool, progress: Progress
 ) -> None:
-    """Fill `device`, `engine`, `calls`, `kernels` and `self_test` with the framework that was loaded.
+    """Fill `device`, `engine`, `calls`, `kernels` and `self_test`; a framework is loaded.
 
     Args:
         self_test: compile the kernels that are missing. Otherwise their number is reported, and the
@@ -54,7 +54,7 @@ def examine_engine(
         own = [job for name in tested for job in selftest.kernels_of(config, name, device.name)]
         jobs = list(dict.fromkeys(own))
         if _kernels_are_there(report, config, jobs, self_test, progress):
-            # Whatever the list of kernels may lack, a doctor that was not asked to compiles nothing.
+            # The list of kernels may lack one. A doctor that was not asked to compiles nothing.
             with nullcontext() if self_test else no_compile():
                 _run(report, config, tested, self_test, progress)
     except CompileForbiddenError as error:
@@ -70,7 +70,10 @@ def examine_engine(
     if failed:
         wrong = ", ".join(f"{check.tensor} ({check.precision})" for check in failed)
         engines = " and ".join(sorted({check.engine for check in failed}))
-        remedy = "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with `sonicmoe doctor --json`"
+        remedy = (
+            "do not train on this engine; SONIC_MOE_ENGINE=reference is exact; report it with "
+            "`sonicmoe doctor --json`"
+        )
         report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)
 
 

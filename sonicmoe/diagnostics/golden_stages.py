@@ -22,8 +22,8 @@ class RowLayout:
     """Which row of the padded, expert-sorted layout serves which slot: the routing contract,
     computed with a plain loop.
 
-    fields: the tensors of `RoutingMetadata` by name, and `row_slot`. row_expert `[R]`: owner of every row, padding
-    included.
+    fields: the tensors of `RoutingMetadata` by name, and `row_slot`.
+    row_expert: `[R]`, the owner of every row, padding included.
     """
 
     fields: dict[str, Array]
@@ -50,7 +50,8 @@ class RowLayout:
             "expert_counts": counts, "padded_offsets": first,
             # `max` is for K = 0, where there is no row but the division is evaluated.
             "row_token": np.where(real, row_slot // max(topk, 1), -1), "row_slot": row_slot,
-            "slot_row": slot_row.reshape(tokens, topk), "row_prob": np.where(real, np.append(probs, 0.0)[row_slot], 0.0),
+            "slot_row": slot_row.reshape(tokens, topk),
+            "row_prob": np.where(real, np.append(probs, 0.0)[row_slot], 0.0),
         }  # fmt: skip
         return cls(fields, np.repeat(np.arange(experts), padded))
 
@@ -80,8 +81,10 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
         stages = {
             # Quantised stages are expected to hold the unquantised values: the golden has no
             # rounding at all.
-            "x": x, "probs": step.probs.astype(np.float64), "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
-            "x_fp8": x, "z": z, "z_saved": z, "y1": y1, "y2": y2, "out": summed(probability * y2, token, len(x)),
+            "x": x, "probs": step.probs.astype(np.float64),
+            "w1": w1, "w2": w2, "w1_fp8": w1, "w2_fp8": w2,
+            "x_fp8": x, "z": z, "z_saved": z, "y1": y1, "y2": y2,
+            "out": summed(probability * y2, token, len(x)),
         }  # fmt: skip
         stages |= {} if b1 is None or b2 is None else {"b1": b1, "b2": b2}
         if step.dout is None:
@@ -99,7 +102,8 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
             stages |= {"db1": sums(dz, owners), "db2": sums(probability * dout_rows, owners)}
         dw1, dw2 = outer(dz, x_rows, owners), outer(dout_rows, y1s, owners)
         return stages | {
-            "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": y1s, "ds": ds.reshape(step.probs.shape),
+            "dout": dout, "dout_fp8": dout, "dy1": dy1, "dz": dz, "dz_fp8": dz, "y1s": y1s,
+            "ds": ds.reshape(step.probs.shape),
             "dx_rows": dx_rows, "dx": summed(dx_rows, token, len(x)), "dw1": dw1, "dw2": dw2,
             "wgrad_x": x_rows, "wgrad_dz": dz, "wgrad_dout": dout_rows, "wgrad_y1s": y1s,
             "flush": user_layout(dw1, dw2, is_glu(activation)),

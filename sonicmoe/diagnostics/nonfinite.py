@@ -1,5 +1,5 @@
-"""`detect_nonfinite()`: the first call of a layer of experts whose result is not finite raises, with
-the stage, expert, row and token that began it, in the caller's own names and indices.
+"""`detect_nonfinite()`: the first call of a layer of experts whose result is not finite raises. The
+error has the stage, expert, row and token that began it, in the caller's own names and indices.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
     its expert, or the engine has computed on FP8 copies that are older than the weight.
 
     So are those of `SonicMoEMlpNode`, `MoE`, the functional API, PaddleFleet, and transformers
-    models that run on the engine, also inside compiled graphs. A block that saw no call ends with a warning. Waits for
-    the device after every call, and costs nothing outside the block.
+    models that run on the engine, also inside compiled graphs. A block that saw no call ends with a
+    warning. Waits for the device after every call, and costs nothing outside the block.
 
     Args:
         dump_dir: where the step that failed is written, for `sonicmoe bisect`.
@@ -72,8 +72,8 @@ def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:
 
 
 NOTHING_SEEN = (
-    "detect_nonfinite saw no call of experts and checked nothing: it watches SonicMoEMlpNode, MoE, the functional API, and "
-    "transformers models whose experts implementation is sonicmoe"
+    "detect_nonfinite saw no call of experts and checked nothing: it watches SonicMoEMlpNode, MoE, "
+    "the functional API, and transformers models whose experts implementation is sonicmoe"
 )
 
 
@@ -142,7 +142,8 @@ class _Watcher:
         lines += _about_copies(step, call)
         if report.fault is None and len(lines) == 2:
             lines.append(
-                "the same inputs give finite stages when run again: the engine did not repeat its result, or memory was overwritten"
+                "the same inputs give finite stages when run again: the engine did not repeat its "
+                "result, or memory was overwritten"
             )
         if path is not None:
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
@@ -171,8 +172,8 @@ def _about_router(report: Report, call: ExpertCall) -> list[str]:
 
 
 def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:
-    """A line where the copies that the engine read and the weights are not finite at the same
-    places. A write that leaves no trace makes no new copies.
+    """A line where only one of the engine's copies and the weights is finite: a write that leaves no
+    trace makes no new copies.
     """
     if step.settings.recipe is None:
         return []
@@ -186,8 +187,8 @@ def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:
     if not old:
         return []
     return [
-        f"the engine computed on FP8 copies of {' and '.join(old)} that are older than the weights: call invalidate_caches() "
-        "after a write through .data, or by an optimizer that is no torch.optim.Optimizer"
+        f"the engine computed on FP8 copies of {' and '.join(old)} that are older than the weights: "
+        "call invalidate_caches() after a write through .data, or by an optimizer that is no torch.optim.Optimizer"
     ]
 
 

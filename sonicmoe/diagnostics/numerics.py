@@ -100,9 +100,9 @@ def evaluate(
     against: Baseline = BASELINE,
 ) -> Iterator[Result]:
     """Results of every recipe and code on one case, each judged against the bars and the baseline,
-    which is the DeepSeek-V3 recipe with e4m3 z unless another is named. Behind a dispatch in FP8 the baseline's tokens, and gradients
-    where they do, come in FP8 too, one scale per row and 128 columns; recipes that read them in
-    other blocks have no result.
+    which is the DeepSeek-V3 recipe with e4m3 z unless another is named. Behind a dispatch in FP8 the
+    baseline's tokens, and gradients where they do, come in FP8 too, one scale per row and 128
+    columns; recipes that read them in other blocks have no result.
     """
     wanted = golden_tensors(case.step())
     # The baseline runs on the same case, so both errors share the data and their ratio is far more
@@ -290,9 +290,9 @@ def judge(
     """`(failures, unresolved)`: every bar missed overall or by an expert, in words. NaN is a
     failure.
 
-    Absolute bars hold on Gaussian data where asked for, the comparison with the baseline on all data. A figure
-    beyond its bar by at most `RESOLUTION` of its own standard errors is unresolved: more tokens
-    would tell.
+    Absolute bars hold on Gaussian data where asked for, the comparison with the baseline on all
+    data. A figure beyond its bar by at most `RESOLUTION` of its own standard errors is unresolved:
+    more tokens would tell.
     """
     failures: list[str] = []
     unresolved: list[str] = []

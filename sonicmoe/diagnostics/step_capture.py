@@ -207,7 +207,8 @@ class _Writer:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
         if self._indices is None:
             logger.warning(
-                "nothing was written to %s: no forward of the layer ran after its dump was asked for; ask before the step",
+                "nothing was written to %s: no forward of the layer ran after its dump was asked for; "
+                "ask before the step",
                 self._path,
             )
 

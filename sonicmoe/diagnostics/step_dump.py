@@ -181,7 +181,8 @@ class StepDump:
             expect(
                 found is None or found.shape == shape,
                 ShapeError,
-                f"{name} has shape {getattr(found, 'shape', None)}; indices and w2 {self.w2.shape} need {shape}",
+                f"{name} has shape {getattr(found, 'shape', None)}; "
+                f"indices and w2 {self.w2.shape} need {shape}",
             )
         expect(
             (self.b1 is None) == (self.b2 is None),
@@ -200,15 +201,16 @@ class StepDump:
         expect(
             codes is not None and scale is not None and codes.shape == shape,
             ShapeError,
-            f"{name}_codes has shape {getattr(codes, 'shape', None)} and {name}_scale {getattr(scale, 'shape', None)}; "
-            f"{name} needs both, and codes of its shape {shape}",
+            f"{name}_codes has shape {getattr(codes, 'shape', None)} and "
+            f"{name}_scale {getattr(scale, 'shape', None)}; {name} needs both, and codes of its shape {shape}",
         )
         assert codes is not None and scale is not None
         tokens, words = len(values), -(-values.shape[-1] // 128)
         expect(
             scale.shape in ((tokens, words), (tokens, 1)),
             ShapeError,
-            f"{name}_scale has shape {scale.shape}; {name} {values.shape} needs {(tokens, words)} or {(tokens, 1)}",
+            f"{name}_scale has shape {scale.shape}; "
+            f"{name} {values.shape} needs {(tokens, words)} or {(tokens, 1)}",
         )
 
     @property
