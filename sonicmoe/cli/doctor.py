@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from ..diagnostics.doctor_report import (
     Report,
     Severity,
 )
+from ..diagnostics.json_data import plain
 from ..diagnostics.report_file import write_report
 from .framework import framework_option
 from .refusals import Location, OneLineCommand, Refusal
@@ -78,17 +77,6 @@ def doctor(
 def to_json(report: Report) -> dict[str, Any]:
     """The report as plain data; a number that is not finite becomes null."""
     return {"healthy": report.healthy, **plain(dataclasses.asdict(report))}
-
-
-def plain(value: Any) -> Any:
-    """Nested data with enums as their values and non-finite floats as None."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(report: Report, console: Console) -> None:

@@ -5,7 +5,6 @@ the bars.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from ..diagnostics.cases import (
     make_case,
 )
 from ..diagnostics.golden_stages import TENSORS
+from ..diagnostics.json_data import plain
 from ..enums import ZCode
 from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
 from .framework import framework_option, load_framework
@@ -306,12 +306,6 @@ def to_json(results: list[Result]) -> dict[str, Any]:
 
 def score_json(score: Score) -> dict[str, Any]:
     """Overall figures, the same of every expert that has tokens, and the row quantile."""
-    overall, *experts = [
-        {name: finite(value) for name, value in vars(part).items()} for part in score.parts
-    ]
-    return {**overall, "row_p99": finite(score.row_p99), "experts": experts}
-
-
-def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+    overall, *experts = [vars(part) for part in score.parts]
+    figures: dict[str, Any] = plain({**overall, "row_p99": score.row_p99, "experts": experts})
+    return figures

@@ -19,6 +19,7 @@ from ..engine.reference import ReferenceEngine
 from ..enums import is_glu
 from .callers import GRADIENT, Located
 from .golden_stages import RowLayout, user_layout
+from .json_data import plain
 from .stage_runner import GOLDEN, StageRun, engine_named, golden_run, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
@@ -146,8 +147,8 @@ class Report:
         """Plain data; numbers that are not finite become None."""
         found = asdict(self)
         found["stages"] = found.pop("stats")
-        plain: dict[str, Any] = _plain(found)
-        return plain
+        listed: dict[str, Any] = plain(found)
+        return listed
 
 
 def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cpu") -> Report:
@@ -392,12 +393,3 @@ def _weight_place(name: str, index: tuple[int, ...]) -> Place:
     if name in DOWN_BIASES:
         return Place(index, expert=expert, column=rest[0])
     return Place(index, expert=expert, row=rest[0], column=rest[1] if len(rest) > 1 else None)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    # JSON has no NaN and no infinity.
-    return None if isinstance(value, float) and not math.isfinite(value) else value
