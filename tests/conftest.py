@@ -83,6 +83,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture
+def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node keeps what is prepared of the weights, as on a GPU; on a host every forward prepares."""
+    from sonicmoe.weights import cache
+
+    monkeypatch.setattr(cache, "is_cuda", lambda _tensor: True)
+
+
 @pytest.fixture(autouse=True)
 def products_of_another_processor(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--other-products`, around every test marked `trained`."""

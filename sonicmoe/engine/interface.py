@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ from .tokens import (
 
 __all__ = [
     "TOKEN_DTYPES",
-    "Change",
     "Engine",
     "EngineSettings",
     "EngineWeights",
@@ -121,14 +119,6 @@ class EngineWeights:
         return int(self.w2.shape[2])
 
 
-class Change(Enum):
-    """The host's knowledge of writes to the user's weights since an engine last read them."""
-
-    NO = "no"  # nobody wrote them, as far as the host can see
-    MAYBE = "maybe"  # the host cannot see writes: Paddle on a GPU, and replays of a CUDA graph
-    YES = "yes"  # somebody wrote them, or announced that he would
-
-
 class Engine(ABC):
     """One implementation of the gated expert MLP, forward and backward. Stateless: every call may
     be repeated with equal results.
@@ -141,37 +131,36 @@ class Engine(ABC):
         """What this engine can compute, and into which kinds of targets it adds."""
         return RECORDS[EngineName(self.name)]
 
-    def keep(self, previous: EngineWeights, change: Change) -> bool:
+    def keep(self, previous: EngineWeights) -> bool:
         """Bring `previous` up to date without a look at its source, which lies where it lay when
-        `refresh` returned `previous`; `change` is not YES. False: this engine needs `refresh`.
+        `refresh` returned `previous`, and of which the host knows no write. False: this engine
+        needs `refresh`.
 
         Asked at every forward, because describing the source takes the host longer than a launch.
         An engine that looks for changes on the device looks here too.
         """
-        return change is Change.NO
+        return True
 
     def refresh(
         self,
         source: WeightSource,
         settings: EngineSettings,
         previous: EngineWeights | None = None,
-        change: Change = Change.YES,
+        written: bool = True,
     ) -> EngineWeights:
-        """The user's weights as `forward` and `backward_dx` read them; called before every forward.
+        """The user's weights as `forward` and `backward_dx` read them.
 
-        This one returns `previous` while nothing changed, and makes everything anew otherwise. An
-        engine that can look for changes on the device overrides it, keeps what it needs for that in
-        `EngineWeights.store`, and writes changed weights in place.
+        This one makes everything anew. An engine that can look for changes on the device overrides
+        it, keeps what it needs for that in `EngineWeights.store`, and writes changed weights in
+        place.
 
         Args:
             source: where the weights lie.
             settings: static over a run.
             previous: what this method made of the same source and settings before, or None.
-            change: what the host knows of writes since `previous` was returned.
+            written: whether the host knows of a write since `previous` was returned. Without one
+                an engine that looks at the device decides by what it finds.
         """
-        # MAYBE makes new weights here, because this engine cannot look by itself.
-        if previous is not None and change is Change.NO:
-            return previous
         with plain_ops():
             w1, w2, b1, b2 = source.native()
             # Quantising starts from the parameters' own dtype, and rounds once; only plain weights

@@ -13,7 +13,7 @@ from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
 from ..layouts import WeightSource
 from .border import check_weights
 from .capabilities import require
-from .interface import Change, EngineWeights
+from .interface import EngineWeights
 from .products import ProductsEngine, plain_operand
 from .settings import EngineSettings, Workload
 from .tokens import Tokens
@@ -62,15 +62,12 @@ class PlainEngine(ProductsEngine):
         source: WeightSource,
         settings: EngineSettings,
         previous: EngineWeights | None = None,
-        change: Change = Change.YES,
+        written: bool = True,
     ) -> EngineWeights:
         """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
-        unchanged = previous is not None and change is Change.NO
-        # `unchanged` first: in the usual forward nothing of the source is touched.
-        masters = not unchanged and source.anchor.dtype == torch.float32
-        if masters and source.compute_dtype is None:
+        if source.anchor.dtype == torch.float32 and source.compute_dtype is None:
             source = replace(source, compute_dtype=torch.bfloat16)
-        return super().refresh(source, settings, previous, change)
+        return super().refresh(source, settings, previous, written)
 
     def _runs_beside(self, weight: Tensor) -> bool:
         """Whether the kernels run where this weight lies."""

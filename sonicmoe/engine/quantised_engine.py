@@ -15,7 +15,7 @@ from ..observe import stage
 from ..quant.gpu import QuantizedWeights
 from .border import check_weights, check_width
 from .capabilities import require
-from .interface import Change, Engine, EngineWeights
+from .interface import Engine, EngineWeights
 from .settings import EngineSettings, Workload
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ class QuantisedEngine(Engine):
         source: WeightSource,
         settings: EngineSettings,
         previous: EngineWeights | None = None,
-        change: Change = Change.YES,
+        written: bool = True,
     ) -> EngineWeights:
         """Quantise the weights where they lie. `previous` is brought up to date in place: at every
         call a kernel compares a sample of the weights with checksums, and the next one quantises
@@ -50,14 +50,14 @@ class QuantisedEngine(Engine):
         if not isinstance(store, QuantizedWeights):
             previous, store = None, self._empty_store(settings)
         with stage("prepare_weights"), plain_ops():
-            store.update(source, force=change is Change.YES)
+            store.update(source, force=written)
             if previous is not None and previous.w1 is store.w1:
                 return previous
             forward = store.w1, store.w2
             dgrad = forward if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
             return EngineWeights(*forward, *dgrad, store=store)
 
-    def keep(self, previous: EngineWeights, change: Change) -> bool:
+    def keep(self, previous: EngineWeights) -> bool:
         """The comparison on the device that `refresh` launches too."""
         store = previous.store
         if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:

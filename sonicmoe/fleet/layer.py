@@ -8,9 +8,8 @@ Nothing here keeps a parameter alive, and nothing is written on one. A copied or
 parameters, and therefore layers, of its own.
 
 Nobody calls `step()`. Weight gradients never wait for it (`FlushMode.AUTO`). Writes to the weights
-are found by checksums on a host, and by version counters and optimizer steps on a GPU under PyTorch.
-On a GPU under Paddle no write leaves a trace: there `weights_changed` must be called between an
-optimizer step and the next forward. A change of the layout in place is always seen.
+are found, or every forward prepares the weights again, as docs/design.md, "Stale weights", says:
+`weights_changed` announces one. A change of the layout in place is always seen.
 """
 
 from __future__ import annotations

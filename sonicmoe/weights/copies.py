@@ -4,13 +4,13 @@
                  │ the trainer may free the parameters' memory here
                  └── release_forward: backward's order only
 
-A cache looks at the parameters in every forward. Copies do so only where the parameters hold
-memory. Where it was freed there is nothing to look at, and the events decide: a write that somebody
-announces, or that PyTorch shows, makes copies stale.
+Where the parameters hold memory, a forward brings the copies up to date as it does a node's own
+weights, but in the same buffers. Where it was freed there is nothing to look at, and the events
+decide: a write that somebody announces, or that PyTorch shows, makes copies stale.
 
 | parameters | copies | a forward |
 |---|---|---|
-| hold memory | as the host, or the engine on its device, sees: current | reads the copies |
+| hold memory | current | reads the copies |
 | hold memory | written since the event | has them made again in place, and the log says so |
 | freed | not stale | reads the copies |
 | freed | stale | raises `StaleWeightsError` |
@@ -21,28 +21,21 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
+from ..engine.interface import Engine, EngineWeights
+from ..engine.settings import EngineSettings
 from ..enums import is_glu
 from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
 from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, is_cuda, plain_ops
-from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import transpose_storage
-from .cache import Reading, Unannounced, WeightCache
-from .changes import (
-    Seen,
-    change_watchers,
-    look,
-    optimizer_watchers,
-    weight_fingerprint,
-    writes_so_far,
-)
+from .cache import PreparedWeights, Reading
+from .changes import change_watchers, traces_of
 from .parameters import ExpertParameters, check_memory
 
 Tensor = torch.Tensor
@@ -107,16 +100,13 @@ class WeightCopies:
             self._fits_settings = settings
             self._made_of = [weakref.ref(parameter) for parameter in parameters]
             self._ids = set(map(id, parameters))
-            self._cache = WeightCache()
-            source = partial(layer.source, parameters)
-            seen = _look(source, parameters)
-            made = self._read(engine, source, parameters, seen, Change.YES).weights
-            self.weights = self._cache.weights = _in_orders(made, settings.iso_weight)
+            self._prepared = PreparedWeights()
+            made = self._refresh(engine, layer, parameters, stale=True).weights
+            self.weights = self._prepared.weights = _in_orders(made, settings.iso_weight)
         self._place = _place(layer, parameters)
         self._recomputing: weakref.WeakSet[CopiesReading] = weakref.WeakSet()
         self._stale = ""
         self._renew(parameters)
-        optimizer_watchers.add(self)
         change_watchers.add(self)
         _live.add(self)
 
@@ -173,23 +163,18 @@ class WeightCopies:
             LayoutError: they were made of other parameters.
         """
         self._check_fit(engine, settings, parameters)
-        unannounced = None
         if all(map(holds_memory, parameters)):
             with plain_ops():
-                unannounced = self._bring_up_to_date(engine, layer, parameters)
+                self._bring_up_to_date(engine, layer, parameters)
         else:
             self._check_current(parameters)
-        cache = self._cache
-        cache.lend()
+        prepared = self._prepared
+        prepared.lend()
+        recomputes = settings.recompute_z
         reading = CopiesReading(
-            self.weights,
-            cache,
-            cache.writes,
-            unannounced,
-            copies=self,
-            recomputes=settings.recompute_z,
+            self.weights, prepared, prepared.writes, copies=self, recomputes=recomputes
         )
-        if settings.recompute_z:
+        if recomputes:
             self._recomputing.add(reading)
         return reading
 
@@ -220,10 +205,6 @@ class WeightCopies:
         if not self._ids.isdisjoint(written):
             self.expire(event)
 
-    def note_optimizer_step(self, updated: Set[int]) -> None:
-        """A `torch.optim.Optimizer` of the parameters with these ids has stepped."""
-        self.note_change(updated, "an optimizer stepped")
-
     def expire(self, event: str) -> None:
         """Make them stale. `event`: what happened to the weights, in words for a message."""
         self._stale = self._stale or event
@@ -231,7 +212,7 @@ class WeightCopies:
     def _renew(self, parameters: Sequence[Tensor]) -> None:
         """The copies are those of the weights as they are now."""
         self.version, self.backwards, self._stale = next(_events), 0, ""
-        self._writes = writes_so_far(parameters)
+        self._versions = traces_of(parameters).versions
 
     def _check_fit(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor]
@@ -256,7 +237,7 @@ class WeightCopies:
         if IS_PADDLE and grad_enabled():
             _check_places(parameters)
         reason = self._stale
-        if not reason and writes_so_far(parameters) != self._writes:
+        if not reason and traces_of(parameters).versions != self._versions:
             reason = "the weights were modified by an inplace operation"
         if self.is_released:
             reason = "forward's order was released after the last forward that was announced"
@@ -267,50 +248,42 @@ class WeightCopies:
                 "freed"
             )
 
-    def _read(
-        self,
-        engine: Engine,
-        source: Callable[[], WeightSource],
-        parameters: Sequence[Tensor],
-        seen: Seen,
-        told: Change,
+    def _refresh(
+        self, engine: Engine, layer: ExpertParameters, parameters: Sequence[Tensor], *, stale: bool
     ) -> Reading:
-        # One place for all weights: they are made again into the same buffers wherever they lie.
-        return self._cache.read(engine, self._settings, source, parameters[0], (), seen, told)
+        return self._prepared.read(
+            engine,
+            self._settings,
+            partial(layer.source, parameters),
+            parameters[0],
+            (),  # one place for all: they are made again into the same buffers wherever they lie
+            traces_of(parameters),
+            stale=stale,
+            keeps=is_cuda(parameters[0]) and not IS_PADDLE,
+        )
 
     def _bring_up_to_date(
         self, engine: Engine, layer: ExpertParameters, parameters: Sequence[Tensor]
-    ) -> Unannounced | None:
-        """For parameters that hold memory. Returns the write that nobody announced, if the host has
-        seen one.
-        """
+    ) -> None:
+        """For parameters that hold memory."""
         if self.is_released:
             raise StaleWeightsError(
                 f"forward's order of the FP8 copies (event {self.version}) was released; needed: new copies for another forward"
             )
-        source = partial(layer.source, parameters)
-        seen, place = _look(source, parameters), _place(layer, parameters)
-        moved = place != self._place
-        told = Change.NO
-        if self._stale or moved:
-            told = Change.YES
-        elif not seen.marks:
-            # Nothing shows on the host: Paddle on a GPU. An engine that cannot look on the device
-            # makes them again.
-            told = Change.MAYBE
-        kept, cache = self.weights, self._cache
-        reading = self._read(engine, source, parameters, seen, told)
-        if reading.weights is not kept:
-            _overwrite(kept, reading.weights)
-            cache.weights = kept
-        # Backwards of earlier forwards must notice that these buffers have other codes.
-        cache.writes += moved
-        self._place = place
-        if self._stale:
-            logger.info("FP8 copies of expert weights were made again: %s", self._stale)
-        if self._stale or reading.unannounced is not None:
+        kept, prepared, place = self.weights, self._prepared, _place(layer, parameters)
+        writes, moved = prepared.writes, place != self._place
+        made = self._refresh(engine, layer, parameters, stale=bool(self._stale) or moved).weights
+        if made is not kept:
+            # New codes are compared with the old ones, because no version counter shows the writes
+            # of Paddle's optimizers, and a switch of the layout, which it does show, is no write.
+            prepared.writes = writes + _overwrite(kept, made)
+        elif moved:
+            prepared.writes += 1
+        prepared.weights, self._place = kept, place
+        if self._stale or prepared.writes != writes:
+            event = self._stale or "expert weights changed without an announcement"
+            logger.info("FP8 copies of expert weights were made again: %s", event)
             self._renew(parameters)
-        return reading.unannounced
 
 
 def used_copies() -> list[WeightCopies]:
@@ -341,18 +314,9 @@ def _named(engine: str, recipe: str | None, gated: bool) -> str:
     return f"engine {engine!r}, recipe {recipe!r} and {kind} activation"
 
 
-def _look(source: Callable[[], WeightSource], parameters: Sequence[Tensor]) -> Seen:
-    """As `look`. On a host of the native order, so that a switch of the parameters' layout is no
-    write.
-    """
-    if is_cuda(parameters[0]):
-        return look(parameters)
-    return Seen(weight_fingerprint(source().native()[:2]), 0)
-
-
 def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[object, ...]:
     """Where and how the weights lie, for those whose writes version counters show: a counter says
-    nothing of values that came with other memory. Checksums on a host say all.
+    nothing of values that came with other memory. On a host codes are compared.
     """
     if not is_cuda(parameters[0]):
         return ()
@@ -370,12 +334,25 @@ def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
     return EngineWeights(w1, w2, transpose_storage(w1), transpose_storage(w2))
 
 
-def _overwrite(kept: EngineWeights, made: EngineWeights) -> None:
-    """Write the codes of `made` where those of `kept` lie."""
+def _overwrite(kept: EngineWeights, made: EngineWeights) -> bool:
+    """Write the codes of `made` where those of `kept` lie. Returns whether they were others."""
     made = _in_orders(made, not kept.two_orders)
     names = ("w1", "w2", "w1_dgrad", "w2_dgrad")[: 4 if kept.two_orders else 2]
-    for name in names:
-        getattr(kept, name).overwrite(getattr(made, name))
+    pairs = [(getattr(kept, name), getattr(made, name)) for name in names]
+    if all(
+        bool((old == new).all())
+        for pair in pairs
+        for old, new in zip(*map(_bits, pair), strict=True)
+    ):
+        return False
+    for old, new in pairs:
+        old.overwrite(new)
+    return True
+
+
+def _bits(q: BlockScaledTensor) -> list[Tensor]:
+    """Codes and scales as integers, because NaN is not equal to itself."""
+    return [q.bytes, *(part.view(torch.uint8) for part in q.parts[1:])]
 
 
 def _outlive_current_stream(buffers: Sequence[BlockScaledTensor]) -> None:

@@ -1,10 +1,10 @@
-"""Caches of the stacked weights that callers pass to every call. Each is found by the parameter,
-and is dropped with it.
+"""Engine weights of the stacked tensors that callers pass to every call. Each is found by the
+parameter, and is dropped with it.
 
-A view is a new tensor object at every call. So a cache belongs to the parameter that the view was
-made of. It is stored under the view's geometry, and remembers in which memory the weights were:
+A view is a new tensor object at every call. So what is kept belongs to the parameter that the view
+was made of. It is stored under the view's geometry, and remembers in which memory the weights were:
 
-    parameter (weak) ──► geometry of w1 ──► _Kept(place, memory, WeightCache)
+    parameter (weak) ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
 
 Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
 once, and the engine weights go with the parameter.
@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from ..engine.interface import Change, Engine, EngineSettings, EngineWeights
+from ..engine.interface import Engine
+from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, is_cuda
 from ..layouts import WeightLayout, WeightSource
-from .cache import Reading, WeightCache
-from .changes import Seen, optimizer_steps
+from .cache import PreparedWeights, Reading
+from .changes import traces_of
 
 if IS_PADDLE:
     raise FrameworkError(
@@ -42,12 +43,12 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A cache, the place of the weights that it was made of, and weak references to their memory.
-    Once freed, that memory may return under the same address with other values.
+    """What was prepared, the place of the weights that it was made of, and weak references to their
+    memory. Once freed, that memory may return under the same address with other values.
     """
 
     place: tuple[Any, ...]
-    cache: WeightCache
+    prepared: PreparedWeights
     memory: tuple[StorageWeakRef, ...]
 
     def is_dead(self) -> bool:
@@ -69,18 +70,16 @@ def read_weights(
     layout: WeightLayout,
     dtype: torch.dtype,
 ) -> Reading:
-    """Weights `(w1, w2, b1, b2)` as `engine` reads them, reused while they do not change.
+    """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
 
-    Weights count as unchanged while w1, or the parameter that it is a view of, lives, storage and
-    version counters stay the same and no `torch.optim.Optimizer` steps. PyTorch's in-place
-    operations move the version counter, a view's and its parameter's alike. A write through `.data`
-    does not move it, so the writer has to call `forget`. Nothing is kept of
+    Only codes of an engine that looks for writes on the device are kept, while w1, or the parameter
+    that it is a view of, lives and the storage stays the same. docs/design.md, "Stale weights", has
+    the events that make such an engine quantise whatever it finds. `forget` announces a write that
+    its sample may miss. Nothing is kept of
 
-    * unquantised weights: they are the user's own memory, or a second copy of the model where they
-      had to be rearranged or cast;
     * inference tensors, which have no version counter;
     * anything in a process that uses `fully_shard`, which refills the memory of gathered weights
       and sets the version counter back.
@@ -98,25 +97,18 @@ def read_weights(
         return Reading(engine.refresh(source, settings))
     # The place names w1, w2 and both biases: w1 alone finds the entry, and the others may be new.
     place = (engine.name, settings, layout, _places(weights))
-    capturing = is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing()
     kept = _find(weights[0], place)
-    # During a capture an engine that does not update in place gets a cache of its own for this
-    # call. Its weights lie in the graph's memory pool, and a later eager forward must not find them
-    # in the shared cache.
-    reusable = kept is not None and (not capturing or _updates_in_place(kept))
-    cache = kept.cache if kept is not None and reusable else WeightCache()
-    # MAYBE, because nobody knows the weights of the replays. An engine that compares on the device
-    # has its comparison captured with the rest, and repeats it at every replay.
-    told = Change.MAYBE if capturing else Change.NO
-    reading = cache.read(engine, settings, lambda: source, weights[0], place, _seen(weights), told)
-    if capturing:
-        if not reading.weights.updated_in_place:
-            return reading  # an intermediate of the graph
+    prepared = PreparedWeights() if kept is None else kept.prepared
+    traces = traces_of([weight for weight in weights if weight is not None])
+    reading = prepared.read(engine, settings, lambda: source, weights[0], place, traces)
+    if not reading.weights.updated_in_place:
+        return reading
+    if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
         # read.
         _captured.setdefault(_owner(weights[0]), set()).add(reading.weights)
-    if not reusable:
-        _keep(weights[0], _Kept(place, cache, _memory(weights)))
+    if kept is None:
+        _keep(weights[0], _Kept(place, prepared, _memory(weights)))
     return reading
 
 
@@ -177,23 +169,12 @@ def _places(weights: Weights) -> tuple[Any, ...]:
     return tuple(None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights)
 
 
-def _seen(weights: Weights) -> Seen:
-    # Version counters miss fused optimizers, which write without moving them; the number of
-    # optimizer steps covers those.
-    return Seen(tuple(None if t is None else t._version for t in weights), optimizer_steps())
-
-
 def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
 
 
 def _is_inference(weight: Tensor | None) -> bool:
     return weight is not None and weight.is_inference()
-
-
-def _updates_in_place(kept: _Kept) -> bool:
-    weights: EngineWeights | None = kept.cache.weights
-    return weights is not None and weights.updated_in_place
 
 
 def _any_module_is_sharded() -> bool:

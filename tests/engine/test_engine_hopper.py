@@ -12,7 +12,7 @@ from framework import tensor, torch
 
 from sonicmoe.engine import hopper_passes, native_calls
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import Change, EngineSettings
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
@@ -121,7 +121,7 @@ class TestPreparedWeights:
         given = source()
         first = ENGINE.refresh(given, FP8)
         assert isinstance(first.store, QuantizedWeights)
-        assert ENGINE.refresh(given, FP8, first, Change.NO).store is first.store
+        assert ENGINE.refresh(given, FP8, first, written=False).store is first.store
 
     def test_weights_that_changed_are_quantised_again(self):
         first = ENGINE.refresh(source(), FP8)
@@ -129,7 +129,7 @@ class TestPreparedWeights:
         with torch.no_grad():
             for matrix in (*given.up, *given.down):
                 matrix.copy_(matrix * 0.5)
-        again = ENGINE.refresh(given, FP8, first, Change.NO)
+        again = ENGINE.refresh(given, FP8, first, written=False)
         assert again.store is first.store
         assert same(
             again.w1, ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8).w1

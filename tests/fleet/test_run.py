@@ -121,9 +121,12 @@ class TestFp8:
         call = node.run()
         assert_same_bits(experts.result(experts.call().backward()), node.result(call))
 
-    def test_weights_are_quantised_once(self, wide, layout, prepared):
+    def test_weights_are_quantised_once(self, wide, layout, prepared, weights_on_a_gpu):
         experts = Experts(wide, layout, fp8=True)
         config = FP8Config()
+        experts.call(fp8_config=config)
+        weights_changed(*experts.weights)
+        prepared.clear()
         for again in (False, True, False):
             config.recompute_z = again
             experts.call(fp8_config=config).backward()
@@ -257,16 +260,19 @@ class TestLayouts:
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(one, other)
 
-    def test_a_change_of_the_layout_is_seen_where_no_write_is(self, wide, monkeypatch, prepared):
-        """As on a GPU under Paddle."""
-        from sonicmoe.weights import cache, changes
-
-        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
+    def test_a_change_of_the_layout_is_seen_where_no_write_is(
+        self, wide, prepared, weights_on_a_gpu, traceless
+    ):
         experts = Experts(wide, "grouped", fp8=True)
+        experts.call()
+        weights_changed(*experts.weights)
         first = numpy(experts.call().out)
+        prepared.clear()
+        experts.call()
+        assert not prepared
         experts.convert("sonic")
         np.testing.assert_array_equal(numpy(experts.call().out), first)
-        assert len(prepared) == 2
+        assert len(prepared) == 1
 
     def test_other_sizes_in_the_same_parameters_are_refused(self, problem):
         experts = Experts(problem)
@@ -309,12 +315,11 @@ class TestTheLayerOfAPair:
         assert layer_of(*other.weights, 80) is not layer_of(*experts.weights, 80)
 
     @pytest.mark.parametrize("told", ["pair", "all"])
-    def test_an_announced_write_is_seen_where_none_shows(self, wide, monkeypatch, told):
-        """As on a GPU under Paddle."""
-        from sonicmoe.weights import cache, changes
-
-        monkeypatch.setattr(cache, "look", lambda _weights: changes.Seen((), 0))
+    def test_an_announced_write_is_seen_where_none_shows(
+        self, wide, told, weights_on_a_gpu, traceless
+    ):
         experts = Experts(wide, fp8=True)
+        weights_changed(*experts.weights)
         first = numpy(experts.call().out)
         overwrite(experts.weights[1], 2 * numpy(experts.weights[1]))
         if told == "pair":

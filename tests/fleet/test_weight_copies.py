@@ -345,12 +345,14 @@ class TestRelease:
         assert "kept" not in caplog.text
 
 
-def test_clearing_frees_what_the_engine_quantised_by_itself():
+def test_clearing_frees_what_the_engine_quantised_by_itself(weights_on_a_gpu):
     expert = FleetExpert(make_problem())
     expert.call(fp8=True)
-    cache = known_layer(*expert.weights).state.weights._cache
-    buffer = weakref.ref(cache.weights.w1)
-    del cache
+    weights_changed(*expert.weights)
+    expert.call(fp8=True)
+    prepared = known_layer(*expert.weights).state.weights._prepared
+    buffer = weakref.ref(prepared.weights.w1)
+    del prepared
     clear_all_fp8_weight_caches()
     gc.collect()
     assert buffer() is None

@@ -208,7 +208,7 @@ def test_functional_layer():
 @BACKENDS
 @MODES
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "compiled sgd"])
-def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
+def test_trains_like_the_eager_layer(backend, options, optimizer):
     def train(moe, layer):
         sgd = (
             torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True)
@@ -228,15 +228,11 @@ def test_trains_like_the_eager_layer(backend, options, optimizer, prepared):
     moe, twin = make_layer(bias=True), make_layer(bias=True)
     start = {name: weight.clone() for name, weight in moe.state_dict().items()}
     eager = train(twin, twin)
-    prepared.clear()
     graph = train(moe, torch.compile(moe, fullgraph=True, backend=backend))
     for name, weight in graph.items():
         # Both run the same operations in the same order: equal bits under every instruction set.
         torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, start[name]), f"{name} never trained"
-    assert len(prepared) == (3 if options else 6), (
-        "once per step, for forward and backward together; not unquantised"
-    )
 
 
 @BACKENDS

@@ -1,5 +1,5 @@
-"""Prepared weights of `MoE`: made once while the weights stand still, never stale, never copied or
-stored.
+"""Engine weights of the functional API and `MoE`: codes of an engine that looks for writes are kept
+and never stale, and every other engine prepares in every forward (docs/design.md, "Stale weights").
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import weakref
 import numpy as np
 import pytest
 from framework import torch
+from functional.following import Following
 from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sonicmoe import moe_TC_softmax_topk_layer
+from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.functional import softmax_topk_layer
+from sonicmoe.functional.call import Plan
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.weights import stacked_cache
 from sonicmoe.weights.stacked_cache import _kept, read_weights
 
+SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
 OPTIMIZERS = {
@@ -35,35 +39,434 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture
+def following(monkeypatch):
+    """Every call goes to one `Following` engine."""
+    engine = Following()
+    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
+    return engine
+
+
 def tokens():
     return make_tokens(19, 32), make_tokens(19, 32, seed=2)
 
 
-def without_cache(moe, x, **options):
+def without_cache(moe, x, face=None, **options):
     """The output of a layer with the same parameters that has prepared nothing yet."""
-    fresh = make_layer(bias=True, seed=99)
+    fresh = make_layer(bias=moe.c_fc.bias is not None, seed=99)
     fresh.load_state_dict(moe.state_dict())
-    return fresh(x, **options)[0]
+    return fresh(x, **options)[0] if face is None else face(fresh, x)
 
 
-def test_prepared_once(prepared):
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    runs = [run_layer(moe, x, dout, **FP8) for _ in range(3)]
-    moe.eval()(x, **FP8)
-    with torch.inference_mode():
+def read(engine, w1, w2, settings=SETTINGS):
+    weights = (w1, w2, None, None)
+    return read_weights(engine, weights, settings, WeightLayout(), torch.bfloat16).weights
+
+
+def views(moe):
+    up, down = (weight.permute(1, 2, 0) for weight in (moe.c_fc.weight, moe.c_proj.weight))
+    return up, moe.c_fc.bias, down, moe.c_proj.bias
+
+
+def module(moe, x):
+    return moe(x, use_fp8=True)[0]
+
+
+def whole_layer(moe, x):
+    return moe_TC_softmax_topk_layer(
+        x, moe.router.weight, *views(moe), moe.top_k, None, use_fp8=True
+    )[0]
+
+
+def general(moe, x):
+    rows = torch.arange(len(x)).repeat_interleave(2)
+    experts = torch.arange(2 * len(x)) % moe.num_experts
+    scores = torch.full((2 * len(x),), 0.5)
+    return moe_general_routing_inputs(
+        x, scores, rows, experts, *views(moe), None, None, use_fp8=True
+    )[0]
+
+
+FACES = pytest.mark.parametrize("face", [module, whole_layer, general])
+
+
+class TestKeptCodes:
+    """Of an engine that looks for writes."""
+
+    def test_made_once(self, following):
+        moe, (x, dout) = make_layer(), tokens()
+        runs = [run_layer(moe, x, dout, **FP8) for _ in range(3)]
+        moe.eval()(x, **FP8)
+        with torch.inference_mode():
+            moe(x, **FP8)
+        assert following.events == ["made"]
+        assert_same_bits(runs[0], runs[2])
+
+    @FACES
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_one_quantisation_per_update(self, face, name, following):
+        """Fused optimizers move no version counter."""
+        moe, x = make_layer(), make_tokens(19, 32)
+        optimizer = OPTIMIZERS[name](moe.parameters())
+        for step in range(3):
+            for _ in range(2):
+                out = face(moe, x)
+                out.square().sum().backward()
+            assert following.events == ["made"] + step * ["remade"]
+            assert torch.equal(out, without_cache(moe, x, face)), "stale codes"
+            following.events.pop()  # of the fresh layer
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @FACES
+    @pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+    def test_a_write_is_told_or_found(self, face, name, following):
+        """PyTorch's in-place operations are told of once; what is written through `.data` the engine
+        finds by itself.
+        """
+        moe, x = make_layer(), make_tokens(19, 32)
+        weight = moe.get_parameter(f"{name}.weight")
+        face(moe, x)
+        with torch.no_grad():
+            weight.mul_(-1.5)
+        for event in ("remade", "found"):
+            outputs = [face(moe, x) for _ in range(3)]
+            assert following.events[-1] == event
+            assert torch.equal(outputs[2], without_cache(moe, x, face))
+            following.events.pop()
+            weight.data.mul_(-1.5)
+        assert following.events == ["made", "remade", "found"]
+
+    @FACES
+    def test_a_write_that_the_sample_misses_needs_invalidation(self, face, following):
+        following.is_blind = True
+        moe, x = make_layer(), make_tokens(19, 32)
+        before = face(moe, x)
+        moe.c_fc.weight.data.mul_(-1.5)
+        assert torch.equal(face(moe, x), before), "documented: `.data` leaves no trace"
+        moe.invalidate_caches()
+        after = face(moe, x)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, without_cache(moe, x, face))
+
+    def test_every_face_of_a_layer_shares_one_quantisation(self, following):
+        moe, x = make_layer(), make_tokens(19, 32)
+        outputs = [face(moe, x) for face in (module, whole_layer, general, module)]
+        assert following.events == ["made"]
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[3])
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_in_a_compiled_graph(self, backend, following):
+        torch._dynamo.reset()
+        moe, x = make_layer(), make_tokens(19, 32)
+        graph = torch.compile(lambda x: whole_layer(moe, x), fullgraph=True, backend=backend)
+        for _ in range(3):
+            graph(x).square().sum().backward()
+        assert following.events == ["made"]
+        with torch.no_grad():
+            moe.c_fc.weight.mul_(-1.5)
+        assert torch.equal(graph(x), module(moe, x))
+        assert following.events == ["made", "remade"]
+
+    def test_prepared_in_inference_mode_used_in_training(self, following):
+        moe, (x, dout) = make_layer(), tokens()
+        with torch.inference_mode():
+            moe(x, **FP8)
+        run = run_layer(moe, x, dout, **FP8)
+        assert following.events == ["made"]
+        moe.invalidate_caches()
+        assert_same_bits(run, run_layer(moe, x, dout, **FP8))
+
+    @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+    def test_load_state_dict(self, assign, following):
+        moe, other, (x, _) = make_layer(), make_layer(seed=7), tokens()
         moe(x, **FP8)
-    assert len(prepared) == 1
-    assert_same_bits(runs[0], runs[2])
+        expected = other(x, **FP8)[0]
+        moe.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(moe(x, **FP8)[0], expected)
+        assert following.events == ["made", "made", "made" if assign else "remade"]
+
+    def test_a_switch_of_the_precision_drops_them(self, following):
+        moe, (x, _) = make_layer(), tokens()
+        moe(x, **FP8)
+        assert len(_kept[moe.c_fc.weight]) == 1
+        read(ReferenceEngine(), moe.c_fc.weight, moe.c_proj.weight, EngineSettings())
+        assert not _kept[moe.c_fc.weight]
+
+    @pytest.mark.parametrize("face", [module, whole_layer])
+    def test_they_die_with_the_parameter(self, face, following):
+        moe, x = make_layer(), make_tokens(19, 32)
+        face(moe, x).square().sum().backward()
+        (kept,) = _kept[moe.c_fc.weight].values()
+        codes, memory = (
+            weakref.ref(kept.prepared.weights.w1.codes),
+            weakref.ref(moe.c_fc.weight),
+        )
+        del kept
+        assert codes() is not None
+        del moe
+        gc.collect()
+        assert codes() is None and memory() is None
+
+    def test_they_are_not_stored(self, following):
+        moe, (x, _) = make_layer(), tokens()
+        size = len(pickle.dumps(moe))
+        moe(x, **FP8)
+        assert len(pickle.dumps(moe)) == size
+        assert copy.deepcopy(moe).c_fc.weight not in _kept
+        assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
+
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_weights_are_split_into_experts_when_asked_for(self, contiguous):
+        """Addresses need no views; and what an engine looked at shows later values, or is copied
+        again.
+        """
+        engine, sources = Following(), []
+
+        def refresh(source, *arguments):
+            sources.append(source)
+            return Following.refresh(engine, source, *arguments)
+
+        engine.refresh = refresh
+        shape = (2, 128, 32) if contiguous else (2, 32, 128)
+        w1, w2 = torch.randn(shape), torch.nn.Parameter(torch.randn(2, 32, 64))
+        w1 = torch.nn.Parameter(w1 if contiguous else w1.mT)
+
+        def codes():
+            return dequantize(read(engine, w1, w2).w1).clone()
+
+        before = codes()
+        with torch.no_grad():
+            w1.mul_(-2)
+        assert torch.equal(codes(), -2 * before)
+        w1.data.mul_(2)  # found by the engine itself
+        assert torch.equal(codes(), -4 * before)
+        assert engine.events == ["made", "remade", "found"]
+        for source in sources:
+            matrices = (*source.up, *source.down)
+            assert source.pointers == tuple(matrix.data_ptr() for matrix in matrices)
+            assert (source.pointers[0] == w1.data_ptr()) == contiguous
+            assert len(source.up) == len(source.down) == 2
+            assert all(torch.equal(source.down[expert], w2[expert]) for expert in range(2))
+            assert torch.equal(matrices[1], source.up[1])
 
 
-def test_nothing_is_kept_of_unquantised_weights():
-    """Engines read the user's own memory: to keep it is to keep it from being freed."""
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    run_layer(moe, x, dout)
-    assert not _kept.get(moe.c_fc.weight)
-    for options, count in ((FP8, 1), ({}, 0)):
-        moe(x, **options)
-        assert len(_kept[moe.c_fc.weight]) == count
+class TestWhoseTheyAre:
+    """Another place, another entry; and none for memory that was freed."""
+
+    def test_memory_given_again_gets_buffers_of_its_own(self, following):
+        """Address and version are those of weights whose outstanding forward has still to read its
+        codes.
+        """
+        moe, x = make_layer(), make_tokens(19, 32)
+        block = moe.c_fc.weight.detach().numpy().copy()
+        moe.c_fc.weight.data = torch.from_numpy(block)
+        first = module(moe, x)
+        moe.c_fc.weight.data = torch.empty(0)
+        np.multiply(block, -1.5, out=block)
+        moe.c_fc.weight.data = torch.from_numpy(block)
+        assert torch.equal(module(moe, x), without_cache(moe, x, module))
+        assert following.events == ["made", "made", "made"]
+        first.sum().backward()
+
+    def test_an_address_alone_does_not_name_weights(self):
+        """Where the allocator hands out the same block again and again."""
+        engine, w2 = Following(), torch.ones(1, 128, 64)
+        for value in range(1, 20):
+            w1 = torch.full((1, 128, 128), float(value))
+            prepared = read(engine, w1, w2)
+            assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
+            del w1, prepared
+
+    def test_every_layer_of_one_flat_buffer_has_its_own_entry(self):
+        """All parameters of a model as views of one tensor, as some optimizers keep them."""
+        flat = torch.nn.Parameter(torch.randn(4, 2, 128, 32))
+        downs = [torch.nn.Parameter(torch.randn(2, 32, 64)) for _ in range(4)]
+        engine = Following()
+        first = [read(engine, flat[i], downs[i]) for i in range(4)]
+        before = [dequantize(weights.w1) for weights in first]
+        assert [read(engine, flat[i], downs[i]) for i in range(4)] == first
+        with torch.no_grad():
+            flat[2].mul_(-2)  # one version counter for all: everything is made again
+        again = [read(engine, flat[i], downs[i]) for i in range(4)]
+        assert again == first and engine.events == 4 * ["made"] + 4 * ["remade"]
+        assert torch.equal(dequantize(again[2].w1), -2 * before[2])
+        assert torch.equal(dequantize(again[1].w1), before[1])
+
+    def test_overlapping_views_do_not_pile_up(self):
+        buffer, w2 = torch.nn.Parameter(torch.randn(40, 128, 32)), torch.randn(2, 32, 64)
+        engine = Following()
+        for start in range(38):
+            part = buffer[start : start + 2]
+            assert torch.allclose(dequantize(read(engine, part, w2).w1), part.detach(), atol=0.3)
+        assert len(_kept[buffer]) == 20, "as many as fit side by side"
+
+    def test_strides_are_part_of_what_a_weight_is(self):
+        """A square matrix and its transpose share address, shape and version."""
+        engine, w1, w2 = Following(), torch.randn(2, 128, 64), torch.randn(2, 64, 64)
+        assert torch.equal(
+            dequantize(read(engine, w1, w2.mT).w2), dequantize(read(engine, w1, w2).w2).mT
+        )
+
+    def test_another_down_projection_gets_buffers_of_its_own(self):
+        """The second forward must not overwrite what the first one's backward reads."""
+        engine, generator = HopperEngine(), torch.Generator().manual_seed(0)
+        shapes = (2, 128, 32), (2, 32, 64), (2, 32, 64)
+        w1, w2, other = (
+            torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes
+        )
+        first = read(engine, w1, w2)
+        assert read(engine, w1, w2).store is first.store
+        assert read(engine, w1, other).store is not first.store
+        assert torch.equal(dequantize(first.w2), dequantize(quantize(w2.detach(), iso(128))))
+        with torch.inference_mode():
+            anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64)
+        read(engine, *anonymous)
+        assert anonymous[0] not in _kept
+
+    def test_a_graph_keeps_what_it_reads(self, following, monkeypatch):
+        """A captured graph holds addresses only: other settings for the same weights must not free
+        its buffers.
+        """
+        moe, x = make_layer(), make_tokens(19, 32)
+        whole_layer(moe, x)
+        (kept,) = _kept[moe.c_fc.weight].values()
+        codes = weakref.ref(kept.prepared.weights.w1.codes)
+        del kept
+        with monkeypatch.context() as capture:
+            capture.setattr(stacked_cache, "is_cuda", lambda _: True)
+            capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            whole_layer(moe, x)
+        with SonicMoEConfig(fp8_mode="perf", save_z="e4m3").activate():
+            moe(x)
+        gc.collect()
+        assert following.events == ["made", "made"] and codes() is not None
+        del moe
+        gc.collect()
+        assert codes() is None
+
+
+class TestBackward:
+    """A forward is outstanding while the weights change."""
+
+    @FACES
+    def test_over_overwritten_codes_is_refused(self, face, following):
+        moe, x = make_layer(), make_tokens(19, 32)
+        stale = face(moe, x).sum()
+        with torch.no_grad():
+            moe.c_fc.weight.mul_(-1.5)
+        fresh = face(moe, x).sum()
+        with pytest.raises(RuntimeError, match="weights were modified by an inplace operation"):
+            stale.backward()
+        fresh.backward()
+
+    @pytest.mark.parametrize("follows", [True, False])
+    def test_before_the_next_forward_reads_the_codes_of_its_own(self, follows, request):
+        if follows:
+            request.getfixturevalue("following")
+        moe, (x, dout) = make_layer(bias=not follows), tokens()
+        expected = run_layer(moe, x, dout, **FP8)[2]
+        out, _ = moe(x, **FP8)
+        with torch.no_grad():
+            for weight in (*moe.c_fc.parameters(), *moe.c_proj.parameters()):
+                weight.mul_(-1.5)
+        named = dict(moe.named_parameters())
+        found = torch.autograd.grad((out * dout).sum(), list(named.values()))
+        for name, gradient in zip(named, found, strict=True):
+            if name != "router.weight":  # which also gets the auxiliary loss's there
+                assert torch.equal(gradient, expected[name]), name
+
+    def test_of_plain_weights_is_refused_by_autograd(self):
+        moe, (x, dout) = make_layer(bias=True), tokens()
+        out, _ = moe(x)
+        with torch.no_grad():
+            moe.c_fc.weight.mul_(-1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (out * dout).sum().backward()
+
+    def test_several_forwards_of_the_same_weights_may_be_outstanding(self, following):
+        moe, x = make_layer(), make_tokens(19, 32)
+        outputs = [module(moe, x) for _ in range(3)]
+        other = torch.nn.Parameter(torch.ones(3, requires_grad=True))
+        other.grad = torch.ones(3)
+        # Another model's optimizer, as in adversarial training.
+        torch.optim.SGD([other], lr=0.1).step()
+        outputs.append(module(moe, x))
+        for out in outputs:
+            out.sum().backward()
+        assert following.events == ["made", "remade"]
+
+
+class TestAnEngineThatDoesNotLook:
+    """It prepares in every forward, in FP8 too."""
+
+    @MODES
+    @pytest.mark.parametrize("name", ["c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
+    def test_every_write_counts(self, name, options, prepared):
+        moe, (x, _) = make_layer(bias=True), tokens()
+        before = moe(x, **options)[0]
+        moe.get_parameter(name).data.mul_(-1.5)
+        after = moe(x, **options)[0]
+        assert len(prepared) == 2 and not _kept.get(moe.c_fc.weight)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, without_cache(moe, x, **options))
+
+    @MODES
+    def test_layer_made_in_inference_mode(self, options):
+        """Inference tensors have no version counter: writes must be seen all the same."""
+        x, _ = tokens()
+        expected = make_layer(bias=True)
+        with torch.inference_mode():
+            moe = make_layer(bias=True)
+            assert torch.equal(moe(x, **options)[0], expected(x, **options)[0])
+            moe.c_proj.weight.mul_(-1.5)
+            after = moe(x, **options)[0]
+        with torch.no_grad():
+            expected.c_proj.weight.mul_(-1.5)
+        assert torch.equal(after, expected(x, **options)[0])
+
+    @MODES
+    @pytest.mark.parametrize("kind", ["parameters", "views"])
+    def test_rearranged_weights(self, kind, options):
+        """Split-half weights are interleaved for the engine: the copy must follow its source."""
+        moe, (x, _) = make_layer(bias=True), tokens()
+        weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
+        given = weights if kind == "parameters" else [weight.view_as(weight) for weight in weights]
+        halves = WeightLayout(split_half=True)
+        for _ in range(3):
+            out = softmax_topk_layer(
+                x, moe.router.weight, given, 2, moe.activation_function, layout=halves, **options
+            )[0]
+            up, down = (weight.detach().clone().permute(1, 2, 0) for weight in weights[:2])
+            fresh = moe_TC_softmax_topk_layer(
+                x, moe.router.weight, up, weights[2], down, weights[3], 2, concat_layout=True,
+                **options,
+            )[0]  # fmt: skip
+            assert torch.equal(out, fresh)
+            with torch.no_grad():
+                moe.c_fc.weight.mul_(-1.5)
+                moe.c_fc.bias.add_(0.5)
+
+    def test_autocast_casts_plain_weights_only(self, monkeypatch):
+        """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters
+        themselves.
+        """
+        seen, original = [], ReferenceEngine.prepare_weights
+
+        def prepare(self, w1, w2, *rest):
+            seen.append((w1.dtype, w2.dtype))
+            return original(self, w1, w2, *rest)
+
+        monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
+        moe, (x, dout) = make_layer(bias=True), tokens()
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _, gradients = run_layer(moe, x, dout)
+            run_layer(moe, x, dout, **FP8)
+        assert seen == [(torch.bfloat16,) * 2] * 2 + [(torch.float32,) * 2], (
+            "forward and backward, which prepares plain weights again; FP8 once"
+        )
+        assert out.dtype == torch.bfloat16
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
 def converted(moe):
@@ -77,10 +480,13 @@ def let_go(moe):
         parameter.data = torch.empty(0)
 
 
+@pytest.mark.parametrize("follows", [True, False])
 @MODES
 @pytest.mark.parametrize("leave", [converted, let_go])
-def test_weights_that_a_model_left_are_freed_at_once(leave, options):
-    moe, (x, dout) = make_layer(bias=True), tokens()
+def test_weights_that_a_model_left_are_freed_at_once(leave, options, follows, request):
+    if follows and options:
+        request.getfixturevalue("following")
+    moe, (x, dout) = make_layer(), tokens()
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in moe.parameters()]
     run_layer(moe, x, dout, **options)
     with torch.no_grad():
@@ -88,238 +494,6 @@ def test_weights_that_a_model_left_are_freed_at_once(leave, options):
     assert not any(storage.expired() for storage in memory)
     leave(moe)
     assert all(storage.expired() for storage in memory)
-
-
-def test_prepared_again_for_another_precision(prepared):
-    moe, (x, _) = make_layer(), tokens()
-    for options in ({}, FP8, FP8, {}):
-        moe(x, **options)
-    assert [recipe is not None for recipe in prepared] == [False, True, False]
-
-
-@MODES
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_step(name, options, prepared):
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    optimizer = OPTIMIZERS[name](moe.parameters())
-    outputs = []
-    for _ in range(2):
-        out, aux = moe(x, **options)
-        ((out * dout).sum() + aux).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(out.detach())
-    assert len(prepared) == (2 if options else 4), "unquantised: in backward too"
-    assert not torch.equal(*outputs)
-    assert torch.equal(moe(x, **options)[0], without_cache(moe, x, **options))
-
-
-@MODES
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_load_state_dict(options, assign, prepared):
-    moe, other, (x, _) = make_layer(bias=True), make_layer(bias=True, seed=7), tokens()
-    moe(x, **options)
-    expected = other(x, **options)[0]
-    moe.load_state_dict(other.state_dict(), assign=assign)
-    assert torch.equal(moe(x, **options)[0], expected)
-    assert len(prepared) == 3
-
-
-@MODES
-@pytest.mark.parametrize("name", ["c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
-def test_every_weight_counts(name, options):
-    moe, (x, _) = make_layer(bias=True), tokens()
-    before = moe(x, **options)[0]
-    with torch.no_grad():
-        moe.get_parameter(name).mul_(-1.5)
-    after = moe(x, **options)[0]
-    assert not torch.equal(before, after) and torch.equal(after, without_cache(moe, x, **options))
-
-
-def test_write_through_data_needs_invalidation():
-    moe, (x, _) = make_layer(bias=True), tokens()
-    before = moe(x, **FP8)[0]
-    moe.c_fc.weight.data.mul_(-1.5)
-    assert torch.equal(moe(x, **FP8)[0], before), "documented: `.data` leaves no trace"
-    moe.invalidate_caches()
-    after = moe(x, **FP8)[0]
-    assert not torch.equal(after, before) and torch.equal(after, without_cache(moe, x, **FP8))
-
-
-def test_freed_memory_cannot_pass_for_old_weights():
-    """Converting twice may put new values where the old ones were, under the same version counter."""
-    moe, (x, _) = make_layer(bias=True), tokens()
-    for _ in range(5):
-        before = moe(x, **FP8)[0]
-        moe.half()
-        moe.c_fc.weight.data = moe.c_fc.weight.data * -1.5
-        moe.float()
-        after = moe(x, **FP8)[0]
-        assert not torch.equal(after, before) and torch.equal(after, without_cache(moe, x, **FP8))
-
-
-def test_the_same_memory_given_again_is_no_hit():
-    """An allocator may hand out the block that was freed: address, shape and version are those of
-    the old weights.
-    """
-    moe, (x, _) = make_layer(bias=True), tokens()
-    block = moe.c_fc.weight.detach().numpy().copy()
-    outputs = []
-    for factor in (1.0, -1.5):
-        moe.c_fc.weight.data = torch.empty(0)
-        np.multiply(block, factor, out=block)
-        moe.c_fc.weight.data = torch.from_numpy(block)
-        outputs.append(moe(x, **FP8)[0])
-    assert not torch.equal(*outputs) and torch.equal(outputs[1], without_cache(moe, x, **FP8))
-
-
-def test_an_address_alone_does_not_name_weights():
-    """Where the allocator hands out the same block again and again, the cache must hold on to what
-    it compares with.
-    """
-    engine, settings = ReferenceEngine(), EngineSettings(recipe=RECIPES["dx256"])
-    w2 = torch.ones(1, 128, 64)
-    for value in range(1, 20):
-        w1 = torch.full((1, 128, 128), float(value))
-        prepared = read_weights(
-            engine, (w1, w2, None, None), settings, WeightLayout(), torch.bfloat16
-        ).weights
-        assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
-        del w1, prepared
-
-
-@MODES
-@pytest.mark.parametrize("kind", ["parameters", "views"])
-def test_rearranged_weights(kind, options, prepared):
-    """Split-half weights are interleaved for the engine: the copy must follow its source, and is
-    kept in FP8 only.
-    """
-    moe, (x, _) = make_layer(bias=True), tokens()
-    weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
-
-    def layer():
-        w1, w2, b1, b2 = (
-            weights if kind == "parameters" else (weight.view_as(weight) for weight in weights)
-        )
-        return softmax_topk_layer(
-            x,
-            moe.router.weight,
-            (w1, w2, b1, b2),
-            2,
-            moe.activation_function,
-            layout=WeightLayout(split_half=True),
-            **options,
-        )[0]
-
-    def fresh():
-        w1, w2 = (weight.detach().clone().permute(1, 2, 0) for weight in weights[:2])
-        return moe_TC_softmax_topk_layer(
-            x, moe.router.weight, w1, weights[2], w2, weights[3], 2, concat_layout=True, **options
-        )[0]
-
-    for _ in range(5):
-        out = layer()
-        assert torch.equal(out, fresh())
-        prepared.clear()
-        assert torch.equal(layer(), out)
-        assert len(prepared) == (0 if options else 1)
-        with torch.no_grad():
-            moe.c_fc.weight.mul_(-1.5)
-            moe.c_fc.bias.add_(0.5)
-
-
-def test_prepared_weights_die_with_their_layer():
-    moe, (x, _) = make_layer(), tokens()
-    moe(x, **FP8)
-    (kept,) = map(weakref.ref, _kept[moe.c_fc.weight].values())
-    assert kept() is not None
-    del moe
-    gc.collect()
-    assert kept() is None
-
-
-@MODES
-def test_layer_made_in_inference_mode(options):
-    """Inference tensors have no version counter: in-place changes must be seen all the same."""
-    x, _ = tokens()
-    expected = make_layer(bias=True)
-    with torch.inference_mode():
-        moe = make_layer(bias=True)
-        assert torch.equal(moe(x, **options)[0], expected(x, **options)[0])
-        moe.c_proj.weight.mul_(-1.5)
-        after = moe(x, **options)[0]
-    with torch.no_grad():
-        expected.c_proj.weight.mul_(-1.5)
-    assert torch.equal(after, expected(x, **options)[0])
-
-
-@MODES
-def test_prepared_in_inference_mode_used_in_training(options, prepared):
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    with torch.inference_mode():
-        moe(x, **options)
-    run = run_layer(moe, x, dout, **options)
-    assert len(prepared) == (1 if options else 3)
-    moe.invalidate_caches()
-    assert_same_bits(run, run_layer(moe, x, dout, **options))
-
-
-@MODES
-def test_backward_after_a_change_of_the_weights(options):
-    """FP8 operands are copies, so their backward is the forward's; plain ones are the user's own,
-    and autograd refuses.
-    """
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    expected = run_layer(moe, x, dout, **options)[2]
-    out, _ = moe(x, **options)
-    with torch.no_grad():
-        moe.c_fc.weight.mul_(-1.5)
-    wanted = [moe.c_fc.weight, moe.c_proj.weight]
-    if not options:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad((out * dout).sum(), wanted)
-        return
-    for gradient, name in zip(
-        torch.autograd.grad((out * dout).sum(), wanted), ("c_fc", "c_proj"), strict=True
-    ):
-        assert torch.equal(gradient, expected[f"{name}.weight"])
-
-
-def test_fp8_backward_after_a_change_of_the_biases():
-    """They are kept beside the codes, as copies."""
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    wanted = [moe.router.weight, moe.c_fc.weight, moe.c_proj.weight]
-    expected = torch.autograd.grad((moe(x, **FP8)[0] * dout).sum(), wanted)
-    out, _ = moe(x, **FP8)
-    with torch.no_grad():
-        moe.c_fc.bias.mul_(-1.5)
-        moe.c_proj.bias.mul_(-1.5)
-    assert all(map(torch.equal, torch.autograd.grad((out * dout).sum(), wanted), expected))
-
-
-def test_autocast_casts_plain_weights_only(monkeypatch):
-    """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters
-    themselves.
-    """
-    seen, original = [], ReferenceEngine.prepare_weights
-
-    def prepare(self, w1, w2, *rest):
-        seen.append((w1.dtype, w2.dtype))
-        return original(self, w1, w2, *rest)
-
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    with torch.autocast("cpu", torch.bfloat16):
-        out, _, gradients = run_layer(moe, x, dout)
-        run_layer(moe, x, dout, **FP8)
-    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.float32, torch.float32)], (
-        "forward, backward; FP8 once"
-    )
-    assert out.dtype == torch.bfloat16
-    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-
-
-# Copies
 
 
 def deep_copied(moe):
@@ -331,58 +505,20 @@ def pickled(moe):
 
 
 def reloaded(moe):
-    fresh = make_layer(bias=True, seed=99)
+    fresh = make_layer(seed=99)
     fresh.load_state_dict(moe.state_dict())
     return fresh
 
 
-@MODES
 @pytest.mark.parametrize("duplicate", [deep_copied, pickled, reloaded])
-def test_copies_are_equal_and_independent(duplicate, options, prepared):
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    expected = run_layer(moe, x, dout, **options)
+def test_copies_are_equal_and_independent(duplicate, following):
+    moe, (x, dout) = make_layer(), tokens()
+    expected = run_layer(moe, x, dout, **FP8)
     twin = duplicate(moe)
-    assert_same_bits(run_layer(twin, x, dout, **options), expected)
-    assert len(prepared) == (2 if options else 4), "a copy prepares its own weights"
+    assert_same_bits(run_layer(twin, x, dout, **FP8), expected)
+    assert following.events == ["made", "made"], "a copy prepares its own weights"
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.zero_()
-    assert not moe(x, **options)[0].any()
-    assert_same_bits(run_layer(twin, x, dout, **options), expected)
-
-
-def test_prepared_weights_are_not_stored():
-    moe, (x, _) = make_layer(bias=True), tokens()
-    size = len(pickle.dumps(moe))
-    moe(x, **FP8)
-    assert len(pickle.dumps(moe)) == size
-    assert copy.deepcopy(moe).c_fc.weight not in _kept
-    assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
-
-
-def test_an_engine_that_updates_in_place_gives_others_buffers_of_their_own():
-    """One up-projection with two down-projections: the second forward must not overwrite what the
-    first one's backward reads.
-    """
-    engine, settings = HopperEngine(), EngineSettings(recipe=RECIPES["dx256"])
-
-    def weight(*shape):
-        return torch.nn.Parameter(
-            torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
-        )
-
-    w1, w2, other = weight(2, 128, 32), weight(2, 32, 64), torch.nn.Parameter(torch.ones(2, 32, 64))
-
-    def prepare(down):
-        return read_weights(
-            engine, (w1, down, None, None), settings, WeightLayout(), torch.bfloat16
-        ).weights
-
-    first = prepare(w2)
-    assert prepare(w2).store is first.store
-    assert prepare(other).store is not first.store
-    assert torch.equal(dequantize(first.w2), dequantize(quantize(w2.detach(), iso(128))))
-    with torch.inference_mode():
-        anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64), None, None
-    read_weights(engine, anonymous, settings, WeightLayout(), torch.bfloat16)
-    assert anonymous[0] not in _kept
+    assert not moe(x, **FP8)[0].any()
+    assert_same_bits(run_layer(twin, x, dout, **FP8), expected)

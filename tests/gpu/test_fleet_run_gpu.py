@@ -115,7 +115,7 @@ def test_nothing_waits_for_the_device(case, layout, fp8):
 def test_recomputing_z_per_call_makes_no_second_copy_of_the_weights(case):
     fleet = Fleet(case, "sonic", True)
     fleet.call()
-    cache = layer_of(*fleet.weights, HIDDEN).state.weights._cache
+    cache = layer_of(*fleet.weights, HIDDEN).state.weights._prepared
     held = cache.weights
     fleet.config.recompute_z = True
     fleet.call()

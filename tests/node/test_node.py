@@ -196,10 +196,11 @@ class TestMicroBatches:
             for before, after in zip(once, layer.gradients("main_grad"), strict=True):
                 np.testing.assert_array_equal(before, after)
 
-    def test_flush_grads_between_micro_batches_keeps_the_caches(self, prepared):
+    def test_flush_grads_between_micro_batches_keeps_the_caches(self, prepared, weights_on_a_gpu):
         batches = problems(3)
         layer = Layer(batches[0])
         layer.set_main_grad(0.0)
+        layer.node.step()
         for problem in batches:
             layer.run(problem)
             layer.node.flush_grads()

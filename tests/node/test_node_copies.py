@@ -256,10 +256,11 @@ def test_copies_belong_to_their_holder():
     assert buffer() is None
 
 
-def test_the_nodes_own_cache_is_freed_when_copies_take_its_place():
+def test_the_nodes_own_cache_is_freed_when_copies_take_its_place(weights_on_a_gpu):
     layer = make_layer(make_problem())
+    layer.node.step()
     layer.call()
-    own = layer.node._state.weights._cache.weights
+    own = layer.node._state.weights._prepared.weights
     buffer = weakref.ref(own.w1)
     del own
     copies = layer.node.make_copies()
@@ -268,7 +269,7 @@ def test_the_nodes_own_cache_is_freed_when_copies_take_its_place():
     assert buffer() is None
     layer.call()
     layer.node.drop_caches()
-    assert layer.node._state.weights._cache.weights is None
+    assert layer.node._state.weights._prepared.weights is None
 
 
 def test_a_node_is_made_of_parameters_that_were_freed_already():

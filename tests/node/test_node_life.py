@@ -137,17 +137,18 @@ class TestCallersTensors:
 
 class TestCaches:
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-    def test_weights_are_prepared_once_per_step(self, prepared, config):
+    def test_weights_are_prepared_once_per_step(self, prepared, config, weights_on_a_gpu):
         batches = problems(3)
         layer = Layer(batches[0], config=config)
         for step in range(1, 4):
+            layer.node.step()
             for problem in batches:
                 layer.run(problem)
             assert len(prepared) == step
-            layer.node.step()
 
-    def test_prequantize_is_the_forwards_cache(self, prepared):
+    def test_prequantize_is_the_forwards_cache(self, prepared, weights_on_a_gpu):
         layer = Layer(config=FP8)
+        layer.node.step()
         layer.node.prequantize_weights()
         assert len(prepared) == 1
         layer.run()

@@ -301,22 +301,21 @@ def test_weights_freed_after_the_forward():
     assert_current(node, experts, batch, PRECISE)
 
 
-def test_invalidate_caches_forgets(monkeypatch):
+def test_inference_prepares_in_every_forward(monkeypatch, weights_on_a_gpu):
+    """Where nobody calls `step()`, nothing tells of a write."""
     experts, batch = make_experts(), make_batch()
     node, prepared = make_node(experts, FP8), []
     prepare = ReferenceEngine.prepare_weights
     monkeypatch.setattr(
         ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a)
     )
-    inference(node, batch, FP8)
-    inference(node, batch, FP8)
-    assert len(prepared) == 1
     node.invalidate_caches()
-    inference(node, batch, FP8)
-    assert len(prepared) == 2
+    for _ in range(3):
+        inference(node, batch, FP8)
+    assert len(prepared) == 3
 
 
-def test_weights_are_quantised_once_per_optimizer_step(monkeypatch):
+def test_weights_are_quantised_once_per_optimizer_step(monkeypatch, weights_on_a_gpu):
     experts, prepared = make_experts(), []
     prepare = ReferenceEngine.prepare_weights
     monkeypatch.setattr(
@@ -324,6 +323,7 @@ def test_weights_are_quantised_once_per_optimizer_step(monkeypatch):
     )
     node, optimizer = make_node(experts, FP8), OPTIMIZERS["AdamW"](weights_of(experts))
     bind_main_grads(experts)
+    node.step()
     for step in range(1, 4):
         pending = [Pending(node, make_batch(seed=s), dtype="bfloat16") for s in range(3)]
         for waiting in pending:
