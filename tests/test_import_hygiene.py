@@ -25,7 +25,7 @@ LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 
 # The two imports that lead upward (docs/design.md, "The tree"): `dump` of a node and of a `MoE`.
 DUMP = PACKAGE / "diagnostics" / "step_capture.py"
-LAZY_DOORS = {(PACKAGE / "node" / "mlp_node.py", DUMP), (PACKAGE / "moe.py", DUMP)}
+LAZY_DOORS = {(PACKAGE / "node" / "upkeep.py", DUMP), (PACKAGE / "moe.py", DUMP)}
 
 
 def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:

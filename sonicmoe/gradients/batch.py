@@ -22,7 +22,7 @@ from ..engine.interface import (
 from ..errors import LayoutError
 from ..interop import device_name
 from ..weights.parameters import ExpertParameters
-from .destinations import check_main_grad
+from .destinations import check_main_grads
 
 Tensor = torch.Tensor
 ABSENT: Any = object()  # in place of a `main_grad` that a parameter has no attribute for
@@ -104,9 +104,7 @@ def direct_batch(
     main_grads: list[Any],
     dout: Tensor,
 ) -> Batch:
-    """A batch that goes straight into `main_grads`. Memory that is made here, where one that is
-    wanted is None, is not zeroed yet.
-    """
+    """Straight into `main_grads`. Memory that is made here, for None, is not zeroed yet."""
     fresh: dict[int, tuple[Tensor, Tensor]] = {}  # once for a parameter that experts share
     if is_among(None, main_grads):
         for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
@@ -127,8 +125,8 @@ def fresh_batch(
     settings: EngineSettings,
     dout: Tensor,
 ) -> Batch | None:
-    """A batch that is added to nothing: gradients are written as autograd takes them. None where
-    the engine cannot write them, or where experts share a parameter, whose gradient is a sum.
+    """Into memory that the engine writes as autograd takes it. None where it cannot, or where experts
+    share a parameter, whose gradient is a sum.
     """
     wanted = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
     fits = engine.writes_gradients(settings) and FreshTargets.fits(p.dtype for p in wanted)
@@ -144,11 +142,8 @@ def fresh_batch(
 def direct_problem(
     batch: Batch, engine: Engine, settings: EngineSettings, layer: ExpertParameters, dout: Tensor
 ) -> str | None:
-    """Why the engine cannot add the gradients of `dout` to `main_grad`, in one sentence, or None.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, LayoutError: a `main_grad` is none that anything could
-            be added to.
+    """Why the engine cannot add the gradients of `dout` to `main_grad`, in one sentence, or None;
+    raises where nothing could be added there.
     """
     targets = batch.targets
     assert isinstance(targets, ParameterTargets)
@@ -156,11 +151,7 @@ def direct_problem(
     problem = targets.problem(n1, hidden, inner, device_name(dout))
 
     def check() -> None:
-        for index, (parameter, wanted) in enumerate(
-            zip(batch.parameters, batch.trained, strict=True)
-        ):
-            if wanted:
-                check_main_grad(parameter, dout, layer.name_of, index)
+        check_main_grads(layer, batch.parameters, batch.trained, dout)
 
     if problem is not None:
         check()  # names the parameter, where it can

@@ -32,6 +32,7 @@ from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
 from ..layouts import WeightLayout
 from ..routing.backends import arch_of
+from ..weights.parameters import ExpertParameters
 
 Tensor = torch.Tensor
 ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -54,10 +55,7 @@ class FlushKernel(Protocol):
 
 
 def check_main_grad(
-    parameter: Tensor,
-    gradient: Tensor,
-    name_of: Callable[[int], str] = lambda _: "weight",
-    index: int = 0,
+    parameter: Tensor, gradient: Tensor, name_of: Callable[[int], str], index: int
 ) -> None:
     """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`,
     where there is one. `name_of(index)` names the parameter in messages; a function, because every
@@ -97,19 +95,24 @@ def check_main_grad(
         )
 
 
+def check_main_grads(
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor
+) -> None:
+    """`check_main_grad` of each parameter that `trained` marks."""
+    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+        if wanted:
+            check_main_grad(parameter, like, layer.name_of, index)
+
+
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
     """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False
     where there is no such attribute.
 
     `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while
     it is not None.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: see `check_main_grad`.
     """
     if not hasattr(parameter, "main_grad"):
         return False
-    check_main_grad(parameter, gradient)
     # It may be a slice of a communication buffer: a new tensor here would never be reduced.
     if parameter.main_grad is None:
         parameter.main_grad = gradient
@@ -172,11 +175,6 @@ class Destination:
         """Whether the gradient is autograd's to accumulate."""
         return self.fresh and not self.attribute
 
-    def bind(self) -> None:
-        """Make fresh memory the parameter's attribute; only after it was written."""
-        if self.attribute:
-            setattr(self.parameter, self.attribute, self.tensor)
-
     @property
     def extent(self) -> tuple[int, int]:
         """First address, and the one behind the last."""
@@ -184,51 +182,20 @@ class Destination:
         return first, first + numel(self.tensor) * ITEM_BYTES[self.tensor.dtype]
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """One kernel launch that flushes the native buffer to every destination and zeroes it.
-
-    destinations: one per parameter, None for frozen ones.
-    """
-
-    kernel: FlushKernel
-    destinations: list[Destination | None]
-
-    def run(self, layout: WeightLayout, native: NativeBuffer) -> list[Tensor | None]:
-        """Launch, bind fresh memory, and return what autograd is to accumulate."""
-        table = destination_table(self.destinations, int(native.dw1.shape[0]), self.kernel)
-        stream = current_stream(native.dw1)
-        self.kernel.flush_gradients(
-            native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream
-        )
-        # The launch came first: if it raises, no parameter may hold memory that nobody has written.
-        for destination in self.destinations:
-            if destination is not None:
-                destination.bind()
-        return [None if d is None or not d.returned else d.tensor for d in self.destinations]
-
-
-def one_launch(
+def destinations_of(
     parameters: Sequence[Tensor],
     trained: Sequence[bool],
     native: NativeBuffer,
     through_autograd: bool,
-) -> Launch | None:
-    """The launch that serves all parameters that `trained` marks, or None where plain operations
-    must serve them.
+) -> list[Destination | None] | None:
+    """One for each parameter, None for frozen ones, where one launch serves them all; else None.
 
-    That is so on a host, without a kernel, and for destinations that are strided, that overlap or
-    that are named twice, because those need one addition after the other.
-
-    Raises:
-        CompileForbiddenError, CompileLockTimeout: see `kernel_for`.
+    No launch serves destinations that are strided, that overlap or that are named twice, because
+    those need one addition after the other, nor gradients of biases.
     """
     # Experts may share a parameter. Blocks of the kernel run in any order, and two that add to one
     # address would lose an addition.
-    if len({id(parameter) for parameter in parameters}) < len(parameters):
-        return None
-    kernel = kernel_for(native.dw1)
-    if kernel is None:
+    if native.db1 is not None or len(set(map(id, parameters))) < len(parameters):
         return None
     device = native.dw1.device
     # Frozen parameters keep their place in the list with None, because the kernel finds an expert
@@ -238,7 +205,28 @@ def one_launch(
         for parameter, wanted in zip(parameters, trained, strict=True)
     ]
     wanted = [destination for destination in found if destination is not None]
-    return Launch(kernel, found) if _fit_together(wanted, device_name(native.dw1)) else None
+    return found if _fit_together(wanted, device_name(native.dw1)) else None
+
+
+def launch_flush(
+    kernel: FlushKernel,
+    found: list[Destination | None],
+    layout: WeightLayout,
+    native: NativeBuffer,
+) -> list[Tensor | None]:
+    """Flush the native buffer to every destination and zero it, in one launch. Binds fresh memory,
+    and returns what autograd is to accumulate.
+    """
+    table = destination_table(found, int(native.dw1.shape[0]), kernel)
+    stream = current_stream(native.dw1)
+    kernel.flush_gradients(
+        native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream
+    )
+    # The launch came first: if it raises, no parameter may hold memory that nobody has written.
+    for destination in found:
+        if destination is not None and destination.attribute:
+            setattr(destination.parameter, destination.attribute, destination.tensor)
+    return [None if d is None or not d.returned else d.tensor for d in found]
 
 
 def _fit_together(destinations: Sequence[Destination], device: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from ..engine.interface import NativeBuffer
 from ..interop import device_name, plain_ops
 from ..weights.parameters import ExpertParameters
-from .destinations import add_to_grad, add_to_main_grad, check_main_grad, one_launch
+from . import destinations
 from .places import into_parameters, own_writes
 
 Tensor = torch.Tensor
@@ -35,21 +35,21 @@ def flush_native(
         DTypeError, ShapeError, DeviceError, LayoutError: see `check_main_grad`; nothing is flushed.
     """
     # Before the first addition, so that a flush that raises may be repeated and adds nothing twice.
-    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-        if wanted:
-            check_main_grad(parameter, native.dw1, layer.name_of, index)
+    destinations.check_main_grads(layer, parameters, trained, native.dw1)
     order = into_parameters(device_name(native.dw1))
     with plain_ops():
         # Finding the kernel may compile and raise, so it comes before the first addition. The kernel
         # knows one layout for both projections.
-        launch = None
+        kernel, found = None, None
         if layer.keeps_layout(parameters):
-            launch = one_launch(parameters, trained, native, through_autograd)
+            kernel = destinations.kernel_for(native.dw1)
+        if kernel is not None:
+            found = destinations.destinations_of(parameters, trained, native, through_autograd)
         order.enter(native.dw1)
         try:
             with own_writes(parameters):
-                if launch is not None:
-                    return launch.run(layer.layout, native)
+                if kernel is not None and found is not None:
+                    return destinations.launch_flush(kernel, found, layer.layout, native)
                 gradients = layer.user_gradients(native, parameters)
                 if through_autograd:
                     return _return_or_add(parameters, trained, gradients)
@@ -68,8 +68,8 @@ def _add_one_by_one(
     for wanted, (parameter, gradient, accumulator) in zip(trained, gradients, strict=True):
         # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
         # memory with the accumulator that is zeroed next.
-        if wanted and not add_to_main_grad(parameter, gradient):
-            add_to_grad(parameter, gradient)
+        if wanted and not destinations.add_to_main_grad(parameter, gradient):
+            destinations.add_to_grad(parameter, gradient)
         # At once: if memory ends at a later parameter, a second flush goes on there and adds nothing
         # twice. The kernel zeroes while it reads.
         accumulator.zero_()
@@ -100,5 +100,5 @@ def _return_or_add(
     ordered = [(parameter, sums.pop(id(parameter), None)) for parameter in parameters]
     returned = [None if total is None else total.to(p.dtype) for p, total in ordered]
     for parameter, gradient in added:
-        add_to_main_grad(parameter, gradient)
+        destinations.add_to_main_grad(parameter, gradient)
     return returned

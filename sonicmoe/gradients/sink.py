@@ -56,7 +56,7 @@ from .batch import (
     main_grads_of,
     stand_ins_for,
 )
-from .destinations import check_main_grad
+from .destinations import check_main_grads
 from .flush import flush_native
 from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
 
@@ -285,7 +285,7 @@ class GradientSink:
             self._waiting.take_new_places()
         else:
             # Refused before anything waits for memory that nothing could be added to.
-            self._check_main_grads(parameters, trained, dout)
+            check_main_grads(self._layer, parameters, trained, dout)
             self._waiting = Waiting(parameters, trained)
         if self._buffer is None:
             self._buffer = self._native_zeros(engine, dout)
@@ -295,7 +295,8 @@ class GradientSink:
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> Batch:
         """Native memory of this backward, for an engine that cannot write where the gradients go."""
-        self._keep_captured(parameters, trained, dout)
+        if is_capturing(dout):
+            self._captured.keep(parameters, trained)
         native = self._native_zeros(engine, dout)
         return Batch(parameters, trained, native, stand_ins=stand_ins_for(parameters, trained))
 
@@ -322,16 +323,11 @@ class GradientSink:
             if problem is not None:
                 _say(f"{_THROUGH_AUTOGRAD}: {problem}")
                 return self._open_native(engine, parameters, trained, dout)
-        self._keep_captured(parameters, trained, dout)
+        if is_capturing(dout):
+            self._captured.keep(parameters, trained)
         batch.stand_ins = stand_ins_for(parameters, trained)
         _say("expert weight gradients are added straight into main_grad")
         return batch
-
-    def _keep_captured(
-        self, parameters: Sequence[Tensor], trained: Sequence[bool], dout: Tensor
-    ) -> None:
-        if is_capturing(dout):
-            self._captured.keep(parameters, trained)
 
     def _native_zeros(self, engine: Engine, dout: Tensor) -> NativeBuffer:
         kinds = engine.record.gradients
@@ -341,14 +337,8 @@ class GradientSink:
                 f"this layer has {GradientTarget.NATIVE.value!r} accumulators"
             )
         (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
-        return NativeBuffer.zeros(experts, n1, hidden, inner, self._layer.has_biases, dout.device)
-
-    def _check_main_grads(
-        self, parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor
-    ) -> None:
-        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-            if wanted:
-                check_main_grad(parameter, like, self._layer.name_of, index)
+        bias = self._layer.has_biases
+        return NativeBuffer.zeros(experts, n1, hidden, inner, bias, dout.device)
 
     def _check_held(self, owners: Sequence[Tensor]) -> None:
         """Raise where gradients wait for parameters that nobody will look at any more."""

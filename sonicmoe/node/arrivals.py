@@ -14,7 +14,7 @@ docs/parallel.md, "Tokens that arrive in FP8" and "Gradients that arrive in FP8"
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +34,9 @@ from ..interop import (
 )
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
-from ..refusals import need_dtype
+from ..refusals import need_dtype, need_type
 from ..routing.validation import check_dispatched_tokens, check_indices_and_probs
+from ..weights.copies import WeightCopies
 
 Tensor = torch.Tensor
 
@@ -53,46 +54,70 @@ class GradientSource(Protocol):
         """
 
 
-def check_arrivals(
-    x: Any,
-    tokens_per_expert: Any,
-    indices: Any,
-    probs: Any,
-    x_scale: Any,
-    dx_to: Any,
-    dout_source: Any,
-    sizes: tuple[int, int],
-) -> None:
-    """Check the tensors of a call, and that a backward could ask `dout_source`; `sizes`: E and H.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError, TypeError: naming the
-            argument, what came and what is needed.
+class Arrivals(NamedTuple):
+    """The arguments of one call; see `SonicMoEMlpNode.forward`. is_stepped: the caller runs the
+    backward.
     """
-    # First, because the outputs of other dispatch modes deserve a message of their own; the general
-    # checks would call them a wrong shape.
-    check_dispatched_tokens(x, indices, probs, tokens_per_expert, x_scale)
-    require_framework_tensor(x, "x")
-    experts, hidden = sizes
-    check_indices_and_probs(indices, probs, experts)
-    wanted = (int(indices.shape[0]), hidden)
-    if tuple(x.shape) != wanted:
-        raise ShapeError(
-            f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
-        )
-    if x_scale is None:
-        if dx_to is not None:
+
+    x: Any
+    tokens_per_expert: Any
+    indices: Any
+    probs: Any
+    x_scale: Any = None
+    dx_to: Any = None
+    dout_source: GradientSource | None = None
+    copies: WeightCopies | None = None
+    recompute_z: bool | None = None
+    is_stepped: bool = False
+
+    def check(self, experts: int, hidden: int) -> None:
+        """Refuse what does not fit a layer of E and H, without reading device memory.
+
+        Raises:
+            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError, TypeError: naming the
+                argument, what came and what is needed.
+        """
+        x = self.x
+        # First, because the outputs of other dispatch modes deserve a message of their own; the
+        # general checks would call them a wrong shape.
+        check_dispatched_tokens(x, self.indices, self.probs, self.tokens_per_expert, self.x_scale)
+        require_framework_tensor(x, "x")
+        check_indices_and_probs(self.indices, self.probs, experts)
+        wanted = (int(self.indices.shape[0]), hidden)
+        if tuple(x.shape) != wanted:
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
+            )
+        if self.x_scale is not None:
+            check_fp8_tokens(x, self.x_scale)
+            _check_token_gradient(x, self.dx_to)
+        elif self.dx_to is not None:
             raise DTypeError(
                 f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; needed: no dx_to, or x in "
                 "float8_e4m3fn with x_scale"
             )
-    else:
-        check_fp8_tokens(x, x_scale)
-        _check_token_gradient(x, dx_to)
-    if dout_source is not None and not callable(getattr(dout_source, "take", None)):
-        raise DTypeError(
-            f"dout_source is {type(dout_source).__name__}; needed: an object with take(gradient), or None"
-        )
+        source = self.dout_source
+        if source is not None and not callable(getattr(source, "take", None)):
+            raise DTypeError(
+                f"dout_source is {type(source).__name__}; needed: an object with take(gradient), or None"
+            )
+        if self.copies is not None:
+            needed = "what make_copies() returned, or None"
+            need_type("copies", self.copies, WeightCopies, needed)
+
+    def form(self) -> tuple[str, TokenFormat]:
+        """`(dtype that the tokens stand for, their format)`."""
+        if self.x_scale is None:
+            return dtype_name(self.x.dtype), TokenFormat.PLAIN
+        return "bfloat16", token_format(checked_tokens(self.x, self.x_scale))
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Of `MlpCall.forward`; the first gets the gradient of the tokens."""
+        if self.x_scale is None:
+            return self.x.contiguous(), self.probs
+        if self.dx_to is None or self.dx_to is self.x:
+            return self.x, self.probs, self.x_scale
+        return self.dx_to, self.probs, self.x_scale, self.x
 
 
 def _check_token_gradient(x: Tensor, dx_to: Any) -> None:
@@ -134,24 +159,6 @@ def _check_own_gradient(x: Tensor) -> None:
         "dx_to is x, and x is a leaf, whose gradient Paddle casts to float8_e4m3fn; needed: x as a PyLayer returned it "
         "that takes bfloat16 gradients (ctx.set_grad_in_dtype_consistent(False)), or a bfloat16 tensor of x's shape",
     )
-
-
-def token_form(x: Tensor, x_scale: Tensor | None) -> tuple[str, TokenFormat]:
-    """`(dtype that the tokens stand for, their format)`."""
-    if x_scale is None:
-        return dtype_name(x.dtype), TokenFormat.PLAIN
-    return "bfloat16", token_format(checked_tokens(x, x_scale))
-
-
-def inputs_of(
-    x: Tensor, probs: Tensor, x_scale: Tensor | None, dx_to: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The inputs of `MlpCall.forward`: the first gets the gradient of the tokens."""
-    if x_scale is None:
-        return x.contiguous(), probs
-    if dx_to is None or dx_to is x:
-        return x, probs, x_scale
-    return dx_to, probs, x_scale, x
 
 
 def gradient_from(

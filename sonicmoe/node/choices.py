@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config
-from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
+from ..engine.interface import Engine, EngineSettings
+from ..engine.select import announce, announce_emulation, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType
 from ..errors import ConfigError
+from ..interop import device_name, dtype_name, is_cuda
 
 _KEPT = 4  # engine choices
 
@@ -24,6 +27,18 @@ class _Meaning(NamedTuple):
     config: ResolvedConfig
     usual: EngineSettings
     other: EngineSettings
+
+
+class Chosen(NamedTuple):
+    """What a call runs. settings: others than those asked for where `auto` falls back from FP8 to
+    BF16. dequantises: the engine is handed the values of tokens that arrived in FP8. validates: what
+    routing tensors hold is checked.
+    """
+
+    engine: Engine
+    settings: EngineSettings
+    dequantises: bool
+    validates: bool
 
 
 class Choices:
@@ -45,7 +60,7 @@ class Choices:
         self._layer = activation, activation_parameters
         self._sizes = hidden, inner
         self._meaning: _Meaning | None = None
-        self._engines: list[tuple[Any, EngineChoice]] = []
+        self._engines: list[tuple[Any, Chosen]] = []
 
     def settings(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
         """The configuration in force for the node, and what it means; `recompute_z`: a call's own.
@@ -75,33 +90,48 @@ class Choices:
     def engine(
         self,
         device: str,
-        config: ResolvedConfig,
-        settings: EngineSettings,
         token_dtype: str,
         tokens: TokenFormat = TokenFormat.PLAIN,
-    ) -> EngineChoice:
-        """The engine for such tokens on that device, ready to run; the log says which at its first
+        recompute_z: bool | None = None,
+    ) -> Chosen:
+        """The engine for such tokens on that device, ready to run. The log says which at its first
         choice.
 
         Raises:
             EngineUnavailableError, ConfigError, DTypeError, ShapeError: the engine that was asked
             for by name cannot run this.
         """
-        key = (device, config.engine, settings, token_dtype, tokens)
+        config, settings = self.settings(recompute_z)
+        validates = config.validate_dispatch
+        key = (device, config.engine, validates, settings, token_dtype, tokens)
         # Asking for packages and devices takes longer than a launch. Several answers are kept,
         # because calls may differ from one to the next; a list, because settings are equal by
         # identity nearly always, and their hash takes longer than that.
-        for known, choice in self._engines:
+        for known, chosen in self._engines:
             if known == key:
-                return choice
+                return chosen
         workload = Workload(settings, *self._sizes, token_dtype, tokens=tokens)
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
         announce_emulation(choice, device)
-        self._engines = [*self._engines[-_KEPT + 1 :], (key, choice)]
-        return choice
+        chosen = Chosen(
+            choice.engine,
+            choice.settings or settings,
+            choice.dequantises is not None,
+            validates,
+        )
+        self._engines = [*self._engines[-_KEPT + 1 :], (key, chosen)]
+        return chosen
+
+    def engine_for_weights(self, weight: torch.Tensor) -> Chosen:
+        """The same before any tokens came."""
+        # Tokens of fp32 master weights are bfloat16 on a GPU.
+        is_master = is_cuda(weight) and weight.dtype == torch.float32
+        with self.scope():
+            dtype = "bfloat16" if is_master else dtype_name(weight.dtype)
+            return self.engine(device_name(weight), dtype)
 
     @property
-    def latest(self) -> EngineChoice:
+    def latest(self) -> Chosen:
         """The engine that was chosen last; some engine was."""
         return self._engines[-1][1]

@@ -28,6 +28,7 @@ class LayerState:
     """The user's parameters, the engine weights made of them, and the gradients on their way to them.
     Holds no activation, and no memory before the first call.
 
+    sizes: E, H and I.
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
     offers: gives the one to whom each weight's gradient is offered, if there is one now.
     face: a key of `observe.FACES`, for those who observe the calls.
@@ -52,7 +53,8 @@ class LayerState:
             "'auto', which then means 'step'",
         )
         self.parameters = parameters
-        self.num_experts = parameters.native_shapes()[0][0]
+        (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
+        self.sizes = experts, hidden, inner
         self.weights = LayerWeights(parameters)
         # Weight gradients that are put off can go nowhere before step(): hooks, reductions and
         # clearing all come before they exist.

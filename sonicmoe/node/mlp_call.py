@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import and_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
 from ..gradients.batch import Batch
-from ..interop import holds_memory, plain_ops, requires_grad
+from ..interop import device_name, holds_memory, plain_ops, requires_grad
 from ..observe import (
     BackwardBegins,
     BackwardDone,
@@ -28,8 +28,8 @@ from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route
 from ..weights.cache import Reading
-from ..weights.copies import WeightCopies
-from .arrivals import GradientSource, gradient_from
+from .arrivals import Arrivals, GradientSource, gradient_from
+from .choices import Choices
 from .late_wgrad import WgradOffer, WgradWork
 from .layer_state import LayerState
 
@@ -37,17 +37,6 @@ if TYPE_CHECKING:
     from ..observe import NativeWeights
 
 Tensor = torch.Tensor
-
-
-class Options(NamedTuple):
-    """What a call may set beside its tensors; see `SonicMoEMlpNode.forward`. is_stepped: the caller
-    runs the backward.
-    """
-
-    dout_source: GradientSource | None = None
-    copies: WeightCopies | None = None
-    recompute_z: bool | None = None
-    is_stepped: bool = False
 
 
 @dataclass(eq=False)
@@ -111,7 +100,7 @@ class MlpCall(DifferentiableCall):
                 routing = route(
                     self.indices,
                     probs,
-                    self.state.num_experts,
+                    self.state.sizes[0],
                     self.tokens_per_expert,
                     alignment=self.settings.row_alignment,
                     validate=self.validate,
@@ -255,3 +244,41 @@ class MlpCall(DifferentiableCall):
         yield from (
             ("weight gradient", tensor) for tensor in (*returned, *mains) if tensor is not None
         )
+
+
+def call_on(
+    arrived: Arrivals, state: LayerState, choices: Choices
+) -> tuple[MlpCall, tuple[Tensor, ...]]:
+    """One forward with everything that it and its backward need, and its inputs; the arguments are
+    checked first.
+    """
+    experts, hidden, _ = state.sizes
+    arrived.check(experts, hidden)
+    with choices.scope() as scope:
+        chosen = choices.engine(device_name(arrived.x), *arrived.form(), arrived.recompute_z)
+        engine, settings = chosen.engine, chosen.settings
+        # Read once per call: modules may replace their weights between calls, and the list is at
+        # once the input of autograd, the source of the engine weights and the destination of the
+        # gradients.
+        parameters = state.parameters.parameters()
+        with advising("forward", settings):
+            reading = state.weights.read(engine, settings, parameters, arrived.copies)
+    # Outside, so that autograd records the copy and gives the caller's x its gradient.
+    inputs = arrived.inputs()
+    runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
+    call = MlpCall(
+        state=state,
+        config=scope,
+        engine=engine,
+        settings=settings,
+        parameters=parameters,
+        reading=reading,
+        indices=arrived.indices,
+        tokens_per_expert=arrived.tokens_per_expert,
+        validate=chosen.validates,
+        dequantises=chosen.dequantises,
+        num_inputs=len(inputs),
+        dout_source=arrived.dout_source,
+        wgrad_offer=state.offer_for(parameters, runs_without),
+    )
+    return call, inputs

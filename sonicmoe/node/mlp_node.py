@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
-from ..engine.interface import EngineSettings
-from ..engine.select import EngineChoice
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -21,29 +18,17 @@ from ..enums import (
     member_of,
 )
 from ..errors import ConfigError, FrameworkError, LayoutError, expect
-from ..interop import (
-    IS_PADDLE,
-    device_name,
-    dtype_name,
-    grad_enabled,
-    holds_memory,
-    is_cuda,
-    requires_grad,
-)
-from ..jit_warmup import warmup_jit
+from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, requires_grad
 from ..layouts import NATIVE
-from ..observe import StepDone, emit, is_awaited, stage
-from ..out_of_memory import advising
-from ..refusals import need_type
-from ..routing.backends import arch_of
 from ..weights.copies import WeightCopies
-from ..weights.parameters import PerExpertParameters, check_memory
+from ..weights.parameters import PerExpertParameters
 from ..weights.stacked import FusedParameters, StackedWeight
-from .arrivals import GradientSource, check_arrivals, inputs_of, token_form
+from .arrivals import Arrivals, GradientSource
 from .backward_step import BackwardStep
 from .choices import Choices
 from .layer_state import LayerState
-from .mlp_call import MlpCall, Options
+from .mlp_call import call_on
+from .upkeep import NodeUpkeep
 
 if TYPE_CHECKING:
     from .graphed import GraphedLayer
@@ -61,7 +46,7 @@ class NodeOptions(TypedDict, total=False):
     split_wgrad: bool
 
 
-class SonicMoEMlpNode:
+class SonicMoEMlpNode(NodeUpkeep):
     """`out[t] = sum_k p[t,k] * (act(x_t Wg_e) * (x_t Wu_e)) Wd_e` over the slots with a local
     expert `e = indices[t,k]`.
 
@@ -208,9 +193,7 @@ class SonicMoEMlpNode:
         warn_unknown_flags()
         self._state = state
         self.flush_mode = state.gradients.way
-        (self.n_experts, _, self.hidden_size), (_, _, self.intermediate_size) = (
-            state.parameters.native_shapes()
-        )
+        self.n_experts, self.hidden_size, self.intermediate_size = state.sizes
         self.activation_type = activation
         self.activation_parameters = layer_parameters(activation, activation_parameters)
         sizes = self.hidden_size, self.intermediate_size
@@ -223,7 +206,7 @@ class SonicMoEMlpNode:
         # A freed weight names no device.
         named = resolved.engine is not EngineName.AUTO
         if named and holds_memory(weight) and is_cuda(weight):
-            self._choice_for(weight)
+            self._choices.engine_for_weights(weight)
 
     def forward(
         self,
@@ -275,9 +258,9 @@ class SonicMoEMlpNode:
 
         NaN in a token makes that token's rows NaN and no other token's.
         """
-        options = Options(dout_source, copies, recompute_z)
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        call, inputs = self._call(x, *routed, x_scale, dx_to, options)
+        arrived = Arrivals(x, *routed, x_scale, dx_to, dout_source, copies, recompute_z)
+        call, inputs = call_on(arrived, self._state, self._choices)
         wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
         if wanted and grad_enabled():
             return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
@@ -304,11 +287,13 @@ class SonicMoEMlpNode:
             value.detach() if isinstance(value, torch.Tensor) else value
             for value in (x, dispatched_probs)
         )
-        options = Options(dout_source, copies, recompute_z, is_stepped=True)
         routed = tokens_per_expert, dispatched_indices, probs
+        arrived = Arrivals(
+            tokens, *routed, x_scale, None, dout_source, copies, recompute_z, is_stepped=True
+        )
         # Weights are read as for training, also where the schedule has switched gradients off.
         with torch.enable_grad():
-            call, inputs = self._call(tokens, *routed, x_scale, None, options)
+            call, inputs = call_on(arrived, self._state, self._choices)
         out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
@@ -345,212 +330,6 @@ class SonicMoEMlpNode:
 
         samples = x, dispatched_indices, dispatched_probs
         return GraphedLayer(self.forward_step, self._state, self._choices, *samples)
-
-    def _call(
-        self,
-        x: Tensor,
-        tokens_per_expert: Any,
-        dispatched_indices: Any,
-        dispatched_probs: Any,
-        x_scale: Any,
-        dx_to: Any,
-        options: Options,
-    ) -> tuple[MlpCall, tuple[Tensor, ...]]:
-        """One forward with everything that it and its backward need, and its inputs."""
-        sizes = self.n_experts, self.hidden_size
-        routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        check_arrivals(x, *routed, x_scale, dx_to, options.dout_source, sizes)
-        need_type(
-            "copies",
-            options.copies,
-            (WeightCopies, type(None)),
-            "what make_copies() returned, or None",
-        )
-        state = self._state
-        config, settings = self._choices.settings(options.recompute_z)
-        with self._choices.scope() as scope:
-            dtype, form = token_form(x, x_scale)
-            choice = self._choices.engine(device_name(x), config, settings, dtype, form)
-            # `auto` may have fallen back from FP8 to BF16, and then the engine has settings of its
-            # own.
-            settings = choice.settings or settings
-            # Read once per call: modules may replace their weights between calls, and the list is
-            # at once the input of autograd, the source of the engine weights and the destination of
-            # the gradients.
-            parameters = state.parameters.parameters()
-            with advising("forward", settings):
-                reading = state.weights.read(choice.engine, settings, parameters, options.copies)
-        # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
-        inputs = inputs_of(x, dispatched_probs, x_scale, dx_to)
-        call = MlpCall(
-            state=state,
-            config=scope,
-            engine=choice.engine,
-            settings=settings,
-            parameters=parameters,
-            reading=reading,
-            indices=dispatched_indices,
-            tokens_per_expert=tokens_per_expert,
-            validate=config.validate_dispatch,
-            dequantises=choice.dequantises is not None,
-            num_inputs=len(inputs),
-            dout_source=options.dout_source,
-            wgrad_offer=state.offer_for(
-                parameters, options.is_stepped or any(map(requires_grad, inputs))
-            ),
-        )
-        return call, inputs
-
-    def step(self) -> None:
-        """Have every weight gradient with its parameter, and mark weight caches stale.
-
-        Call it once per optimizer step: after the last backward and before gradients are reduced,
-        clipped or applied. Gradients that wait in the node (`flush="step"`) are added in place: to
-        `main_grad` (a new fp32 tensor where it is None), or to `.grad` of a parameter without that
-        attribute. All others are there already. Idempotent.
-
-        Raises:
-            RuntimeError: gradients wait, and somebody replaced or wrote the memory that they go to,
-                or the modules hold other parameters (`discard_grads` skips what waits); a backward
-                failed while it added weight gradients; or `main_grad` was replaced after a backward
-                that adds to it was captured into a CUDA graph.
-            OutOfMemoryError: nothing is lost; call it again when there is memory.
-        """
-        self.flush_grads()
-        self._state.end_step()
-        if is_awaited():
-            emit(StepDone(self._state))
-
-    def flush_grads(self) -> None:
-        """The gradient half of `step()`: flush, keep the weight caches. May run between
-        micro-batches.
-        """
-        # Weight gradients that were put off must be in the accumulators before these are handed
-        # over.
-        self.finish_wgrad()
-        gradients = self._state.gradients
-        # Where none waits there is no stage, and nothing that an activated configuration decides.
-        if not gradients.waiting:
-            gradients.flush()
-            return
-        with (
-            self._choices.scope(),
-            stage("flush"),
-            advising("step()", self._choices.settings()[1]),
-        ):
-            gradients.flush()
-
-    def finish_wgrad(self) -> None:
-        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
-        on a GPU in stream order.
-        """
-        self._state.finish_wgrad()
-
-    def invalidate_caches(self) -> None:
-        """Forget everything derived from the weights; call it after loading or swapping weights
-        outside an optimizer step.
-        """
-        self._state.weights.invalidate()
-
-    def discard_grads(self) -> None:
-        """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
-        backward that failed half-way. What was added to `main_grad` goes when that is cleared.
-        """
-        self._state.discard()
-
-    def release_grads(self) -> None:
-        """Free the accumulators until the next backward, and forget memory that captured backwards
-        add to.
-
-        Raises:
-            RuntimeError: they hold gradients that were not flushed.
-        """
-        self._state.release()
-
-    def prequantize_weights(self) -> None:
-        """Build the weight caches now, ahead of the first forward of a step."""
-        parameters = self._state.parameters.parameters()
-        choice, settings = self._choice_for(parameters[0])
-        with self._choices.scope(), advising("forward", settings):
-            self._state.weights.read(choice.engine, settings, parameters)
-
-    def make_copies(self) -> WeightCopies:
-        """FP8 copies of the weights as they are now, for `forward(copies=)`.
-
-        The caller holds them, and may then free the parameters' memory: by
-        `_clear_to_zero_allocation()` under Paddle, by `untyped_storage().resize_(0)` under PyTorch.
-        `step()`, `invalidate_caches()` and, under PyTorch, a step of an optimizer of the parameters
-        make them stale (docs/weights.md).
-
-        Raises:
-            ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.
-            LayoutError: the memory of a weight has been freed already.
-        """
-        layer = self._state.parameters
-        parameters = layer.parameters()
-        check_memory(parameters)
-        choice, settings = self._choice_for(parameters[0])
-        with self._choices.scope(), advising("make_copies()", settings):
-            return WeightCopies(choice.engine, settings, layer, parameters)
-
-    def drop_caches(self) -> None:
-        """Free everything derived from the weights that this node holds; the next forward makes it
-        again.
-        """
-        self._state.weights.drop()
-
-    def warmup(self) -> tuple[str, ...]:
-        """Compile every kernel this node needs, once per cluster; returns their names (none on the
-        CPU). Allocates no gradients.
-
-        Raises:
-            CompileError: a kernel does not compile, or compiling is forbidden.
-        """
-        weight = self._state.parameters.parameters()[0]
-        device = device_name(weight)
-        report = warmup_jit(
-            self.n_experts,
-            self.hidden_size,
-            self.intermediate_size,
-            device,
-            dtype=dtype_name(weight.dtype),
-            activation=self.activation_type,
-            activation_parameters=self.activation_parameters,
-            arch=arch_of(device) if is_cuda(weight) else None,
-            config=self._choices.config,
-        )
-        return tuple(outcome.kernel for outcome in report.kernels)
-
-    def dump(self, path: str | Path) -> None:
-        """Write the inputs of the next forward, then of its backward, to `path`, for `sonicmoe
-        bisect`.
-
-        The file is there after the forward and complete after the backward; `step()` ends the wait
-        for one. Copies weights and tokens to the host.
-        """
-        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
-        # loads none of it.
-        from ..diagnostics.step_capture import dump_next_step
-
-        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
-        # loads none of it.
-
-        dump_next_step(self._state, path)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of fp32 accumulators the node holds now; 0 unless `flush="step"`."""
-        return self._state.gradients.nbytes
-
-    def _choice_for(self, weight: Tensor) -> tuple[EngineChoice, EngineSettings]:
-        """The engine before any tokens came, and its settings."""
-        config, settings = self._choices.settings()
-        # Tokens of fp32 master weights are bfloat16 on a GPU.
-        is_master = is_cuda(weight) and weight.dtype == torch.float32
-        token_dtype = "bfloat16" if is_master else dtype_name(weight.dtype)
-        with self._choices.scope():
-            choice = self._choices.engine(device_name(weight), config, settings, token_dtype)
-        return choice, choice.settings or settings
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:

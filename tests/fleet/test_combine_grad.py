@@ -13,7 +13,7 @@ from engine.fp8_arrivals import ISO128, run
 from engine.moe_golden import make_problem
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import counts_of
-from node.test_node_fp8_gradients import RAISED, bf16_layer
+from node.test_node_fp8 import RAISED, bf16_layer
 
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from sonicmoe.fleet import carrier

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from framework import IS_PADDLE, numpy, tensor, torch
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
@@ -25,7 +25,6 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import GradientTarget
 from sonicmoe.enums import ActivationType, EngineName, FlushMode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.gradients.destinations import add_to_main_grad
 from sonicmoe.gradients.flush import flush_native
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr, grad_enabled, requires_grad
@@ -227,37 +226,6 @@ class TestFlush:
             for weight in source.parameters()
         )
 
-    def test_a_slice_of_a_fused_buffer_is_filled_and_its_neighbours_stay(self):
-        source = per_expert_source(*weight_arrays())
-        total = sum(int(np.prod(tuple(weight.shape))) for weight in source.parameters())
-        gap = 8
-        buffer = tensor(np.full(total + gap * (len(source.parameters()) + 1), 9.0), torch.float32)
-        used, first = np.zeros(tuple(buffer.shape), bool), gap
-        for weight in source.parameters():
-            size = int(np.prod(tuple(weight.shape)))
-            buffer[first : first + size] = 0.0
-            weight.main_grad = buffer[first : first + size].view(list(weight.shape))
-            used[first : first + size] = True
-            first += size + gap
-        sink, dw1, dw2 = filled(source)
-        sink.flush()
-        np.testing.assert_array_equal(numpy(buffer)[~used], 9.0)
-        np.testing.assert_array_equal(
-            numpy(buffer)[used], np.concatenate([a.ravel() for a in (*dw1, *dw2)])
-        )
-
-    def test_a_rebound_main_grad_is_read_anew(self):
-        source = per_expert_source(*weight_arrays())
-        old = bind_main_grads(source)
-        filled(source)[0].flush()
-        before = [numpy(held).copy() for held in old]
-        bind_main_grads(source)
-        sink, dw1, _ = filled(source)
-        sink.flush()
-        np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
-        for held, kept in zip(old, before, strict=True):
-            np.testing.assert_array_equal(numpy(held), kept)
-
     def test_frozen_parameters_get_nothing(self):
         source = per_expert_source(*weight_arrays())
         bind_main_grads(source)
@@ -295,13 +263,6 @@ class TestFlush:
         last.main_grad = tensor(np.zeros((12, 16)), torch.float32)
         sink.flush()
         np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
-
-    def test_add_to_main_grad_tells_whether_there_is_one(self):
-        weight = parameter(np.zeros((2, 3), np.float32))
-        gradient = tensor(np.ones((2, 3)), torch.float32)
-        assert not add_to_main_grad(weight, gradient)
-        weight.main_grad = None
-        assert add_to_main_grad(weight, gradient)
 
     @each_source
     def test_through_autograd_gradients_come_back_in_parameter_order(self, make):

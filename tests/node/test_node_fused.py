@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine.moe_golden import golden
-from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
+from framework import numpy, parameter, relative_rmse, tensor, torch
 from node_harness import FP8, FULL, Layer, problems
 
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -22,25 +22,6 @@ FLUSHES = ("auto", "step", "backward")
 def storage(tensors):
     """Address and bytes of each."""
     return [(t.data_ptr(), numpy(t).tobytes()) for t in tensors]
-
-
-def buffer_slices(layer, guard=5):
-    """`main_grad`s that are slices of one communication buffer with guard elements between; returns
-    the buffer and where they lie.
-    """
-    sizes = [int(np.prod(tuple(weight.shape))) for weight in layer.weights]
-    buffer = tensor(np.full(sum(sizes) + guard * (len(sizes) + 1), 3.0), torch.float32)
-    spans, start = [], guard
-    for weight, size in zip(layer.weights, sizes, strict=True):
-        if IS_PADDLE:
-            piece = buffer._slice(start, start + size)
-            piece.get_tensor()._set_dims(weight.shape)
-        else:
-            piece = buffer[start : start + size].view(weight.shape)
-        weight.main_grad = piece
-        spans.append(slice(start, start + size))
-        start += size + guard
-    return buffer, spans
 
 
 @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
@@ -64,23 +45,6 @@ def test_weights_and_main_grads_keep_their_storage(flush, config):
     for weight, main_grad, address in zip(layer.weights, main_grads, addresses, strict=True):
         assert weight.main_grad is main_grad and main_grad.data_ptr() == address
         assert weight.grad is None and numpy(main_grad).any()
-
-
-@pytest.mark.parametrize("flush", FLUSHES)
-def test_slices_of_a_communication_buffer(flush):
-    batches = problems(2)
-    layer, alone = (Layer(batches[0], arrangement="fused", flush=flush) for _ in range(2))
-    buffer, spans = buffer_slices(layer)
-    expected = alone.set_main_grad(3.0)
-    for each in (layer, alone):
-        for batch in batches:
-            each.run(batch)
-        each.node.step()
-    flat, inside = numpy(buffer), np.zeros(int(buffer.shape[0]), bool)
-    for span, wanted in zip(spans, expected, strict=True):
-        inside[span] = True
-        assert np.array_equal(flat[span], numpy(wanted).reshape(-1))
-    assert (flat[~inside] == 3.0).all()
 
 
 @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])

@@ -122,18 +122,6 @@ class TestCallersTensors:
         assert relative_rmse(numpy(probs.grad), exact.dprobs) < 1e-5
         assert relative_rmse(layer.gradients("main_grad")[1], exact.dw2) < 1e-5
 
-    @both_sources
-    def test_parameters_keep_their_storage(self, arrangement):
-        layer = Layer(arrangement=arrangement)
-        before = [(weight, data_ptr(weight)) for weight in layer.weights]
-        for _ in range(2):
-            layer.run()
-            layer.node.step()
-        source = layer.node._state.parameters.parameters()
-        for (weight, pointer), now in zip(before, source, strict=True):
-            assert now is weight
-            assert data_ptr(now) == pointer
-
 
 class TestCaches:
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])

@@ -1,0 +1,176 @@
+"""What a training loop asks of a node between its calls: steps, caches, warm-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..enums import ActivationParameters, ActivationType
+from ..interop import device_name, dtype_name, is_cuda
+from ..jit_warmup import warmup_jit
+from ..observe import StepDone, emit, is_awaited, stage
+from ..out_of_memory import advising
+from ..routing.backends import arch_of
+from ..weights.copies import WeightCopies
+from ..weights.parameters import check_memory
+from .choices import Choices
+from .layer_state import LayerState
+
+Tensor = torch.Tensor
+
+
+class NodeUpkeep:
+    """The part of `SonicMoEMlpNode` that computes no output.
+
+    n_experts, hidden_size, intermediate_size: E, H, I.
+    """
+
+    n_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation_type: ActivationType
+    activation_parameters: ActivationParameters
+    _state: LayerState
+    _choices: Choices
+
+    def step(self) -> None:
+        """Have every weight gradient with its parameter, and mark weight caches stale.
+
+        Call it once per optimizer step: after the last backward and before gradients are reduced,
+        clipped or applied. Gradients that wait in the node (`flush="step"`) are added in place: to
+        `main_grad` (a new fp32 tensor where it is None), or to `.grad` of a parameter without that
+        attribute. All others are there already. Idempotent.
+
+        Raises:
+            RuntimeError: gradients wait, and somebody replaced or wrote the memory that they go to,
+                or the modules hold other parameters (`discard_grads` skips what waits); a backward
+                failed while it added weight gradients; or `main_grad` was replaced after a backward
+                that adds to it was captured into a CUDA graph.
+            OutOfMemoryError: nothing is lost; call it again when there is memory.
+        """
+        self.flush_grads()
+        self._state.end_step()
+        if is_awaited():
+            emit(StepDone(self._state))
+
+    def flush_grads(self) -> None:
+        """The gradient half of `step()`: flush, keep the weight caches. May run between
+        micro-batches.
+        """
+        # Weight gradients that were put off must be in the accumulators before these are handed
+        # over.
+        self.finish_wgrad()
+        gradients = self._state.gradients
+        # Where none waits there is no stage, and nothing that an activated configuration decides.
+        if not gradients.waiting:
+            gradients.flush()
+            return
+        with (
+            self._choices.scope(),
+            stage("flush"),
+            advising("step()", self._choices.settings()[1]),
+        ):
+            gradients.flush()
+
+    def finish_wgrad(self) -> None:
+        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
+        on a GPU in stream order.
+        """
+        self._state.finish_wgrad()
+
+    def invalidate_caches(self) -> None:
+        """Forget everything derived from the weights; call it after loading or swapping weights
+        outside an optimizer step.
+        """
+        self._state.weights.invalidate()
+
+    def discard_grads(self) -> None:
+        """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
+        backward that failed half-way. What was added to `main_grad` goes when that is cleared.
+        """
+        self._state.discard()
+
+    def release_grads(self) -> None:
+        """Free the accumulators until the next backward, and forget memory that captured backwards
+        add to.
+
+        Raises:
+            RuntimeError: they hold gradients that were not flushed.
+        """
+        self._state.release()
+
+    def prequantize_weights(self) -> None:
+        """Build the weight caches now, ahead of the first forward of a step."""
+        parameters = self._state.parameters.parameters()
+        chosen = self._choices.engine_for_weights(parameters[0])
+        with self._choices.scope(), advising("forward", chosen.settings):
+            self._state.weights.read(chosen.engine, chosen.settings, parameters)
+
+    def make_copies(self) -> WeightCopies:
+        """FP8 copies of the weights as they are now, for `forward(copies=)`.
+
+        The caller holds them, and may then free the parameters' memory: by
+        `_clear_to_zero_allocation()` under Paddle, by `untyped_storage().resize_(0)` under PyTorch.
+        `step()`, `invalidate_caches()` and, under PyTorch, a step of an optimizer of the parameters
+        make them stale (docs/weights.md).
+
+        Raises:
+            ConfigError: the configuration, or the engine that `auto` chooses, computes without FP8.
+            LayoutError: the memory of a weight has been freed already.
+        """
+        layer = self._state.parameters
+        parameters = layer.parameters()
+        check_memory(parameters)
+        chosen = self._choices.engine_for_weights(parameters[0])
+        with self._choices.scope(), advising("make_copies()", chosen.settings):
+            return WeightCopies(chosen.engine, chosen.settings, layer, parameters)
+
+    def drop_caches(self) -> None:
+        """Free everything derived from the weights that this node holds; the next forward makes it
+        again.
+        """
+        self._state.weights.drop()
+
+    def warmup(self) -> tuple[str, ...]:
+        """Compile every kernel this node needs, once per cluster; returns their names (none on the
+        CPU). Allocates no gradients.
+
+        Raises:
+            CompileError: a kernel does not compile, or compiling is forbidden.
+        """
+        weight = self._state.parameters.parameters()[0]
+        device = device_name(weight)
+        report = warmup_jit(
+            self.n_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            device,
+            dtype=dtype_name(weight.dtype),
+            activation=self.activation_type,
+            activation_parameters=self.activation_parameters,
+            arch=arch_of(device) if is_cuda(weight) else None,
+            config=self._choices.config,
+        )
+        return tuple(outcome.kernel for outcome in report.kernels)
+
+    def dump(self, path: str | Path) -> None:
+        """Write the inputs of the next forward, then of its backward, to `path`, for `sonicmoe
+        bisect`.
+
+        The file is there after the forward and complete after the backward; `step()` ends the wait
+        for one. Copies weights and tokens to the host.
+        """
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+        from ..diagnostics.step_capture import dump_next_step
+
+        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
+        # loads none of it.
+
+        dump_next_step(self._state, path)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of fp32 accumulators the node holds now; 0 unless `flush="step"`."""
+        return self._state.gradients.nbytes

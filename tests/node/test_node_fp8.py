@@ -1,0 +1,593 @@
+"""The node on tokens, and on gradients of its output, that arrive in FP8: the engine's bits, the
+gradient where it belongs, diagnosis, and refusals by name.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import numpy as np
+import pytest
+from engine.fp8_arrivals import FORMS, ISO128, poisoned, problem_with_idle_tokens, quantised, run
+from engine.moe_golden import assert_same_bits
+from framework import IS_PADDLE, numpy, tensor, torch
+from node.node_harness import FP8, FULL, Layer, counts_of, want_gradient
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.capture import captured_calls
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.errors import DeviceError, DTypeError, ShapeError
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.tokens import to_bfloat16, tokens_of
+
+if IS_PADDLE:
+    import paddle
+    from paddle.autograd import PyLayer
+    from paddle.distributed.fleet.utils import recompute
+
+# Paddle raises an OSError in place of what a backward raises, with the first lines of its message.
+RAISED = OSError if IS_PADDLE else Exception
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return problem_with_idle_tokens()
+
+
+def bf16_layer(problem, config=FP8, **options):
+    layer = Layer(problem, dtype=torch.bfloat16, config=config, **options)
+    layer.set_main_grad(0.0)
+    return layer
+
+
+def bf16(array, **options):
+    return tensor(array, torch.float32, **options).to(torch.bfloat16)
+
+
+class Source:
+    """Has the gradient, and remembers what it was asked with."""
+
+    def __init__(self, gradient):
+        self.gradient, self.asked = gradient, []
+
+    def take(self, gradient):
+        self.asked.append(gradient)
+        return self.gradient
+
+
+class TokensCall:
+    """One forward on quantised tokens, with the gradient going to an expanded element."""
+
+    def __init__(self, layer, x, *, dx_to="expanded"):
+        p, self.dout = layer.problem, bf16(layer.problem.dout)
+        self.probs = tensor(p.probs, torch.float32, grad=True)
+        # A leaf behind the expanded element: it gets the sum of dx, and the hook sees dx itself.
+        self.seen = []
+        if isinstance(dx_to, str):
+            dx_to = bf16(np.zeros((1, 1)), grad=True).expand(*x.codes.shape)
+            dx_to.register_hook(self.seen.append)
+        routed = counts_of(p), tensor(p.indices), self.probs
+        self.out = layer.node(x.codes, *routed, x_scale=x.scale_inv, dx_to=dx_to)
+
+    def backward(self):
+        self.out.backward(self.dout)
+        return self
+
+    @property
+    def dx(self):
+        (dx,) = self.seen
+        assert dx.dtype == torch.bfloat16
+        return numpy(dx)
+
+    @property
+    def dprobs(self):
+        return numpy(self.probs.grad)
+
+
+class GradientCall:
+    """One forward on bf16 tokens; the gradient that autograd delivers is full of NaN."""
+
+    def __init__(self, layer, source):
+        p = layer.problem
+        self.x = tensor(p.x, torch.float32, grad=True)
+        self.probs = tensor(p.probs, torch.float32, grad=True)
+        x, routed = self.x.to(torch.bfloat16), (counts_of(p), tensor(p.indices), self.probs)
+        self.out = layer.node(x, *routed, dout_source=source)
+
+    def backward(self, **options):
+        self.out.backward(bf16(np.full(tuple(self.out.shape), np.nan)), **options)
+        return self
+
+    @property
+    def dx(self):
+        return numpy(self.x.grad)
+
+    @property
+    def dprobs(self):
+        return numpy(self.probs.grad)
+
+
+class Way:
+    """x or dout of a problem, and how it arrives."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def of(self, problem, row=False):
+        return quantised(getattr(problem, self.name), row)
+
+    def call(self, layer, arrived):
+        if self.name == "x":
+            return TokensCall(layer, arrived)
+        return GradientCall(layer, Source(arrived))
+
+    def result(self, problem, arrived, config=FP8, calls=1, **options):
+        layer = bf16_layer(problem, config, **options)
+        for _ in range(calls):
+            call = self.call(layer, arrived).backward()
+        layer.node.step()
+        return layer.result(call)
+
+    def wanted(self, problem, arrived):
+        return run(problem, ISO128, **{self.name: arrived})
+
+
+@pytest.fixture(params=["x", "dout"])
+def way(request):
+    return Way(request.param)
+
+
+class TestBothWays:
+    @FORMS
+    def test_the_bits_of_the_engine(self, problem, way, row):
+        arrived = way.of(problem, row)
+        assert_same_bits(way.result(problem, arrived), way.wanted(problem, arrived))
+
+    @FORMS
+    @pytest.mark.parametrize("config", [FP8, FULL], ids=["fp8", "full"])
+    def test_rows_without_a_valid_slot_are_never_read(self, problem, way, row, config):
+        arrived = way.of(problem, row)
+        both = arrived, poisoned(arrived, problem)
+        results = [way.result(problem, given, config) for given in both]
+        assert_same_bits(*results)
+        assert all(np.isfinite(value).all() for _, value in results[1].items())
+
+    @FORMS
+    def test_an_engine_that_cannot_read_them_gets_their_values(self, problem, way, row, caplog):
+        arrived = way.of(problem, row)
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            got = way.result(problem, arrived, FULL, calls=2)
+        (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "dequantised to bfloat16" in warning.getMessage()
+        assert warning.getMessage().endswith("and FP8 is off")
+        values = to_bfloat16(arrived)
+        if way.name == "dout":
+            wanted = way.result(problem, values, FULL, calls=2)
+        else:
+            layer = bf16_layer(problem, FULL)
+            expected = [layer.run(problem.but(x=numpy(values))) for _ in range(2)][-1]
+            layer.node.step()
+            wanted = layer.result(expected)
+        assert_same_bits(got, wanted)
+
+    def test_weight_gradients_that_are_put_off(self, problem, way):
+        arrived = way.of(problem)
+        split = way.result(problem, arrived, split_wgrad=True)
+        assert_same_bits(split, way.result(problem, arrived))
+
+    def test_no_tokens(self, problem, way):
+        names = ("x", "indices", "probs", "dout")
+        empty = problem.but(**{name: getattr(problem, name)[:0] for name in names})
+        codes = tensor(np.zeros((0, 256)), torch.float32).to(torch.float8_e4m3fn)
+        arrived = tokens_of(codes, tensor(np.zeros((0, 2)), torch.float32))
+        call = way.call(bf16_layer(empty), arrived)
+        assert tuple(call.out.shape) == (0, 256) and call.out.dtype == torch.bfloat16
+        assert way.name == "x" or call.backward().dx.shape == (0, 256)
+
+    @pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
+    @FORMS
+    def test_a_dumped_step_is_healthy_and_holds_the_codes(
+        self, problem, way, row, fp8_wgrad, tmp_path
+    ):
+        config = SonicMoEConfig(engine="reference", fp8_mode="perf", fp8_wgrad=fp8_wgrad)
+        arrived, layer, name = way.of(problem, row), bf16_layer(problem, config), way.name
+        layer.node.dump(tmp_path / "step.npz")
+        way.call(layer, poisoned(arrived, problem)).backward()
+        step = load_dump(tmp_path / "step.npz")
+        served = ((problem.indices >= 0) & (problem.indices < problem.num_experts)).any(1)
+        for found, wanted in (
+            (getattr(step, name), dequantize(arrived)),
+            (getattr(step, f"{name}_scale"), arrived.scale_inv),
+            (getattr(step, f"{name}_codes"), arrived.bytes.to(torch.int32)),
+        ):
+            np.testing.assert_array_equal(found[served], numpy(wanted)[served])
+        other = "dout" if name == "x" else "x"
+        assert getattr(step, f"{other}_codes") is None and not step.has_row_scales(other)
+        assert step.settings.dtype == "bfloat16" and step.has_row_scales(name) == row
+        assert name == "x" or not step.dout[~served].any()
+        report = bisect(step, "reference")
+        assert report.healthy, report.fault
+        assert (f"wgrad_{name}" in report.missing) == (row and fp8_wgrad)
+
+    def test_a_dump_with_half_of_it_is_refused(self, problem, way, tmp_path):
+        layer, name = bf16_layer(problem), way.name
+        layer.node.dump(tmp_path / "step.npz")
+        way.call(layer, way.of(problem)).backward()
+        step = load_dump(tmp_path / "step.npz")
+        with pytest.raises(ShapeError, match=f"{name}_codes has shape None and {name}_scale"):
+            step.but(**{f"{name}_codes": None})
+        if name == "x":
+            with pytest.raises(ShapeError, match=r"x_scale has shape \(37, 5\)"):
+                step.but(x_scale=np.zeros((37, 5)))
+        else:
+            with pytest.raises(ShapeError, match="and codes of its shape None"):
+                step.but(dout=None)
+
+    def test_a_captured_call_holds_the_values(self, problem, way):
+        arrived = way.of(problem)
+        with captured_calls("call") as cases:
+            way.call(bf16_layer(problem), arrived).backward()
+        found = getattr(cases[0], way.name)
+        np.testing.assert_array_equal(found[1], numpy(to_bfloat16(arrived))[1])
+
+    def test_the_first_nan_is_found(self, problem, way):
+        arrived = way.of(problem)
+        scale = numpy(arrived.scale_inv)
+        scale[1, 0] = np.nan
+        arrived = tokens_of(arrived.codes, tensor(scale, torch.float32))
+        words = f"input {way.name} at token 1"
+        with pytest.raises(NonFiniteError, match=words), detect_nonfinite():
+            way.call(bf16_layer(problem), arrived).backward()
+
+    def test_a_write_before_they_are_read_is_refused(self, problem, way):
+        arrived = way.of(problem)
+        if way.name == "dout":
+            layer = bf16_layer(problem, split_wgrad=True)
+            way.call(layer, arrived).backward()
+            late = layer.node.step
+        else:
+            late = way.call(bf16_layer(problem), arrived).backward
+        with torch.no_grad():
+            arrived.scale_inv.add_(arrived.scale_inv)
+        words = r"modified by an inplace|x_scale was written|overwritten"
+        with pytest.raises((RuntimeError, OSError), match=words):
+            late()
+
+
+class TestTokens:
+    def test_without_a_receiver_nobody_gets_the_gradient(self, problem):
+        layer, other = bf16_layer(problem), bf16_layer(problem)
+        x = quantised(problem.x)
+        call, usual = (
+            TokensCall(layer, x, dx_to=None).backward(),
+            TokensCall(other, x).backward(),
+        )
+        np.testing.assert_array_equal(call.dprobs, usual.dprobs)
+        pairs = zip(layer.gradients("main_grad"), other.gradients("main_grad"), strict=True)
+        for one, wanted in pairs:
+            np.testing.assert_array_equal(one, wanted)
+
+    def test_inference_keeps_nothing(self, problem):
+        layer, x = bf16_layer(problem), quantised(problem.x)
+        trained = numpy(TokensCall(layer, x).out)
+        with torch.no_grad():
+            out = TokensCall(layer, x, dx_to=None).out
+        np.testing.assert_array_equal(numpy(out), trained)
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts the gradient of an e4m3 tensor")
+class TestPaddlesOwnGradient:
+    """A PyLayer that delivers e4m3 and takes bf16 gradients, as PaddleFleet's dispatch is one."""
+
+    def sent(self, problem, x):
+        class Dispatch(PyLayer):
+            @staticmethod
+            def forward(ctx, tokens):
+                ctx.set_grad_in_dtype_consistent(False)
+                return x.codes.clone()
+
+            @staticmethod
+            def backward(ctx, dx):
+                assert dx.dtype == paddle.bfloat16
+                return dx
+
+        source = tensor(problem.x, torch.float32).astype("bfloat16")
+        source.stop_gradient = False
+        return source, Dispatch.apply(source)
+
+    @FORMS
+    @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "recomputed"])
+    def test_x_itself_gets_dx_in_bf16(self, problem, row, recomputed):
+        x, layer = quantised(problem.x, row), bf16_layer(problem)
+        source, codes = self.sent(problem, x)
+        probs = tensor(problem.probs, torch.float32, grad=True)
+
+        def call(codes, probs):
+            return layer.node(
+                codes, counts_of(problem), tensor(problem.indices), probs,
+                x_scale=x.scale_inv, dx_to=codes,
+            )  # fmt: skip
+
+        again = {"use_reentrant": False}
+        out = recompute(call, codes, probs, **again) if recomputed else call(codes, probs)
+        out.backward(tensor(problem.dout, torch.float32).astype("bfloat16"))
+        np.testing.assert_array_equal(numpy(source.grad), run(problem, ISO128, x=x).dx)
+
+    def recomputed(self, problem, x, receives):
+        """dx after re-entrant recompute, which runs the forward again on detached inputs and passes
+        on their gradients, which have their dtype.
+        """
+        layer = bf16_layer(problem)
+        source, codes = self.sent(problem, x)
+        dx_to = source.astype("float32").astype("bfloat16") if receives else codes
+
+        def call(dx_to):
+            given = counts_of(problem), tensor(problem.indices)
+            probs = tensor(problem.probs, torch.float32)
+            tokens = codes.detach() if receives else dx_to
+            return layer.node(tokens, *given, probs, x_scale=x.scale_inv, dx_to=dx_to)
+
+        recompute(call, dx_to).backward(tensor(problem.dout, torch.float32).astype("bfloat16"))
+        return numpy(source.grad)
+
+    def test_recompute_that_hands_on_leaves_needs_a_bf16_receiver(self, problem):
+        x = quantised(problem.x)
+        with pytest.raises(OSError, match="dx_to is x, and x is a leaf"):
+            self.recomputed(problem, x, receives=False)
+        np.testing.assert_array_equal(
+            self.recomputed(problem, x, receives=True), run(problem, ISO128, x=x).dx
+        )
+
+    def test_a_leaf_is_refused(self, problem):
+        x = quantised(problem.x)
+        x.codes.stop_gradient = False
+        with pytest.raises(DTypeError, match="x is a leaf, whose gradient Paddle casts"):
+            TokensCall(bf16_layer(problem), x, dx_to=x.codes)
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="PyTorch's checkpoint")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_recompute_of_tokens(problem, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    x, layer = quantised(problem.x), bf16_layer(problem)
+    dx_to = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True).expand(*x.codes.shape)
+    seen = []
+    dx_to.register_hook(seen.append)
+    probs = tensor(problem.probs, torch.float32, grad=True)
+
+    def call(dx_to, probs):
+        given = counts_of(problem), tensor(problem.indices), probs
+        return layer.node(x.codes, *given, x_scale=x.scale_inv, dx_to=dx_to)
+
+    checkpoint(call, dx_to, probs, use_reentrant=reentrant).backward(
+        tensor(problem.dout, torch.float32).to(torch.bfloat16)
+    )
+    np.testing.assert_array_equal(numpy(seen[0]), run(problem, ISO128, x=x).dx)
+
+
+class TestGradients:
+    def test_a_source_may_return_a_plain_gradient(self, problem):
+        found = Way("dout").result(problem, bf16(problem.dout))
+        assert_same_bits(found, run(problem, ISO128))
+
+    def test_it_is_asked_once_by_every_backward_and_by_no_forward(self, problem):
+        layer, source = bf16_layer(problem), Source(quantised(problem.dout))
+        call = GradientCall(layer, source)
+        with torch.no_grad():
+            GradientCall(layer, source)
+        assert not source.asked
+        call.backward()
+        (asked,) = source.asked
+        assert tuple(asked.shape) == (37, 256) and np.isnan(numpy(asked)).all()
+
+    def test_several_calls_are_outstanding(self, problem):
+        """Each backward asks the source of its own forward."""
+        layer = bf16_layer(problem)
+        gradients = [quantised(problem.dout * scale) for scale in (1.0, 3.0)]
+        calls = [GradientCall(layer, Source(gradient)) for gradient in gradients]
+        for call, gradient in reversed(list(zip(calls, gradients, strict=True))):
+            call.backward()
+            np.testing.assert_array_equal(call.dx, run(problem, ISO128, gradient).dx)
+
+    def test_codes_are_freed_when_the_backward_is_over(self, problem):
+        layer, source = bf16_layer(problem), Source(quantised(problem.dout))
+        memory = weakref.ref(source.gradient.scale_inv)
+        call = GradientCall(layer, source).backward()
+        source.gradient = None
+        gc.collect()
+        assert memory() is None
+        del call
+
+    def test_a_dump_for_an_engine_that_got_values_holds_values(self, problem, tmp_path):
+        layer, dout = bf16_layer(problem, FULL), quantised(problem.dout)
+        layer.node.dump(tmp_path / "step.npz")
+        GradientCall(layer, Source(dout)).backward()
+        step = load_dump(tmp_path / "step.npz")
+        assert step.dout_codes is None
+        np.testing.assert_array_equal(step.dout, numpy(to_bfloat16(dout)))
+        assert bisect(step, "reference").healthy
+
+    def test_the_placeholder_is_no_finding(self, problem):
+        with detect_nonfinite():
+            GradientCall(bf16_layer(problem), Source(quantised(problem.dout))).backward()
+
+
+class TestAutogradsOwnGradient:
+    """Without a source nobody takes codes for numbers."""
+
+    @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
+    @pytest.mark.parametrize("sourced", [False, True])
+    def test_an_e4m3_gradient(self, problem, sourced):
+        dout = quantised(problem.dout)
+
+        class Combine(PyLayer):
+            @staticmethod
+            def forward(ctx, out):
+                return out.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return dout.codes
+
+        layer, source = bf16_layer(problem), Source(dout) if sourced else None
+        call = GradientCall(layer, source)
+        call.out = Combine.apply(call.out)
+        if not sourced:
+            with pytest.raises(RAISED, match="dout is float8_e4m3fn without its scales"):
+                call.backward()
+            return
+        call.backward()
+        (asked,) = source.asked
+        assert asked.dtype == torch.float8_e4m3fn
+        np.testing.assert_array_equal(call.dx, run(problem, ISO128, dout).dx)
+
+    @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
+    def test_other_dtypes_are_cast_to_the_outputs(self, problem):
+        """As Paddle does by itself for PyLayers that do not refuse."""
+
+        class Widening(PyLayer):
+            @staticmethod
+            def forward(ctx, out):
+                return out.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return tensor(problem.dout, torch.float32)
+
+        results, source = [], Source(quantised(problem.dout))
+        for given in (None, source):
+            call = GradientCall(bf16_layer(problem), given)
+            Widening.apply(call.out).backward(
+                tensor(problem.dout, torch.float32).to(torch.bfloat16)
+            )
+            results.append(call.dx)
+        assert source.asked[0].dtype == torch.bfloat16
+        np.testing.assert_array_equal(results[0], run(problem, ISO128).dx)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_recompute(problem, reentrant):
+    dout = quantised(problem.dout)
+    layer, source = bf16_layer(problem), Source(dout)
+    x, probs = (tensor(v, torch.float32, grad=True) for v in (problem.x, problem.probs))
+
+    def call(x, probs):
+        given = counts_of(problem), tensor(problem.indices), probs
+        return layer.node(x.to(torch.bfloat16), *given, dout_source=source)
+
+    if IS_PADDLE:
+        out = recompute(call, x, probs, use_reentrant=reentrant)
+    else:
+        from torch.utils.checkpoint import checkpoint
+
+        out = checkpoint(call, x, probs, use_reentrant=reentrant)
+    out.backward(tensor(np.zeros((37, 256)), torch.float32).to(torch.bfloat16))
+    assert len(source.asked) == 1
+    np.testing.assert_array_equal(numpy(x.grad), run(problem, ISO128, dout).dx)
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch's checkpoint hands arguments through untouched")
+def test_paddles_recompute_takes_it_by_position(problem):
+    """Re-entrant recompute of the node itself refuses keyword-only arguments."""
+    layer, dout = bf16_layer(problem), quantised(problem.dout)
+    x = tensor(problem.x, torch.float32, grad=True)
+    probs = tensor(problem.probs, torch.float32)
+    given = counts_of(problem), tensor(problem.indices), probs, None, None, Source(dout)
+    recompute(layer.node, x.to(torch.bfloat16), *given).backward()
+    np.testing.assert_array_equal(numpy(x.grad), run(problem, ISO128, dout).dx)
+
+
+class TestRefusals:
+    def refused(self, problem, error, words, **changes):
+        x = quantised(problem.x)
+        given = {"codes": x.codes, "x_scale": x.scale_inv} | changes
+        layer, codes = bf16_layer(problem), given.pop("codes")
+        with pytest.raises(error, match=words):
+            layer.node(
+                codes, None, tensor(problem.indices), tensor(problem.probs, torch.float32), **given
+            )
+
+    def test_codes_and_scales_come_together(self, problem):
+        self.refused(
+            problem, DTypeError, r"float8_e4m3fn without its scales.*x_scale, float32", x_scale=None
+        )
+        bf16 = tensor(problem.x, torch.float32).to(torch.bfloat16)
+        self.refused(problem, DTypeError, "x_scale came with x in bfloat16", codes=bf16)
+        self.refused(
+            problem,
+            DTypeError,
+            "dx_to came with x in bfloat16",
+            codes=bf16,
+            x_scale=None,
+            dx_to=bf16,
+        )
+        pair = (quantised(problem.x).codes, quantised(problem.x).scale_inv)
+        self.refused(problem, DTypeError, "x is a tuple.*as x_scale", codes=pair, x_scale=None)
+
+    def test_dtypes(self, problem):
+        other = tensor(problem.x, torch.float32).to(torch.float8_e5m2)
+        self.refused(problem, DTypeError, "x is float8_e5m2", codes=other)
+        words = quantised(problem.x).scale_inv.view(torch.int32)
+        self.refused(problem, DTypeError, "x_scale is int32; needed: float32", x_scale=words)
+        self.refused(
+            problem, TypeError, "x_scale must be a", x_scale=numpy(quantised(problem.x).scale_inv)
+        )
+
+    @pytest.mark.parametrize("shape", [(37, 3), (36, 2), (37,), (37, 256)])
+    def test_shapes(self, problem, shape):
+        self.refused(
+            problem, ShapeError, r"x_scale has shape .* needs \[T, ceil\(H/128\)\] = \(37, 2\), or",
+            x_scale=tensor(np.ones(shape), torch.float32),
+        )  # fmt: skip
+
+    def test_strides(self, problem):
+        by_columns = tensor(np.ones((2, 37)), torch.float32).transpose(0, 1)
+        if not by_columns.is_contiguous():
+            self.refused(problem, ShapeError, "x_scale has strides .*needed: contiguous", x_scale=by_columns)  # fmt: skip
+
+    def test_the_receiver_of_the_gradient(self, problem):
+        fp32 = tensor(problem.x, torch.float32, grad=True)
+        self.refused(problem, DTypeError, "dx_to is float32; needed: bfloat16", dx_to=fp32)
+        bf16 = fp32.to(torch.bfloat16)
+        self.refused(problem, ShapeError, r"dx_to has shape \(36, 256\)", dx_to=bf16[:36])
+        self.refused(problem, TypeError, "dx_to must be a", dx_to=problem.x)
+
+    def test_codes_that_want_a_gradient(self, problem):
+        codes = quantised(problem.x).codes
+        want_gradient(codes, True)
+        self.refused(problem, DTypeError, "x wants a gradient, and autograd would cast it", codes=codes)  # fmt: skip
+        if not IS_PADDLE:
+            self.refused(problem, DTypeError, "PyTorch casts the gradient", codes=codes, dx_to=codes)  # fmt: skip
+
+    @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
+    def test_devices(self, problem):
+        scale = quantised(problem.x).scale_inv.to("meta")
+        self.refused(problem, DeviceError, "x_scale is on meta but x is on cpu", x_scale=scale)
+        anchor = torch.zeros(37, 256, dtype=torch.bfloat16, device="meta")
+        self.refused(problem, DeviceError, "dx_to is on meta", dx_to=anchor)
+
+    def test_what_is_no_source(self, problem):
+        for given in (quantised(problem.dout), {"data": None}):
+            with pytest.raises(DTypeError, match=r"dout_source is .*; needed: an object with take"):
+                GradientCall(bf16_layer(problem), given)
+
+    @pytest.mark.parametrize(
+        ("gradient", "words"),
+        [
+            (lambda _: None, "take returned NoneType; needed: a BlockScaledTensor or a tensor"),
+            (lambda _: ("codes", "scales"), "take returned tuple"),
+            (lambda p: quantised(p.dout).codes, "dout is float8_e4m3fn without its scales"),
+            (lambda p: quantised(p.dout[:36]), r"dout has shape \(36, 256\); needed: \(37, 256\)"),
+        ],
+    )
+    def test_what_is_no_gradient(self, problem, gradient, words):
+        """After the refusal nothing was added."""
+        layer = bf16_layer(problem)
+        with pytest.raises(RAISED, match=words):
+            GradientCall(layer, Source(gradient(problem))).backward()
+        assert not any(gradient.any() for gradient in layer.gradients("main_grad"))
