@@ -11,12 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +27,6 @@ from ..errors import EngineUnavailableError
 from ..host import UNKNOWN, driver_version
 from ..interop import FRAMEWORK
 from ..jit.cache import CompileCache, default_cache
-from ..jit.child import search_path
 from ..jit.errors import CacheUnwritableError
 from ..jit.guard import forbidden_by
 from ..jit.key import VERDICT, CompileKey
@@ -43,37 +36,16 @@ from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
 from .interface import Engine
 from .settings import TokenFormat, Workload
-from .trial import BEGIN, DONE, EVENTS, REQUEST, RESULT, record_of
+from .trial import BEGIN, RESULT, record_of
+from .trial_process import LIMITS, Event, Limits, quoted, run_trial
 
 logger = logging.getLogger("sonicmoe")
 
 _FILE = "verdict.json"
 HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=off runs it unchecked"
 _LARGEST = 1024  # H and I of a trial, where smaller ones are served by the same kernels
-# The kernel kills this process with the one that started it, however that ends.
-_PROGRAM = (
-    "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "from sonicmoe.frameworks import load; load({framework!r}); "
-    "from sonicmoe.engine.trial import main; sys.exit(main(sys.argv[1]))"
-)
-_POLL_S = 0.05
-_LAST_WORDS = 4000
-_ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 # Of an error that says nothing of the engine.
 _ELSEWHERE = ("out of memory", "CompileForbiddenError", "ToolchainError", "MemoryError")
-
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds until the reference engine has run in a new process, and for each case."""
-
-    start: float = 300.0
-    case: float = 60.0
-
-
-LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -312,7 +284,7 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
         "device": subject.device,
         "config": _config_of_child(current_config()),
     }
-    events, ended, words = _run(request, limits or LIMITS)
+    events, ended, words = run_trial(request, limits or LIMITS)
     cases = tuple(event for event in events if event["event"] == RESULT)
     problems = (f"{case['case']}: {case['problem']}" for case in cases if case["problem"])
     reason = next(problems, None)
@@ -320,10 +292,10 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
         return Verdict(reason is None, reason or "", cases)
     begun = [event["case"] for event in events if event["event"] == BEGIN]
     if not begun:
-        raise UndecidedError(f"{ended} before the first case{_quoted(words)}")
+        raise UndecidedError(f"{ended} before the first case{quoted(words)}")
     if ended == "killed":  # by somebody else, as a rule because the host had no memory left
         raise UndecidedError(f"{begun[-1]}: the process was killed from outside")
-    reason = f"{begun[-1]}: {ended}{_quoted(words)}"
+    reason = f"{begun[-1]}: {ended}{quoted(words)}"
     if ended.startswith("exit") and any(sign in words for sign in _ELSEWHERE):
         raise UndecidedError(reason)
     return Verdict(False, reason, cases)
@@ -337,79 +309,3 @@ def _config_of_child(config: ResolvedConfig) -> dict[str, Any]:
         "trust_cache": config.trust_cache,
         "forbid_compile": True,
     }
-
-
-def _run(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str | None, str]:
-    """A process that tries an engine: its events; how it ended, in words, or None where every case
-    was run; and the end of what it printed. It is gone afterwards.
-    """
-    program = _PROGRAM.format(framework=FRAMEWORK)
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as printed:
-        folder = Path(directory)
-        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program, directory],
-            env={**os.environ, "PYTHONPATH": search_path()},
-            stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            events, ended = _follow(process, folder / EVENTS, limits)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # A driver that tears a hanging kernel down may take its time; nobody waits for it.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_WORDS))
-        return events, ended, printed.read().decode(errors="replace").strip()
-
-
-def _follow(
-    process: subprocess.Popen[bytes], path: Path, limits: Limits
-) -> tuple[list[Event], str | None]:
-    """Its events and its end; the limit begins again with every event."""
-    events: list[Event] = []
-    heard = time.monotonic()
-    while True:
-        # Asked first: a process that has ended has written everything.
-        ended = _end_of(process)
-        found = _events(path)
-        if len(found) > len(events):
-            events, heard = found, time.monotonic()
-        if events and events[-1]["event"] == DONE:
-            return events, None
-        limit = limits.case if events else limits.start
-        if ended is None and time.monotonic() - heard > limit:
-            ended = f"did not end within {limit:.0f} s"
-        if ended is not None:
-            return events, ended
-
-
-def _events(path: Path) -> list[Event]:
-    """Those that are written to their end."""
-    try:
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:  # it has not begun
-        return []
-    return [json.loads(line) for line in lines]
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> str | None:
-    """How it ended, in words; None: it runs."""
-    try:
-        status = process.wait(_POLL_S)
-    except subprocess.TimeoutExpired:
-        return None
-    if status == -signal.SIGKILL:
-        return "killed"
-    if status < 0:
-        return f"the process died of {signal.Signals(-status).name}"
-    return f"exit status {status}"
-
-
-def _quoted(words: str) -> str:
-    """The error that ended the process: CUDA's are followed by lines of advice."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return "".join(f" ({line})" for line in (errors or lines)[-1:])

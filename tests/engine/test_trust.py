@@ -100,7 +100,7 @@ def inline(monkeypatch, engine, ended="exit status 1"):
             return events, ended, f"Traceback\n{type(error).__name__}: {error}\n"
         return events, None, ""
 
-    monkeypatch.setattr(trust, "_run", run)
+    monkeypatch.setattr(trust, "run_trial", run)
     return try_engine(subject(engine))
 
 
