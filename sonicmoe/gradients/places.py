@@ -14,7 +14,7 @@ Our own writes are known as ours (`own_writes`): several nodes may have one para
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from operator import is_
 from typing import NamedTuple
@@ -121,10 +121,15 @@ def _place_of(parameter: Tensor) -> _Place | None:
     return _Place(data_ptr(held), writes_of(held) if owns_storage(held) else None)
 
 
-@contextmanager
-def own_writes(parameters: Sequence[Tensor]) -> Iterator[None]:
+def own_writes(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
     """While inside, we add to memory of these parameters, or give them some."""
-    written = set(map(id, parameters)) if _all_waiting else set()
+    # Every direct backward asks, and nearly always nothing waits in this process.
+    return _own_writes(parameters) if _all_waiting else nullcontext()
+
+
+@contextmanager
+def _own_writes(parameters: Sequence[Tensor]) -> Iterator[None]:
+    written = set(map(id, parameters))
     # The list holds them alive.
     watching = [(each, each.untouched_among(written)) for each in list(_all_waiting)]
     try:
