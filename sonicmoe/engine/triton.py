@@ -145,8 +145,7 @@ def _write_zeros(targets: GradientTargets) -> None:
 
 def _calls(sizes: tuple[int, int], settings: EngineSettings, bias: bool, like: Tensor) -> Any:
     """The launches of a model with these H and I, for tokens like these."""
-    # A host interprets the kernels for an Ampere GPU.
-    gpu = gpu_of(device_name(like)) if is_cuda(like) else Gpu("sm_80", 1)
+    gpu = _gpu(like)
     lent = gpu.lent(settings)
     shape = expert_shape(settings, sizes, dtype_name(like.dtype), bias, gpu.arch)
     return _launches().calls(shape, lent if lent < gpu.multiprocessors else 0)
@@ -192,3 +191,8 @@ def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
     if IS_PADDLE or not is_cuda(tensor):
         return nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+def _gpu(tensor: Tensor) -> Gpu:
+    """The GPU of a tensor; a host interprets the kernels for an Ampere GPU."""
+    return gpu_of(device_name(tensor)) if is_cuda(tensor) else Gpu("sm_80", 1)
