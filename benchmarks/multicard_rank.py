@@ -25,7 +25,7 @@ from multicard_layer import PRECISIONS, LayerSizes, World
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import Learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
-from ernie_compat.parallel import Parallel, RankLayout, SingleProcess, is_expert, read_launch
+from ernie_compat.parallel import Parallel, RankLayout, is_expert, read_launch
 from ernie_compat.torch_parallel import TorchParallel
 from ernie_compat.trainer import MAIN, Trainer
 
@@ -224,7 +224,7 @@ def train(steps: int, parallel: Parallel, report: Report) -> None:
     )
     corpus, losses = load_corpus([ROOT / "docs", ROOT / "sonicmoe"]), {}
     unmoved = differing = 0
-    for name, where in (("ranks", parallel), ("alone", SingleProcess())):
+    for name, where in (("ranks", parallel), ("alone", Parallel())):
         if name == "ranks" or parallel.layout.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
                 trainer = Trainer.start(config, corpus, Path(directory), where)

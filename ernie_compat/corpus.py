@@ -11,6 +11,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,16 +114,13 @@ def standard_library_files() -> Iterator[Path]:
 def _require_text(path: Path) -> None:
     """Refuse what is neither a file nor a directory: a FIFO blocks, and a device never ends."""
     try:
-        kind = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise CorpusError(f"no such file or directory: {path}") from None
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
-    expect(
-        stat.S_ISREG(kind) or stat.S_ISDIR(kind),
-        CorpusError,
-        f"{path} is neither a file nor a directory",
-    )
+        with _reading(path):
+            kind = path.stat().st_mode
+    except CorpusError:
+        expect(path.exists(), CorpusError, f"no such file or directory: {path}")
+        raise
+    regular = stat.S_ISREG(kind) or stat.S_ISDIR(kind)
+    expect(regular, CorpusError, f"{path} is neither a file nor a directory")
 
 
 def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
@@ -133,11 +131,17 @@ def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def _walk(root: Path) -> Iterator[Path]:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        entries = sorted(root.iterdir())
+        yield
     except OSError as error:
-        raise CorpusError(f"cannot read {root}: {error.strerror}") from None
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    with _reading(root):
+        entries = sorted(root.iterdir())
     for path in entries:
         if path.name.startswith(".") or path.name in SKIPPED_DIRECTORIES:
             continue
@@ -151,11 +155,8 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_binary(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(8192)
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+    with _reading(path), path.open("rb") as file:
+        return b"\0" in file.read(8192)
 
 
 def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]:
@@ -164,11 +165,9 @@ def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]
     total = count = 0
     separator = np.array([FILE_SEPARATOR], dtype=np.uint8)
     for path in files:
-        try:
+        with _reading(path):
             # One byte more than fits tells a file that passes the limit from one that just fits.
             content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
-        except OSError as error:
-            raise CorpusError(f"cannot read {path}: {error.strerror}") from None
         # An empty file would leave two separators in a row.
         if content.size == 0:
             continue

@@ -22,8 +22,7 @@ from sonicmoe.errors import ConfigError, SonicMoEError, expect
 from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
 from .model_config import RunConfig
 from .run_directory import SUMMARY_NAME
-from .saved_run import SavedRun
-from .trainer import CHECKPOINT_NAME, METRICS_NAME
+from .trainer import METRICS_NAME
 
 Array = np.ndarray
 
@@ -185,11 +184,8 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _config(directory: Path, summary: dict[str, Any]) -> RunConfig:
-    """Of the summary; a run of an earlier version has it in its checkpoint alone."""
-    if "config" not in summary:
-        return SavedRun.read(directory / CHECKPOINT_NAME).config
     try:
-        return RunConfig.from_json(summary["config"])
+        return RunConfig.from_json(summary.get("config", {}))
     except ConfigError as error:
         raise LossGapError(f"{directory / SUMMARY_NAME} is damaged: {error}") from None
 

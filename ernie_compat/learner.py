@@ -16,7 +16,7 @@ from sonicmoe.frameworks import load
 
 from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
-from .parallel import Parallel, RankLayout, SingleProcess
+from .parallel import Parallel, RankLayout
 
 
 class Learner(Protocol):
@@ -73,7 +73,7 @@ def make_parallel(
         FrameworkError: see `sonicmoe.frameworks.load`.
     """
     if layout.world_size == 1:
-        return SingleProcess()
+        return Parallel()
     load(framework)
     if framework == "paddle":
         from .paddle_parallel import PaddleParallel
@@ -107,4 +107,4 @@ def make_learner(
         from . import paddle_backend as backend
     else:
         from . import torch_backend as backend
-    return backend.make_learner(model, train, precision, engine, parallel or SingleProcess())
+    return backend.make_learner(model, train, precision, engine, parallel or Parallel())

@@ -65,6 +65,17 @@ class LossFile:
             self.path, losses, None if self.steps is None else tuple(steps), self.left_out
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """What was read, without the losses themselves."""
+        return {
+            "path": str(self.path),
+            "rows": len(self.losses),
+            "left_out": self.left_out,
+            "steps": None if self.steps is None else [self.steps[0], self.steps[-1]],
+            "end": self.end,
+            "window": self.window,
+        }
+
     def __str__(self) -> str:
         """`FILE has 100 losses at steps 1 to 100`."""
         steps = "" if self.steps is None else f" at steps {self.steps[0]} to {self.steps[-1]}"

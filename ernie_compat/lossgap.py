@@ -102,7 +102,7 @@ def _compare(
     picture = None if plot is None else str(plot_gaps(runs, plot))
     if as_json:
         data = to_json(runs, summaries) | {
-            "files": [_file_json(one) for one in files],
+            "files": [one.to_json() for one in files],
             "skipped_steps": skipped,
             "plot": picture,
         }
@@ -219,18 +219,6 @@ def to_json(runs: Sequence[GapRun], summaries: Sequence[GapSummary]) -> dict[str
             for run in runs
         ],
         "summaries": [_plain({**asdict(one), "shifted": one.shifted}) for one in summaries],
-    }
-
-
-def _file_json(one: LossFile) -> dict[str, Any]:
-    return {
-        "path": str(one.path),
-        "rows": len(one.losses),
-        "left_out": one.left_out,
-        "steps": None if one.steps is None else [one.steps[0], one.steps[-1]],
-        "first": one.losses[0],
-        "end": one.end,
-        "window": one.window,
     }
 
 

@@ -54,17 +54,9 @@ class ModelConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_experts",
-            "topk",
-            "intermediate_size",
-            "seq_len",
-        ):
-            _require_positive(self, name)
+        for one in dataclasses.fields(self):
+            if one.type == "int" and one.name != "dense_layers":
+                _require_positive(self, one.name)
         expect(
             self.hidden_size % self.num_heads == 0,
             ConfigError,
@@ -145,11 +137,8 @@ class TrainConfig:
         )
         for name in ("lr", "clip_norm"):
             _require_finite(self, name, at_least=0.0)
-            expect(
-                getattr(self, name) > 0,
-                ConfigError,
-                f"{name} is {getattr(self, name)}; needed: above 0",
-            )
+            value = getattr(self, name)
+            expect(value > 0, ConfigError, f"{name} is {value}; needed: above 0")
         for name in ("weight_decay", "adam_eps", "beta1", "beta2", "warmup_ratio", "min_lr_ratio"):
             _require_finite(self, name, at_least=0.0)
         for name in ("beta1", "beta2"):
@@ -199,21 +188,11 @@ class RunConfig:
     capture_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        expect(
-            self.framework in FRAMEWORKS,
-            ConfigError,
-            f"framework is {self.framework!r}; needed: one of {FRAMEWORKS}",
-        )
-        expect(
-            self.precision in PRECISIONS,
-            ConfigError,
-            f"precision is {self.precision!r}; needed: one of {PRECISIONS}",
-        )
-        expect(
-            self.against is None or self.against in BASELINES,
-            ConfigError,
-            f"against is {self.against!r}; needed: one of {BASELINES}",
-        )
+        choices = {"framework": FRAMEWORKS, "precision": PRECISIONS, "against": BASELINES}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            chosen = value in known or (value is None and name == "against")
+            expect(chosen, ConfigError, f"{name} is {value!r}; needed: one of {known}")
         _require_positive(self, "ep")
         experts = self.model.num_experts
         expect(

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -107,15 +106,22 @@ class RankLayout:
         return np.split(batch, self.world_size)[self.rank]
 
 
-class Parallel(Protocol):
+class Parallel:
     """Collectives over ranks; every rank calls them in one order. Sums are the same bits on every
     rank and in every run.
+
+    This one is of a single rank, for which every sum is its own result already.
     """
 
-    layout: RankLayout
+    def __init__(self, layout: RankLayout | None = None) -> None:
+        """`layout` None: one rank, all experts."""
+        self.layout = layout or RankLayout(Launch(), 1)
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
         """The dispatcher of the expert-parallel group."""
+        from sonicmoe.ep import LocalDispatcher
+
+        return LocalDispatcher(num_experts)
 
     def sum_world(self, tensors: list[Any]) -> None:
         """Add fp32 tensors over all ranks, in place."""
@@ -128,16 +134,18 @@ class Parallel(Protocol):
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
         """Equally long fp32 vectors of the expert-parallel group, in rank order."""
+        return [values]
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' numbers (below 2^24)."""
+        return value
 
     def close(self) -> None:
         """Leave the ranks; the last call."""
 
 
-class JoinedRanks(ABC):
-    """The half of `Parallel` that the frameworks share; they join the groups and add."""
+class JoinedRanks(Parallel):
+    """The half that the frameworks share of several ranks; they join the groups and add."""
 
     _world_group: Any
     _ep_group: Any
@@ -145,15 +153,16 @@ class JoinedRanks(ABC):
 
     def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool) -> None:
         """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
-        self.layout, self._max_tokens, self._wait_for_counts = layout, max_tokens, wait_for_counts
+        super().__init__(layout)
+        self._max_tokens, self._wait_for_counts = max_tokens, wait_for_counts
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
-        from sonicmoe.ep import LocalDispatcher, make_dispatcher
+        from sonicmoe.ep import make_dispatcher
 
         # Every rank has all experts then: tokens stay where they are, although there are several
         # ranks.
         if self.layout.ep_size == 1:
-            return LocalDispatcher(num_experts)
+            return super().dispatcher(num_experts)
         return make_dispatcher(
             num_experts,
             self._ep_group,
@@ -170,37 +179,9 @@ class JoinedRanks(ABC):
     def sum_ep(self, tensors: list[Any]) -> None:
         self._sum(tensors, self._ep_group)
 
-    @abstractmethod
     def _sum(self, tensors: list[Any], group: Any) -> None:
         """In place, in one message."""
-
-
-class SingleProcess:
-    """`Parallel` for one rank: nothing to do."""
-
-    def __init__(self) -> None:
-        """One rank, all experts."""
-        self.layout = RankLayout(Launch(), 1)
-
-    def dispatcher(self, num_experts: int) -> Dispatcher:
-        from sonicmoe.ep import LocalDispatcher
-
-        return LocalDispatcher(num_experts)
-
-    def sum_world(self, tensors: list[Any]) -> None:
-        """See `Parallel`."""
-
-    # With one rank every sum is its own result already.
-    sum_replicas = sum_ep = sum_world
-
-    def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
-        return [values]
-
-    def largest(self, value: int) -> int:
-        return value
-
-    def close(self) -> None:
-        """See `Parallel`."""
+        raise NotImplementedError
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -53,12 +53,7 @@ class InterruptGuard:
         self._previous = {name: signal.signal(name, self._handle) for name in taken}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Put the previous handlers back."""
         for name, handler in self._previous.items():
             signal.signal(name, handler)
@@ -117,12 +112,7 @@ class TrainingDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._progress.stop()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +23,7 @@ logger = logging.getLogger("sonicmoe")
 
 DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
-LOCK_NAME, HOLDER_NAME = ".lock", ".lock.json"
+LOCK_NAME = ".lock"
 # Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
 RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png", "expert_load.png")
 # filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
@@ -78,28 +76,24 @@ def claimed(directory: Path) -> Iterator[None]:
     ends the claim of a process that dies.
 
     Raises:
-        ConfigError: another process holds it; names that process.
+        ConfigError: another process holds it.
     """
     lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **_NATIVE_ONLY)
     try:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"--out {directory} is in use by {_holder(directory)}; wait for its end, or give another --out"
+            f"--out {directory} is in use by another run; wait for its end, or give another --out"
         ) from None
     except (OSError, NotImplementedError) as error:
         # A file system without locks, which must not keep anybody from training.
         logger.warning("%s cannot be locked (%s): start one run in it at a time", directory, error)
         lock = None
     try:
-        if lock is not None:
-            _leave_note(directory)
         _sweep(directory)
         yield
     finally:
         if lock is not None:
-            with suppress(OSError):
-                (directory / HOLDER_NAME).unlink()
             lock.release()
 
 
@@ -188,25 +182,6 @@ def clear(directory: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--overwrite cannot remove {error.filename}: {error.strerror}") from None
-
-
-def _leave_note(directory: Path) -> None:
-    holder = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    # Only a message reads the note, so a disk that is full keeps nobody from training.
-    with suppress(OSError):
-        (directory / HOLDER_NAME).write_text(json.dumps(holder))
-
-
-def _holder(directory: Path) -> str:
-    try:
-        note = json.loads((directory / HOLDER_NAME).read_text())
-        return f"process {int(note['pid'])} on {note['host']} since {note['since']}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"
 
 
 def _sweep(directory: Path) -> None:

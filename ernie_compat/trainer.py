@@ -34,7 +34,7 @@ from .metrics import (
     recorded_loss_gap,
 )
 from .model_config import RunConfig, smoothing_window
-from .parallel import Parallel, SingleProcess
+from .parallel import Parallel
 from .saved_run import SavedRun
 
 logger = logging.getLogger("sonicmoe")
@@ -65,7 +65,7 @@ class Trainer:
     corpus: Corpus
     directory: Path
     learners: dict[str, Learner]
-    parallel: Parallel = field(default_factory=SingleProcess)
+    parallel: Parallel = field(default_factory=Parallel)
     step: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class Trainer:
             CorpusError: the text is shorter than a sequence.
             FrameworkError, EngineUnavailableError: see `make_learner`.
         """
-        parallel = parallel or SingleProcess()
+        parallel = parallel or Parallel()
         require_startable(config, corpus, parallel.layout.world_size)
         config, learners = _make_learners(config, parallel)
         return cls(config, corpus, directory, learners, parallel)

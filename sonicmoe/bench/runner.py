@@ -19,7 +19,7 @@ from ..routing.backends import arch_of
 from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
-from .steady import LAYERS, Stack, Steps, open_nvml, profile_steps, sustain, time_steps
+from .steady import LAYERS, Stack, Steps, profile_steps, sustain, time_steps
 from .timing import MIB, Phases, measure_memory, profile_phases, time_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
@@ -148,15 +148,16 @@ def time_all(
     """Put the times of every run into the result of the same index. All of them have run before."""
     notify(f"{effort.rounds} rounds of {len(runs)} engines")
     _time_interleaved(runs, results, effort.rounds, device)
+    stacks = {index: run.steps(effort.layers) for index, run in runs.items()}
     if device != "cpu":
-        _time_steady(runs, results, min(effort.rounds, STEADY_ROUNDS), effort.layers, device)
+        _time_steady(stacks, results, min(effort.rounds, STEADY_ROUNDS), device)
     for index, run in runs.items():
         notify(f"profiling {results[index].variant}")
         _profile(run, results[index], device, effort.nvtx)
     if effort.sustained_s:
         # Behind everything that is short, because it heats the GPU.
         notify(f"{effort.sustained_s:g} s of each of {len(runs)} engines, sustained")
-        _time_sustained(runs, results, effort.sustained_s, effort.layers, device)
+        _time_sustained(stacks, results, effort.sustained_s, device)
 
 
 def _in_turns(
@@ -197,16 +198,11 @@ def _time_interleaved(
 
 
 def _time_steady(
-    runs: Mapping[int, Contestant],
-    results: Sequence[Result],
-    rounds: int,
-    layers: int,
-    device: str,
+    stacks: Mapping[int, Steps], results: Sequence[Result], rounds: int, device: str
 ) -> None:
     """Wall time per layer of steps back to back, in interleaved rounds; then busy time of such
     steps.
     """
-    stacks = {index: run.steps(layers) for index, run in runs.items()}
     times = _in_turns(stacks, rounds, lambda stack, _: time_steps(stack, STEADY_STEPS, device))
     for index, rows in times.items():
         results[index].steady = Spread.of([us for row in rows for us in row])
@@ -215,20 +211,12 @@ def _time_steady(
 
 
 def _time_sustained(
-    runs: Mapping[int, Contestant],
-    results: Sequence[Result],
-    seconds: float,
-    layers: int,
-    device: str,
+    stacks: Mapping[int, Steps], results: Sequence[Result], seconds: float, device: str
 ) -> None:
     """Time, clock, power and energy per layer of steps back to back for seconds, in turns."""
-    stacks = {index: run.steps(layers) for index, run in runs.items()}
-    gpu = open_nvml(device)
-    turns = _in_turns(stacks, TURNS, lambda stack, _: sustain(stack, seconds / TURNS, device, gpu))
+    turns = _in_turns(stacks, TURNS, lambda stack, _: sustain(stack, seconds / TURNS, device))
     for index, rows in turns.items():
         results[index].sustained = Sustained.of(rows)
-    if not isinstance(gpu, str):
-        gpu.close()
 
 
 def _measure_memory(node: SonicMoEMlpNode, result: Result, batch: Batch, device: str) -> None:

@@ -94,19 +94,11 @@ def open_nvml(device: str) -> Nvml | str:
         return str(error)
 
 
-def sustain(
-    stack: Steps, seconds: float, device: str, gpu: Nvml | str, settle_s: float = SETTLE_S
-) -> Turn:
-    """Steps for `settle_s` seconds that do not count, then for `seconds` that do.
-
-    Args:
-        stack: what is repeated.
-        seconds: how long; at least one step counts.
-        device: "cpu", where the host's clock is read, or a GPU.
-        gpu: its NVML, or why there is none.
-        settle_s: how long power and clocks are given to settle.
+def sustain(stack: Steps, seconds: float, device: str, settle_s: float = SETTLE_S) -> Turn:
+    """Steps for `settle_s` seconds that do not count, while power and clocks settle, then for
+    `seconds` that do; at least one counts.
     """
-    clock = clock_of(device, AHEAD)
+    clock, gpu = clock_of(device, AHEAD), open_nvml(device)
     meter = None if isinstance(gpu, str) else Meter(gpu)
     _run_for(stack, settle_s, clock.mark)
     clock.start()
@@ -117,6 +109,9 @@ def sustain(
         return Turn(us, stack.layers, str(gpu) if meter is None else meter.reading())
     except NvmlError as error:
         return Turn(us, stack.layers, str(error))
+    finally:
+        if not isinstance(gpu, str):
+            gpu.close()
 
 
 def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:

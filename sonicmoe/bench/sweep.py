@@ -23,7 +23,7 @@ from .figures import Spread, Sustained
 from .points import Point, all_points
 from .runner import find_device, machine
 from .shapes import Shape, stack_layers
-from .steady import Stack, open_nvml, profile_steps, sustain, time_steps
+from .steady import Stack, profile_steps, sustain, time_steps
 from .workload import Batch, Layer, Variant, rotating_batches
 
 TOPK = 8
@@ -139,7 +139,7 @@ class PointBench:
         """Nothing is built yet. sustained_s: seconds of the sustained row; 0 leaves it out."""
         self._variant, self._device = variant, device
         self._sustained_s = sustained_s
-        self._layer: Layer | None = None
+        self._widths: tuple[int, ...] = ()
         self._node: SonicMoEMlpNode | None = None
 
     def figures(self, shape: Shape, rounds: int) -> dict[str, Any]:
@@ -154,22 +154,18 @@ class PointBench:
         # One point that does not fit must not end a sweep of hours. The refusal is written down, so
         # that a continued sweep does not try it again.
         except (SonicMoEError, torch.OutOfMemoryError) as error:
-            self._layer = self._node = None
+            self._node = None
             return {"us": None, "refusal": " ".join(str(error).split())}
 
     def _node_for(self, shape: Shape) -> SonicMoEMlpNode:
-        if (
-            self._node is None
-            or self._layer is None
-            or _widths(self._layer.shape) != _widths(shape)
-        ):
-            self._layer = self._node = None  # frees the last one first
+        if self._node is None or self._widths != _widths(shape):
+            self._node = None  # frees the last one first
             if self._device != "cpu":
                 # PyTorch keeps freed blocks. The next experts have other sizes and would not fit
                 # into them.
                 torch.cuda.empty_cache()
-            self._layer = Layer(shape, self._device)
-            self._node = self._layer.node(self._variant)
+            self._widths = _widths(shape)
+            self._node = Layer(shape, self._device).node(self._variant)
         return self._node
 
     def _timed(
@@ -191,10 +187,7 @@ class PointBench:
     def _sustained(self, stack: Stack) -> dict[str, float | None]:
         if not self._sustained_s:
             return {}
-        gpu = open_nvml(self._device)
-        row = Sustained.of([sustain(stack, self._sustained_s, self._device, gpu)])
-        if not isinstance(gpu, str):
-            gpu.close()
+        row = Sustained.of([sustain(stack, self._sustained_s, self._device)])
         return {
             "sustained_us": row.us.median,
             "sm_mhz": row.sm_mhz,
@@ -203,5 +196,5 @@ class PointBench:
         }
 
 
-def _widths(shape: Shape) -> tuple[int, int, int]:
+def _widths(shape: Shape) -> tuple[int, ...]:
     return shape.hidden, shape.intermediate, shape.experts

@@ -28,7 +28,7 @@ class Questions:
         # Reading a value on a GPU would wait for it, so nobody is asked there.
         main_grads = (getattr(weight, "main_grad", None) for weight in trained)
         held = next((held for held in main_grads if held is not None), None)
-        is_full = held is not None and not is_cuda(held) and bool(held.any())
+        is_full = held is not None and not is_cuda(held) and bool((held != 0).any())
         self.seen, self.uncleared = self.steps, self.uncleared + 1 if is_full else -1
         if self.uncleared == STEPS:
             _ask("no optimizer clears main_grad of the expert weights: does it read .grad alone?")

@@ -60,14 +60,7 @@ def test_a_tiny_problem_is_bound_by_the_weights_it_reads():
 
 def test_spread():
     spread = Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
-    assert (spread.median, spread.low, spread.high, spread.least, spread.most, spread.count) == (
-        3,
-        2,
-        4,
-        1,
-        5,
-        5,
-    )
+    assert spread == Spread(median=3, low=2, high=4, least=1, most=5, count=5)
     assert spread.percent == pytest.approx(50 * 2 / 3)
     assert Spread.of([7.0]).percent == 0
 

@@ -79,17 +79,8 @@ def test_a_phase_is_timed_between_its_events_and_nothing_waits_inside(gpu):
         (name, lambda name=name: gpu.log.append(name)) for name in ("forward", "backward", "step")
     ]
     times = time_phases(phases, "cuda:0")
-    assert gpu.log == [
-        "sync",
-        "event",
-        "forward",
-        "event",
-        "backward",
-        "event",
-        "step",
-        "event",
-        "sync",
-    ]
+    wanted = "sync event forward event backward event step event sync"
+    assert " ".join(gpu.log) == wanted
     assert [times[name].wall for name, _ in phases] == [2000.0, 2000.0, 2000.0]
     assert all(0 <= times[name].host < 1e5 for name, _ in phases)
 
@@ -112,19 +103,13 @@ class FakeStack:
 
 
 def test_steady_steps_follow_each_other_and_nothing_waits_between(gpu):
-    assert time_steps(FakeStack(gpu), 2, "cuda:0") == [
-        1000.0,
-        1000.0,
-    ]  # two clock ticks a step of two layers
-    assert gpu.log == ["step", "event", "step", "event", "step", "event", "sync"]
+    # Two clock ticks a step of two layers.
+    assert time_steps(FakeStack(gpu), 2, "cuda:0") == [1000.0, 1000.0]
+    assert " ".join(gpu.log) == "step event step event step event sync"
 
 
 def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(profiler, gpu):
-    assert profile_steps(FakeStack(gpu), 3) == [
-        12.0,
-        12.0,
-        12.0,
-    ]  # from 0 to 24 us, over two layers
+    assert profile_steps(FakeStack(gpu), 3) == 3 * [12.0]  # from 0 to 24 us, over two layers
     assert gpu.log == ["sync", "step", "step", "step", "step", "sync"]
 
 
@@ -132,28 +117,19 @@ def first_row(table):
     return {column.header: next(iter(column.cells)) for column in table.columns}
 
 
-def test_steady_figures_reach_the_table(profiler, gpu, monkeypatch):
-    layer = Layer(TINY, "cpu")
-    runs = {n: runner.NodeRun(layer.node(variant), []) for n, variant in enumerate(VARIANTS)}
+def test_steady_figures_reach_the_table(profiler, gpu):
     results = [Result(TINY, str(variant), variant.fp8, True) for variant in VARIANTS]
-    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: FakeStack(gpu))
-    runner._time_steady(runs, results, 2, 2, "cuda:0")
+    runner._time_steady(dict.fromkeys(range(2), FakeStack(gpu)), results, 2, "cuda:0")
     for result in results:
-        assert (
-            result.steady.count == 4
-            and result.steady.median == 1000
-            and result.steady_busy.median == 12
-        )
+        assert (result.steady.count, result.steady.median) == (4, 1000)
+        assert result.steady_busy.median == 12
         assert result.to_json()["steady_ratio"] == result.steady_ratio == pytest.approx(1000 / 12)
         result.wall = result.host = {
             name: result.steady for name in ("forward", "backward", "pair", "step")
         }
     shown = first_row(time_table(results))
-    assert (shown["steady us"], shown["steady busy us"], shown["steady/busy"]) == (
-        "1,000 ±0.0 %",
-        "12 ±0.0 %",
-        "83.333",
-    )
+    assert (shown["steady us"], shown["steady busy us"]) == ("1,000 ±0.0 %", "12 ±0.0 %")
+    assert shown["steady/busy"] == "83.333"
     results[0].steady = dataclasses.replace(results[0].steady, median=1500.0)
     rates = rate_table(results).columns
     assert rates[0].header == "engine" and list(rates[-1].cells) == ["1.00", "1.50"]
@@ -175,14 +151,13 @@ def test_peaks_and_floors_of_hopper_are_not_held_against_another_gpu(capability,
     assert (first_row(stage_table(result))["floor us"] == NONE) == (not known)
 
 
-def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu, monkeypatch):
+def test_layers_that_do_not_fit_leave_no_steady_figure_and_a_line(gpu):
     class Full(FakeStack):
         def run(self):
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: Full(gpu))
     result = Result(TINY, "hopper:perf", True, True)
-    runner._time_steady({0: runner.NodeRun(None, [])}, [result], 2, 2, "cuda:0")
+    runner._time_steady({0: Full(gpu)}, [result], 2, "cuda:0")
     assert result.steady is None and result.steady_ratio is None
     result.wall = {"pair": None}
     assert any("do not fit at once" in line for line in notes([result]))
@@ -269,43 +244,18 @@ class FakeProfiler:
 
     def export_chrome_trace(self, path):
         events = []
-        for number, (name, start, end) in enumerate(self.ranges):
-            span = {"ph": "X", "tid": 1, "args": {"correlation": number + 1}}
-            events.append(
-                {**span, "cat": "user_annotation", "name": name, "ts": start, "dur": end - start}
-            )
+
+        def add(category, name, start, duration, thread=9, **arguments):
+            events.append({"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration,
+                           "tid": thread, "args": arguments})  # fmt: skip
+
+        for number, (name, start, end) in enumerate(self.ranges, start=1):
+            add("user_annotation", name, start, end - start, 1)
             if not name.startswith("sonicmoe.phase."):
-                events.append(
-                    {
-                        **span,
-                        "cat": "cuda_runtime",
-                        "name": "cudaLaunchKernel",
-                        "ts": start,
-                        "dur": 0.1,
-                    }
-                )
-                events.append(
-                    {
-                        **span,
-                        "cat": "kernel",
-                        "name": f"{name}_kernel",
-                        "ts": start,
-                        "dur": 7.0,
-                        "tid": 9,
-                    }
-                )
+                add("cuda_runtime", "cudaLaunchKernel", start, 0.1, 1, correlation=number)
+                add("kernel", f"{name}_kernel", start, 7.0, correlation=number)
         for start, duration in self.kernels:
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": "kernel",
-                    "name": "k",
-                    "ts": start,
-                    "dur": duration,
-                    "tid": 9,
-                    "args": {},
-                }
-            )
+            add("kernel", "k", start, duration)
         with open(path, "w") as file:
             json.dump({"traceEvents": events}, file)
 
@@ -347,11 +297,18 @@ def test_stages_open_ranges_only_while_profiling(profiler, gpu):
     assert gpu.log == ["sync", "up", "sync", "up", "sync", "up"]
 
 
-def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
-    """The reference engine on the host, its kernels faked: busy, stages, floors and rates reach the
-    tables.
-    """
+@pytest.fixture
+def profiled(monkeypatch):
+    """The reference engine on the host, profiled as on a GPU."""
+    original = runner._profile
     monkeypatch.setattr(runner, "find_device", lambda: "cpu")
+    monkeypatch.setattr(
+        runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
+    )
+
+
+def test_a_whole_measurement_with_tables(profiler, profiled, gpu, monkeypatch):
+    """Its kernels faked: busy, stages, floors and rates reach the tables."""
 
     def spied(calls, nvtx):
         def run(name, phase):  # the node names routing and flush; this engine names nothing
@@ -363,10 +320,6 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
         )
 
     monkeypatch.setattr(runner, "profile_phases", spied)
-    original = runner._profile
-    monkeypatch.setattr(
-        runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
-    )
     results = measure(TINY, VARIANTS, Effort(rounds=2, warmup=1))
     for result in results:
         result.gpu = True
@@ -378,20 +331,13 @@ def test_a_whole_measurement_with_tables(profiler, gpu, monkeypatch):
     assert first_row(time_table(results))["busy us"] == "14"
     assert "steady us" not in first_row(time_table(results)), "nobody has it: no column"
     assert list(stage_table(results[1]).columns[0].cells) == ["routing", "dw1"]
-    assert list(kernel_table(results[0], 1).columns[2].cells) == [
-        "sonicmoe.routing_kernel",
-        "1 others",
-    ]
+    kernels = list(kernel_table(results[0], 1).columns[2].cells)
+    assert kernels == ["sonicmoe.routing_kernel", "1 others"]
     assert "docs/performance.md" in notes(results)[-1], "what the columns mean"
 
 
-def test_a_driver_that_forbids_profiling_leaves_wall_times(gpu, monkeypatch):
-    monkeypatch.setattr(runner, "find_device", lambda: "cpu")
+def test_a_driver_that_forbids_profiling_leaves_wall_times(profiled, gpu, monkeypatch):
     monkeypatch.setattr(runner, "profile_phases", lambda calls, nvtx: [])
-    original = runner._profile
-    monkeypatch.setattr(
-        runner, "_profile", lambda run, result, _, nvtx: original(run, result, "cuda:0", nvtx)
-    )
     (result,) = measure(TINY, VARIANTS[:1], Effort(rounds=2, warmup=1))
     result.gpu = True
     assert result.busy == {} and result.pair_us == result.wall["pair"].median

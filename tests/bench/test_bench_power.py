@@ -101,8 +101,10 @@ def test_without_a_counter_there_is_no_reading(library, macros, reason):
 
 
 @needs_cc
-def test_a_gpu_that_is_lost_meanwhile_is_said(library):
-    row = Sustained.of([sustain(FakeSteps(), 0.01, "cpu", Nvml(UUID, library("LOST")), 0.0)])
+def test_a_gpu_that_is_lost_meanwhile_is_said(library, monkeypatch):
+    monkeypatch.setattr(steady, "open_nvml", lambda device: Nvml(UUID, library("LOST")))
+    row = Sustained.of([sustain(FakeSteps(), 0.01, "cpu", 0.0)])
+    assert ctypes.CDLL(library("LOST")).fake_users() == 0, "closed all the same"
     assert row.joules is None and "GPU is lost" in row.unavailable
 
 
@@ -146,7 +148,7 @@ class TimedSteps(FakeSteps):
 
 def test_steps_before_clocks_have_settled_do_not_count(monkeypatch):
     steps = TimedSteps(Clock(monkeypatch))
-    turn = sustain(steps, 0.2, "cpu", "no GPU", settle_s=0.1)
+    turn = sustain(steps, 0.2, "cpu", settle_s=0.1)
     assert turn.us == pytest.approx([5000.0] * len(turn.us))
     assert 20 <= len(turn.us) <= 21 and turn.power == "no GPU"
     assert turn.seconds == pytest.approx(0.01 * len(turn.us))
@@ -176,7 +178,8 @@ def test_on_a_gpu_its_clock_counts_and_the_host_stays_a_few_steps_ahead(monkeypa
     waited = []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
-    turn = sustain(FakeEvent.steps, 0.01, "cuda:0", "no NVML", settle_s=0.005)
+    monkeypatch.setattr(steady, "open_nvml", lambda device: "no NVML")
+    turn = sustain(FakeEvent.steps, 0.01, "cuda:0", settle_s=0.005)
     assert set(turn.us) == {1500.0} and len(turn.us) < FakeEvent.steps.steps
     assert set(FakeEvent.waits) == {AHEAD} and waited == [True]
 
@@ -194,29 +197,19 @@ def test_turns_are_joined_by_their_time():
     assert silent.us.count == 3 and silent.joules is None and silent.unavailable == "GPU is lost"
 
 
-class FakeGpu:
-    closed = 0
-
-    def close(self):
-        FakeGpu.closed += 1
-
-
 def test_variants_take_turns_and_the_figures_reach_tables_and_json(monkeypatch):
-    order, gpu = [], FakeGpu()
+    order = []
     us = {str(OFF): 9000.0, str(PERF): 6000.0}
 
-    def fake_sustain(stack, seconds, device, used):
-        assert seconds == 1.25 and used is gpu
+    def fake_sustain(stack, seconds, device):
+        assert seconds == 1.25
         order.append(stack)
         return Turn((us[stack],), 2, READING)
 
-    monkeypatch.setattr(runner, "open_nvml", lambda device: gpu)
     monkeypatch.setattr(runner, "sustain", fake_sustain)
-    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: node)
-    runs = {index: runner.NodeRun(name, []) for index, name in enumerate(us)}
     results = [Result(TINY, str(v), v.fp8, True) for v in (OFF, PERF)]
-    runner._time_sustained(runs, results, 2.5, 2, "cuda:0")
-    assert order == [str(OFF), str(PERF), str(PERF), str(OFF)] and FakeGpu.closed == 1
+    runner._time_sustained(dict(enumerate(us)), results, 2.5, "cuda:0")
+    assert order == [str(OFF), str(PERF), str(PERF), str(OFF)]
     table = sustained_table(results)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert [column.header for column in table.columns] == [
@@ -229,14 +222,13 @@ def test_variants_take_turns_and_the_figures_reach_tables_and_json(monkeypatch):
     assert (data["sm_mhz"], data["watts"]) == (1530.0, 700.0)
 
 
-def test_layers_that_do_not_fit_have_no_sustained_row(monkeypatch):
+def test_layers_that_do_not_fit_have_no_sustained_row():
     class Full(FakeSteps):
         def run(self):
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(runner, "Stack", lambda node, batches, layers: Full())
     result = Result(TINY, "reference:off", False, False)
-    runner._time_sustained({0: runner.NodeRun(None, [])}, [result], 0.1, 2, "cpu")
+    runner._time_sustained({0: Full()}, [result], 0.1, "cpu")
     assert result.sustained is None
 
 

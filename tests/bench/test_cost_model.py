@@ -46,10 +46,8 @@ def no_gpu(monkeypatch):
 
 
 def least_form(c, tk0=16384):
-    compute, miss = (
-        c.rows * c.hidden * c.intermediate,
-        c.rows * np.maximum(c.hidden, 2 * c.intermediate),
-    )
+    compute = c.rows * c.hidden * c.intermediate
+    miss = c.rows * np.maximum(c.hidden, 2 * c.intermediate)
     return 1.4e-8 * compute + 1e-6 * miss * np.log1p(c.rows / tk0) + 2.0 * c.experts
 
 

@@ -192,10 +192,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(script, name, lambda shape, device, made=made: made(shape, "cpu"))
     monkeypatch.setattr(runner, "time_phases", lambda p, _: clocks["time_phases"](p, "cpu"))
     monkeypatch.setattr(runner, "time_steps", lambda s, n, _: clocks["time_steps"](s, n, "cpu"))
-    monkeypatch.setattr(
-        runner, "sustain", lambda s, t, _, g: clocks["sustain"](s, t, "cpu", g, 0.0)
-    )
-    monkeypatch.setattr(runner, "open_nvml", lambda device: "no NVML here")
+    monkeypatch.setattr(runner, "sustain", lambda s, t, _: clocks["sustain"](s, t, "cpu", 0.0))
     monkeypatch.setattr(runner, "profile_steps", lambda stack, steps: [])
     monkeypatch.setattr(runner, "profile_phases", lambda calls, nvtx: [])
     monkeypatch.setattr(script, "prepare", lambda lib, shape, counts, _: prepare(lib, shape, counts, "cpu"))  # fmt: skip

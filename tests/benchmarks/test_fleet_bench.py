@@ -19,12 +19,9 @@ SCRIPT = ROOT / "benchmarks" / "fleet_bench.py"
 
 
 @pytest.fixture
-def layer(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def layer(load, monkeypatch):
     monkeypatch.setattr(carrier, "_declared", None)
-    import fleet_layer
-
-    return fleet_layer
+    return load("fleet_layer")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

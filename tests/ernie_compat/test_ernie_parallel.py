@@ -8,8 +8,8 @@ import pytest
 
 from ernie_compat.parallel import (
     Launch,
+    Parallel,
     RankLayout,
-    SingleProcess,
     lost_ranks_named,
     on_rank,
     read_launch,
@@ -59,7 +59,7 @@ def test_layout():
 def test_names_of_other_ranks_experts():
     name = "weight/layers.12.mlp.experts.9.up_gate_proj.weight"
     assert on_rank(name, 8) == "weight/layers.12.mlp.experts.17.up_gate_proj.weight"
-    parallel = SingleProcess()
+    parallel = Parallel()
     parallel.layout = RankLayout(Launch(rank=1, world_size=2), 2)
     local = {"layers.0.mlp.experts.2.down_proj.weight": (3, 4), "layers.0.norm.weight": (4,)}
     assert whole_shapes(local, parallel, 4) == {

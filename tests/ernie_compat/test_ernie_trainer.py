@@ -16,6 +16,7 @@ from ernie_compat.corpus import Corpus, CorpusError
 from ernie_compat.initial_weights import initial_weights, parameter_shapes
 from ernie_compat.learner import make_learner
 from ernie_compat.metrics import read_metrics
+from ernie_compat.saved_run import SavedRun
 from ernie_compat.trainer import (
     CHECKPOINT_NAME,
     FULL_PRECISION,
@@ -185,15 +186,18 @@ def test_non_finite_loss_without_checkpoints_sends_nobody_to_one(
         ({"train": {"steps": 2}}, "at step 3, past the 2 steps"),
     ],
 )
-def test_resume_refuses_another_run_by_name(
-    corpus: Corpus, tmp_path: Path, change: dict, message: str
-) -> None:
-    trained(run_config(train={"steps": 3}), corpus, tmp_path)
-    change = {"train": {}, **change}
+def test_another_run_is_not_resumed(change: dict, message: str) -> None:
+    train = {"steps": 3, **change.pop("train", {})}
     with pytest.raises(CheckpointError, match=message):
-        Trainer.resume(
-            run_config(**{**change, "train": {"steps": 3, **change["train"]}}), corpus, tmp_path
+        SavedRun(3, run_config(train={"steps": 3})).require_resumable(
+            run_config(**change, train=train)
         )
+
+
+def test_resuming_asks_the_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    trained(run_config(train={"steps": 1}), corpus, tmp_path)
+    with pytest.raises(CheckpointError, match="seed = 0, this run 5"):
+        Trainer.resume(run_config(train={"seed": 5}), corpus, tmp_path)
 
 
 def test_resume_refuses_arrays_that_contradict_their_header(corpus: Corpus, tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Benchmarks that run where there is no GPU, or say what they need: their tables and figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+LAYERS, EXPERTS = 2, 4
+HIDDEN, INNER = 64, 32  # of the tiny sizes of freed_weights_bench
+WEIGHTS = LAYERS * EXPERTS * 3 * HIDDEN * INNER / 2**20
+SCALES = LAYERS * EXPERTS * 2 * 4 / 2**20  # every matrix fits into one block
+ACCUMULATORS = 4 * EXPERTS * 3 * 32 * 16 / 2**20  # of the tiny sizes of main_grad_bench
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tested in tests/gpu/test_graphed_gpu.py")
+def test_small_batches_need_a_gpu(run):
+    said = run("small_batch_bench", exit_code=1)
+    assert said.strip() == "Error: this needs an NVIDIA Hopper GPU"
+
+
+def test_settings_have_a_row_each(run):
+    figures = json.loads(run("settings_bench", "--device", "cpu", "--rounds", "1", "--json"))
+    assert next(iter(figures)) == "swiglu, z int8" and "situ_glu, z bf16" in figures
+    assert all(row["forward"] > 0 and row["backward"] > 0 for row in figures.values())
+
+
+def test_transformers_blocks_and_losses(run, tmp_path):
+    pytest.importorskip("transformers", minversion="5.7")
+    found = tmp_path / "f.json"
+    run("transformers_bench", "--device=cpu", "--rounds=1", "--steps=3", "--json", found)
+    figures = json.loads(found.read_text())
+    names = {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}
+    assert set(figures["block"]) == set(figures["training"]) == names
+    losses = {name: row["losses"] for name, row in figures["training"].items()}
+    assert losses["sonicmoe"] == pytest.approx(losses["grouped_mm"], rel=1e-2)
+    assert losses["sonicmoe_fp8"] == pytest.approx(losses["grouped_mm"], rel=2e-2)
+    assert losses["sonicmoe_fp8"] != losses["sonicmoe"], "nothing was quantised"
+
+
+def test_gradients_that_live_once(run, tmp_path):
+    found = tmp_path / "figures.json"
+    said = run("main_grad_bench", "--check", "--rounds", "1", "--json", found)
+    first, second = said.strip().split("\n\n")[1:]
+    assert len(first.splitlines()) == 2 + 2 * 3 and len(second.splitlines()) == 2 + 2 * 2
+    every = json.loads(found.read_text())["figures"]
+    assert [each["arrangement"] for each in every] == ["own", "stacked"]
+    for each in every:
+        direct, step = each["auto"], each["step"]
+        assert (direct["held"], step["held"]) == (0, pytest.approx(ACCUMULATORS))
+        assert list(direct["steps"]) == list(step["steps"]) == ["1", "4", "16"]
+        assert min(*direct["steps"].values(), *step["steps"].values()) > 0
+        assert 0 < direct["host"] < step["host"], "step() has nothing to hand over"
+
+
+def test_gradients_of_two_ways_that_differ_are_not_timed(load, monkeypatch):
+    from sonicmoe.engine.targets import ParameterTargets
+
+    bench, add = load("main_grad_bench"), ParameterTargets.add
+
+    def wrong(self, name, expert, gradient):
+        add(self, name, expert, gradient * (1 + 1e-3))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    variant = bench.Variant(bench.EngineName.REFERENCE, "perf")
+    experts = bench.Experts(bench.TINY[0], "own", variant, "cpu")
+    batches = bench.rotating_batches(bench.TINY[0], "cpu")
+    for count in (1, 3):
+        bench.compare(experts, batches, count)
+    monkeypatch.setattr(ParameterTargets, "add", wrong)
+    for count in (1, 3):
+        with pytest.raises(RuntimeError, match="gradients of the two ways differ by"):
+            bench.compare(experts, batches, count)
+
+
+def test_freed_weights_are_counted(run, tmp_path):
+    found = tmp_path / "f.json"
+    said = run("freed_weights_bench", "--check", "--layers", LAYERS, "--json", found)
+    (shape,) = json.loads(found.read_text())["figures"]
+    ways = shape["ways"]
+    assert len(said.strip().splitlines()) == 2 + 2 + len(ways)
+    one, two = (pytest.approx(copies * (WEIGHTS + SCALES)) for copies in (1, 2))
+    held = {
+        name: (way["parameters"], way["forward"], way["backward"]) for name, way in ways.items()
+    }
+    kept = pytest.approx(2 * WEIGHTS)
+    assert held == {
+        "kept": (kept, two, two),
+        "kept, iso_weight": (kept, one, one),
+        "freed": (0, two, two),
+        "freed, released": (0, two, one),
+        "freed, iso_weight": (0, one, one),
+    }
+    assert all(way["event"] > 0 and way["step"] > 0 for way in ways.values())
+
+
+def test_freed_weights_whose_gradients_differ_end_it(load, monkeypatch):
+    bench = load("freed_weights_bench")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    event = bench.Step.event
+
+    def wrong(self):
+        event(self)
+        for copies in self._copies:
+            if copies is not None:
+                copies.weights.w1.scale_inv.mul_(1.001)
+
+    monkeypatch.setattr(bench.Step, "event", wrong)
+    variant = bench.Variant(bench.EngineName.REFERENCE, "perf")
+    with pytest.raises(RuntimeError, match="gradients of 'freed' and 'kept' differ"):
+        bench.measure(bench.TINY[0], variant, "cpu", 1, 1)
+
+
+def test_the_table_of_a_shared_gpu_shows_when_both_are_done(load):
+    bench = load("shared_gpu_bench")
+    assert bench.settings_in_turn(132) == [0, 128, 124, 116, 100], "some are left to others"
+    rows = [
+        bench.Row(0, 5000.0, 900.0, 5100.4, 3000.0),
+        bench.Row(116, 5600.0, 900.0, 5650.0, 6000.0),
+    ]
+    first, second = bench.table(rows).splitlines()[2:]
+    assert first == "| all | 5000 | 900 | 5100 | 3000 | 5100 |"
+    assert second == "| 116 | 5600 | 900 | 5650 | 6000 | 6000 |"
