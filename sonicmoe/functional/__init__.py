@@ -13,7 +13,7 @@ from numbers import Integral
 
 import torch
 
-from ..config import active_config, current_config
+from ..config import active_config
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -21,13 +21,13 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import DTypeError, RoutingError, ShapeError, expect, refuse_unknown
-from ..interop import dtype_name, is_cuda, require_framework_tensor
+from ..errors import DTypeError, ShapeError, expect, refuse_unknown
+from ..interop import dtype_name, require_framework_tensor
 from ..layouts import WeightLayout
 from ..observe import TOPK, TRIPLES
-from ..routing.ids import group_of
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
+from .triples import count_cumsum, frequency_of, triples_to_topk
 
 Tensor = torch.Tensor
 
@@ -54,35 +54,6 @@ def enable_quack_gemm(enable: bool = True) -> Iterator[None]:
     """
     with dataclasses.replace(active_config(), use_quack_gemm=enable).activate():
         yield
-
-
-def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """Occurrences of each id in `[0, E)` and their inclusive prefix sum.
-
-    Args:
-        x: int32 or int64 `[N]`; ids outside `[0, E)` are not counted.
-        E: number of experts.
-        do_cumsum: also return the prefix sum.
-
-    Returns:
-        int32 `[E]` counts, or `(counts, inclusive prefix sum)`.
-    """
-    require_framework_tensor(x, "x")
-    expect(E >= 0, ShapeError, f"E is {E}; needed: at least 0")
-    expect(len(x.shape) == 1, ShapeError, f"x has shape {tuple(x.shape)}; needed: one axis")
-    expect(
-        x.dtype in (torch.int32, torch.int64),
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}; needed: int32 or int64",
-    )
-    ids = x.to(torch.int64)
-    group = group_of(ids, E)
-    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
-    # it.
-    # One bin more than experts takes the ids that are not here, and is cut off.
-    counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
-    counts = counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
-    return (counts, torch.cumsum(counts, 0, dtype=torch.int32)) if do_cumsum else counts
 
 
 def moe_TC_softmax_topk_layer(
@@ -195,9 +166,7 @@ def softmax_topk_layer(
         face=face,
         module=module,
     )
-    counts = count_cumsum(indices.reshape(-1), experts, do_cumsum=False)
-    assert isinstance(counts, torch.Tensor)
-    return out, logits, counts
+    return out, logits, frequency_of(indices.reshape(-1), experts)
 
 
 def _choose(
@@ -266,7 +235,7 @@ def moe_general_routing_inputs(
     require_framework_tensor(w2, "w2")
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
-    indices, probs, first_triple = _triples_to_topk(
+    indices, probs, first_triple = triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
     activation = member_of(ActivationType, activation_type, "activation_type")
@@ -274,10 +243,7 @@ def moe_general_routing_inputs(
         autocast(x),
         indices,
         probs,
-        w1.permute(2, 0, 1),
-        w2.permute(2, 0, 1),
-        b1,
-        b2,
+        *(w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         activation,
         parameters=layer_parameters(activation, activation_parameters),
         layout=_layout(activation, concat_layout),
@@ -286,107 +252,7 @@ def moe_general_routing_inputs(
         face=TRIPLES,
         first_triple=first_triple,
     )
-    counts = count_cumsum(expert_indices, experts, do_cumsum=False)
-    assert isinstance(counts, torch.Tensor)
-    return out, counts
-
-
-def _triples_to_topk(
-    scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in
-    the scores; and the number of every token's first triple, `[T]`.
-    """
-    _check_triples(scores, tokens, experts)
-    tokens = tokens.to(torch.int64)
-    # The triples become a table [T, topk]. Rows outside x are counted in an extra bin at the end,
-    # so that one copy to the host brings the width of the table, the strays and the order.
-    inside = (tokens >= 0) & (tokens < num_tokens)
-    bins = torch.where(inside, tokens, torch.full_like(tokens, num_tokens))
-    counted = count_cumsum(bins, num_tokens + 1, do_cumsum=False)
-    assert isinstance(counted, torch.Tensor)
-    per_token, strays = counted[:num_tokens].to(torch.int64), counted[num_tokens]
-    topk = _check_token_indices(tokens, per_token, strays, topk)
-    # Triples are sorted by token: a triple's slot is its distance from the token's first triple.
-    first = torch.cumsum(per_token, 0) - per_token
-    slot = tokens * topk + torch.arange(int(tokens.shape[0]), device=tokens.device) - first[tokens]
-    # Slots that no triple fills stay -1, which routing reads as "not here".
-    indices = torch.full((num_tokens * topk,), -1, dtype=torch.int64, device=tokens.device)
-    indices = indices.index_put((slot,), experts.to(torch.int64))
-    # `index_put` out of place, so that autograd carries the gradient back to the scores.
-    probs = torch.zeros(num_tokens * topk, dtype=torch.float32, device=tokens.device).index_put(
-        (slot,), scores.to(torch.float32)
-    )
-    return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk), first
-
-
-def _check_token_indices(
-    tokens: Tensor, per_token: Tensor, strays: Tensor, topk: int | None
-) -> int:
-    """The width of the table: `topk` where the caller gave it, else read from the device.
-
-    With `topk` nothing waits for a GPU. A wrong argument then cannot raise here, so the device
-    itself asserts it (`torch._assert_async`).
-    """
-    expect(
-        topk is None or topk >= 1,
-        ShapeError,
-        f"max_experts_per_token is {topk}; needed: at least 1",
-    )
-    num_tokens = int(per_token.shape[0])
-    most = per_token.max() if num_tokens else torch.zeros_like(strays)
-    unsorted = (tokens[1:] < tokens[:-1]).any()
-    # On a host reading a value waits for nothing, and with `validate_dispatch` the user accepts the
-    # wait. Inside a graph no value can be read at all.
-    may_wait = not torch.compiler.is_compiling() and (
-        current_config().validate_dispatch or not is_cuda(tokens)
-    )
-    if topk is not None and not may_wait:
-        torch._assert_async(
-            ~unsorted & (strays == 0) & (most <= topk),
-            f"token_indices is not ascending, leaves [0, {num_tokens}), or names a token more than {topk} times",
-        )
-        return topk
-    # Three numbers in one tensor, because each copy to the host waits for the device.
-    found, outside, shuffled = torch.stack(
-        [most.to(torch.int64), strays.to(torch.int64), unsorted.to(torch.int64)]
-    ).tolist()
-    expect(not shuffled, RoutingError, "token_indices is not ascending; sort the triples by token")
-    expect(
-        outside == 0,
-        RoutingError,
-        f"token_indices holds {outside} ids outside [0, {num_tokens}), the rows of x",
-    )
-    expect(
-        topk is None or found <= topk,
-        RoutingError,
-        f"token_indices names a token {found} times; max_experts_per_token is {topk}",
-    )
-    return max(1, found) if topk is None else topk
-
-
-def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
-    triples = {"router_scores": scores, "token_indices": tokens, "expert_indices": experts}
-    for name, values in triples.items():
-        require_framework_tensor(values, name)
-    shape = tuple(scores.shape)
-    expect(len(shape) == 1, ShapeError, f"router_scores has shape {shape}; needed: one axis")
-    expect(
-        scores.is_floating_point(),
-        DTypeError,
-        f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type",
-    )
-    for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
-        expect(
-            tuple(ids.shape) == shape,
-            ShapeError,
-            f"{name} has shape {tuple(ids.shape)}; router_scores {shape}",
-        )
-        expect(
-            ids.dtype in (torch.int32, torch.int64),
-            DTypeError,
-            f"{name} is {dtype_name(ids.dtype)}; needed: int32 or int64",
-        )
+    return out, frequency_of(expert_indices, experts)
 
 
 def _check_tokens(x: Tensor) -> None:

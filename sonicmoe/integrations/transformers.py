@@ -12,19 +12,16 @@ default; `sonicmoe_fp8` is FP8 always.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine.activations import activate_backward, merge_gate_up
 from ..engine.settings import Workload
 from ..engine.without_kernels import lost_on_gpus
-from ..enums import ACTIVATIONS, ActivationType, EngineName
+from ..enums import ActivationType, EngineName
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
@@ -33,6 +30,7 @@ from ..interop import parse_version
 from ..layouts import WeightLayout
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
+from .oai_gate import OAI, OAI_CONSTANTS, OAI_DEFAULTS, has_oai_gate
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -52,11 +50,6 @@ _PLAIN = {
     "gelu": ActivationType.GELU,
     "relu": ActivationType.RELU,
     "relu2": ActivationType.RELU_SQ,
-}
-_OAI = ActivationType.SWIGLU_OAI
-_OAI_DEFAULTS = ACTIVATIONS[_OAI].values()
-_OAI_CONSTANTS = {  # under every name that classes with this gate use
-    name: value for key, value in _OAI_DEFAULTS.items() for name in (key, f"swiglu_{key}")
 }
 _NEEDED = "models take registered experts implementations from transformers 5.7 on"
 # transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes,
@@ -207,8 +200,8 @@ def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | None
     # A class that overrides `_apply_gate` computes something of its own. The name of its activation
     # then says nothing.
     if _own_gate(experts, standard_gate):
-        ours = _has_oai_gate(type(experts), _is_split_half(experts))
-        return _OAI if ours and not _other_constants(experts) else None
+        ours = has_oai_gate(type(experts), _is_split_half(experts))
+        return OAI if ours and not _other_constants(experts) else None
     known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
     return known.get(_activation_name(getattr(experts, "act_fn", None)))
 
@@ -219,10 +212,10 @@ def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
         known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
         found = _described(getattr(experts, "act_fn", None))
         return f"the activation {found}; needed: one of {sorted(known)}"
-    if not _has_oai_gate(type(experts), _is_split_half(experts)):
+    if not has_oai_gate(type(experts), _is_split_half(experts)):
         return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
     found = ", ".join(f"{name} {value}" for name, value in _other_constants(experts).items())
-    needed = ", ".join(f"{name} {value}" for name, value in _OAI_DEFAULTS.items())
+    needed = ", ".join(f"{name} {value}" for name, value in OAI_DEFAULTS.items())
     return f"{found} in GPT-OSS's gate; needed: {needed}"
 
 
@@ -235,67 +228,8 @@ def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
 
 def _other_constants(experts: nn.Module) -> dict[str, Any]:
     """The constants of the module's gate that differ from the engine's."""
-    found = {name: getattr(experts, name, ours) for name, ours in _OAI_CONSTANTS.items()}
-    return {name: value for name, value in found.items() if value != _OAI_CONSTANTS[name]}
-
-
-# torch.compile runs this while tracing and takes the answer as a constant: the trial of a gate is
-# no part of the graph.
-@torch.compiler.assume_constant_result
-def _has_oai_gate(kind: Any, split_half: bool) -> bool:
-    """Whether the gate of this class is GPT-OSS's. It is tried out, because another class could
-    have the same name and another formula.
-    """
-    return _equals_swiglu_oai(kind._apply_gate, split_half)
-
-
-@functools.cache
-def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
-    """Whether `gate` and the engine's formula agree, values and gradients, in fp32.
-
-    The points lie on both sides of every bound of the clamps and on it, where two formulas that
-    agree elsewhere may differ. The gate is called on a stand-in that has the constants and nothing
-    else, so a gate that reads more of its module is refused.
-    """
-    bound = _OAI_DEFAULTS["limit"]
-    ticks = [
-        -40.0,
-        -bound - 0.5,
-        -bound,
-        -3.0,
-        -1.0,
-        -0.1,
-        0.0,
-        0.3,
-        2.0,
-        bound - 0.01,
-        bound,
-        bound + 0.01,
-        40.0,
-    ]
-    # The first call may come from inside a user's inference or autocast block. The comparison needs
-    # gradients in fp32 all the same.
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        points = torch.tensor(ticks, dtype=torch.float32, device="cpu")
-        gates, ups = torch.meshgrid(points, points, indexing="ij")
-        dy1 = torch.linspace(-1.0, 2.0, gates.numel(), device="cpu", dtype=torch.float32).view_as(
-            gates
-        )
-        y1, dz = activate_backward(merge_gate_up(gates, ups), dy1, _OAI)
-        # The engine's gradient has gate and up in pairs; the gate of this class may want halves.
-        if split_half:
-            dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
-        # The gate gets z in the order of its class: halves, or pairs of gate and up.
-        z = (
-            torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)
-        ).requires_grad_()
-        try:
-            found = gate(SimpleNamespace(**_OAI_CONSTANTS), z)
-            (gradient,) = torch.autograd.grad(found, z, dy1)
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-            return False  # it reads something else of its module, or returns another shape
-        same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
-        return found.shape == y1.shape and same(found, y1) and same(gradient, dz)
+    found = {name: getattr(experts, name, ours) for name, ours in OAI_CONSTANTS.items()}
+    return {name: value for name, value in found.items() if value != OAI_CONSTANTS[name]}
 
 
 def _is_split_half(experts: nn.Module) -> bool:

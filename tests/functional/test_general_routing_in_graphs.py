@@ -9,8 +9,9 @@ from framework import torch
 from functional.layer_golden import make_layer, make_tokens
 from functional.test_general_routing import DROPPED, TOKENS, run_triples, triples
 
-from sonicmoe import SonicMoEConfig, functional, moe_general_routing_inputs
+from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.errors import RoutingError, ShapeError
+from sonicmoe.functional import triples as triples_module
 
 MOST = max(TOKENS.count(token) for token in TOKENS)
 MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
@@ -30,7 +31,7 @@ def on_a_gpu(monkeypatch):
     def read(*_):
         raise AssertionError("a GPU would be waited for")
 
-    monkeypatch.setattr(functional, "is_cuda", lambda _: True)
+    monkeypatch.setattr(triples_module, "is_cuda", lambda _: True)
     for name in ("tolist", "item", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, read)
 
@@ -66,9 +67,9 @@ def test_use_fp8_beats_the_configuration():
 
 def test_nothing_is_read_back(on_a_gpu):
     scores, tokens, experts = triples()
-    functional._triples_to_topk(scores, tokens, experts, 8, MOST)
+    triples_module.triples_to_topk(scores, tokens, experts, 8, MOST)
     with pytest.raises(AssertionError, match="waited for"):
-        functional._triples_to_topk(scores, tokens, experts, 8, None)
+        triples_module.triples_to_topk(scores, tokens, experts, 8, None)
 
 
 @MODES
@@ -122,7 +123,7 @@ def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
     )
     arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views)
     if where != "on the host":
-        monkeypatch.setattr(functional, "is_cuda", lambda _: True)
+        monkeypatch.setattr(triples_module, "is_cuda", lambda _: True)
     error, words = (
         (RoutingError, message)
         if where != "on a GPU"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import framework
+import pytest
 
 collect_ignore_glob = (
     []
@@ -20,3 +21,16 @@ def pytest_report_header() -> str | None:
         if collect_ignore_glob
         else None
     )
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """The engine of every call: it keeps FP8 codes, and its sample misses every write."""
+    from functional.following import Following
+
+    from sonicmoe.functional.call import Plan
+
+    engine = Following()
+    engine.is_blind, engine.name = True, "reference"
+    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
+    return engine

@@ -28,9 +28,12 @@ pytestmark = [
 
 # What the page says beside its snippets.
 COUNT_COPIES = """
-from sonicmoe.engine.reference import ReferenceEngine
-copies, prepare = [], ReferenceEngine.prepare_weights
-ReferenceEngine.prepare_weights = lambda *given: copies.append(1) or prepare(*given)
+import sys
+sys.path.insert(0, "tests")
+from functional.following import Following
+from sonicmoe.functional.call import Plan
+following = Following()
+copies, Plan.choose = following.events, lambda *_: following
 """
 AFTER = {
     # Two layers, and forwards after each of two optimizer steps; the first step finds copies.

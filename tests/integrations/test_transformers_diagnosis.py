@@ -80,7 +80,7 @@ def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, 
     assert result.exit_code == 1 and line in result.output
 
 
-def test_a_write_that_left_no_trace_is_found_in_the_weights_and_in_the_copies():
+def test_a_write_that_left_no_trace_is_found_in_the_weights_and_in_the_copies(blind):
     """FP8 copies are made once. Both ways round: the weight is bad, and only the copy is."""
     model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe_fp8")
     experts = model.model.layers[1].mlp.experts

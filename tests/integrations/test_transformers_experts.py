@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from functional.following import Following
 from integrations.hf_models import relative_rmse
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,8 +21,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import FrameworkError, LayoutError
+from sonicmoe.functional.call import Plan
 from sonicmoe.integrations.transformers import check_model, register, unsupported_reason
 
 T, K, E, H, I = 37, 3, 5, 32, 24
@@ -279,22 +280,11 @@ def test_changed_weights_are_seen():
         assert relative_rmse(after, run(experts, "eager", *batch())["out"]) < 0.1
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """One entry for every preparation of weights."""
-    seen, original = [], ReferenceEngine.prepare_weights
-
-    def prepare(*arguments):
-        seen.append(1)
-        return original(*arguments)
-
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
-    return seen
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_fp8_weights_are_made_once_per_change(compiled, made):
+def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
     torch._dynamo.reset()
+    engine = Following()
+    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
     experts = make(is_transposed=True)
     experts.config._experts_implementation = "sonicmoe_fp8"
     forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
@@ -302,7 +292,7 @@ def test_fp8_weights_are_made_once_per_change(compiled, made):
     for steps in (1, 2):
         for _ in range(3):
             forward(x, ids, weights).backward(dout)
-        assert len(made) == steps
+        assert engine.events == ["made", "remade"][:steps]
         with torch.no_grad():
             experts.down_proj.mul_(0.5)
 

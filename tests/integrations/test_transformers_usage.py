@@ -121,7 +121,7 @@ def test_loading_new_weights_into_a_model_in_use():
     assert torch.equal(after, other(prompt()).logits) and not torch.equal(after, before)
 
 
-def test_writes_without_a_trace_are_announced_for_the_whole_model():
+def test_writes_without_a_trace_are_announced_for_the_whole_model(blind):
     model = build(FAMILIES["mixtral"](2), "sonicmoe_fp8").eval()
     old = model(prompt()).logits
     for layer in model.model.layers:
