@@ -163,13 +163,13 @@ def test_never_waits_for_the_gpu(face, use_fp8: bool) -> None:
 def test_weights_are_quantised_once_per_update(face, use_fp8: bool, monkeypatch) -> None:
     calls, original, kept = [], HopperEngine.refresh, HopperEngine.keep
 
-    def refresh(self, source, settings, previous, change):
+    def refresh(self, source, settings, previous, *written):
         calls.append("new buffers" if previous is None else "changed")
-        return original(self, source, settings, previous, change)
+        return original(self, source, settings, previous, *written)
 
-    def keep(self, previous, change):
+    def keep(self, previous):
         calls.append("guarded")
-        assert kept(self, previous, change)
+        assert kept(self, previous)
         return True
 
     monkeypatch.setattr(HopperEngine, "refresh", refresh)

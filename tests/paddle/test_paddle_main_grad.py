@@ -218,11 +218,16 @@ def test_unusable_main_grad_is_refused_and_nothing_is_half_added(
 ):
     node, main_grads = make_node(experts), bind_main_grads(experts)
     weight, good = weights_of(experts)[1], main_grads[1]
+    weight.main_grad = bad(weight)
+    # Paddle raises the error of a backward again in a class of its own.
+    with pytest.raises(Exception, match=error.__name__) as caught:
+        run(node, batch)
+    assert all(word in str(caught.value) for word in words)
+    weight.main_grad = good
     run(node, batch)
     weight.main_grad = bad(weight)
-    with pytest.raises(error) as caught:
+    with pytest.raises(RuntimeError, match=r"main_grad lies elsewhere .*discard_grads\(\)"):
         node.step()
-    assert all(word in str(caught.value) for word in words)
     assert paddle.is_grad_enabled(), "a refused flush must not leave autograd switched off"
     weight.main_grad = good
     node.step()
