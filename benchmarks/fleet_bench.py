@@ -59,7 +59,7 @@ from fleet_layer import (
 
 from sonicmoe.bench.runner import machine
 from sonicmoe.bench.timing import MIB
-from sonicmoe.engine import hopper
+from sonicmoe.engine.hopper_layer import HopperLayer
 from sonicmoe.ep import Dispatcher, make_dispatcher
 from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.fleet.weight_copies import copies_of
@@ -188,7 +188,7 @@ class Rank:
         slow the way to it down.
         """
         launched: list[float] = []
-        launch = hopper._Layer.forward
+        launch = HopperLayer.forward
 
         def observed(*arguments: Any) -> None:
             launch(*arguments)
@@ -196,7 +196,7 @@ class Rank:
 
         self.meet()
         begins = []
-        with mock.patch.object(hopper._Layer, "forward", observed):
+        with mock.patch.object(HopperLayer, "forward", observed):
             for _ in range(IN_A_ROW):
                 begins.append(time.perf_counter())
                 call()
