@@ -1,0 +1,182 @@
+"""Tokens and gradients of the output that arrive in FP8, on the Hopper engine: the bits of those that
+it quantises itself, and weight gradients of the reference engine on the same codes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from pairwise import pairwise
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import make_dispatcher
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.quant.recipes import rows
+from sonicmoe.quant.reference import quantize
+from sonicmoe.quant.tokens import quantize_tokens, to_bfloat16, tokens_of
+
+pytestmark = pytest.mark.gpu
+T, H, I, E, K = 700, 512, 384, 6, 3
+NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
+SIDES = {"x": ("x",), "dout": ("dout",), "x and dout": ("x", "dout")}
+MODES = {
+    "default": {},
+    "stagewise": {"stagewise_memory": True},
+    "recompute_z": {"recompute_z": True},
+    "plain wgrad": {"fp8_wgrad": False},
+}
+
+
+class Source:
+    """Has the gradient; what autograd delivers is NaN."""
+
+    def __init__(self, gradient):
+        self.gradient = gradient
+
+    def take(self, gradient):
+        return self.gradient
+
+
+class Problem:
+    """A layer and a batch; a third of the slots is not here, and some tokens have none."""
+
+    def __init__(self, seed=0):
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape, scale=1.0):
+            values = torch.randn(shape, generator=generator, device="cuda") * scale
+            return values.to(torch.bfloat16)
+
+        self.x, self.dout = normal(T, H), normal(T, H)
+        self.weights = normal(E, H, 2 * I, scale=H**-0.5), normal(E, I, H, scale=I**-0.5)
+        scores = torch.rand((T, E), generator=generator, device="cuda")
+        self.indices = scores.topk(K, 1).indices
+        self.indices[torch.rand((T, K), generator=generator, device="cuda") < 0.4] = -1
+        self.probs = torch.rand((T, K), generator=generator, device="cuda") + 0.05
+
+    def sent(self, name):
+        """x or dout as a sender quantises it; tokens without a valid slot are NaN."""
+        q = quantize(getattr(self, name).float(), rows(128))
+        codes, scale = q.codes.clone(), q.scale_inv.clone()
+        unused = (self.indices < 0).all(1)
+        assert bool(unused.any())
+        codes.view(torch.uint8)[unused] = 0x7F
+        scale[unused] = float("nan")
+        return tokens_of(codes, scale)
+
+    def node(self, engine="hopper", options=None, **ways):
+        """A node, and its parameters with `main_grad`s of zeros."""
+        config = SonicMoEConfig(engine=engine, fp8_mode="perf", **(options or {}))
+        weights = [torch.nn.Parameter(weight.clone()) for weight in self.weights]
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        return SonicMoEMlpNode.from_fused(*weights, config=config, **ways), weights
+
+    def step(self, engine="hopper", x=None, dout=None, **options):
+        """out, dx, dprobs and both weight gradients. x: tokens that arrived in FP8. dout: the
+        gradient of a source, which autograd then delivers as NaN.
+        """
+        node, weights = self.node(engine, options)
+        probs, dx_to = self.probs.clone().requires_grad_(), self.x.clone().requires_grad_()
+        given = {} if x is None else {"x_scale": x.scale_inv, "dx_to": dx_to}
+        if dout is not None:
+            given["dout_source"] = Source(dout)
+        out = node(dx_to if x is None else x.codes, None, self.indices, probs, **given)
+        nan = torch.full((1, 1), float("nan"), dtype=torch.bfloat16, device="cuda")
+        out.backward(self.dout if dout is None else nan.expand(T, H))
+        node.step()
+        return [out.detach(), dx_to.grad, probs.grad, *(weight.main_grad for weight in weights)]
+
+
+def assert_same_bits(found, wanted, names=NAMES):
+    for name, ours, theirs in zip(names, found, wanted, strict=False):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(("side", "mode"), pairwise(list(SIDES), list(MODES)))
+def test_bits_and_weight_gradients(side, mode):
+    problem, options = Problem(), MODES[mode]
+    sent = {name: problem.sent(name) for name in SIDES[side]}
+    got, itself = problem.step(**sent, **options), problem.step(**options)
+    # Weight gradients are rounded once more where codes arrived in place of values.
+    assert_same_bits(got, itself, NAMES[:3])
+    reference = problem.step("reference", **sent, **options)
+    for name, ours, wanted in zip(("dw1", "dw2"), got[3:], reference[3:], strict=True):
+        error = (ours - wanted).norm() / wanted.norm()
+        assert bool(torch.isfinite(ours).all()) and float(error) < 0.025, (name, float(error))
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_repeats_bit_for_bit(side):
+    problem = Problem(1)
+    sent = {name: problem.sent(name) for name in SIDES[side]}
+    assert_same_bits(problem.step(**sent), problem.step(**sent))
+
+
+def test_gradients_in_fp8_leave_the_gradient_of_w1_alone():
+    """It reads dz, which the engine quantises either way."""
+    problem = Problem()
+    for given in ({}, {"x": problem.sent("x")}):
+        found = problem.step(dout=problem.sent("dout"), **given)
+        assert_same_bits(found, problem.step(**given), NAMES[:4])
+
+
+@pytest.mark.parametrize("row_scale", [False, True], ids=["1x128", "row"])
+def test_the_senders_codes_are_those_of_the_reference(row_scale):
+    x = Problem().x
+    made = quantize_tokens(x, row_scale=row_scale)
+    wanted = quantize(x, rows(H if row_scale else 128))
+    assert torch.equal(made.bytes, wanted.bytes)
+    assert torch.equal(made.scale_inv, wanted.scale_inv)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("x", "tokens"), ("dout", "gradients")], ids=["x", "dout"]
+)
+def test_the_engine_gets_the_values_of_rows_with_one_scale(name, words, caplog):
+    """Bit for bit what it makes of these values in bf16; the log says so once."""
+    problem = Problem(2)
+    sent = quantize_tokens(getattr(problem, name), row_scale=True)
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        got = problem.step(**{name: sent})
+    (warning,) = [r.getMessage() for r in caplog.records if "dequantised" in r.getMessage()]
+    assert warning.startswith(f"engine hopper on cuda:0: {words} that arrive in FP8")
+    setattr(problem, name, to_bfloat16(sent))
+    assert_same_bits(got, problem.step())
+
+
+def test_a_receiver_of_the_gradient_may_be_expanded():
+    """Nobody reads the values of `dx_to`."""
+    problem, seen = Problem(), []
+    tokens, (node, _) = problem.sent("x"), problem.node()
+    dx_to = torch.zeros(1, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dx_to = dx_to.expand(T, H)
+    dx_to.register_hook(seen.append)
+    given = {"x_scale": tokens.scale_inv, "dx_to": dx_to}
+    node(tokens.codes, None, problem.indices, problem.probs, **given).backward(problem.dout)
+    assert torch.equal(seen[0], problem.step(x=tokens)[1])
+
+
+def test_a_dispatcher_that_quantises_both_ways():
+    """The bits of codes that were made beside the node, on the side stream's kernels too."""
+    problem, results = Problem(3), []
+    tokens, dout = quantize_tokens(problem.x), quantize_tokens(problem.dout)
+    for ways in ({}, {"flush": "step", "split_wgrad": True}):
+        node, weights = problem.node(**ways)
+        x = problem.x.clone().requires_grad_()
+        dispatcher = make_dispatcher(E, fp8=True, fp8_grad=True)
+        received = dispatcher.dispatch(x, problem.indices, problem.probs)
+        assert torch.equal(received.x.view(torch.uint8), tokens.bytes)
+        out = node(
+            received.x, received.tokens_per_expert, received.indices, received.probs,
+            x_scale=received.x_scale, dx_to=received.dx_to, dout_source=received.dout_source,
+        )  # fmt: skip
+        dispatcher.combine(out, received.handle).backward(problem.dout)
+        node.step()
+        results.append([x.grad, *(weight.main_grad for weight in weights)])
+    assert received.indices.shape == (T, K)
+    home = problem.step(x=problem.sent("x"), dout=dout)
+    for wanted in results:
+        assert all(torch.equal(*pair) for pair in zip(wanted, (home[1], *home[3:]), strict=True))
