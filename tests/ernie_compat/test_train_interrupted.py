@@ -41,7 +41,7 @@ def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path
         out, said = second.communicate(timeout=120)
     (line,) = said.splitlines()
     assert second.returncode == 2 and out == ""
-    assert f"--out {victim.out} is in use by process " in line
+    assert f"--out {victim.out} is in use by another run" in line
     assert not victim.checkpoint.exists()
 
 

@@ -74,7 +74,10 @@ class TestOrderOfEvents:
             expert.optimizer_step()
             found += [numpy(weight) for weight in expert.weights]
         assert same_bits(found, plain_training(batches))
-        assert not [line for line in caplog.messages if "step()" in line or "weights" in line]
+        # docs/weights.md: copies that are made again say so, in a line of the log.
+        again = "FP8 copies of expert weights were made again: "
+        others = [line for line in caplog.messages if not line.startswith(again)]
+        assert not [line for line in others if "step()" in line or "weights" in line]
 
     @each_format
     def test_two_layers_share_the_events(self, form):

@@ -134,5 +134,5 @@ def test_launches_take_their_operands_in_order(monkeypatch):
         ("x", "xs", "y", "ys", "dw", "cu", 74),
         ("y", "ys", "x", "xs", "dw", "cu", 74),
     )
-    assert [one[0][1] for one in launched] == [False, False, True, False, False]
+    assert [one[0][1:] for one in launched] == [(), (), (True,), (), ()]
     assert [one[1:] for one in launched] == [x_first, y_first, y_first, x_first, y_first]
