@@ -1,5 +1,6 @@
 """`GradientSink`: the weight gradients of one layer, from the backward that computes them to the
-parameters that they are for. The node and the functional API use this one type.
+parameters that they are for. The node and PaddleFleet's face use this one type. Of the functional
+API only autograd ever gets gradients, which `functional/call.py` hands over by itself.
 
     batch = sink.open(...) ──► sink.add(engine, pending, batch) ──► sink.close(batch) ──► autograd
                                                                        ... flush() ──► main_grad, .grad
