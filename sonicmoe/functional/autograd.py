@@ -172,14 +172,10 @@ class _ExpertMlp(torch.autograd.Function):
                 saved,
                 reading,
                 ctx.dtypes,
-                wgrad=any(weights_wanted),
+                trained=weights_wanted,
                 given=weights,
                 origin=origin,
             )
-        kept = (
-            gradient if wanted else None
-            for gradient, wanted in zip(gradients, weights_wanted, strict=True)
-        )
         dx = dx.view(dout.shape)
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
-        return (None, None, *of_tokens, *kept)
+        return (None, None, *of_tokens, *gradients)

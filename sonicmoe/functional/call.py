@@ -17,16 +17,14 @@ from ..engine.interface import (
     Engine,
     EngineSettings,
     EngineWeights,
-    FreshTargets,
-    NativeBuffer,
     Saved,
-    WeightTarget,
     plain_tokens,
 )
 from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
+from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout
 from ..observe import (
@@ -41,6 +39,7 @@ from ..observe import (
 from ..out_of_memory import raise_with_advice
 from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
+from ..weights.stacked import PassedParameters
 from ..weights.stacked_cache import Weights, read_weights
 
 if TYPE_CHECKING:
@@ -196,12 +195,12 @@ def backward(
     reading: Reading,
     dtypes: tuple[torch.dtype | None, ...],
     *,
-    wgrad: bool,
+    trained: Sequence[bool],
     given: Weights | None,
     origin: Origin,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
-    to `dtypes`.
+    to `dtypes`. Those are None that `trained` does not mark.
 
     given: the caller's weights, for those who observe the call; None where it no longer has them,
         and what the engine made of them stands for them.
@@ -211,19 +210,8 @@ def backward(
     call = _described(plan, engine, reading, given, origin) if is_awaited() else None
     if call is not None:
         emit(BackwardBegins(call, dout, saved))
-    gradients: tuple[Tensor | None, ...] = (None,) * len(dtypes)
     try:
-        # Autograd, and not this package, adds gradients of several calls.
-        if not wgrad:
-            dx, dprobs = engine.backward(dout, saved, weights, None)
-        elif _can_be_written(engine, plan, weights, dtypes):
-            fresh = _unwritten_like_weights(plan.layout, weights, dtypes, dout)
-            dx, dprobs = engine.backward(dout, saved, weights, fresh)
-            gradients = (*fresh.tensors(), None, None)
-        else:
-            sums = _zeros_like_weights(weights, dout)
-            dx, dprobs = engine.backward(dout, saved, weights, sums)
-            gradients = _user_gradients(plan.layout, sums, dtypes)
+        dx, dprobs, gradients = _differentiate(plan, engine, dout, saved, weights, dtypes, trained)
     except Exception as error:
         raise_with_advice(error, "backward", plan.settings, dout)
         raise
@@ -232,6 +220,30 @@ def backward(
         left = [(name, gradient) for name, gradient in named if gradient is not None]
         emit(BackwardDone(call, dx, dprobs, lambda: left))
     return dx, dprobs, gradients
+
+
+def _differentiate(
+    plan: Plan,
+    engine: Engine,
+    dout: Tensor,
+    saved: Saved,
+    weights: EngineWeights,
+    dtypes: tuple[torch.dtype | None, ...],
+    trained: Sequence[bool],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    nothing = (None,) * len(dtypes)
+    if not any(trained):
+        dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
+        return dx, dprobs, nothing
+    # A sink of this backward alone: autograd, and not this package, adds gradients of several calls.
+    passed = PassedParameters(plan.settings.activation, plan.layout, weights, dtypes)
+    parameters, sink = passed.parameters(), GradientSink(passed)
+    wanted = list(trained[: len(parameters)])
+    # Memory first: a backward that runs out of it must not have computed anything yet.
+    batch = sink.open(engine, plan.settings, parameters, wanted, dout)
+    dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+    sink.add(engine, pending, batch)
+    return dx, dprobs, (*sink.close(batch), *nothing[len(parameters) :])
 
 
 def _described(
@@ -261,55 +273,3 @@ def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> 
     with plain_ops():
         bias = None if b1 is None else layout.native_b1(b1)
         return layout.native_w1(w1), layout.native_w2(w2), bias, b2
-
-
-def _can_be_written(
-    engine: Engine, plan: Plan, weights: EngineWeights, dtypes: tuple[torch.dtype | None, ...]
-) -> bool:
-    """Whether the engine writes the gradients as autograd takes them, without accumulators."""
-    return (
-        weights.b1 is None
-        and engine.writes_gradients(plan.settings)
-        and FreshTargets.fits(dtypes[:2])
-    )
-
-
-def _unwritten_like_weights(
-    layout: WeightLayout,
-    weights: EngineWeights,
-    dtypes: tuple[torch.dtype | None, ...],
-    like: Tensor,
-) -> FreshTargets:
-    experts, n1, hidden = (int(size) for size in weights.w1.shape)
-    targets = []
-    for rows, columns, dtype in (
-        (n1, hidden, dtypes[0]),
-        (hidden, weights.intermediate_size, dtypes[1]),
-    ):
-        shape = (columns, rows) if layout.transposed else (rows, columns)
-        memory = torch.empty((experts, *shape), dtype=dtype, device=like.device)
-        targets.append(WeightTarget.stacked(memory, experts, layout))
-    up, down = targets
-    return FreshTargets(up, down)
-
-
-def _zeros_like_weights(weights: EngineWeights, like: Tensor) -> NativeBuffer:
-    experts, n1, hidden = (int(size) for size in weights.w1.shape)
-    return NativeBuffer.zeros(
-        experts, n1, hidden, weights.intermediate_size, weights.b1 is not None, like.device
-    )
-
-
-def _user_gradients(
-    layout: WeightLayout, sums: NativeBuffer, dtypes: tuple[torch.dtype | None, ...]
-) -> tuple[Tensor | None, ...]:
-    """`(dw1, dw2, db1, db2)` in the order and shape of the user's weights; None where there is
-    none. They are rounded before they are rearranged, because that moves half the bytes.
-    """
-    # A bias has no orientation, and b2 no halves, so its map is the identity.
-    native = (sums.dw1, sums.dw2, sums.db1, sums.db2)
-    maps = (layout.user_w1, layout.user_w2, layout.user_b1, lambda b2: b2)
-    return tuple(
-        None if gradient is None or dtype is None else to_user(gradient.to(dtype))
-        for gradient, dtype, to_user in zip(native, dtypes, maps, strict=True)
-    )

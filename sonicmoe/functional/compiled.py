@@ -158,7 +158,7 @@ def _expert_mlp_backward(
             saved,
             reading,
             dtypes,
-            wgrad=wgrad,
+            trained=[wgrad and weight is not None for weight in weights],
             given=weights,
             origin=Origin(indices, x.shape[:-1]),
         )

@@ -1,6 +1,6 @@
 """`GradientSink`: the weight gradients of one layer, from the backward that computes them to the
-parameters that they are for. The node and PaddleFleet's face use this one type. Of the functional
-API only autograd ever gets gradients, which `functional/call.py` hands over by itself.
+parameters that they are for. Every face uses this one type: a node keeps one, and the functional API
+(`MoE`, transformers models) makes one for each backward, whose gradients all go to autograd.
 
     batch = sink.open(...) ──► sink.add(engine, pending, batch) ──► sink.close(batch) ──► autograd
                                                                        ... flush() ──► main_grad, .grad
@@ -45,6 +45,7 @@ from ..engine.settings import GradientTarget
 from ..enums import FlushMode
 from ..errors import ConfigError, LayoutError, expect
 from ..interop import device_name, plain_ops
+from ..log import log_once
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
 from .batch import (
@@ -62,7 +63,6 @@ from .flush import flush_native
 from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
 
 
 class GradientSink:
@@ -137,7 +137,7 @@ class GradientSink:
         main_grads = main_grads_of(parameters, trained)
         if not is_among(ABSENT, main_grads):
             return self._open_direct(engine, settings, parameters, trained, main_grads, dout)
-        _say(_THROUGH_AUTOGRAD)
+        log_once(logging.INFO, _THROUGH_AUTOGRAD)
         there = [m is not ABSENT for m in main_grads]
         if not any(map(and_, there, trained)):
             batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
@@ -322,12 +322,12 @@ class GradientSink:
             problem = direct_problem(batch, engine, settings, self._layer, dout)
             self._fitting = asked if problem is None else ()
             if problem is not None:
-                _say(f"{_THROUGH_AUTOGRAD}: {problem}")
+                log_once(logging.INFO, f"{_THROUGH_AUTOGRAD}: {problem}")
                 return self._open_native(engine, parameters, trained, dout)
         if is_capturing(dout):
             self._captured.keep(parameters, trained)
         batch.stand_ins = stand_ins_for(parameters, trained)
-        _say("expert weight gradients are added straight into main_grad")
+        log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
         return batch
 
     def _native_zeros(self, engine: Engine, dout: Tensor) -> NativeBuffer:
@@ -367,15 +367,7 @@ class GradientSink:
                 )
 
 
-def _say(line: str) -> None:
-    """Once per process for each way and reason."""
-    if line not in _said:
-        _said.add(line)
-        logger.info(line)
-
-
 _IS_LEAF: Callable[[Tensor], bool] = attrgetter("is_leaf")
-_said: set[str] = set()
 _LOCKS: dict[str, AbstractContextManager[Any]] = {}
 _THROUGH_AUTOGRAD = (
     "expert weight gradients are handed over by every backward, through autograd where there is no "

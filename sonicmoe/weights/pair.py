@@ -13,14 +13,13 @@ no pair is undecidable.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
 from ..enums import ActivationType
 from ..errors import ShapeError
 from ..interop import require_framework_tensor
-from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..layouts import NATIVE, WeightLayout
 from .parameters import check_parameter
 from .stacked import StackedParameters
 
@@ -71,10 +70,7 @@ class PairParameters(StackedParameters):
         self._references = weakref.ref(weight1), weakref.ref(weight2)
         self._shapes = tuple(weight1.shape), tuple(weight2.shape)
         self.layout = layout_of_pair(*self._shapes, hidden)
-        up, down = self._shapes
-        if self.layout.transposed:
-            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
-        self._native_shapes = up, down
+        self._keep_sizes(*self._shapes)
         self._check(weight1, weight2, self.layout)
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -106,14 +102,6 @@ class PairParameters(StackedParameters):
 
     def name_of(self, index: int) -> str:
         return f"w{index + 1}"
-
-    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        return self._native_shapes  # type: ignore[return-value]
-
-    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        """Views of each expert's matrices."""
-        weight1, weight2 = parameters or self.parameters()
-        return WeightSource.stacked(weight1, weight2, layout=self.layout)
 
     def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
         return (GROUPED, NATIVE) if index == 1 else super().preferred(index)

@@ -7,6 +7,7 @@
 | native | `[E, 2I, H]`, in turns | `[E, H, I]` | `stacked.FusedParameters` |
 | one or the other, by turns | | | `pair.PairParameters` |
 | the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
+| the same, as its gradients see it | | | `stacked.PassedParameters` |
 
 Parameters are never rebound, copied over or written; gradients are added in place.
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
+from ..engine.interface import EngineWeights, FreshTargets, NativeBuffer, ParameterTargets
 from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import ShapeError, expect
@@ -18,7 +18,19 @@ from .parameters import ExpertParameters, check_parameter, check_up
 
 Tensor = torch.Tensor
 
+StackedWeight = Tensor | tuple[Any, str]
+Shape = tuple[int, ...]
+Matrices = tuple[int, int, int]
+
 _FUSED = (WeightLayout(transposed=True), WeightLayout(transposed=True, split_half=True))
+
+
+def _sizes(weight: Tensor) -> Shape:
+    return tuple(int(size) for size in weight.shape)
+
+
+def _turned(shape: Shape) -> Shape:
+    return (shape[0], shape[2], shape[1])
 
 
 class StackedParameters(ExpertParameters):
@@ -29,6 +41,23 @@ class StackedParameters(ExpertParameters):
     tells which. Where both layouts give one shape (H = 2I for the first weight, H = I for the
     second), it is the layout of the weight.
     """
+
+    _native_shapes: tuple[Matrices, Matrices]
+
+    def _keep_sizes(self, up: Shape, down: Shape) -> None:
+        """Of the first weights in `layout`, and therefore of all: other sizes are refused later."""
+        if self.layout.transposed:
+            up, down = _turned(up), _turned(down)
+        self._native_shapes = up, down  # type: ignore[assignment]
+
+    def native_shapes(self) -> tuple[Matrices, Matrices]:
+        """Kept, because every backward asks several times."""
+        return self._native_shapes
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """Views of each expert's matrices."""
+        weight1, weight2 = parameters or self.parameters()
+        return WeightSource.stacked(weight1, weight2, layout=self.layout)
 
     def name_of(self, index: int) -> str:
         return f"weight{index + 1}"
@@ -102,18 +131,6 @@ class StackedParameters(ExpertParameters):
         return FreshTargets(up, down)
 
 
-StackedWeight = Tensor | tuple[Any, str]
-Shape = tuple[int, ...]
-
-
-def _sizes(weight: Tensor) -> Shape:
-    return tuple(int(size) for size in weight.shape)
-
-
-def _turned(shape: Shape) -> Shape:
-    return (shape[0], shape[2], shape[1])
-
-
 def _current(weight: StackedWeight) -> Tensor:
     # A name, and no function that returns the parameter: a copy of the function would go on reading
     # the module that was copied.
@@ -141,12 +158,7 @@ class FusedParameters(StackedParameters):
         self.layout = layout or self.layout
         self._given = (weight1, weight2)
         self._weights = self._checked(*map(_current, self._given))
-        # Of the first weights, and therefore of all: `parameters` refuses other sizes. Every backward
-        # asks several times.
-        up, down = map(_sizes, self._weights)
-        if self.layout.transposed:
-            up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
-        self._native_shapes = up, down
+        self._keep_sizes(*map(_sizes, self._weights))
 
     def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
         first, second = ("[E, H, 2I]", "[E, I, H]")
@@ -202,9 +214,51 @@ class FusedParameters(StackedParameters):
             self._weights = weight1, weight2
         return list(self._weights)
 
-    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        return self._native_shapes  # type: ignore[return-value]
 
-    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        """Views of each expert's matrices."""
-        return WeightSource.stacked(*self._weights, layout=self.layout)
+class PassedParameters(StackedParameters):
+    """The weights w1, w2 and biases b1, b2 of one call, whose gradients autograd adds up.
+
+    A backward need not have the tensors any more, so records of their shapes and dtypes stand for
+    them. These have no `main_grad`, whatever the tensors have.
+    """
+
+    def __init__(
+        self,
+        activation: ActivationType,
+        layout: WeightLayout,
+        weights: EngineWeights,
+        dtypes: Sequence[torch.dtype | None],
+    ) -> None:
+        """`weights`: as the engine read them. `dtypes`: of w1, w2, b1, b2, None where there is none."""
+        super().__init__(activation)
+        self.layout, self.has_biases = layout, weights.b1 is not None
+        self._native_shapes = tuple(weights.w1.shape), tuple(weights.w2.shape)  # type: ignore[assignment]
+        shapes = self.shape_in(layout, 0), self.shape_in(layout, 1), (), ()
+        of_each = zip(shapes, dtypes, strict=True)
+        self._records = [_Record(shape, dtype) for shape, dtype in of_each if dtype is not None]
+
+    def parameters(self) -> list[Any]:
+        return self._records
+
+    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
+        """No, so that no kernel is needed for gradients that one plain operation makes."""
+        return False
+
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """In the dtype of each, and in the accumulators' memory where nothing has to be moved."""
+        layout = self.layout
+        # A bias has no orientation, and b2 no halves, so its map is the identity.
+        maps = (layout.user_w1, layout.user_w2, layout.user_b1, lambda b2: b2)
+        for parameter, sums, to_user in zip(self._records, native.tensors(), maps, strict=False):
+            # Rounded before it is rearranged, because that moves half the bytes.
+            yield parameter, to_user(sums.to(parameter.dtype)), sums  # type: ignore[misc]
+
+
+class _Record(NamedTuple):
+    """What gradients ask of a parameter."""
+
+    shape: Shape
+    dtype: torch.dtype
+    is_leaf: bool = True

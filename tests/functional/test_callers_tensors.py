@@ -8,6 +8,7 @@ import callers_tensors
 import pytest
 from callers_tensors import FACES, SPELLINGS, check_face, check_node, given, spelled, untouched
 from framework import torch
+from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
 
 from sonicmoe import SonicMoEConfig
 
@@ -29,6 +30,19 @@ def test_calls_leave_their_callers_tensors_alone(face, fp8, spelling):
 @pytest.mark.parametrize("mode", ["off", "perf", "mem"])
 def test_the_node_writes_main_grad_alone(mode, options, spelling):
     check_node(given("cpu", spelling), SonicMoEConfig(fp8_mode=mode), **options)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_a_main_grad_is_left_alone(use_fp8):
+    """Autograd gets the gradients of weights that are passed to a call, whatever they carry."""
+    moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    expected = run_layer(moe, x, dout, use_fp8=use_fp8)
+    for weight in moe.parameters():
+        weight.main_grad = torch.full_like(weight, float("nan"))
+        weight.grad_added_to_main_grad = False
+    assert_same_bits(run_layer(moe, x, dout, use_fp8=use_fp8), expected)
+    for weight in moe.parameters():
+        assert weight.main_grad.isnan().all() and not weight.grad_added_to_main_grad
 
 
 @pytest.mark.parametrize(
