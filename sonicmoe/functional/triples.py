@@ -7,6 +7,7 @@ import torch
 from ..config import current_config
 from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import dtype_name, is_cuda, require_framework_tensor
+from ..refusals import need_dtype, need_shape
 from ..routing.ids import group_of
 
 Tensor = torch.Tensor
@@ -25,12 +26,8 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
     """
     require_framework_tensor(x, "x")
     expect(E >= 0, ShapeError, f"E is {E}; needed: at least 0")
-    expect(len(x.shape) == 1, ShapeError, f"x has shape {tuple(x.shape)}; needed: one axis")
-    expect(
-        x.dtype in (torch.int32, torch.int64),
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}; needed: int32 or int64",
-    )
+    need_shape(len(x.shape) == 1, "x", x, "one axis")
+    need_dtype("x", x, torch.int32, torch.int64)
     ids = x.to(torch.int64)
     group = group_of(ids, E)
     # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
@@ -125,21 +122,12 @@ def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
     triples = {"router_scores": scores, "token_indices": tokens, "expert_indices": experts}
     for name, values in triples.items():
         require_framework_tensor(values, name)
+    need_shape(len(scores.shape) == 1, "router_scores", scores, "one axis")
+    # The name of a dtype is composed only for the message, because the compiler warns of the cache
+    # of names where it traces one.
+    if not scores.is_floating_point():
+        raise DTypeError(f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type")
     shape = tuple(scores.shape)
-    expect(len(shape) == 1, ShapeError, f"router_scores has shape {shape}; needed: one axis")
-    expect(
-        scores.is_floating_point(),
-        DTypeError,
-        f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type",
-    )
     for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
-        expect(
-            tuple(ids.shape) == shape,
-            ShapeError,
-            f"{name} has shape {tuple(ids.shape)}; router_scores {shape}",
-        )
-        expect(
-            ids.dtype in (torch.int32, torch.int64),
-            DTypeError,
-            f"{name} is {dtype_name(ids.dtype)}; needed: int32 or int64",
-        )
+        need_shape(tuple(ids.shape) == shape, name, ids, f"that of router_scores, {shape}")
+        need_dtype(name, ids, torch.int32, torch.int64)

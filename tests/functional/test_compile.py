@@ -20,6 +20,8 @@ from sonicmoe.functional.call import make_plan
 from sonicmoe.functional.plan_numbers import number_of
 from sonicmoe.layouts import WeightLayout
 
+# The compiler warns of every cached function that it traces, and a correct program reads no warning.
+pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -263,7 +263,7 @@ REFUSED = {
     "fewer tokens": (
         {"token_indices": ids(0, 1)},
         ShapeError,
-        r"token_indices has shape \(2,\); router_scores \(3,\)",
+        r"token_indices has shape \(2,\); needed: that of router_scores, \(3,\)",
     ),
     "more experts": (
         {"expert_indices": ids(0, 1, 2, 3)},

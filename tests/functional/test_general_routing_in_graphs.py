@@ -14,6 +14,8 @@ from sonicmoe.errors import RoutingError, ShapeError
 from sonicmoe.functional import triples as triples_module
 
 MOST = max(TOKENS.count(token) for token in TOKENS)
+# The compiler warns of every cached function that it traces, and a correct program reads no warning.
+pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
 MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
 
 
