@@ -6,25 +6,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.moe_golden import Result, make_problem, set_up, user_gradients
+from engine.fp8_by_hand import by_hand
+from engine.moe_golden import Result, make_problem, set_up
 from framework import numpy, tensor, torch
 
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType
+from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES, ScaleFormat, rows
-from sonicmoe.quant.reference import quantize
-from sonicmoe.quant.tokens import tokens_of
+from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.tokens import has_row_scales, tokens_of
 
 ISO128 = EngineSettings(recipe=RECIPES["iso128"])
 EXACT = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"])
 FORMS = pytest.mark.parametrize("row", [False, True], ids=["1x128", "row"])
+WGRADS = pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
 
 
-def problem_with_idle_tokens():
+def gaussian_problem():
+    return make_problem(tokens=160, hidden=256, intermediate=128, topk=2, dtype=torch.bfloat16)
+
+
+def problem_with_idle_tokens(made=None, step=6):
     """A small problem whose H is a multiple of 128; some of its tokens have no valid slot."""
-    made = make_problem(hidden=256, intermediate=64, topk=2, dtype=torch.bfloat16)
+    made = made or make_problem(hidden=256, intermediate=64, topk=2, dtype=torch.bfloat16)
     indices = made.indices.copy()
-    indices[::6] = -1
+    indices[::step] = -1
     return made.but(indices=indices)
 
 
@@ -45,7 +52,7 @@ def odd_multiples(x, row):
     return tokens_of(made.codes, tensor(scale * odd, torch.float32))
 
 
-def run(problem, settings, dout=None, x=None):
+def run(problem, settings, dout=None, x=None) -> Result:
     """The engine on bf16 tokens, or on quantised ones, and on a gradient of either kind."""
     setup = set_up(problem, settings, torch.bfloat16)
     setup = replace(setup, x=setup.x if x is None else x, dout=setup.dout if dout is None else dout)
@@ -53,7 +60,28 @@ def run(problem, settings, dout=None, x=None):
     sums = setup.accumulators()
     dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, sums)
     assert out.dtype == dx.dtype == torch.bfloat16
-    return Result(numpy(out), numpy(dx), numpy(dprobs), *user_gradients(problem, sums))
+    return setup.result(out, dx, dprobs, sums)
+
+
+def arrived_by_hand(problem, settings, exact=True, **arriving) -> Result:
+    """What the recipe makes of an x or dout that arrives in FP8: nobody quantises it again, and
+    where wgrad reads its codes, the scales of its rows stand with the other operand.
+    """
+    seen = problem.but(**{name: numpy(dequantize(q)) for name, q in arriving.items()})
+    scales = {
+        f"{name}_scale": numpy(q.scale_inv).max(1)
+        for name, q in arriving.items()
+        if settings.fp8_wgrad and (settings.recipe.folds_wgrad or has_row_scales(q))
+    }
+    return by_hand(seen, settings, torch.bfloat16, skip=arriving, exact=exact, **scales)
+
+
+def stages_of(problem, settings, **arriving) -> list[str]:
+    """What a step shows, in its order."""
+    seen = []
+    with listening(lambda name, value: seen.append(name) or value):
+        run(problem, settings, **arriving)
+    return seen
 
 
 def poisoned(x, problem):
@@ -64,3 +92,10 @@ def poisoned(x, problem):
     codes[idle], scale[idle] = 0x7F, np.nan
     codes = tensor(codes).to(torch.uint8).view(torch.float8_e4m3fn)
     return tokens_of(codes, tensor(scale, torch.float32))
+
+
+def assert_all_apart(ways, least):
+    """No two of these arrays are nearer to each other than a share of their largest value."""
+    largest = max(np.abs(way).max() for way in ways)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(ways[one] - ways[other]).max() > least * largest

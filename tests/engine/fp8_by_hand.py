@@ -9,10 +9,20 @@ out, which shows that a test would notice.
 from __future__ import annotations
 
 import numpy as np
-from engine.moe_golden import Result, base_of, each, native_order, native_weights, slope, value
+from engine.moe_golden import (
+    OUTPUTS,
+    Result,
+    base_of,
+    each,
+    make_problem,
+    native_order,
+    native_weights,
+    slope,
+    value,
+)
 from framework import numpy, tensor, torch
 
-from sonicmoe.enums import ZCode
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.format import Code
 from sonicmoe.quant.reference import dequantize, quantize
 
@@ -36,16 +46,12 @@ AFFECTS = {
 
 
 class Hand:
-    """Arguments of one computation."""
+    """How operands of one computation are rounded."""
 
     def __init__(self, settings, dtype, skip=(), exact=False):
-        self.settings, self.recipe, self.dtype, self.skip, self.exact = (
-            settings,
-            settings.recipe,
-            dtype,
-            set(skip),
-            exact,
-        )
+        self.settings, self.recipe, self.dtype = settings, settings.recipe, dtype
+        self.skip, self.exact = set(skip), exact
+        self.folds = self.recipe is not None and self.recipe.folds_wgrad and settings.fp8_wgrad
 
     def fp32(self, array):
         """As fp32; when everything is meant to be exact, it must lose nothing."""
@@ -59,39 +65,16 @@ class Hand:
         """To the dtype of the tokens and back."""
         return numpy(tensor(np.asarray(array, np.float32), torch.float32).to(self.dtype))
 
+    def quantised(self, array, name, code=Code.E4M3):
+        block, scale_format = getattr(self.recipe, name), self.recipe.scale_format
+        return quantize(self.fp32(array), block, code, scale_format)
+
     def operand(self, array, name):
         """A GEMM operand after the quantisation `name`."""
-        unquantised = self.recipe is None or (
-            name.startswith("wgrad") and not self.settings.fp8_wgrad
-        )
-        if unquantised:
+        plain_wgrad = name.startswith("wgrad") and not self.settings.fp8_wgrad
+        if self.recipe is None or plain_wgrad:
             return self.rounded(array)
-        if name in self.skip:
-            return array
-        return numpy(
-            dequantize(
-                quantize(
-                    self.fp32(array),
-                    getattr(self.recipe, name),
-                    Code.E4M3,
-                    self.recipe.scale_format,
-                )
-            )
-        )
-
-    def row_scale(self, array, name):
-        """The largest scale of every row of x or dout."""
-        q = quantize(
-            self.fp32(array), getattr(self.recipe, name), Code.E4M3, self.recipe.scale_format
-        )
-        return numpy(q.scale_inv).max(1)
-
-    def codes(self, array, name, scale):
-        """x or dout over its rows' scales, on the grid of e4m3: its codes, and those of blocks with
-        a scale of their own rounded once more.
-        """
-        values = self.operand(array, name) / scale[:, None]
-        return numpy(tensor(values, torch.float32).to(torch.float8_e4m3fn).to(torch.float32))
+        return array if name in self.skip else numpy(dequantize(self.quantised(array, name)))
 
     def stored_z(self, z):
         """z as backward reads it."""
@@ -102,9 +85,61 @@ class Hand:
         if self.settings.save_z is ZCode.BF16:
             return numpy(self.fp32(z).to(torch.bfloat16))
         code = {ZCode.INT8: Code.INT8, ZCode.E4M3: Code.E4M3}[self.settings.save_z]
-        return numpy(
-            dequantize(quantize(self.fp32(z), self.recipe.z, code, self.recipe.scale_format))
-        )
+        return numpy(dequantize(self.quantised(z, "z", code)))
+
+
+class Rows:
+    """The slots of one expert, in the order of its rows; padding rows follow."""
+
+    def __init__(self, indices, expert, alignment):
+        self.slots = [at for at in np.ndindex(*indices.shape) if indices[at] == expert]
+        self.tokens = [token for token, _ in self.slots]
+        self.padded = -(-len(self.slots) // alignment) * alignment
+
+    def filled(self, values, padding=0.0):
+        """`[rows, C]` values of the true rows, and what padding rows hold."""
+        made = np.full((self.padded, values.shape[1]), padding)
+        made[: len(values)] = values
+        return made
+
+    def of(self, tokens, padding=0.0):
+        return self.filled(tokens[self.tokens], padding)
+
+
+class Tokens:
+    """x or dout, as the product that gathers it reads it, and as wgrad does.
+
+    scale `[T]`: the values are one scale per token times its codes, and wgrad multiplies the codes.
+    A recipe that folds has scales of its own.
+    """
+
+    def __init__(self, hand, name, values, scale):
+        self.hand, self.name, self.values, self.scale = hand, name, values, scale
+        self.operand = hand.operand(values, name)
+        if hand.folds and scale is None:
+            self.scale = numpy(hand.quantised(values, name).scale_inv).max(1)
+
+    def read(self, rows):
+        recipe = self.hand.recipe
+        if recipe is not None and getattr(recipe, self.name).rows > 1:
+            # Blocks of several rows are cut after the gather.
+            return self.hand.operand(rows.of(self.values), self.name)
+        return rows.of(self.operand)
+
+    def codes(self):
+        """On the grid of e4m3; those of blocks with a scale of their own are rounded once more."""
+        if not self.hand.folds:
+            return self.values / self.scale[:, None]
+        values = tensor(self.operand / self.scale[:, None], torch.float32)
+        return numpy(values.to(torch.float8_e4m3fn).to(torch.float32))
+
+    def times(self, rows, other, name):
+        """The weight gradient `tokens^T other`, where the other operand is the recipe's `name`."""
+        if self.scale is None:
+            mine = self.hand.operand(rows.of(self.values), f"wgrad_{self.name}")
+            return mine.T @ self.hand.operand(other, name)
+        scaled = other * rows.of(self.scale[:, None], padding=1.0)
+        return rows.of(self.codes()).T @ self.hand.operand(scaled, name)
 
 
 def activation_of(problem, z):
@@ -117,78 +152,78 @@ def activation_of(problem, z):
 
 
 def by_hand(
-    problem, settings, dtype, skip=(), exact=False, row_scale=None, dout_scale=None
+    problem, settings, dtype, skip=(), exact=False, x_scale=None, dout_scale=None
 ) -> Result:
-    """`row_scale [T]`: x is one scale per token times its codes, and wgrad multiplies the codes;
-    `dout_scale`: the same of dout. A recipe that folds has them of its own.
-    """
+    """Everything that a forward and a backward give; the scales are those of `Tokens`."""
     hand = Hand(settings, dtype, skip, exact)
-    folds = settings.recipe is not None and settings.recipe.folds_wgrad and settings.fp8_wgrad
-    if folds and row_scale is None:
-        row_scale = hand.row_scale(problem.x, "x")
-    if folds and dout_scale is None:
-        dout_scale = hand.row_scale(problem.dout, "dout")
-    alignment = settings.row_alignment
-    w1, w2, _, _ = native_weights(problem)
-    x_operand, dout_operand = hand.operand(problem.x, "x"), hand.operand(problem.dout, "dout")
-    result = Result(
-        *(
-            np.zeros_like(a)
-            for a in (problem.x, problem.x, problem.probs, problem.up_gate, problem.down)
-        )
-    )
-    order = native_order(problem.up_gate.shape[2], problem.gated)
-    for e in range(problem.num_experts):
-        pairs = [
-            (t, k) for t, k in np.ndindex(*problem.indices.shape) if problem.indices[t, k] == e
-        ]
-        if not pairs:
-            continue
-        tokens = [t for t, _ in pairs]
-        n, padded = len(pairs), -(-len(pairs) // alignment) * alignment
-
-        def rows(source, tokens=tokens, n=n, padded=padded):
-            made = np.zeros((padded, source.shape[1]))
-            made[:n] = source[tokens]
-            return made
-
-        def read(name, quantised, rows=rows):
-            """x or dout as its GEMM reads it: blocks of several rows are cut after the gather."""
-            in_order = hand.recipe is not None and getattr(hand.recipe, name).rows > 1
-            return hand.operand(rows(getattr(problem, name)), name) if in_order else rows(quantised)
-
-        p = np.zeros((padded, 1))
-        p[:n, 0] = [problem.probs[pair] for pair in pairs]
-
-        z = read("x", x_operand) @ hand.operand(w1[e], "w1").T
-        y1 = hand.operand(activation_of(problem, z)[0], "y1")
-        y2 = hand.rounded(y1 @ hand.operand(w2[e], "w2").T)
-
-        y1, a, da, up = activation_of(problem, hand.stored_z(z))
-        dy1 = read("dout", dout_operand) @ hand.operand(w2[e], "w2_dgrad")
-        dgate, dup = p * dy1 * up * da, p * dy1 * a
-        dz = np.stack([dgate, dup], -1).reshape(padded, -1) if problem.gated else dgate
-        y1s = p * y1
-        if hand.recipe is not None and hand.recipe.rounds_rows:
-            dz, y1s = hand.rounded(dz), hand.rounded(y1s)
-        dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1[e], "w1_dgrad"))
-        for row, (t, k) in enumerate(pairs):
-            result.out[t] += p[row, 0] * y2[row]
-            result.dx[t] += dx_rows[row]
-            result.dprobs[t, k] = dy1[row] @ y1[row]
-
-        def product(given, name, scale, beside, other, rows=rows, tokens=tokens, n=n):
-            if scale is None:
-                return hand.operand(rows(given), name).T @ hand.operand(beside, other)
-            s = np.ones((len(beside), 1))
-            s[:n, 0] = scale[tokens]
-            operand = name.removeprefix("wgrad_")
-            codes = hand.codes(given, operand, scale) if folds else given / scale[:, None]
-            return rows(codes).T @ hand.operand(beside * s, other)
-
-        dw2 = product(problem.dout, "wgrad_dout", dout_scale, y1s, "wgrad_y1s")
-        dw1 = product(problem.x, "wgrad_x", row_scale, dz, "wgrad_dz").T
-        result.dw1[e][:, order] = dw1.T
-        result.dw2[e] = dw2.T
+    x = Tokens(hand, "x", problem.x, x_scale)
+    dout = Tokens(hand, "dout", problem.dout, dout_scale)
+    like = problem.x, problem.x, problem.probs, problem.up_gate, problem.down
+    result = Result(*map(np.zeros_like, like))
+    for expert in range(problem.num_experts):
+        rows = Rows(problem.indices, expert, settings.row_alignment)
+        if rows.slots:
+            add_expert(result, problem, hand, x, dout, rows, expert)
     result.out, result.dx = hand.rounded(result.out), hand.rounded(result.dx)
     return result
+
+
+def add_expert(result, problem, hand, x, dout, rows, expert):
+    """What one expert adds to outputs and gradients of tokens, and its weight gradients."""
+    w1, w2 = (weight[expert] for weight in native_weights(problem)[:2])
+    p = rows.filled(np.array([[problem.probs[slot]] for slot in rows.slots]))
+    z = x.read(rows) @ hand.operand(w1, "w1").T
+    y1 = hand.operand(activation_of(problem, z)[0], "y1")
+    y2 = hand.rounded(y1 @ hand.operand(w2, "w2").T)
+
+    y1, a, da, up = activation_of(problem, hand.stored_z(z))
+    dy1 = dout.read(rows) @ hand.operand(w2, "w2_dgrad")
+    dgate, dup = p * dy1 * up * da, p * dy1 * a
+    dz = np.stack([dgate, dup], -1).reshape(rows.padded, -1) if problem.gated else dgate
+    y1s = p * y1
+    if hand.recipe is not None and hand.recipe.rounds_rows:
+        dz, y1s = hand.rounded(dz), hand.rounded(y1s)
+    dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1, "w1_dgrad"))
+    for row, (t, k) in enumerate(rows.slots):
+        result.out[t] += p[row, 0] * y2[row]
+        result.dx[t] += dx_rows[row]
+        result.dprobs[t, k] = dy1[row] @ y1[row]
+    order = native_order(problem.up_gate.shape[2], problem.gated)
+    result.dw1[expert][:, order] = x.times(rows, dz, "wgrad_dz")
+    result.dw2[expert] = dout.times(rows, y1s, "wgrad_y1s").T
+
+
+def coarse_problem(**changes):
+    """Small odd integers (5 significant bits: E4M3 must round them), sparse weights, power-of-two
+    probabilities, ReGLU.
+
+    With power-of-two scales every sum and product is exact in fp32, so two right implementations
+    agree to the last bit.
+    """
+    sizes = {"tokens": 150, "hidden": 144, "intermediate": 136, "experts": 3, "topk": 2}
+    problem = make_problem(ActivationType.REGLU, **{**sizes, "empty": (1,), **changes})
+    rng = np.random.default_rng(11)
+
+    def integers(shape, density=1.0):
+        signed = rng.choice([-1, 1], shape) * rng.integers(1, 32, shape)
+        return (signed * (rng.random(shape) < density)).astype(np.float64)
+
+    return problem.but(
+        x=integers(problem.x.shape),
+        dout=integers(problem.dout.shape),
+        probs=2.0 ** -rng.integers(0, 3, problem.probs.shape),
+        up_gate=integers(problem.up_gate.shape, 0.1),
+        down=integers(problem.down.shape, 0.1),
+    )
+
+
+def distance(one, other, name):
+    """Largest difference over the largest value."""
+    one, other = getattr(one, name), getattr(other, name)
+    return np.abs(one - other).max() / np.abs(other).max()
+
+
+def assert_equal_to_rounding(actual, expected):
+    """To that of sums in fp32."""
+    for name in OUTPUTS:
+        assert distance(actual, expected, name) < 1e-6, name

@@ -13,7 +13,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
-from engine.host_bf16 import HostGemms, HostRows
+from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.plain_layer import (
     BF16,
     FP16,
@@ -47,11 +47,11 @@ def gemms(monkeypatch):
     made = {}
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_90a", 132))
     monkeypatch.setattr(bf16, "launch_scope", lambda tensor: nullcontext())
-    monkeypatch.setattr(bf16, "ExpertRows", HostRows)
+    monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
     monkeypatch.setattr(
         bf16,
         "grouped_gemms",
-        lambda shape, lent: made.setdefault((shape, lent), HostGemms(shape)),
+        lambda shape, lent: made.setdefault((shape, lent), Bf16Gemms(shape)),
     )
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
     return made
@@ -128,7 +128,7 @@ class TestWgrad:
         case = make_case(frees_stagewise=stagewise)
         pending = case.pending(OURS)
         y1s, alive = weakref.ref(pending.y1s), []
-        monkeypatch.setattr(HostGemms, "wgrad_up", lambda *_: alive.append(y1s() is not None))
+        monkeypatch.setattr(Bf16Gemms, "wgrad_up", lambda *_: alive.append(y1s() is not None))
         OURS.backward_dw(pending, case.accumulators())
         assert alive == [not stagewise]
 
@@ -137,7 +137,7 @@ class TestWgrad:
         case, alive = make_case(frees_stagewise=stagewise), []
         weights, _, saved = case.forward(OURS)
         z = weakref.ref(saved.z)
-        monkeypatch.setattr(HostGemms, "dgrad", lambda *_: alive.append(z() is not None))
+        monkeypatch.setattr(Bf16Gemms, "dgrad", lambda *_: alive.append(z() is not None))
         OURS.backward_dx(case.dout, saved, weights)
         assert alive == [not stagewise] and (saved.x is None) == stagewise
 

@@ -8,9 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.fp8_by_hand import AFFECTS, by_hand
+from engine.fp8_by_hand import (
+    AFFECTS,
+    assert_equal_to_rounding,
+    by_hand,
+    coarse_problem,
+    distance,
+)
 from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, run_engine, set_up
 from framework import cosine, numpy, relative_rmse, torch
+from pairwise import pairwise
 
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, ZCode
@@ -21,85 +28,38 @@ POW2 = [recipe.with_scales(ScaleFormat.POW2) for recipe in BASE_RECIPES]
 ISO128 = EngineSettings(recipe=RECIPES["iso128"])
 
 
-def coarse_problem(**changes):
-    """Small odd integers (5 significant bits: E4M3 must round them), sparse weights, power-of-two
-    probabilities, ReGLU.
-
-    With power-of-two scales every sum and product is exact in fp32, so two right implementations
-    agree to the last bit.
-    """
-    sizes = {
-        "tokens": 150,
-        "hidden": 144,
-        "intermediate": 136,
-        "experts": 3,
-        "topk": 2,
-        "empty": (1,),
-    }
-    problem = make_problem(ActivationType.REGLU, **(sizes | changes))
-    rng = np.random.default_rng(11)
-
-    def integers(shape, density=1.0):
-        return (
-            rng.choice([-1, 1], shape) * rng.integers(1, 32, shape) * (rng.random(shape) < density)
-        )
-
-    return problem.but(
-        x=integers(problem.x.shape).astype(np.float64),
-        dout=integers(problem.dout.shape).astype(np.float64),
-        probs=2.0 ** -rng.integers(0, 3, problem.probs.shape),
-        up_gate=integers(problem.up_gate.shape, 0.1).astype(np.float64),
-        down=integers(problem.down.shape, 0.1).astype(np.float64),
-    )
-
-
-def distance(one, other, name):
-    """Largest difference over the largest value."""
-    one, other = getattr(one, name), getattr(other, name)
-    return np.abs(one - other).max() / np.abs(other).max()
-
-
 @pytest.fixture(scope="module")
 def coarse():
     return coarse_problem()
 
 
+def assert_by_hand(problem, settings, dtype=torch.float32, exact=True):
+    expected = by_hand(problem, settings, dtype, exact=exact)
+    assert_equal_to_rounding(run_engine(problem, settings, dtype), expected)
+
+
 @pytest.mark.parametrize("recipe", POW2, ids=lambda r: r.name)
 def test_equals_the_recipe_by_hand_to_fp32_rounding(coarse, recipe):
-    settings = EngineSettings(ActivationType.REGLU, recipe)
-    actual, expected = (
-        run_engine(coarse, settings),
-        by_hand(coarse, settings, torch.float32, exact=True),
-    )
-    for name in OUTPUTS:
-        assert distance(actual, expected, name) < 1e-6, name
+    assert_by_hand(coarse, EngineSettings(ActivationType.REGLU, recipe))
 
 
-@pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
-@pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("save_z", "fp8_wgrad", "dtype"),
+    pairwise(tuple(ZCode), (True, False), ("float32", "bfloat16")),
+    ids=str,
+)
 def test_every_setting_equals_the_recipe_by_hand(coarse, save_z, fp8_wgrad, dtype):
-    dtype = getattr(torch, dtype)
     settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"], fp8_wgrad, save_z)
-    actual, expected = (
-        run_engine(coarse, settings, dtype),
-        by_hand(coarse, settings, dtype, exact=True),
-    )
-    for name in OUTPUTS:
-        assert distance(actual, expected, name) < 1e-6, name
+    assert_by_hand(coarse, settings, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_without_a_recipe_operands_have_the_dtype_of_the_tokens(dtype):
-    dtype = getattr(torch, dtype)
     small = coarse_problem(tokens=40, hidden=24, intermediate=16)
-    small = small.but(
-        up_gate=small.up_gate * 2.0**-7, down=small.down * 2.0**-7
-    )  # fp16 ends at 65504
+    fp16 = 2.0**-7  # fp16 ends at 65504
+    small = small.but(up_gate=small.up_gate * fp16, down=small.down * fp16)
     settings = EngineSettings(ActivationType.REGLU)
-    actual, expected = run_engine(small, settings, dtype), by_hand(small, settings, dtype)
-    for name in OUTPUTS:
-        assert distance(actual, expected, name) < 1e-6, name
+    assert_by_hand(small, settings, getattr(torch, dtype), exact=False)
 
 
 @pytest.mark.parametrize("point", AFFECTS)
@@ -108,10 +68,8 @@ def test_every_quantisation_point_shows(coarse, point):
     tests above would notice.
     """
     settings = EngineSettings(ActivationType.REGLU, RECIPES["1x128-pow2"])
-    actual, without = (
-        run_engine(coarse, settings),
-        by_hand(coarse, settings, torch.float32, skip=[point]),
-    )
+    actual = run_engine(coarse, settings)
+    without = by_hand(coarse, settings, torch.float32, skip=[point])
     moved = {name for name in OUTPUTS if distance(without, actual, name) > 1e-3}
     equal = {name for name in OUTPUTS if distance(without, actual, name) < 1e-6}
     assert moved == AFFECTS[point]
@@ -218,21 +176,19 @@ def test_saved_z_codes_differ_in_exactness_and_in_nothing_else(gaussian):
         assert error[ZCode.BF16] < error[ZCode.INT8], name
 
 
-@pytest.mark.parametrize(("save_z", "code"), [(ZCode.INT8, Code.INT8), (ZCode.E4M3, Code.E4M3)])
-def test_z_is_kept_in_eight_bits(save_z, code):
+@pytest.mark.parametrize(
+    ("save_z", "code"),
+    [(ZCode.INT8, Code.INT8), (ZCode.E4M3, Code.E4M3), (ZCode.BF16, None)],
+    ids=["int8", "e4m3", "bf16"],
+)
+def test_z_is_kept_as_it_is_asked_for(save_z, code):
     setup = set_up(make_problem(), replace(ISO128, save_z=save_z))
     z = setup.forward()[1].z
-    assert isinstance(z, BlockScaledTensor)
-    assert z.code is code
-    assert z.block == ISO128.recipe.z
-    assert z.shape == (setup.routing.num_rows, 96)
-
-
-def test_z_is_kept_in_bf16_when_asked_for():
-    assert (
-        set_up(make_problem(), replace(ISO128, save_z=ZCode.BF16)).forward()[1].z.dtype
-        == torch.bfloat16
-    )
+    assert tuple(z.shape) == (setup.routing.num_rows, 96)
+    if code is None:
+        assert z.dtype == torch.bfloat16
+    else:
+        assert isinstance(z, BlockScaledTensor) and z.code is code and z.block == ISO128.recipe.z
 
 
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
@@ -249,10 +205,8 @@ def test_recomputed_z_gives_the_same_bits(recipe, save_z, dtype):
 
 def test_plain_wgrad_is_more_exact_and_changes_nothing_else(gaussian):
     problem, exact = gaussian
-    quantised, plain = (
-        run_engine(problem, ISO128),
-        run_engine(problem, replace(ISO128, fp8_wgrad=False)),
-    )
+    quantised = run_engine(problem, ISO128)
+    plain = run_engine(problem, replace(ISO128, fp8_wgrad=False))
     assert_same_bits(plain, quantised, names=("out", "dx", "dprobs"))
     for name in ("dw1", "dw2"):
         error = relative_rmse(getattr(plain, name), getattr(exact, name))

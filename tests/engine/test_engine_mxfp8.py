@@ -4,6 +4,7 @@ computed on the host.
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +14,9 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
-from engine.host_mx import HostGemms, HostRows
+from engine import fp8_layer
+from engine.fp8_layer import E, assert_same_bits, parameter_targets
+from engine.host_gemms import MxGemms, MxRows
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import mxfp8, select, trial
@@ -21,7 +24,7 @@ from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.capabilities import MXFP8, missing_package, problem
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import choose_engine
@@ -34,13 +37,12 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.node.late_wgrad import tensors_in
 from sonicmoe.observe import listening
 from sonicmoe.quant import mx
-from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import dequantize, quantize
-from sonicmoe.routing.build import build_routing
 
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 OURS, REFERENCE = Mxfp8Engine(), ReferenceEngine()
-T, H, I, E, K = 90, 160, 288, 4, 3
+T, H, I = 90, 160, 288
 NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
 MODES = {
     "default": {},
@@ -59,7 +61,7 @@ def gemms(monkeypatch):
     @contextmanager
     def launches(x, settings, routing):
         key = settings.activation, settings.activation_parameters
-        yield made.setdefault(key, HostGemms(*key)), HostRows(routing)
+        yield made.setdefault(key, MxGemms(*key)), MxRows(routing)
 
     monkeypatch.setattr(mxfp8, "_launches", launches)
     for module in (mxfp8, mx):
@@ -68,34 +70,12 @@ def gemms(monkeypatch):
     return made
 
 
-class Case:
-    """bf16 operands of one layer; one expert without tokens, and both sentinels."""
-
-    def __init__(self, tokens=T, *, seed=0, invalid=0.3, hidden=H, inner=I):
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*size, scale=1.0):
-            return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16)
-
-        self.x, self.dout = normal(tokens, hidden), normal(tokens, hidden)
-        self.w1 = normal(E, 2 * inner, hidden, scale=hidden**-0.5)
-        self.w2 = normal(E, hidden, inner, scale=inner**-0.5)
-        ids = torch.rand(tokens, E - 1, generator=generator).argsort(1)[:, :K]
-        drop = torch.rand(tokens, K, generator=generator) < invalid
-        sentinel = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E)
-        probs = torch.rand(tokens, K, generator=generator) + 0.05
-        self.routing = build_routing(torch.where(drop, sentinel, ids), probs, E)
+class Case(fp8_layer.Case):
+    def __init__(self, tokens=T, *, hidden=H, inner=I, **options):
+        super().__init__(tokens, hidden, inner, **options)
 
     def run(self, engine, settings=MX, targets=None):
-        weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
-        experts, n1, hidden = self.w1.shape
-        sums = targets or NativeBuffer.zeros(experts, n1, hidden, n1 // 2, False, "cpu")
-        out, saved = engine.forward(self.x, self.routing, weights, settings)
-        dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
-        engine.backward_dw(pending, sums)
-        if targets is not None:
-            return {"out": out, "dx": dx, "dprobs": dprobs}
-        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
+        return super().run(engine, settings, targets)
 
 
 def distance(found, wanted):
@@ -123,17 +103,15 @@ def test_every_mode_equals_the_reference_engine(case, wanted, mode):
     found = case.run(OURS, replace(MX, **mode))
     for name in NAMES:
         assert distance(found[name], wanted[name]) <= BARS[name], name
-    assert not found["dw1"][E - 1].any() and not found["dw2"][E - 1].any(), (
-        "an expert without tokens"
-    )
+    assert not any(found[name][E - 1].any() for name in ("dw1", "dw2")), "without tokens"
     dropped = case.routing.slot_row.reshape(case.routing.num_tokens, -1) < 0
     assert not found["dprobs"][dropped].any()
 
 
 def test_equal_calls_give_equal_bits_in_every_mode(case):
     runs = [case.run(OURS, replace(MX, **mode)) for mode in ({}, *MODES.values())]
-    for name in NAMES:
-        assert all(torch.equal(run[name], runs[0][name]) for run in runs), name
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
 
 
 @pytest.mark.parametrize("activation", MXFP8.activations, ids=lambda a: a.value)
@@ -151,8 +129,7 @@ def test_what_is_launched(case, gemms):
     backward = ["dgated", "dgrad", "load hidden", "load inner", "wgrad_down", "wgrad_up"]
     assert host.calls == ["up", "down", *backward]
     host.calls.clear()
-    weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
-    _, saved = OURS.forward(case.x, case.routing, weights, MX, save=False)
+    _, _, saved = case.forward(OURS, MX, save=False)
     assert saved is None and host.calls == ["up_only", "down"]
     host.calls.clear()
     case.run(OURS, replace(MX, recompute_z=True))
@@ -186,10 +163,8 @@ def test_a_listener_may_replace_an_operand(case):
         if name != "wgrad_x" or isinstance(value, torch.Tensor):
             return value
         order = case.routing.row_token, case.routing.padded_offsets
-        wanted = {
-            along: getattr(value, along) is not None for along in ("along_columns", "along_rows")
-        }
-        return mx.quantize_rows_iso32(other.x, *order, gathers=True, **wanted)
+        along = {name: getattr(value, name) is not None for name in ("along_columns", "along_rows")}
+        return mx.quantize_rows_iso32(other.x, *order, gathers=True, **along)
 
     with listening(replaced):
         found = case.run(OURS)
@@ -208,13 +183,9 @@ def test_no_token_at_all():
 def test_poison_in_rows_that_nobody_reads(case):
     """Tokens without a valid slot are NaN."""
     poisoned = Case()
-    unused = torch.ones(len(poisoned.x), dtype=torch.bool)
-    unused[poisoned.routing.row_token[poisoned.routing.row_token >= 0].long()] = False
-    assert unused.any()
-    poisoned.x[unused] = poisoned.dout[unused] = float("nan")
-    found, wanted = poisoned.run(OURS), case.run(OURS)
-    for name in NAMES:
-        assert torch.equal(found[name], wanted[name]), name
+    assert poisoned.unused.any()
+    poisoned.x[poisoned.unused] = poisoned.dout[poisoned.unused] = float("nan")
+    assert_same_bits(poisoned.run(OURS), case.run(OURS))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -250,22 +221,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_go_straight_to_stacked_parameters(case, layout):
-    up_shape = (E, H, 2 * I) if layout.transposed else (E, 2 * I, H)
-    down_shape = (E, I, H) if layout.transposed else (E, H, I)
-    up, down = torch.ones(up_shape), torch.ones(down_shape)
-    of_down = WeightLayout(layout.transposed, False)
-    targets = ParameterTargets(
-        WeightTarget.stacked(up, E, layout), WeightTarget.stacked(down, E, of_down)
-    )
+    targets = parameter_targets((E, 2 * I, H, I), layout, stacked=True, fill=1.0)
     assert OURS.problem_of(targets, MX) is None
-    case.run(OURS, targets=targets)
-    wanted = case.run(OURS)
-    assert torch.allclose(layout.native_w1(up) - 1, wanted["dw1"], rtol=1e-5, atol=1e-4)
-    assert torch.allclose(of_down.native_w2(down) - 1, wanted["dw2"], rtol=1e-5, atol=1e-4)
+    found, wanted = case.run(OURS, targets=targets), case.run(OURS)
+    for name in ("dw1", "dw2"):
+        assert torch.allclose(found[name] - 1, wanted[name], rtol=1e-5, atol=1e-4)
 
 
 def test_parameters_that_its_gemms_cannot_add_to():
-    per_expert = WeightTarget.per_expert([torch.zeros(2 * I, H) for _ in range(E)], WeightLayout())
+    per_expert = parameter_targets((E, 2 * I, H, I), WeightLayout()).up
     down = WeightTarget.stacked(torch.zeros(E, H, I), E, WeightLayout())
     targets = ParameterTargets(per_expert, down)
     assert "the MXFP8 GEMMs add to one for all" in OURS.problem_of(targets, MX)
@@ -274,15 +238,14 @@ def test_parameters_that_its_gemms_cannot_add_to():
 
 
 def test_released_operands_are_refused(case):
-    weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
-    _, saved = OURS.forward(case.x, case.routing, weights, MX)
+    weights, _, saved = case.forward(OURS, MX)
     _, _, pending = OURS.backward_dx(case.dout, saved, weights)
     # Everything that a side stream reads is found in them.
     held = {tensor.data_ptr() for tensor in tensors_in(pending)}
     for q in (pending.dz, pending.y1s, pending.native):
         assert {part.data_ptr() for part in q.parts} <= held
     assert pending.y1s.along_columns is None, "nobody contracts y1s over its columns"
-    sums = NativeBuffer.zeros(E, 2 * I, H, I, False, "cpu")
+    sums = case.accumulators()
     OURS.backward_dw(pending, sums)
     with pytest.raises(RuntimeError, match="released by an earlier backward_dw"):
         OURS.backward_dw(pending, sums)
@@ -344,11 +307,7 @@ def test_a_right_engine_passes_its_trial(activation):
     for result in found:
         assert result["problem"] is None, result
         for name, (rmse, element) in result["errors"].items():
-            assert rmse < 0.7 * bars.rmse and element < 0.7 * bars.element, (
-                name,
-                rmse,
-                element,
-            )
+            assert rmse < 0.7 * bars.rmse and element < 0.7 * bars.element, name
 
 
 class TestChoice:
@@ -390,13 +349,10 @@ class TestChoice:
         assert problem(MXFP8, self.WORKLOAD, "sm_103a") is None
 
     def test_tokens_in_fp8_are_dequantised_for_it(self, case):
-        from sonicmoe.quant.recipes import rows
-        from sonicmoe.quant.reference import quantize
-
-        weights = OURS.prepare_weights(case.w1, case.w2, None, None, MX)
-        tokens = quantize(case.x.float(), rows(128))
+        sent = copy.copy(case)
+        sent.x = quantize(case.x.float(), rows(128))
         with pytest.raises(DTypeError, match="cannot read x"):
-            OURS.forward(tokens, case.routing, weights, MX)
+            sent.forward(OURS, MX)
 
 
 @pytest.mark.skipif(missing_package(MXFP8.jobs(None, "sm_100a")) is not None, reason="needs quack")

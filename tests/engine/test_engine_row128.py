@@ -8,21 +8,29 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.fp8_arrivals import odd_multiples, poisoned, quantised, run
-from engine.fp8_by_hand import by_hand
-from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, set_up
-from engine.test_engine_fp8 import coarse_problem, distance
+from engine.fp8_arrivals import (
+    WGRADS,
+    arrived_by_hand,
+    assert_all_apart,
+    gaussian_problem,
+    odd_multiples,
+    poisoned,
+    problem_with_idle_tokens,
+    quantised,
+    run,
+    stages_of,
+)
+from engine.fp8_by_hand import assert_equal_to_rounding, by_hand, coarse_problem
+from engine.moe_golden import assert_same_bits, golden, make_problem, set_up
 from framework import numpy, relative_rmse, tensor, torch
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.capabilities import BF16, HOPPER, problem
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
-from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.quant.tokens import tokens_of
@@ -53,7 +61,7 @@ def coarse():
 
 @pytest.fixture(scope="module")
 def gaussian():
-    return make_problem(tokens=160, hidden=256, intermediate=128, topk=2, dtype=torch.bfloat16)
+    return gaussian_problem()
 
 
 def own_sender(values, settings=ROW128):
@@ -62,29 +70,25 @@ def own_sender(values, settings=ROW128):
     return tokens_of(q.codes, q.scale_inv)
 
 
-@pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
+def senders(problem, row=False):
+    """x and dout as the usual sender quantises them."""
+    return {side: quantised(getattr(problem, side), row) for side in ("x", "dout")}
+
+
+@WGRADS
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_recipe_by_hand_where_blocks_have_their_own_scales(coarse, name, fp8_wgrad):
     settings = EngineSettings(ActivationType.REGLU, RECIPES[f"{name}-pow2"], fp8_wgrad)
-    actual = run(coarse, settings)
     expected = by_hand(coarse, settings, torch.bfloat16, exact=True)
-    for output in OUTPUTS:
-        assert distance(actual, expected, output) < 1e-6, output
+    assert_equal_to_rounding(run(coarse, settings), expected)
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["x", "both"])
-def test_equals_the_recipe_by_hand_on_tokens_that_arrive_in_fp8(coarse, both):
+@pytest.mark.parametrize("sides", [("x",), ("x", "dout")], ids="+".join)
+def test_equals_the_recipe_by_hand_on_tokens_that_arrive_in_fp8(coarse, sides):
     """One scale per row and 128 columns: codes of the largest one are kept, the others rounded."""
-    x, dout = odd_multiples(coarse.x, False), odd_multiples(coarse.dout, False) if both else None
-    seen, scales, skip = coarse.but(x=numpy(dequantize(x))), {}, ["x"]
-    scales["row_scale"] = numpy(x.scale_inv).max(1)
-    if dout is not None:
-        seen, skip = seen.but(dout=numpy(dequantize(dout))), ["x", "dout"]
-        scales["dout_scale"] = numpy(dout.scale_inv).max(1)
-    expected = by_hand(seen, EXACT, torch.bfloat16, skip=skip, **scales)
-    actual = run(coarse, EXACT, dout, x)
-    for name in OUTPUTS:
-        assert distance(actual, expected, name) < 1e-6, name
+    sent = {side: odd_multiples(getattr(coarse, side), False) for side in sides}
+    expected = arrived_by_hand(coarse, EXACT, exact=False, **sent)
+    assert_equal_to_rounding(run(coarse, EXACT, **sent), expected)
 
 
 def test_a_fold_and_a_second_rounding_would_be_noticed(coarse):
@@ -96,11 +100,10 @@ def test_a_fold_and_a_second_rounding_would_be_noticed(coarse):
     square = EXACT.recipe.wgrad_dz
     unfolded = replace(EXACT.recipe, folds_wgrad=False, wgrad_x=square, wgrad_dout=square)
     ways = [
-        by_hand(seen, replace(EXACT, recipe=recipe), torch.bfloat16, ["x"], row_scale=rows).dw1
+        by_hand(seen, replace(EXACT, recipe=recipe), torch.bfloat16, ["x"], x_scale=rows).dw1
         for recipe, rows in ((EXACT.recipe, scale), (unfolded, None), (unfolded, scale))
     ]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(ways[one] - ways[other]).max() > 1e-5 * np.abs(ways[one]).max()
+    assert_all_apart(ways, 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,8 +120,7 @@ def test_a_sender_that_quantises_as_the_engine_does_changes_no_bit(gaussian, nam
 
 def test_one_scale_per_row_is_the_same_where_no_block_is_far_below(gaussian):
     """Gaussian rows: one scale for all columns, in either form of the scales."""
-    row = run(gaussian, ROW128, quantised(gaussian.dout, True), quantised(gaussian.x, True))
-    assert_same_bits(row, run(gaussian, ROW128))
+    assert_same_bits(run(gaussian, ROW128, **senders(gaussian, True)), run(gaussian, ROW128))
 
 
 def test_plain_wgrad_folds_nothing(gaussian):
@@ -136,9 +138,7 @@ def test_plain_wgrad_folds_nothing(gaussian):
 @pytest.mark.parametrize("form", ["bf16", "1x128"])
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
 def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, form, save_z):
-    arriving = (
-        {"x": quantised(gaussian.x), "dout": quantised(gaussian.dout)} if form != "bf16" else {}
-    )
+    arriving = senders(gaussian) if form != "bf16" else {}
     settings = replace(ROW128, save_z=save_z)
     usual = run(gaussian, settings, **arriving)
     for changes in ({"recompute_z": True}, {"frees_stagewise": True}):
@@ -146,10 +146,8 @@ def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, form, save_z
 
 
 def test_rows_without_a_valid_slot_and_padding_rows_read_no_scale(gaussian):
-    indices = gaussian.indices.copy()
-    indices[::5] = -1
-    problem = gaussian.but(indices=indices)
-    arriving = {"x": quantised(problem.x), "dout": quantised(problem.dout)}
+    problem = problem_with_idle_tokens(gaussian, 5)
+    arriving = senders(problem)
     poison = run(problem, ROW128, **{name: poisoned(q, problem) for name, q in arriving.items()})
     assert_same_bits(poison, run(problem, ROW128, **arriving))
     assert all(np.isfinite(value).all() for _, value in poison.items())
@@ -185,14 +183,12 @@ def test_small_values_survive_the_fold():
 
 
 def test_the_operands_of_wgrad_are_no_stages(gaussian):
-    names = {}
-    for fp8_wgrad in (True, False):
-        seen = names[fp8_wgrad] = []
-        with listening(lambda name, value, seen=seen: seen.append(name) or value):
-            run(gaussian, replace(ROW128, fp8_wgrad=fp8_wgrad))
+    folded, plain = (
+        stages_of(gaussian, replace(ROW128, fp8_wgrad=fp8_wgrad)) for fp8_wgrad in (True, False)
+    )
     wgrad = {"wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s"}
-    assert wgrad <= {*names[False]} and not wgrad & {*names[True]}
-    assert names[True].count("x_fp8") == names[True].count("dout_fp8") == 1
+    assert wgrad <= {*plain} and not wgrad & {*folded}
+    assert folded.count("x_fp8") == folded.count("dout_fp8") == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,25 +199,18 @@ def test_one_buffer_per_weight_is_refused(name):
         EngineSettings.from_config(config, ActivationType.SWIGLU)
 
 
-def test_the_hopper_engine_has_kernels_for_it():
-    settings = EngineSettings(recipe=RECIPES["row128-dx256"])
-    assert problem(HOPPER, Workload(settings, 3072, 1536), "sm_90a") is None
-
-
 def test_engines_without_its_kernels_refuse_it_by_name(gaussian):
     settings = EngineSettings(recipe=RECIPES["row128"])
     workload = Workload(settings, 3072, 1536)
+    served = replace(workload, settings=EngineSettings(recipe=RECIPES["row128-dx256"]))
+    assert problem(HOPPER, served, "sm_90a") is None
     words = "the recipe is 'row128', and its kernels are made for 'dx256' or 'row128-dx256'"
     assert problem(HOPPER, workload, "sm_90a") == words
     assert "FP8 is on (recipe 'row128')" in problem(BF16, workload, "sm_90a")
+    plain = set_up(gaussian, EngineSettings(), torch.bfloat16).weights
     with pytest.raises(ConfigError, match=f"the hopper engine cannot compute this: {words}"):
-        HopperEngine().prepare_weights(*set_weights(gaussian), None, None, settings)
+        HopperEngine().prepare_weights(plain.w1, plain.w2, None, None, settings)
     assert SonicMoEConfig(fp8_mode="perf").resolve().recipe == "dx256", "not the default"
-
-
-def set_weights(problem):
-    weights = set_up(problem, EngineSettings(), torch.bfloat16).weights
-    return weights.w1, weights.w2
 
 
 def test_each_direction_has_its_own_buffer(gaussian):
@@ -229,4 +218,3 @@ def test_each_direction_has_its_own_buffer(gaussian):
     assert weights.two_orders and weights.w2 is not weights.w2_dgrad
     w1, w2_dgrad = numpy(weights.w1.scale_inv), numpy(weights.w2_dgrad.scale_inv)
     assert (w1 == w1[:, :, :1]).all() and (w2_dgrad == w2_dgrad[:, :1]).all()
-    assert isinstance(set_up(gaussian, ROW128).engine, ReferenceEngine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 from collections import Counter
@@ -14,6 +13,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
 
+from engine.fp8_layer import assert_same_bits, with_spare_rows
 from engine.hopper_host import (  # noqa: F401
     FP8,
     OURS,
@@ -23,12 +23,11 @@ from engine.hopper_host import (  # noqa: F401
     H,
     I,
     T,
-    accumulators,
     host_passes,
     native_fixture,
+    needs_nvcc,
     parameter_targets,
     use_fixture,
-    with_spare_rows,
 )
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
 from engine.host_kernels import KERNELS, STEADY_KERNELS
@@ -39,7 +38,6 @@ from sonicmoe.engine import hopper, hopper_layer, hopper_passes
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
@@ -48,10 +46,7 @@ from sonicmoe.observe import listening, ranges_on
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
+pytestmark = needs_nvcc
 REAL = {
     "quantize_rows": quantize_source,
     "gather_gated_gemm": fp8_grouped_gemm_source,
@@ -59,11 +54,8 @@ REAL = {
     "aggregate_rows": aggregate_source,
     "gather_dgated_gemm": fp8_dgated_source,
     "sum_or_zero": routing_metadata_source,
-    "gather_transpose_quantize": wgrad_operands_source,
-    "gather_transpose_quantize_pair": wgrad_operands_source,
-    "gather_transpose_requantize": wgrad_operands_source,
+    **{name: wgrad_operands_source for name in KERNELS if name.startswith("gather_transpose_")},
     "gather_row_scales": wgrad_operands_source,
-    "gather_transpose_codes": wgrad_operands_source,
     "grouped_wgrad": fp8_wgrad_source,
     "grouped_wgrad_into": fp8_wgrad_source,
 }
@@ -87,7 +79,8 @@ def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
 @pytest.fixture
 def wgrad(native):
     """Both weight gradients with what a test says in place of the usual arguments; launches nothing."""
-    case, sums, launched = Case(), accumulators(), []
+    case, launched = Case(), []
+    sums = case.accumulators()
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     usual = {
@@ -101,15 +94,21 @@ def wgrad(native):
     assert not launched
 
 
-def test_row_scales_need_codes_and_fp8_wgrad(wgrad):
-    with pytest.raises(ValueError, match="wgrad: needed with row_scales: x_codes and x_scale"):
-        wgrad(row_scales=torch.zeros(Case().routing.num_rows, 2))
-
-
-def test_an_accumulator_and_a_destination_exclude_each_other(wgrad):
-    for given in ({"dw1": None}, {"into_dw1": "somewhere"}):
-        with pytest.raises(ValueError, match="wgrad: needed: either dw1 or into_dw1"):
-            wgrad(**given)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"row_scales": torch.zeros(Case().routing.num_rows, 2)},
+            "with row_scales: x_codes and x_scale",
+        ),
+        ({"dw1": None}, "either dw1 or into_dw1"),
+        ({"into_dw1": "somewhere"}, "either dw1 or into_dw1"),
+    ],
+    ids=["row scales without codes", "no place", "two places"],
+)
+def test_arguments_of_wgrad_that_do_not_belong_together(wgrad, given, words):
+    with pytest.raises(ValueError, match=f"wgrad: needed:? {words}"):
+        wgrad(**given)
 
 
 def test_quantised_tokens_and_values_exclude_each_other(native):
@@ -200,10 +199,7 @@ def test_a_step_is_four_native_calls_and_few_allocations(monkeypatch):
     launch, and so does an allocation.
     """
     case, counts = Case(), Counter()
-    weights, sums = (
-        OURS.prepare_weights(case.w1, case.w2, None, None, FP8),
-        accumulators(),
-    )
+    weights, sums = case.forward(OURS, FP8)[0], case.accumulators()
 
     def counting(name, function):
         def call(*args, **kwargs):
@@ -247,7 +243,7 @@ class TestLifetimes:
         watched = []
         seen = self.at_launches(use, "grouped_gemm", watched)
         case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
-        weights, _, saved = case.forward(settings)
+        weights, _, saved = case.forward(OURS, settings)
         watched += self.memory(saved.z.bytes, saved.z.scale_inv)
         OURS.backward_dx(case.dout, saved, weights)
         assert seen == [[], [not frees] * 2]
@@ -257,12 +253,12 @@ class TestLifetimes:
         watched = []
         seen = self.at_launches(use, "grouped_wgrad", watched)
         case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
-        weights, _, saved = case.forward(settings)
+        weights, _, saved = case.forward(OURS, settings)
         dout = case.dout.clone()
         _, _, pending = OURS.backward_dx(dout, saved, weights)
         watched += self.memory(dout, pending.y1s, pending.x, pending.dz)
         del dout
-        OURS.backward_dw(pending, accumulators())
+        OURS.backward_dw(pending, case.accumulators())
         assert seen == [[True] * 4, [not frees, not frees, True, True]]
         del saved
         # x is the caller's; a pending backward that is kept holds no operand and only its routing
@@ -270,7 +266,7 @@ class TestLifetimes:
 
     def test_handles_die_with_the_owners_of_their_tensors(self):
         case = Case(seed=8)
-        weights, _, saved = case.forward()
+        weights, _, saved = case.forward(OURS, FP8)
         _, _, pending = OURS.backward_dx(case.dout, saved, weights)
         of_weights = self.memory(weights.w1.bytes, weights.w2_dgrad.scale_inv)
         of_routing = self.memory(case.routing.row_token, case.routing.slot_row)
@@ -344,7 +340,7 @@ def test_every_gemm_is_told_how_many_multiprocessors_it_may_take(use, frees_stag
     told.clear()
     free = Case().run(OURS, settings)
     assert told == {(name, 0): count for name, count in once.items()}
-    assert all(torch.equal(capped[name], free[name]) for name in free)
+    assert_same_bits(capped, free)
 
 
 def test_a_scratch_that_is_too_small_is_refused(native):
@@ -381,7 +377,7 @@ def test_temporaries_of_a_pass_do_not_overlap(native):
         return value
 
     with listening(listener):
-        case.forward()
+        case.forward(OURS, FP8)
     spans.sort()
     assert len(spans) == 5 and all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     assert len({start % 512 for start, _, _ in spans}) == 1

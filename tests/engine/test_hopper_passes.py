@@ -5,7 +5,6 @@ kernels computed on the host.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
 
+from engine.fp8_layer import E, K, assert_same_bits
 from engine.hopper_host import (  # noqa: F401
     FP8,
     MODES,
@@ -22,17 +22,14 @@ from engine.hopper_host import (  # noqa: F401
     REFERENCE,
     ROW128,
     Case,
-    E,
     H,
     I,
-    K,
     T,
-    accumulators,
     assert_close,
     host_passes,
     native_fixture,
+    needs_nvcc,
     parameter_targets,
-    use_fixture,
 )
 from pairwise import pairwise
 
@@ -41,17 +38,13 @@ from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
+pytestmark = needs_nvcc
 FOLDING_MODES = {name: MODES[name] for name in MODES if not MODES[name].get("iso_weight")}
 
 
@@ -102,32 +95,37 @@ def test_a_step_of_row128_is_the_reference_engines(mode, kind, sides):
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
 
 
-@pytest.mark.parametrize("sides", [("x",), ("dout",), ("x", "dout")], ids="+".join)
-def test_unquantised_weight_gradients_of_what_came_quantised(monkeypatch, sides):
-    """The BF16 GEMMs, which a host has not, are handed values in bf16."""
-    plain, settings, seen = Case(seed=12), replace(FP8, fp8_wgrad=False), []
-    case = plain.quantised(*sides)
-    monkeypatch.setattr(
-        Bf16Engine, "backward_dw", lambda _, pending, __: seen.extend([pending.x, pending.dout])
-    )
-    case.run(OURS, settings)
-    for name, found in zip(("x", "dout"), seen, strict=True):
+@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
+@pytest.mark.parametrize("sides", SIDES)
+def test_unquantised_weight_gradients(monkeypatch, settings, sides):
+    """The BF16 GEMMs, which a host has not, are handed values in bf16, also of what came quantised;
+    and the rest of the step is the same.
+    """
+    plain, handed = Case(seed=12), []
+    case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
+    monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
+    wanted = case.run(OURS, settings)
+    found = case.run(OURS, replace(settings, fp8_wgrad=False))
+    assert_same_bits(found, {name: wanted[name] for name in ("out", "dx", "dprobs")})
+    (pending,), last = handed, int(case.routing.padded_offsets[-1])
+    for name in ("x", "dout"):
         given = getattr(case, name)
         quantised = isinstance(given, BlockScaledTensor)
         values = dequantize(given).to(torch.bfloat16) if quantised else given
-        assert torch.equal(found.view(torch.int16), values.view(torch.int16)), name
+        assert torch.equal(getattr(pending, name).view(torch.int16), values.view(torch.int16)), name
+    for rows, width in ((pending.dz, 2 * I), (pending.y1s, I)):
+        assert rows.dtype == torch.bfloat16 and rows.shape == (case.routing.num_rows, width)
+        assert bool(torch.isfinite(rows[:last]).all())
 
 
 def test_row128_gives_equal_bits_in_every_mode_and_for_a_sender_that_quantises_alike():
     case = UnevenCase(seed=14)
     first = case.run(OURS, ROW128)
     for options in ({"recompute_z": True}, {"frees_stagewise": True}):
-        other = case.run(OURS, replace(ROW128, **options), shares_gpu=True)
-        assert all(torch.equal(first[name], other[name]) for name in first), options
+        assert_same_bits(case.run(OURS, replace(ROW128, **options), shares_gpu=True), first)
     sent = copy.copy(case)
     sent.x, sent.dout = (quantize(t.float(), ROW128.recipe.x) for t in (case.x, case.dout))
-    other = sent.run(OURS, ROW128)
-    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert_same_bits(sent.run(OURS, ROW128), first)
     unfolded = case.run(OURS, replace(ROW128, recipe=RECIPES["dx256"]))
     assert not torch.equal(first["dw1"], unfolded["dw1"])
 
@@ -138,19 +136,7 @@ def test_row128_shows_its_stages_but_no_operand_of_wgrad():
         shown = case.run(OURS, ROW128)
     hidden = {"dz", "y1s", "wgrad_x", "wgrad_dout"}
     assert sorted(seen) == sorted(set(SHOWN) - hidden)
-    quiet = case.run(OURS, ROW128)
-    assert all(torch.equal(quiet[name], shown[name]) for name in quiet)
-
-
-def test_row128_without_fp8_wgrad_folds_nothing():
-    """Values go on to the BF16 GEMMs, and the rest of the step is the same."""
-    case, settings = Case(seed=4), replace(ROW128, fp8_wgrad=False)
-    weights, _, saved = case.forward(settings)
-    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
-    wanted = case.run(OURS, ROW128)
-    assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
-    assert pending.x is case.x or torch.equal(pending.x, case.x)
-    assert pending.dz.dtype == pending.dout.dtype == torch.bfloat16
+    assert_same_bits(case.run(OURS, ROW128), shown)
 
 
 def test_row128_refuses_one_buffer_per_weight():
@@ -163,9 +149,7 @@ def test_row128_refuses_one_buffer_per_weight():
 def test_modes_and_repeats_give_equal_bits(mode):
     case, settings = Case(seed=1), replace(FP8, **MODES[mode])
     first = case.run(OURS, replace(FP8, save_z=settings.save_z))
-    other = case.run(OURS, settings, shares_gpu=True)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, other[name]), name
+    assert_same_bits(case.run(OURS, settings, shares_gpu=True), first)
 
 
 @pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
@@ -210,14 +194,10 @@ ROWS = {"some": {"seed": 9}, "none": {"tokens": 5, "invalid": 1.0}, "no tokens":
 def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, stacked, mode, rows):
     """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
     case, settings = Case(**ROWS[rows], spare_rows=0), replace(FP8, **MODES[mode])
-    given = parameter_targets(WeightLayout(transposed, split_half), stacked=stacked)
-    poisoned = (
-        replace(
-            weight, tensors=[torch.full_like(t, float("nan"), dtype=dtype) for t in weight.tensors]
-        )
-        for weight in (given.up, given.down)
-    )
-    got = case.run(OURS, settings, targets=FreshTargets(*poisoned))
+    poison = {"fill": float("nan"), "kind": FreshTargets, "dtype": dtype}
+    layout = WeightLayout(transposed, split_half)
+    targets = parameter_targets(layout, stacked=stacked, **poison)
+    got = case.run(OURS, settings, targets=targets)
     for name, tensor in case.run(OURS, settings).items():
         rounded = tensor.to(dtype) if name in ("dw1", "dw2") else tensor
         assert torch.equal(got[name], rounded), name
@@ -237,25 +217,8 @@ def test_frozen_experts_have_no_memory():
 
 def test_inference_keeps_nothing():
     case = Case(seed=3)
-    _, out, saved = case.forward(save=False)
+    _, out, saved = case.forward(OURS, FP8, save=False)
     assert saved is None and torch.equal(out, case.run(OURS, FP8)["out"])
-
-
-def test_plain_operands_of_wgrad():
-    """With FP8 wgrad off, backward hands bf16 rows on and computes the same dx and dprobs."""
-    case, settings = Case(seed=4), replace(FP8, fp8_wgrad=False)
-    weights, _, saved = case.forward(settings)
-    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
-    wanted, last = case.run(OURS, FP8), int(case.routing.padded_offsets[-1])
-    assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
-    assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
-    assert pending.dz.shape == (case.routing.num_rows, 2 * I) and pending.y1s.shape == (
-        case.routing.num_rows,
-        I,
-    )
-    assert bool(torch.isfinite(pending.dz[:last]).all()) and bool(
-        torch.isfinite(pending.y1s[:last]).all()
-    )
 
 
 SHOWN = {
@@ -263,16 +226,8 @@ SHOWN = {
     "dz": None, "y1s": None, "dx_rows": None, "dx": (T, H), "wgrad_x": None, "wgrad_dout": None,
 }  # fmt: skip
 WIDTH = {
-    "z": 2 * I,
-    "y1": I,
-    "y2": H,
-    "dz_fp8": 2 * I,
-    "dz": 2 * I,
-    "y1s": I,
-    "dx_rows": H,
-    "wgrad_x": H,
-    "wgrad_dout": H,
-}
+    "z": 2 * I, "y1": I, "y2": H, "dz_fp8": 2 * I, "dz": 2 * I, "y1s": I, "dx_rows": H, "wgrad_x": H, "wgrad_dout": H,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["default", "stagewise", "recompute_z"])
@@ -283,9 +238,8 @@ def test_every_stage_is_shown(mode):
 
     def keep(where):
         def listener(name, value):
-            where[name] = (
-                dequantize(value) if isinstance(value, BlockScaledTensor) else value.clone()
-            )
+            quantised = isinstance(value, BlockScaledTensor)
+            where[name] = dequantize(value) if quantised else value.clone()
             return value
 
         return listener
@@ -294,20 +248,16 @@ def test_every_stage_is_shown(mode):
         shown = case.run(OURS, settings)
     with listening(keep(wanted)):
         case.run(REFERENCE, FP8)
-    assert all(torch.equal(quiet[name], shown[name]) for name in quiet)
+    assert_same_bits(shown, quiet)
     assert set(seen) == set(SHOWN)
     last = int(case.routing.padded_offsets[-1])
     for name, size in SHOWN.items():
         assert tuple(seen[name].shape) == (size or (case.routing.num_rows, WIDTH[name])), name
         rows = slice(None) if size else slice(last)
         golden = wanted["z_saved" if name == "z" else name]
-        error = (seen[name][rows].float() - golden[rows].float()).norm() / golden[
-            rows
-        ].float().norm()
-        assert float(error) < (0.06 if name in ("dz", "y1s") else 1e-3), (
-            name,
-            float(error),
-        )  # there shown before quantisation
+        got, exact = seen[name][rows].float(), golden[rows].float()
+        bound = 0.06 if name in ("dz", "y1s") else 1e-3  # these two are shown before quantisation
+        assert float((got - exact).norm() / exact.norm()) < bound, name
 
 
 @pytest.mark.parametrize(
@@ -328,10 +278,7 @@ def test_what_a_listener_plants_flows_on(mode, stage, reaches):
         if name != stage:
             return value
         if isinstance(value, BlockScaledTensor):
-            doubled = BlockScaledTensor(
-                value.codes.clone(), value.scale_inv * 2, value.block, value.code, value.orientation
-            )
-            return doubled
+            return replace(value, codes=value.codes.clone(), scale_inv=value.scale_inv * 2)
         return value * 2
 
     wanted = case.run(OURS, settings)
@@ -346,14 +293,9 @@ def test_tokens_that_moved_off_a_16_byte_address_since_forward():
     wanted = case.run(OURS, FP8)
     for mode in ("default", "everything"):
         settings = replace(FP8, **MODES[mode])
-        weights, sums = (
-            OURS.prepare_weights(case.w1, case.w2, None, None, settings),
-            accumulators(),
-        )
-        _, saved = OURS.forward(case.x, case.routing, weights, settings)
+        weights, out, saved = case.forward(OURS, settings)
         moved = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].reshape(T, H).copy_(case.x)
         assert moved.data_ptr() % 16
-        saved.x = moved
+        saved.x, sums = moved, case.accumulators()
         dx, dprobs = OURS.backward(case.dout, saved, weights, sums)
-        got = {"dx": dx, "dprobs": dprobs, "dw1": sums.dw1, "dw2": sums.dw2}
-        assert all(torch.equal(got[name], wanted[name]) for name in got)
+        assert_same_bits({"out": out, "dx": dx, "dprobs": dprobs, **sums.named()}, wanted)

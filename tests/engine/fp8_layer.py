@@ -1,0 +1,99 @@
+"""One small layer for the engines that compute in FP8 on a GPU, and the memory of its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from framework import torch
+
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.interface import NativeBuffer
+from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.routing.build import build_routing
+
+E, K = 4, 3
+
+
+class Case:
+    """bf16 operands of one layer; one expert without tokens, and both sentinels."""
+
+    def __init__(self, tokens, hidden, inner, *, spare_rows=0, seed=0, invalid=0.3):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*size, scale=1.0):
+            return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16)
+
+        self.x, self.dout = normal(tokens, hidden), normal(tokens, hidden)
+        self.w1 = normal(E, 2 * inner, hidden, scale=hidden**-0.5)
+        self.w2 = normal(E, hidden, inner, scale=inner**-0.5)
+        ids = torch.rand(tokens, E - 1, generator=generator).argsort(1)[:, :K]
+        drop = torch.rand(tokens, K, generator=generator) < invalid
+        sentinel = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E)
+        probs = torch.rand(tokens, K, generator=generator) + 0.05
+        routing = build_routing(torch.where(drop, sentinel, ids), probs, E)
+        self.routing = with_spare_rows(routing, spare_rows)
+
+    @property
+    def unused(self):
+        """Tokens without a valid slot."""
+        found = torch.ones(len(self.x), dtype=torch.bool)
+        found[self.routing.row_token[self.routing.row_token >= 0].long()] = False
+        return found
+
+    def accumulators(self):
+        experts, n1, hidden = self.w1.shape
+        return NativeBuffer.zeros(experts, n1, hidden, n1 // 2, False, "cpu")
+
+    def forward(self, engine, settings, **options):
+        """`(prepared weights, out, saved)`."""
+        weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
+        return weights, *engine.forward(self.x, self.routing, weights, settings, **options)
+
+    def run(self, engine, settings, targets=None, shares_gpu=False):
+        """Everything that a step gives, by name; weight gradients in the native layout."""
+        sums = targets or self.accumulators()
+        weights, out, saved = self.forward(engine, settings)
+        dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
+        pending.shares_gpu = shares_gpu
+        engine.backward_dw(pending, sums)
+        dw1, dw2 = sums.sums("dw1"), sums.sums("dw2")
+        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": dw1, "dw2": dw2}
+
+
+def with_spare_rows(routing, count):
+    """As a builder leaves it that does not know the counts on the host: padding rows behind
+    everybody's.
+    """
+    longer = {
+        name: torch.cat([rows, torch.full((count,), fill, dtype=rows.dtype)], 0)
+        for name, rows, fill in (
+            ("row_token", routing.row_token, -1),
+            ("row_prob", routing.row_prob, 0.0),
+        )
+    }
+    return replace(routing, num_rows=routing.num_rows + count, **longer)
+
+
+def parameter_targets(
+    sizes, layout, *, stacked=False, frozen=(), fill=0.0, kind=ParameterTargets, dtype=torch.float32
+):
+    """Memory of both projections as their parameters lie, all of one value; sizes: E, N1, H, I.
+    Experts of `frozen` have none.
+    """
+    experts, *axes = sizes
+    made = []
+    for native in (axes[:2], axes[1:]):
+        shape = native[::-1] if layout.transposed else native
+        if stacked:
+            tensor = torch.full((experts, *shape), fill, dtype=dtype)
+            made.append(WeightTarget.stacked(tensor, experts, layout))
+        else:
+            each = [torch.full(tuple(shape), fill, dtype=dtype) for _ in range(experts)]
+            held = [None if e in frozen else tensor for e, tensor in enumerate(each)]
+            made.append(WeightTarget.per_expert(held, layout))
+    return kind(*made)
+
+
+def assert_same_bits(found, wanted):
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name

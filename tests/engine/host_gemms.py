@@ -1,0 +1,240 @@
+"""The GEMMs and row kernels of engines `bf16` and `mxfp8` on the host: what `kernels.quack_gemm`,
+`kernels.mx_gemm` and `bf16.ExpertRows` compute on a GPU, in plain tensor operations.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.kernels.quack_gemm import Stored
+from sonicmoe.quant.mx import scale_offset
+from sonicmoe.quant.recipes import ScaleFormat, rows
+from sonicmoe.quant.reference import quantize
+
+
+def rows_of_experts(cu_rows):
+    """`(expert, first, end)` of those that have rows."""
+    for expert, (first, end) in enumerate(itertools.pairwise(cu_rows.tolist())):
+        if end > first:
+            yield expert, first, end
+
+
+class Gemms:
+    """What becomes of the sums of a product, `(rows, fp32 sums)` of each expert; notes what was
+    called.
+    """
+
+    COLUMNS: int  # of a tile, whose partial sums of dprobs are one
+
+    def __init__(self, activation, parameters=()):
+        self.kind, self.calls = (activation, parameters), []
+
+    def store(self, name, products, out):
+        self.calls.append(name)
+        for own, acc in products:
+            out[own] = acc.to(out.dtype)
+
+    def store_up(self, products, z, put_y1):
+        self.calls.append("up" if z is not None else "up_only")
+        for own, acc in products:
+            if z is not None:
+                z[own] = acc.to(z.dtype)
+            put_y1(own, activate(acc, *self.kind))
+
+    def store_dgated(self, products, dz, z, y1s, prob, partials):
+        self.calls.append("dgated")
+        for own, dy1 in products:
+            p = prob[own].unsqueeze(-1)
+            y1, gradient = activate_backward(z[own].float(), dy1 * p, *self.kind)
+            dz[own], y1s[own] = gradient.to(dz.dtype), (y1 * p).to(y1s.dtype)
+            parts = (dy1 * y1).split(self.COLUMNS, 1)
+            partials[own] = torch.stack([part.sum(1) for part in parts], 1)
+
+
+class Bf16Rows:
+    """As `ExpertRows`."""
+
+    def __init__(self, routing):
+        self.cu_rows = routing.padded_offsets.clamp(max=routing.num_rows).to(torch.int32)
+        self.gather_index = routing.row_token.clone()
+        for first, count, padded in routing.expert_slices():
+            if count:
+                last = routing.row_token[first + count - 1]
+                self.gather_index[first + count : first + padded] = last
+
+    @classmethod
+    def of(cls, routing):
+        return cls(routing)
+
+    def sum_partials(self, partials, dout, b2):
+        sums = partials.sum(1)
+        if b2 is not None:
+            for e, first, end in rows_of_experts(self.cu_rows):
+                sums[first:end] += dout[self.gather_index[first:end]].float() @ b2[e]
+        return sums
+
+    def add_columns(self, values, accumulator, *, weight):
+        for e, first, end in rows_of_experts(self.cu_rows):
+            own = slice(first, end)
+            if weight is None:
+                accumulator[e] += values[own].float().sum(0)
+            else:
+                gathered = values[self.gather_index[own]].float()
+                accumulator[e] += (gathered * weight[own].unsqueeze(-1)).sum(0)
+
+
+class Bf16Gemms(Gemms):
+    """As `GroupedGemms`."""
+
+    COLUMNS = 24
+
+    def __init__(self, shape):
+        super().__init__(shape.activation, shape.parameters)
+        self.dprob_tiles = -(-shape.intermediate // self.COLUMNS)
+
+    def products(self, a, w, bias, cu_rows, index=None):
+        """`a_e w_e^T + bias_e`."""
+        for e, first, end in rows_of_experts(cu_rows):
+            own = slice(first, end)
+            left = a[own] if index is None else a[index[own]]
+            product = left.float() @ w[e].float().T
+            yield own, product if bias is None else product + bias[e]
+
+    def up(self, x, w1, z, y1, b1, cu_rows, index):
+        def put(own, values):
+            y1[own] = values.to(y1.dtype)
+
+        self.store_up(self.products(x, w1, b1, cu_rows, index), z, put)
+
+    def up_again(self, x, w1, z, b1, cu_rows, index):
+        self.store("up_again", self.products(x, w1, b1, cu_rows, index), z)
+
+    def down(self, y1, w2, y2, b2, cu_rows):
+        self.store("down", self.products(y1, w2, b2, cu_rows), y2)
+
+    def dgated(self, dout, w2, dz, z, y1s, prob, partials, cu_rows, index):
+        products = self.products(dout, w2.transpose(1, 2), None, cu_rows, index)
+        self.store_dgated(products, dz, z, y1s, prob, partials)
+
+    def dgrad(self, dz, w1, dx_rows, cu_rows):
+        self.store("dgrad", self.products(dz, w1.transpose(1, 2), None, cu_rows), dx_rows)
+
+    def load_wgrad(self, product, stored):
+        self.calls.append(f"load {product}")
+
+    def wgrad_down(self, dout, y1s, dw2, cu_rows, index, stored):
+        self.calls.append("wgrad_down")
+        self._wgrad(dout[index], y1s, dw2, cu_rows, stored is Stored.HIDDEN)
+
+    def wgrad_up(self, x, dz, dw1, cu_rows, index, stored):
+        self.calls.append("wgrad_up")
+        self._wgrad(dz, x[index], dw1, cu_rows, stored is Stored.INNER)
+
+    @staticmethod
+    def _wgrad(left, right, gradient, cu_rows, turned):
+        for e, first, end in rows_of_experts(cu_rows):
+            product = left[first:end].float().T @ right[first:end].float()
+            gradient[e] += product.T if turned else product
+
+
+def places(m, k):
+    """Of the scale of every element of an operand `[M, K]` that is contracted over K, by the formula
+    of the GEMMs, byte by byte of the blocked layout.
+    """
+    blocks = -(-k // 32)
+    row = torch.tensor([[scale_offset(i, b, blocks) for b in range(blocks)] for i in range(m)])
+    return row.repeat_interleave(32, 1)[:, :k]
+
+
+def decoded(codes, atoms):
+    """`[M, K]` codes with scales `[ceil(M/128), ceil(K/128), 512]`; every other byte of these is
+    somebody else's.
+    """
+    held = atoms.reshape(-1)[places(*codes.shape)].to(torch.int32)
+    scale = torch.where(held == 255, float("nan"), torch.exp2(held.float() - 127))
+    return codes.view(torch.float8_e4m3fn).float() * scale
+
+
+class MxRows:
+    """As `bf16.ExpertRows`, of the padded rows."""
+
+    def __init__(self, routing):
+        self.cu_rows = routing.padded_offsets.to(torch.int32)
+
+    def sum_partials(self, partials, dout, b2):
+        assert b2 is None
+        return partials.sum(1)
+
+
+class MxGemms(Gemms):
+    """As `MxGemms`; each operand a pair of codes and scales."""
+
+    COLUMNS = 256
+
+    def dprob_tiles(self, intermediate):
+        return -(-intermediate // self.COLUMNS)
+
+    @staticmethod
+    def experts(cu_rows):
+        """`(expert, its rows, its atoms)` of those that have any."""
+        for e, first, end in rows_of_experts(cu_rows):
+            atom = first // 128 + e
+            yield e, slice(first, end), slice(atom, atom + (end - first) // 128)
+
+    def products(self, a, w, cu_rows, transpose=False):
+        """`a_e w_e^T`; `transpose`: w is `[E, K, N]`."""
+        for e, own, atoms in self.experts(cu_rows):
+            left = decoded(a[0][own], a[1][atoms])
+            codes = w[0][e].T if transpose else w[0][e]
+            yield own, left @ decoded(codes.contiguous(), w[1][e]).T
+
+    def up(self, x, w1, z, y1, cu_rows):
+        atoms_of = {own.start: atoms for _, own, atoms in self.experts(cu_rows)}
+
+        def put(own, values):
+            q = quantize(values, rows(32), scale_format=ScaleFormat.POW2)
+            y1[0][own], atoms = q.bytes, atoms_of[own.start]
+            flat = y1[1][atoms].reshape(-1).clone()
+            held = (q.scale_inv.view(torch.int32) >> 23).to(torch.uint8)
+            flat[places(*q.bytes.shape)[:, ::32].reshape(-1)] = held.reshape(-1)
+            y1[1][atoms] = flat.reshape(y1[1][atoms].shape)
+
+        self.store_up(self.products(x, w1, cu_rows), z, put)
+
+    def up_again(self, x, w1, z, cu_rows):
+        self.store("up_again", self.products(x, w1, cu_rows), z)
+
+    def down(self, y1, w2, y2, cu_rows):
+        self.store("down", self.products(y1, w2, cu_rows), y2)
+
+    def dgated(self, dout, w2, dz, z, y1s, prob, partials, cu_rows):
+        products = self.products(dout, w2, cu_rows, transpose=True)
+        self.store_dgated(products, dz, z, y1s, prob, partials)
+
+    def dgrad(self, dz, w1, dx_rows, cu_rows):
+        self.store("dgrad", self.products(dz, w1, cu_rows, transpose=True), dx_rows)
+
+    def load_wgrad(self, stored):
+        self.calls.append(f"load {stored.value}")
+
+    def wgrad_down(self, dout, y1s, dw2, cu_rows, stored=Stored.INNER):
+        self.calls.append("wgrad_down")
+        left, right = (dout, y1s) if stored is Stored.INNER else (y1s, dout)
+        self._wgrad(left, right, dw2, cu_rows, False)
+
+    def wgrad_up(self, x, dz, dw1, cu_rows, stored=Stored.HIDDEN):
+        self.calls.append("wgrad_up")
+        left, right = (x, dz) if stored is Stored.INNER else (dz, x)
+        self._wgrad(left, right, dw1, cu_rows, stored is Stored.HALVES)
+
+    def _wgrad(self, left, right, dw, cu_rows, halves):
+        for e, own, atoms in self.experts(cu_rows):
+            one, other = (
+                decoded(q[0][own].T.contiguous(), q[1][:, atoms].contiguous())
+                for q in (left, right)
+            )
+            product = one @ other.T
+            dw[e] += torch.cat([product[0::2], product[1::2]]) if halves else product

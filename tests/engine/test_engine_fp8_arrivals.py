@@ -1,0 +1,227 @@
+"""Tokens, and gradients of the output, that arrive in FP8: read as they came, rounded a second time
+for wgrad alone, and not even there where a row has one scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine.fp8_arrivals import (
+    EXACT,
+    FORMS,
+    ISO128,
+    WGRADS,
+    arrived_by_hand,
+    assert_all_apart,
+    gaussian_problem,
+    odd_multiples,
+    poisoned,
+    problem_with_idle_tokens,
+    quantised,
+    run,
+    stages_of,
+)
+from engine.fp8_by_hand import assert_equal_to_rounding, by_hand, coarse_problem
+from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, set_up
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+
+from sonicmoe.engine.border import check_dout
+from sonicmoe.engine.capabilities import BF16, HOPPER, gradient_problem
+from sonicmoe.engine.interface import EngineSettings, token_dtype, token_format
+from sonicmoe.engine.settings import TokenFormat
+from sonicmoe.enums import ZCode
+from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.tokens import to_bfloat16, tokens_of
+
+# The weight gradient that reads this side's values, and the operands of its product.
+GRADIENT = {"x": "dw1", "dout": "dw2"}
+OPERANDS = {"x": {"wgrad_x", "wgrad_dz"}, "dout": {"wgrad_dout", "wgrad_y1s"}}
+SIDES = pytest.mark.parametrize("side", GRADIENT)
+WIDE = EngineSettings(recipe=RECIPES["wide256"])
+
+
+@pytest.fixture(scope="module")
+def coarse():
+    return coarse_problem()
+
+
+@pytest.fixture(scope="module")
+def gaussian():
+    return gaussian_problem()
+
+
+def arriving(problem, side, row=False):
+    return {side: quantised(getattr(problem, side), row)}
+
+
+def test_forms_are_told_by_the_shape_of_the_scales(gaussian):
+    for row, form in ((False, TokenFormat.E4M3_1X128), (True, TokenFormat.E4M3_ROW)):
+        x = quantised(gaussian.x, row)
+        assert token_format(x) is form and token_dtype(x) == torch.bfloat16
+    # One scale per row of up to 128 columns is the 1x128 form, which rounds again.
+    assert token_format(quantised(gaussian.x[:, :80], True)) is TokenFormat.E4M3_1X128
+
+
+@SIDES
+def test_the_senders_quantisation_is_the_engines_own(gaussian, side):
+    """Equal codes, equal bits: all but the gradient whose operand was rounded once here. It is
+    rounded once more, and not where a row has one scale.
+    """
+    name, plain = GRADIENT[side], run(gaussian, ISO128)
+    sent, row = (run(gaussian, ISO128, **arriving(gaussian, side, form)) for form in (False, True))
+    assert_same_bits(sent, plain, names={*OUTPUTS} - {name})
+    exact = getattr(golden(gaussian), name)
+    once, twice, folded = (relative_rmse(getattr(r, name), exact) for r in (plain, sent, row))
+    assert 1.03 * once < twice < 1.12 * once
+    assert folded < 0.97 * twice
+
+
+@WGRADS
+@FORMS
+@pytest.mark.parametrize("sides", [("x",), ("dout",), ("x", "dout")], ids="+".join)
+def test_equals_the_recipe_by_hand(coarse, row, fp8_wgrad, sides):
+    """Powers of two and small integers: every number is exact, so codes, blocks and order show."""
+    settings = replace(EXACT, fp8_wgrad=fp8_wgrad)
+    sent = {side: odd_multiples(getattr(coarse, side), row) for side in sides}
+    expected = arrived_by_hand(coarse, settings, **sent)
+    assert_equal_to_rounding(run(coarse, settings, **sent), expected)
+
+
+@SIDES
+def test_a_second_rounding_and_a_fold_would_be_noticed(coarse, side):
+    """The test above tells the three ways of making wgrad's operands apart."""
+    sent = odd_multiples(getattr(coarse, side), True)
+    seen, scale = coarse.but(**{side: numpy(dequantize(sent))}), numpy(sent.scale_inv)[:, 0]
+    ways = [
+        by_hand(seen, EXACT, torch.bfloat16, [side, *more], True, **{f"{side}_scale": fold})
+        for more, fold in (([], None), ([f"wgrad_{side}"], None), ([], scale))
+    ]
+    assert_all_apart([getattr(way, GRADIENT[side]) for way in ways], 1e-3)
+
+
+@SIDES
+@FORMS
+@WGRADS
+def test_rows_without_a_valid_slot_are_never_read(gaussian, side, row, fp8_wgrad):
+    settings = replace(ISO128, fp8_wgrad=fp8_wgrad)
+    problem = problem_with_idle_tokens(gaussian, 5)
+    sent = quantised(getattr(problem, side), row)
+    poison = run(problem, settings, **{side: poisoned(sent, problem)})
+    assert_same_bits(poison, run(problem, settings, **{side: sent}))
+    assert all(np.isfinite(value).all() for _, value in poison.items())
+    assert not poison.out[::5].any()
+
+
+@SIDES
+@FORMS
+@pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
+def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, side, row, save_z):
+    sent, settings = arriving(gaussian, side, row), replace(ISO128, save_z=save_z)
+    usual = run(gaussian, settings, **sent)
+    for changes in ({"recompute_z": True}, {"frees_stagewise": True}):
+        assert_same_bits(run(gaussian, replace(settings, **changes), **sent), usual)
+
+
+@FORMS
+def test_saved_tensors_hold_codes_and_scales(gaussian, row):
+    x = quantised(gaussian.x, row)
+    setup = replace(set_up(gaussian, ISO128, torch.bfloat16), x=x)
+    out, saved = setup.forward()
+    tensors, spec = saved.pack()
+    assert spec.given == 2 and tensors[0] is x.codes and tensors[1] is x.scale_inv
+    assert not any(isinstance(value, torch.Tensor) for value in vars(spec).values())
+    sums = setup.accumulators()
+    dx, dprobs = setup.engine.backward(setup.dout, spec.unpack(tensors), setup.weights, sums)
+    assert_same_bits(setup.result(out, dx, dprobs, sums), run(gaussian, ISO128, x=x))
+
+
+@FORMS
+def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian, row):
+    token = int(np.flatnonzero((gaussian.indices == 0).any(1))[0])
+    x = quantised(gaussian.x, row)
+    scale = numpy(x.scale_inv)
+    scale[token, -1] = np.inf
+    found = run(gaussian, ISO128, x=tokens_of(x.codes, tensor(scale, torch.float32)))
+    assert set(np.flatnonzero(np.isnan(found.out).any(1))) == {token}
+    for expert in range(gaussian.num_experts):
+        bad = np.isnan(found.dw1[expert])
+        assert bad.all() if expert in gaussian.indices[token] else not bad.any(), expert
+
+
+@FORMS
+def test_biases_see_the_values(row):
+    """db2 and the bias' share of dprobs read the values of the codes."""
+    problem = make_problem(tokens=64, hidden=256, intermediate=64, topk=2, bias=True)
+    dout = quantised(problem.dout, row)
+    setup = set_up(problem.but(dout=numpy(dequantize(dout))), ISO128)
+    sent, values = replace(setup, dout=dout).run(), setup.run()
+    np.testing.assert_array_equal(sent.db2, values.db2)
+    assert relative_rmse(sent.dprobs, values.dprobs) < 0.02
+
+
+@SIDES
+def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian, side):
+    blocks, row = (
+        {*stages_of(gaussian, ISO128, **arriving(gaussian, side, form))} for form in (False, True)
+    )
+    assert OPERANDS[side] | {f"{side}_fp8", GRADIENT[side]} <= blocks
+    assert blocks - row == OPERANDS[side]
+
+
+OFF = EngineSettings()
+REFUSED = {
+    "x, FP8 is off": ("x", OFF, {}, ConfigError, "FP8 is off; needed: the values in bfloat16"),
+    "dout, FP8 is off": ("dout", OFF, {}, ConfigError, "cannot read dout: gradients come as .* FP8 is off"),
+    "x, other blocks": ("x", WIDE, {}, ConfigError, "recipe 'wide256' reads them in 1x256 blocks"),
+    "dout, other blocks": ("dout", WIDE, {}, ConfigError, "recipe 'wide256' reads them in 1x256 blocks"),
+    "x, shape": ("x", ISO128, {"rows": 159}, ShapeError, r"x has shape \(159, 256\)"),
+    "dout, shape": ("dout", ISO128, {"rows": 159}, ShapeError, r"dout has shape \(159, 256\)"),
+    "x, codes": ("x", ISO128, {"codes": True}, DTypeError, "x is float8_e4m3fn; needed: bfloat16"),
+    "dout, codes": ("dout", ISO128, {"codes": True}, DTypeError, "dout is float8_e4m3fn without its scales; .* dout_source"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("side", "settings", "form", "error", "words"), REFUSED.values(), ids=REFUSED)  # fmt: skip
+def test_what_the_engine_cannot_read_is_refused_by_name(
+    gaussian, side, settings, form, error, words
+):
+    sent = quantised(getattr(gaussian, side)[: form.get("rows")])
+    with pytest.raises(error, match=words):
+        run(gaussian, settings, **{side: sent.codes if "codes" in form else sent})
+
+
+@SIDES
+def test_one_scale_per_row_fits_every_recipe_that_quantises_row_by_row(gaussian, side):
+    found = run(gaussian, WIDE, **arriving(gaussian, side, True))
+    assert np.isfinite(found.out).all() and np.isfinite(found.dx).all()
+
+
+def test_each_engine_at_its_border(gaussian):
+    """What the engines with kernels read, asked of the border that they share."""
+    _, saved = set_up(gaussian, ISO128, torch.bfloat16).forward()
+    blocks, row = (quantised(gaussian.dout, one) for one in (False, True))
+    assert check_dout(blocks, saved, HOPPER) is blocks
+    with pytest.raises(DTypeError, match=r"the hopper engine cannot read dout: .*'e4m3_row'"):
+        check_dout(row, saved, HOPPER)
+    with pytest.raises(DTypeError, match=r"the bf16 engine cannot read dout: .*'e4m3_1x128'"):
+        check_dout(blocks, saved, BF16)
+    assert gradient_problem(BF16, EngineSettings(), TokenFormat.PLAIN) is None
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
+def test_a_gradient_on_another_device_is_refused(gaussian):
+    dout = quantised(gaussian.dout)
+    elsewhere = tokens_of(dout.codes.to("meta"), dout.scale_inv.to("meta"))
+    with pytest.raises(DeviceError, match="routing is on cpu but dout is on meta"):
+        run(gaussian, ISO128, elsewhere)
+
+
+def test_values_in_bf16(gaussian):
+    x = quantised(gaussian.x)
+    values = to_bfloat16(x)
+    assert values.dtype == torch.bfloat16
+    np.testing.assert_array_equal(numpy(values), numpy(dequantize(x).to(torch.bfloat16)))
