@@ -5,8 +5,8 @@ as numpy arrays.
 from __future__ import annotations
 
 import numpy as np
-from engine.moe_golden import Result, make_problem, native_order
-from framework import numpy, relative_rmse, tensor, torch
+from engine.moe_golden import Result, golden, make_problem, native_order
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from weights.weight_sources import expert_modules, fused_weights, native_arrays, native_weights
 
 from sonicmoe.config import SonicMoEConfig
@@ -14,8 +14,10 @@ from sonicmoe.enums import is_glu
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 ARRANGEMENTS = ("per_expert", "fused", "native")
+FLUSHES = ("auto", "step")
 FULL = SonicMoEConfig(engine="reference")
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf")
+CONFIGS = {"full": FULL, "fp8": FP8}
 
 
 def problems(count, **options):
@@ -29,37 +31,44 @@ def counts_of(problem):
 
 
 class Layer:
-    """A node and its parameters, which are one of `ARRANGEMENTS`."""
+    """A node and its parameters, which are one of `ARRANGEMENTS`.
+
+    main_grad: a value that fills it, or None; "absent": parameters without that attribute.
+    """
 
     def __init__(
-        self, problem=None, *, arrangement="per_expert", dtype=None, config=FULL, **options
+        self,
+        problem=None,
+        *,
+        arrangement="per_expert",
+        dtype=None,
+        main_grad="absent",
+        config=FULL,
+        **options,
     ):
-        self.problem = problem or make_problem()
+        p = self.problem = problem or make_problem()
         self.arrangement, self.dtype = arrangement, dtype or torch.float32
-        p = self.problem
-        if arrangement == "fused":
-            self.weights = list(fused_weights(p.up_gate, p.down, self.dtype))
-            self.node = SonicMoEMlpNode.from_fused(
-                *self.weights, p.activation, config=config, **options
-            )
-        elif arrangement == "native":
-            self.weights = list(native_weights(p.up_gate, p.down, self.dtype, p.activation))
-            self.node = SonicMoEMlpNode.from_native(
-                *self.weights, p.activation, config=config, **options
-            )
-        else:
+        self.options = {"config": config, **options}
+        if arrangement == "per_expert":
             self.experts = expert_modules(p.up_gate, p.down, self.dtype)
-            self.weights = [e.up_gate_proj.weight for e in self.experts] + [
-                e.down_proj.weight for e in self.experts
-            ]
-            sizes = {
-                "n_experts": p.num_experts,
-                "hidden_size": p.x.shape[1],
-                "intermediate_size": p.intermediate,
-            }
-            self.node = SonicMoEMlpNode(
-                self.experts, **sizes, activation_type=p.activation, config=config, **options
-            )
+            self.weights = [e.up_gate_proj.weight for e in self.experts]
+            self.weights += [e.down_proj.weight for e in self.experts]
+        elif arrangement == "fused":
+            self.weights = list(fused_weights(p.up_gate, p.down, self.dtype))
+        else:
+            self.weights = list(native_weights(p.up_gate, p.down, self.dtype, p.activation))
+        self.node = self.another_node()
+        if main_grad != "absent":
+            self.set_main_grad(main_grad)
+
+    def another_node(self, **options):
+        """Over the same parameters."""
+        p, options = self.problem, self.options | options
+        if self.arrangement != "per_expert":
+            make = getattr(SonicMoEMlpNode, f"from_{self.arrangement}")
+            return make(*self.weights, p.activation, **options)
+        sizes = p.num_experts, p.x.shape[1], p.intermediate
+        return SonicMoEMlpNode(self.experts, *sizes, p.activation, **options)
 
     def call(self, problem=None, *, x_grad=True, probs_grad=True, counts="list", index_dtype=None):
         return Call(
@@ -68,8 +77,13 @@ class Layer:
 
     def run(self, problem=None, **options):
         """Forward and backward of one micro-batch."""
-        call = self.call(problem, **options)
-        call.backward()
+        return self.call(problem, **options).backward()
+
+    def step(self, *batches, **options):
+        """`run` every micro-batch (None: the layer's own), then `node.step()`; the last call."""
+        for problem in batches or (None,):
+            call = self.run(problem, **options)
+        self.node.step()
         return call
 
     def set_main_grad(self, value):
@@ -82,7 +96,13 @@ class Layer:
             )
         return [weight.main_grad for weight in self.weights]
 
-    def gradients(self, attribute):
+    def zero_main_grad(self):
+        """In place, as an optimizer does."""
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.main_grad.zero_()
+
+    def gradients(self, attribute="main_grad"):
         """`(dw1, dw2)` stacked over experts, `[E, H, N1]` split-half and `[E, I, H]`."""
         arrays = [numpy(getattr(weight, attribute)) for weight in self.weights]
         if self.arrangement == "native":
@@ -93,6 +113,19 @@ class Layer:
             return arrays
         half = len(arrays) // 2
         return [np.stack(arrays[:half]), np.stack(arrays[half:])]
+
+    def error(self, *batches, times=1, held=0.0, attribute="main_grad"):
+        """How far the weight gradients are from `times` the exact ones of these micro-batches (none:
+        of the layer's own) on top of `held`.
+        """
+        wanted = summed(map(golden, batches or (self.problem,)))
+        pairs = zip(self.gradients(attribute), wanted, strict=True)
+        return max(relative_rmse(got, times * want + held) for got, want in pairs)
+
+    def has_gradients(self):
+        """Whether any `main_grad` holds something."""
+        held = [weight.main_grad for weight in self.weights]
+        return any(gradient is not None and numpy(gradient).any() for gradient in held)
 
     def result(self, call, attribute="main_grad") -> Result:
         return Result(numpy(call.out), call.dx, call.dprobs, *self.gradients(attribute))
@@ -122,7 +155,12 @@ class Call:
         self.dout = tensor(problem.dout, torch.float32).to(layer.dtype)
         given = counts_of(problem)
         self.counts = {"list": given, "none": None, "empty": [], "tensor": tensor(given)}[counts]
-        self.out = layer.node(self.x, self.counts, self.indices, self.probs)
+        self.out = layer.node(*self.arguments)
+
+    @property
+    def arguments(self):
+        """Of the node."""
+        return self.x, self.counts, self.indices, self.probs
 
     def backward(self, **options):
         self.out.backward(self.dout, **options)
@@ -135,6 +173,17 @@ class Call:
     @property
     def dprobs(self):
         return None if self.probs.grad is None else numpy(self.probs.grad)
+
+
+def recomputed(function, *arguments, use_reentrant=True):
+    """Either framework's activation recompute: the forward runs now, and again in backward."""
+    if IS_PADDLE:
+        from paddle.distributed.fleet.utils import recompute
+
+        return recompute(function, *arguments, use_reentrant=use_reentrant)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *arguments, use_reentrant=use_reentrant)
 
 
 def want_gradient(leaf, wanted):
@@ -153,6 +202,12 @@ def assert_close(actual: Result, expected: Result, bound=1e-5):
     for name, got in actual.items():
         error = relative_rmse(got, getattr(expected, name))
         assert error <= bound, f"{name}: {error}"
+
+
+def assert_equal(arrays, wanted):
+    """The same bits everywhere."""
+    for index, (got, want) in enumerate(zip(arrays, wanted, strict=True)):
+        assert np.array_equal(got, want), index
 
 
 def summed(results):

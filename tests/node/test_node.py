@@ -4,20 +4,25 @@ frozen inputs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine.moe_golden import ALL_ACTIVATIONS, assert_same_bits, golden, make_problem, run_engine
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
+    CONFIGS,
+    FLUSHES,
     FP8,
     FULL,
     Layer,
     assert_close,
+    assert_equal,
     problems,
-    summed,
     want_gradient,
 )
+from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.interface import EngineSettings
@@ -25,27 +30,36 @@ from sonicmoe.interop import data_ptr
 from sonicmoe.quant.recipes import RECIPES
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-each_flush = pytest.mark.parametrize("flush", ["auto", "step"])
+each_flush = pytest.mark.parametrize("flush", FLUSHES)
+
+
+def covered(names, *values):
+    """Every pair of values of two parameters in some case."""
+    return pytest.mark.parametrize(names, pairwise(*values), ids=str)
 
 
 class TestGradients:
-    @both_sources
-    @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
-    def test_against_the_golden(self, activation, arrangement):
-        layer = Layer(make_problem(activation), arrangement=arrangement)
-        layer.set_main_grad(0.0)
-        call = layer.run()
-        layer.node.step()
-        assert_close(layer.result(call), golden(layer.problem))
-
-    @pytest.mark.parametrize("counts", ["list", "none", "empty", "tensor"])
-    @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-    def test_every_spelling_of_the_routing(self, counts, index_dtype):
-        layer = Layer()
-        layer.set_main_grad(0.0)
-        call = layer.run(counts=counts, index_dtype=getattr(torch, index_dtype))
-        layer.node.step()
-        assert_close(layer.result(call), golden(layer.problem))
+    @covered(
+        "activation, arrangement, counts, index_dtype, flush, value",
+        ALL_ACTIVATIONS,
+        ARRANGEMENTS,
+        ("list", "none", "empty", "tensor"),
+        ("int32", "int64"),
+        FLUSHES,
+        (0.0, 2.5, None),
+    )
+    def test_against_the_golden(self, activation, arrangement, counts, index_dtype, flush, value):
+        """Every spelling of the routing; gradients are added to a private `main_grad`."""
+        layer = Layer(make_problem(activation), arrangement=arrangement, flush=flush)
+        held = layer.set_main_grad(value)
+        call = layer.step(counts=counts, index_dtype=getattr(torch, index_dtype))
+        exact, held_before = golden(layer.problem), value or 0.0
+        wanted = replace(exact, dw1=exact.dw1 + held_before, dw2=exact.dw2 + held_before)
+        assert_close(layer.result(call), wanted, 1e-6)
+        for weight, before in zip(layer.weights, held, strict=True):
+            assert weight.main_grad.dtype == torch.float32
+            assert weight.grad is None
+            assert before is None or weight.main_grad is before
 
     @pytest.mark.parametrize(
         "config",
@@ -55,25 +69,19 @@ class TestGradients:
     def test_the_node_adds_nothing_to_the_engine(self, config):
         """The same bits as the engine alone, in bf16 and in FP8."""
         problem = make_problem(dtype=torch.bfloat16)
-        layer = Layer(problem, dtype=torch.bfloat16, config=config)
-        layer.set_main_grad(0.0)
-        call = layer.run()
-        layer.node.step()
+        layer = Layer(problem, dtype=torch.bfloat16, config=config, main_grad=0.0)
+        call = layer.step()
         settings = EngineSettings(recipe=RECIPES["dx256"] if config.fp8_mode else None)
         assert call.out.dtype == call.x.grad.dtype == torch.bfloat16
         assert call.probs.grad.dtype == torch.float32
         assert_same_bits(layer.result(call), run_engine(problem, settings, torch.bfloat16))
 
-    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-    @pytest.mark.parametrize("case", ["no tokens", "nothing routed here"])
-    @each_flush
+    @covered("case, config, flush", ["no tokens", "nothing routed here"], CONFIGS, FLUSHES)
     def test_empty_rank(self, case, config, flush):
         problem = make_problem(tokens=0 if case == "no tokens" else 9)
         problem = problem.but(indices=np.full_like(problem.indices, -1))
-        layer = Layer(problem, config=config, flush=flush)
-        layer.set_main_grad(None)
-        call = layer.run()
-        layer.node.step()
+        layer = Layer(problem, config=CONFIGS[config], flush=flush, main_grad=None)
+        call = layer.step()
         assert tuple(call.out.shape) == problem.x.shape
         for name, got in layer.result(call).items():
             assert not got.any(), name
@@ -82,37 +90,17 @@ class TestGradients:
         )
 
     def test_garbage_at_invalid_slots(self):
-        layer = Layer()
-        layer.set_main_grad(0.0)
+        layer = Layer(main_grad=0.0)
         problem = layer.problem
         invalid = (problem.indices < 0) | (problem.indices >= 4)
-        call = layer.run(problem.but(probs=np.where(invalid, np.nan, problem.probs)))
-        layer.node.step()
+        call = layer.step(problem.but(probs=np.where(invalid, np.nan, problem.probs)))
         assert_close(layer.result(call), golden(problem))
         assert not call.dprobs[invalid].any()
 
 
-class TestMainGrad:
-    @both_sources
-    @each_flush
-    @pytest.mark.parametrize("value", [0.0, 2.5, None])
-    def test_private_or_none(self, arrangement, flush, value):
-        layer = Layer(arrangement=arrangement, flush=flush)
-        held = layer.set_main_grad(value)
-        layer.run()
-        layer.node.step()
-        exact = golden(layer.problem)
-        for got, want in zip(layer.gradients("main_grad"), (exact.dw1, exact.dw2), strict=True):
-            assert relative_rmse(got, want + (value or 0.0)) < 1e-5
-        for weight, before in zip(layer.weights, held, strict=True):
-            assert weight.main_grad.dtype == torch.float32
-            assert weight.grad is None
-            assert before is None or weight.main_grad is before
-
-    @both_sources
-    @each_flush
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_absent_it_is_grad(self, arrangement, flush, dtype):
+class TestWhereGradientsGo:
+    @covered("arrangement, flush, dtype", ARRANGEMENTS, FLUSHES, ("float32", "bfloat16"))
+    def test_without_main_grad_it_is_grad(self, arrangement, flush, dtype):
         dtype = getattr(torch, dtype)
         problem = make_problem(dtype=dtype)
         layer = Layer(problem, arrangement=arrangement, flush=flush, dtype=dtype)
@@ -120,9 +108,7 @@ class TestMainGrad:
         if flush == "step":
             assert all(weight.grad is None for weight in layer.weights)
         layer.node.step()
-        exact = golden(problem)
-        for got, want in zip(layer.gradients("grad"), (exact.dw1, exact.dw2), strict=True):
-            assert relative_rmse(got, want) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert layer.error(attribute="grad") < (1e-5 if dtype == torch.float32 else 1e-2)
         assert all(weight.grad.dtype == dtype for weight in layer.weights)
 
     @both_sources
@@ -137,94 +123,73 @@ class TestMainGrad:
             weight.main_grad = buffer[first : first + size].view(list(weight.shape))
             used[first : first + size] = True
             first += size + 16
-        for problem in batches:
-            layer.run(problem)
-        layer.node.step()
+        layer.step(*batches)
         assert data_ptr(buffer) == pointer
         assert (numpy(buffer)[~used] == 3.0).all()
-        wanted = summed(map(golden, batches))
-        for got, want in zip(layer.gradients("main_grad"), wanted, strict=True):
-            assert relative_rmse(got, want + 3.0) < 1e-5
+        assert layer.error(*batches, held=3.0) < 1e-5
 
 
 class TestMicroBatches:
-    @both_sources
-    @each_flush
-    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+    @covered("arrangement, flush, order", ARRANGEMENTS, FLUSHES, [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
     def test_three_forwards_before_three_backwards(self, arrangement, flush, order):
+        """Summed where they lie, at once or in the first `step()`."""
         batches = problems(3)
         layer = Layer(batches[0], arrangement=arrangement, flush=flush)
-        layer.set_main_grad(0.0)
+        held = layer.set_main_grad(0.25)
+        places = list(map(data_ptr, held))
         calls = [layer.call(problem) for problem in batches]
         for i in order:
             calls[i].backward()
+        before = layer.gradients()
+        assert (before[0] == 0.25).all() == (flush == "step") == bool(layer.node.gradient_bytes)
         layer.node.step()
-        exact = [golden(problem) for problem in batches]
-        for call, want in zip(calls, exact, strict=True):
+        once = layer.gradients()
+        if flush == "auto":
+            assert_equal(before, once)
+        layer.node.step()
+        assert_equal(layer.gradients(), once)
+        assert layer.error(*batches, held=0.25) < 1e-5
+        for call, want in zip(calls, map(golden, batches), strict=True):
             assert relative_rmse(numpy(call.out), want.out) < 1e-5
             assert relative_rmse(call.dx, want.dx) < 1e-5
             assert relative_rmse(call.dprobs, want.dprobs) < 1e-5
-        for got, want in zip(layer.gradients("main_grad"), summed(exact), strict=True):
-            assert relative_rmse(got, want) < 1e-5
+        assert all(w.main_grad is h for w, h in zip(layer.weights, held, strict=True))
+        assert list(map(data_ptr, held)) == places
 
     @each_flush
     def test_an_outstanding_forward_survives_step(self, flush):
         """Weights are those of its forward, its gradient goes to the next step."""
         first, second = problems(2)
-        layer = Layer(first, flush=flush)
-        layer.set_main_grad(0.0)
+        layer = Layer(first, flush=flush, main_grad=0.0)
         waiting = layer.call(second)
-        layer.run(first)
-        layer.node.step()
+        layer.step(first)
         layer.set_main_grad(0.0)
         layer.overwrite(first.but(up_gate=first.up_gate * 2, down=first.down * 2))
         waiting.backward()
         layer.node.step()
         assert_close(layer.result(waiting), golden(second))
 
-    def test_flush_modes_differ_only_in_when(self):
-        for flush in ("auto", "step"):
-            layer = Layer(flush=flush)
-            layer.set_main_grad(0.0)
-            layer.run()
-            seen = layer.gradients("main_grad")[0]
-            assert bool(seen.any()) == (flush != "step")
-            layer.node.step()
-            once = layer.gradients("main_grad")
-            assert once[0].any()
-            layer.node.step()
-            for before, after in zip(once, layer.gradients("main_grad"), strict=True):
-                np.testing.assert_array_equal(before, after)
-
     def test_flush_grads_between_micro_batches_keeps_the_caches(self, prepared, weights_on_a_gpu):
         batches = problems(3)
-        layer = Layer(batches[0])
-        layer.set_main_grad(0.0)
+        layer = Layer(batches[0], main_grad=0.0)
         layer.node.step()
         for problem in batches:
             layer.run(problem)
             layer.node.flush_grads()
         assert len(prepared) == 1
-        for got, want in zip(
-            layer.gradients("main_grad"), summed(map(golden, batches)), strict=True
-        ):
-            assert relative_rmse(got, want) < 1e-5
+        assert layer.error(*batches) < 1e-5
 
 
 class TestFrozen:
-    @both_sources
-    @each_flush
-    @pytest.mark.parametrize("probs_grad", [True, False])
+    """A single frozen expert is in test_node_hazards.py."""
+
+    @covered("arrangement, flush, probs_grad", ARRANGEMENTS, FLUSHES, [True, False])
     def test_tokens(self, arrangement, flush, probs_grad):
-        layer = Layer(arrangement=arrangement, flush=flush)
-        layer.set_main_grad(0.0)
-        call = layer.run(x_grad=False, probs_grad=probs_grad)
-        layer.node.step()
-        exact = golden(layer.problem)
+        layer = Layer(arrangement=arrangement, flush=flush, main_grad=0.0)
+        call = layer.step(x_grad=False, probs_grad=probs_grad)
         assert call.x.grad is None
         assert (call.probs.grad is None) == (not probs_grad)
-        for got, want in zip(layer.gradients("main_grad"), (exact.dw1, exact.dw2), strict=True):
-            assert relative_rmse(got, want) < 1e-5
+        assert layer.error() < 1e-5
 
     @both_sources
     @each_flush
@@ -232,21 +197,9 @@ class TestFrozen:
         layer = Layer(arrangement=arrangement, flush=flush)
         for weight in layer.weights:
             want_gradient(weight, False)
-        call = layer.run()
-        layer.node.step()
+        call = layer.step()
         exact = golden(layer.problem)
         assert layer.node.gradient_bytes == 0
         assert all(weight.grad is None for weight in layer.weights)
         assert relative_rmse(call.dx, exact.dx) < 1e-5
         assert relative_rmse(call.dprobs, exact.dprobs) < 1e-5
-
-    @each_flush
-    def test_one_expert(self, flush):
-        layer = Layer(flush=flush)
-        layer.set_main_grad(0.0)
-        want_gradient(layer.weights[0], False)
-        layer.run()
-        layer.node.step()
-        dw1 = layer.gradients("main_grad")[0]
-        assert not dw1[0].any()
-        assert relative_rmse(dw1[1:], golden(layer.problem).dw1[1:]) < 1e-5

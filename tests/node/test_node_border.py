@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import (
-    FULL,
-    Layer,
-    counts_of,
-)
+from node.node_harness import FULL, Layer, counts_of
 from weights.weight_sources import expert_modules
 
 from sonicmoe.config import SonicMoEConfig, current_config
@@ -76,16 +72,14 @@ class TestConfiguration:
         assert settings.save_z is ZCode.BF16
 
     def test_a_backward_uses_the_settings_of_its_forward(self, set_flags):
-        layer = Layer(config=None)
-        layer.set_main_grad(0.0)
+        layer = Layer(config=None, main_grad=0.0)
         set_flags(SONIC_MOE_FP8_MODE="perf")
         call = layer.call()
         set_flags(SONIC_MOE_FP8_MODE=None)
         call.backward()
         layer.node.step()
-        assert_same_bits(
-            layer.result(call), run_engine(layer.problem, EngineSettings(recipe=RECIPES["dx256"]))
-        )
+        wanted = run_engine(layer.problem, EngineSettings(recipe=RECIPES["dx256"]))
+        assert_same_bits(layer.result(call), wanted)
 
     def test_impossible_settings_are_refused_at_construction(self):
         with pytest.raises(ConfigError, match="iso_weight"):
@@ -116,37 +110,25 @@ class TestConfiguration:
     @pytest.mark.parametrize("mode", list(FlushMode), ids=lambda m: m.value)
     def test_flush_mode_by_name_or_member(self, mode):
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
-
-    def test_another_name_of_auto(self):
         assert Layer(flush="backward").node.flush_mode is FlushMode.AUTO
 
     @pytest.mark.parametrize("gone", ["direct", "prompt", "sometimes"])
     def test_unknown_flush_mode(self, gone):
-        with pytest.raises(
-            ConfigError,
-            match=rf"flush is '{gone}'; needed: one of \['auto', 'step'\]",
-        ):
+        words = rf"flush is '{gone}'; needed: one of \['auto', 'step'\]"
+        with pytest.raises(ConfigError, match=words):
             Layer(flush=gone)
 
     def test_activation_by_value_or_member(self):
-        problem = make_problem(ActivationType.GEGLU)
-        layer = Layer(problem)
-        sizes = (problem.num_experts, problem.x.shape[1], problem.intermediate)
-        by_value = SonicMoEMlpNode(layer.experts, *sizes, "geglu")
+        layer = Layer(make_problem(ActivationType.GEGLU))
+        by_value = SonicMoEMlpNode(layer.experts, 4, 80, 48, "geglu")
         assert by_value.activation_type is layer.node.activation_type is ActivationType.GEGLU
-
-    def test_unknown_activation(self):
-        with pytest.raises(
-            ConfigError, match=r"activation_type is 'tanh'; needed: one of \['swiglu', "
-        ):
-            SonicMoEMlpNode(Layer().experts, 4, 80, 48, "tanh")
 
     @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "activated"])
     def test_is_in_force_inside_both_passes(self, explicit, monkeypatch, tmp_path):
         """Kernels are loaded inside the passes: from the node's own cache directory, and under its
         own ban on compiling.
         """
-        seen = []
+        seen, passes = [], ("forward", "backward_dx", "backward_dw")
 
         def watch(name, original):
             def spy(*args, **kwargs):
@@ -155,18 +137,51 @@ class TestConfiguration:
 
             monkeypatch.setattr(ReferenceEngine, name, spy)
 
-        for name in ("forward", "backward_dx", "backward_dw"):
+        for name in passes:
             watch(name, getattr(ReferenceEngine, name))
         config = SonicMoEConfig(cache_dir=tmp_path, forbid_compile=True)
         if explicit:
-            Layer(config=config).call().backward()
+            Layer(config=config).run()
         else:
             with config.activate():
                 call = Layer(config=None).call()
             call.backward()
-        assert seen == [
-            (name, tmp_path, True) for name in ("forward", "backward_dx", "backward_dw")
-        ]
+        assert seen == [(name, tmp_path, True) for name in passes]
+
+
+def zeros(*shape, dtype="float32"):
+    return tensor(np.zeros(shape), torch.float32).to(getattr(torch, dtype))
+
+
+E4M3, BF16 = zeros(37, 80, dtype="float8_e4m3fn"), zeros(37, 3, dtype="bfloat16")
+# The error, its words, and the arguments that are not as they should be.
+REFUSED_ARGUMENTS = [
+    (DTypeError, "float8_e4m3fn without its scales, from an FP8 dispatch", {"x": E4M3}),
+    (DTypeError, "x is a tuple, as an FP8 dispatch delivers", {"x": (E4M3, None)}),
+    (DTypeError, "x is float64", {"x": zeros(37, 80, dtype="float64")}),
+    (TypeError, "x must be a .* tensor, got ndarray", {"x": np.zeros((37, 80))}),
+    (ShapeError, r"x has shape \(36, 80\); 37 rows", {"x": zeros(36, 80)}),
+    (ShapeError, r"x has shape \(37, 81\).*hidden_size 80", {"x": zeros(37, 81)}),
+    (RoutingError, "dispatched_indices missing.*HybridEP", {"dispatched_indices": None}),
+    (DTypeError, "dispatched_indices is float32", {"dispatched_indices": zeros(37, 3)}),
+    (ShapeError, r"dispatched_probs has shape \(37,\).*HybridEP", {"dispatched_probs": zeros(37)}),
+    (DTypeError, "dispatched_probs is bfloat16", {"dispatched_probs": BF16}),
+    (ShapeError, "tokens_per_expert has 3 entries; needed: 4", {"tokens_per_expert": [1, 2, 3]}),
+    # Also where nothing would read them.
+    (TypeError, r"copies is str; needed: what make_copies\(\)", {"copies": "a"}),
+]
+TANH = r"activation_type is 'tanh'; needed: one of \['swiglu', "
+# The same of a node's construction.
+REFUSED_EXPERTS = [
+    (LayoutError, "n_experts is 5", {"n_experts": 5}),
+    (LayoutError, "n_experts is 0; needed: at least one", {"experts": [], "n_experts": 0}),
+    (LayoutError, "experts is generator; needed: a list", {"experts": (e for e in ())}),
+    (LayoutError, r"experts is .*; needed: a list", {"experts": object()}),
+    (ConfigError, r"config is .*; needed: a SonicMoEConfig", {"config": {"fp8_mode": "perf"}}),
+    (ConfigError, TANH, {"activation_type": "tanh"}),
+    (ShapeError, r"up_gate_proj\.weight", {"intermediate_size": 47}),
+    (ShapeError, r"up_gate_proj\.weight", {"activation_type": ActivationType.RELU}),
+]
 
 
 class TestRefusals:
@@ -180,124 +195,62 @@ class TestRefusals:
         }
         return given | changes
 
-    def refused(self, error, match, **changes):
+    @pytest.mark.parametrize(("error", "words", "changes"), REFUSED_ARGUMENTS)
+    def test_arguments(self, error, words, changes):
         layer = Layer()
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=words):
             layer.node(**self.arguments(layer, **changes))
-
-    def test_fp8_tokens(self):
-        fp8 = tensor(np.zeros((37, 80)), torch.float32).to(torch.float8_e4m3fn)
-        self.refused(DTypeError, "float8_e4m3fn without its scales, from an FP8 dispatch", x=fp8)
-        self.refused(DTypeError, "x is a tuple, as an FP8 dispatch delivers", x=(fp8, None))
-
-    def test_permuted_dispatch(self):
-        self.refused(RoutingError, "dispatched_indices missing.*HybridEP", dispatched_indices=None)
-        self.refused(
-            ShapeError,
-            r"dispatched_probs has shape \(37,\).*HybridEP",
-            dispatched_probs=tensor(np.zeros(37), torch.float32),
-        )
-
-    def test_shapes(self):
-        self.refused(
-            ShapeError,
-            r"x has shape \(36, 80\); 37 rows",
-            x=tensor(np.zeros((36, 80)), torch.float32),
-        )
-        self.refused(
-            ShapeError,
-            r"x has shape \(37, 81\).*hidden_size 80",
-            x=tensor(np.zeros((37, 81)), torch.float32),
-        )
-        self.refused(
-            ShapeError, "tokens_per_expert has 3 entries; needed: 4", tokens_per_expert=[1, 2, 3]
-        )
-
-    def test_dtypes(self):
-        self.refused(DTypeError, "x is float64", x=tensor(np.zeros((37, 80)), torch.float64))
-        self.refused(
-            DTypeError,
-            "dispatched_indices is float32",
-            dispatched_indices=tensor(np.zeros((37, 3)), torch.float32),
-        )
-        self.refused(
-            DTypeError,
-            "dispatched_probs is bfloat16",
-            dispatched_probs=tensor(np.zeros((37, 3)), torch.bfloat16),
-        )
 
     def test_counts_left_out(self):
         layer = Layer()
         given = self.arguments(layer)
-        with pytest.raises(
-            RoutingError, match="the second argument, tokens_per_expert, has two axes"
-        ):
+        words = "the second argument, tokens_per_expert, has two axes"
+        with pytest.raises(RoutingError, match=words):
             layer.node(given["x"], given["dispatched_indices"], given["dispatched_probs"])
-
-    def test_no_tensor(self):
-        self.refused(TypeError, "x must be a .* tensor, got ndarray", x=np.zeros((37, 80)))
-
-    def test_no_copies(self):
-        """Also where nothing would read them."""
-        self.refused(TypeError, r"copies is str; needed: what make_copies\(\)", copies="a")
 
     def test_counts_that_disagree(self):
         layer = Layer()
         counts = counts_of(layer.problem)
         counts[3] += 1
-        with pytest.raises(
-            RoutingError, match=rf"tokens_per_expert\[3\] is {counts[3]} .* {counts[3] - 1} tokens"
-        ):
+        words = rf"tokens_per_expert\[3\] is {counts[3]} .* {counts[3] - 1} tokens"
+        with pytest.raises(RoutingError, match=words):
             layer.node(**self.arguments(layer, tokens_per_expert=counts))
 
-    def test_experts(self):
-        p = make_problem()
-        modules = expert_modules(p.up_gate, p.down)
-        with pytest.raises(LayoutError, match="n_experts is 5"):
-            SonicMoEMlpNode(modules, 5, 80, 48)
-        with pytest.raises(LayoutError, match="n_experts is 0; needed: at least one"):
-            SonicMoEMlpNode([], 0, 80, 48)
-        with pytest.raises(LayoutError, match="experts is generator; needed: a list"):
-            SonicMoEMlpNode((module for module in modules), 4, 80, 48)
-        with pytest.raises(LayoutError, match=r"experts is .*; needed: a list"):
-            SonicMoEMlpNode(modules[0], 4, 80, 48)
-        with pytest.raises(ConfigError, match=r"config is .*; needed: a SonicMoEConfig"):
-            SonicMoEMlpNode(modules, 4, 80, 48, config={"fp8_mode": "perf"})
-        with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
-            SonicMoEMlpNode(modules, 4, 80, 47)
-        with pytest.raises(ShapeError, match=r"up_gate_proj\.weight"):
-            SonicMoEMlpNode(modules, 4, 80, 48, ActivationType.RELU)
+    @pytest.mark.parametrize(("error", "words", "changes"), REFUSED_EXPERTS)
+    def test_experts(self, error, words, changes):
+        given = {"n_experts": 4, "hidden_size": 80, "intermediate_size": 48}
+        with pytest.raises(error, match=words):
+            SonicMoEMlpNode(**{"experts": Layer().experts} | given | changes)
 
     def test_transposed_experts(self):
         p = make_problem()
         modules = expert_modules([w.T.copy() for w in p.up_gate], [w.T.copy() for w in p.down])
-        with pytest.raises(
-            ShapeError,
-            match=r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed",
-        ):
+        words = r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed"
+        with pytest.raises(ShapeError, match=words):
             SonicMoEMlpNode(modules, 4, 80, 48)
+
+    def test_a_bias_is_refused_and_not_forgotten(self):
+        layer = Layer()
+        layer.experts[1].down_proj.bias = layer.weights[0]
+        with pytest.raises(LayoutError, match=r"experts\[1\].down_proj has a bias"):
+            layer.another_node()
 
     @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
     def test_weights_without_memory(self):
-        layer = Layer()
-        weights = [
-            torch.nn.Parameter(torch.empty(shape, device="meta"))
-            for shape in ((4, 80, 96), (4, 48, 80))
-        ]
+        shapes = (4, 80, 96), (4, 48, 80)
+        weights = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
         node = SonicMoEMlpNode.from_fused(*weights)
         with pytest.raises(LayoutError, match="on the meta device"):
-            node(**self.arguments(layer))
+            node(**self.arguments(Layer()))
 
     def test_other_ranks_experts_are_skipped(self):
-        p = make_problem()
-        modules = expert_modules(p.up_gate, p.down)
-        node = SonicMoEMlpNode(
-            [None, *modules[:2], None, None, *modules[2:]], 4, 80, 48, config=FULL
+        layer = Layer()
+        here = layer.experts
+        layer.node = SonicMoEMlpNode(
+            [None, *here[:2], None, None, *here[2:]], 4, 80, 48, config=FULL
         )
-        out = node(
-            tensor(p.x, torch.float32), None, tensor(p.indices), tensor(p.probs, torch.float32)
-        )
-        assert relative_rmse(numpy(out), golden(p).out) < 1e-5
+        out = layer.call(counts="none").out
+        assert relative_rmse(numpy(out), golden(layer.problem).out) < 1e-5
 
 
 @pytest.mark.parametrize(

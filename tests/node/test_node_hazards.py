@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, relative_rmse, torch
-from node_harness import ARRANGEMENTS, FP8, FULL, Layer, want_gradient
+from node.node_harness import (
+    ARRANGEMENTS,
+    CONFIGS,
+    FLUSHES,
+    Layer,
+    recomputed,
+    want_gradient,
+)
+from pairwise import pairwise
 from weights.freed_memory import free
 
 from sonicmoe.errors import DeviceError, LayoutError
 
-FLUSHES = ("auto", "step")
 every_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 only_torch = pytest.mark.skipif(IS_PADDLE, reason="PyTorch has it")
@@ -26,18 +34,7 @@ only_paddle = pytest.mark.skipif(not IS_PADDLE, reason="Paddle has it")
 
 
 def made(flush="auto", value=0.0, **options):
-    """A layer with `main_grad` full of `value`; "absent": without."""
-    layer = Layer(flush=flush, **options)
-    if value != "absent":
-        layer.set_main_grad(value)
-    return layer
-
-
-def error_of(layer, times=1, attribute="main_grad"):
-    """Distance of the gradients from `times` the right ones."""
-    wanted = golden(layer.problem)
-    pairs = zip(layer.gradients(attribute), (wanted.dw1, wanted.dw2), strict=True)
-    return max(relative_rmse(got, times * want) for got, want in pairs)
+    return Layer(flush=flush, main_grad=value, **options)
 
 
 def gradients_of(call, inputs):
@@ -62,11 +59,9 @@ class TestAskedFor:
         with pytest.raises((RuntimeError, OSError), match=self.REFUSED):
             gradients_of(call, [layer.weights[2]])
         layer.node.step()
-        held = [weight.main_grad for weight in layer.weights]
-        assert not any(each is not None and numpy(each).any() for each in held)
-        layer.run()
-        layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert not layer.has_gradients()
+        layer.step()
+        assert layer.error() < 1e-5
 
     def test_and_one_that_waits(self):
         layer = made("step", "absent")
@@ -117,7 +112,7 @@ class TestAskedFor:
             else:
                 torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),))
         layer.node.step()
-        assert error_of(layer, 0) == 0.0
+        assert not layer.has_gradients()
 
 
 @only_paddle
@@ -127,20 +122,17 @@ class TestInsideOtherBackwards:
     @every_flush
     @pytest.mark.parametrize("use_reentrant", [True, False])
     def test_gradients_of_tokens_through_recompute(self, flush, use_reentrant):
-        from paddle.distributed.fleet.utils import recompute
-
         layer = made(flush)
         call = layer.call()
         leaves = [call.x, call.probs]
         x, probs = (leaf * 1.0 for leaf in leaves)
-        call.out = recompute(
-            layer.node, x, call.counts, call.indices, probs, use_reentrant=use_reentrant
-        )
+        given = x, call.counts, call.indices, probs
+        call.out = recomputed(layer.node, *given, use_reentrant=use_reentrant)
         wanted = golden(layer.problem)
         for got, want in zip(gradients_of(call, leaves), (wanted.dx, wanted.dprobs), strict=True):
             assert relative_rmse(numpy(got), want) < 1e-5
         layer.node.step()
-        assert error_of(layer, 0) == 0.0
+        assert not layer.has_gradients()
 
     @every_flush
     @pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward"])
@@ -162,7 +154,7 @@ class TestInsideOtherBackwards:
         doubled.register_hook(run)
         paddle.grad(doubled.sum(), other)
         layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert layer.error() < 1e-5
         assert relative_rmse(call.dx, golden(layer.problem).dx) < 1e-5
 
 
@@ -176,7 +168,7 @@ class TestParameters:
         layer.run()
         layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
         layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert layer.error() < 1e-5
 
     @every_flush
     def test_experts_exchanged_between_micro_batches(self, flush):
@@ -187,9 +179,8 @@ class TestParameters:
         layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
         ids = problem.indices.copy()
         ids[problem.indices == 0], ids[problem.indices == 1] = 1, 0
-        layer.run(problem.but(indices=ids))
-        layer.node.step()
-        assert error_of(layer, 2) < 1e-5
+        layer.step(problem.but(indices=ids))
+        assert layer.error(times=2) < 1e-5
 
     @every_flush
     @pytest.mark.parametrize("value", [0.0, "absent"])
@@ -207,9 +198,10 @@ class TestParameters:
         want_gradient(layer.weights[0], True)
         layer.node.step()
         attribute = "grad" if value == "absent" else "main_grad"
-        first, second = (getattr(weight, attribute) for weight in layer.weights[:2])
+        first, *others = (getattr(weight, attribute) for weight in layer.weights[:4])
         assert first is None or not numpy(first).any()
-        assert relative_rmse(numpy(second), golden(layer.problem).dw1[1]) < 1e-5
+        wanted = golden(layer.problem).dw1[1:]
+        assert relative_rmse(np.stack([numpy(other) for other in others]), wanted) < 1e-5
 
     @only_torch
     def test_results_of_operations_pass_their_gradient_on(self):
@@ -222,8 +214,7 @@ class TestParameters:
         layer, original = self.parametrized("step")
         words = r"^experts\[0\].up_gate_proj.weight is the result of an operation"
         with pytest.raises(LayoutError, match=words):
-            layer.run()
-        layer.node.step()
+            layer.step()
         assert original.grad is None
 
     def parametrized(self, flush):
@@ -241,53 +232,66 @@ class TestParameters:
         return layer, projection.parametrizations.weight.original
 
 
+def written(layer):
+    """In place, as an optimizer does."""
+    problem = layer.problem
+    layer.overwrite(problem.but(up_gate=0 * problem.up_gate, down=0 * problem.down))
+
+
+def freed(layer, after="nothing"):
+    """As PyTorch's sharding does: a storage resized to nothing, and back with other or the same
+    values.
+    """
+    for weight in layer.weights:
+        kept, storage = weight.detach().clone(), weight.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        if after != "nothing":
+            storage.resize_(size)
+            weight.data.copy_(kept if after == "the same" else torch.full_like(kept, 7.0))
+
+
+def replaced(layer):
+    """Another storage leaves the old one to the backward."""
+    for weight in layer.weights:
+        weight.data = torch.full_like(weight, 7.0)
+
+
+def cleared(layer, comes_back=False):
+    """As Paddle's sharding does."""
+    for weight in layer.weights:
+        values = weight.detach().clone()
+        weight._clear_data()
+        if comes_back:
+            values._share_buffer_to(weight)
+
+
+EVENTS = {"written": written}
+EVENTS |= (
+    {"cleared": cleared, "cleared and back": partial(cleared, comes_back=True)}
+    if IS_PADDLE
+    else {
+        "freed": freed,
+        "freed, then others": partial(freed, after="others"),
+        "freed, then the same": partial(freed, after="the same"),
+        "replaced": replaced,
+    }
+)
+
+
 class TestWeightsInBetween:
     """Written or freed between a forward and its backward: gradients of the forward's weights. On a
     GPU, where a native engine may read the parameters themselves, an error.
     """
 
-    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-    @each_arrangement
-    def test_written(self, arrangement, config):
-        layer, undisturbed = (made(arrangement=arrangement, config=config) for _ in range(2))
+    @pytest.mark.parametrize("case", pairwise(EVENTS, CONFIGS, ARRANGEMENTS), ids=str)
+    def test_the_backward_is_of_the_forwards_weights(self, case):
+        event, config, arrangement = case
+        options = {"arrangement": arrangement, "config": CONFIGS[config]}
+        layer, undisturbed = made(**options), made(**options)
         wanted = undisturbed.run()
         call = layer.call()
-        problem = layer.problem
-        layer.overwrite(problem.but(up_gate=0 * problem.up_gate, down=0 * problem.down))
-        call.backward()
-        assert np.array_equal(call.dx, wanted.dx)
-
-    @only_torch
-    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-    @each_arrangement
-    @pytest.mark.parametrize("after", ["nothing", "others", "the same"])
-    def test_freed_as_sharding_does(self, arrangement, config, after):
-        """A storage resized to nothing, and back with other or the same values."""
-        layer, undisturbed = (made(arrangement=arrangement, config=config) for _ in range(2))
-        wanted = undisturbed.run()
-        call = layer.call()
-        for weight in layer.weights:
-            kept, storage = weight.detach().clone(), weight.untyped_storage()
-            size = storage.nbytes()
-            storage.resize_(0)
-            if after != "nothing":
-                storage.resize_(size)
-                weight.data.copy_(kept if after == "the same" else torch.full_like(kept, 7.0))
-        call.backward()
-        assert np.array_equal(call.dx, wanted.dx)
-
-    @only_paddle
-    @each_arrangement
-    @pytest.mark.parametrize("comes_back", [True, False])
-    def test_freed_as_paddles_sharding_does(self, arrangement, comes_back):
-        layer, undisturbed = (made(arrangement=arrangement) for _ in range(2))
-        wanted = undisturbed.run()
-        call = layer.call()
-        kept = [weight.detach().clone() for weight in layer.weights]
-        for weight, values in zip(layer.weights, kept, strict=True):
-            weight._clear_data()
-            if comes_back:
-                values._share_buffer_to(weight)
+        EVENTS[event](layer)
         call.backward()
         assert np.array_equal(call.dx, wanted.dx)
 
@@ -298,33 +302,20 @@ class TestWeightsInBetween:
         for weight in layer.weights:
             if happens == "freed":
                 free(weight)
-            else:
-                with torch.no_grad():
-                    weight.add_(weight.detach())
+            else:  # by an operation that Paddle counts
+                weight.detach().add_(weight.detach())
         with pytest.raises((RuntimeError, OSError), match="which reads them where they lie"):
             call.backward()
-        assert not any(each.any() for each in layer.gradients("main_grad"))
-
-    @only_torch
-    @each_arrangement
-    def test_another_storage_leaves_the_old_one_to_the_backward(self, arrangement):
-        layer, undisturbed = (made(arrangement=arrangement) for _ in range(2))
-        wanted = undisturbed.run()
-        call = layer.call()
-        for weight in layer.weights:
-            weight.data = torch.full_like(weight, 7.0)
-        call.backward()
-        assert np.array_equal(call.dx, wanted.dx)
+        assert not layer.has_gradients()
 
     @only_torch
     @each_arrangement
     def test_freed_before_step(self, arrangement):
         layer = made("step", arrangement=arrangement)
         layer.run()
-        for weight in layer.weights:
-            weight.untyped_storage().resize_(0)
+        free(*layer.weights)
         layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert layer.error() < 1e-5
 
 
 class TestGradientMemory:
@@ -335,8 +326,7 @@ class TestGradientMemory:
         before = numpy(layer.weights[1])
         layer.weights[1].main_grad = layer.weights[1].detach()
         with pytest.raises((LayoutError, OSError), match="main_grad is the memory of the weight"):
-            layer.run()
-            layer.node.step()
+            layer.step()
         assert np.array_equal(before, numpy(layer.weights[1]))
         assert not numpy(layer.weights[0].main_grad).any()
 
@@ -346,8 +336,7 @@ class TestGradientMemory:
         layer = made(flush)
         layer.weights[3].main_grad = torch.zeros(layer.weights[3].shape, device="meta")
         with pytest.raises(DeviceError, match="main_grad is on meta"):
-            layer.run()
-            layer.node.step()
+            layer.step()
         assert not numpy(layer.weights[0].main_grad).any()
 
     @only_torch
@@ -358,9 +347,8 @@ class TestGradientMemory:
         for weight in layer.weights:
             weight.main_grad.requires_grad_()
             weight.main_grad = weight.main_grad if leaf else weight.main_grad * 1
-        layer.run()
-        layer.node.step()
-        assert error_of(layer) < 1e-5
+        layer.step()
+        assert layer.error() < 1e-5
 
     @every_flush
     def test_bound_by_a_hook_while_the_backward_runs(self, flush):
@@ -374,7 +362,7 @@ class TestGradientMemory:
         call.out.register_hook(bind)
         call.backward()
         layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert layer.error() < 1e-5
 
     @every_flush
     def test_of_a_backward_that_a_hook_ended_goes_with_its_clearing(self, flush):
@@ -387,16 +375,13 @@ class TestGradientMemory:
         call.x.register_hook(fail)
         with pytest.raises((ZeroDivisionError, OSError)):
             call.backward()
-        with torch.no_grad():
-            for weight in layer.weights:
-                weight.main_grad.zero_()
+        layer.zero_main_grad()
         if flush == "step":
             with pytest.raises((RuntimeError, OSError), match="was written while gradients of 1"):
                 layer.run()
             layer.node.discard_grads()
-        layer.run()
-        layer.node.step()
-        assert error_of(layer) < 1e-5
+        layer.step()
+        assert layer.error() < 1e-5
 
 
 class TestCopies:
@@ -419,7 +404,7 @@ class TestCopies:
         for was, now in zip(before, held(), strict=True):
             assert np.array_equal(was, now) if was is not None else now is None
         layer.node.step()
-        assert error_of(layer) < 1e-5
+        assert layer.error() < 1e-5
 
     def test_a_copy_trains_its_own_parameters_in_the_same_mode(self):
         layer = made("auto")
@@ -430,7 +415,7 @@ class TestCopies:
         copied.set_main_grad(0.0)
         copied.run()
         assert copied.node.gradient_bytes == 0
-        assert error_of(copied) < 1e-5 and error_of(layer) < 1e-5
+        assert copied.error() < 1e-5 and layer.error() < 1e-5
 
 
 class TestThreads:
@@ -441,18 +426,8 @@ class TestThreads:
         if IS_PADDLE and value == "absent":
             pytest.skip("Paddle itself adds to one .grad from several threads at once")
         layer = made(flush, value)
-        other = copy.copy(layer)
-        problem = layer.problem
-        other.node = type(layer.node)(
-            layer.experts,
-            problem.num_experts,
-            problem.x.shape[1],
-            problem.intermediate,
-            problem.activation,
-            config=FULL,
-            flush=flush,
-        )
-        failed = []
+        other, failed = copy.copy(layer), []
+        other.node = layer.another_node()
 
         def work(each):
             try:
@@ -469,4 +444,4 @@ class TestThreads:
         assert failed == []
         for each in (layer, other):
             each.node.step()
-        assert error_of(layer, 12, "grad" if value == "absent" else "main_grad") < 1e-5
+        assert layer.error(times=12, attribute="grad" if value == "absent" else "main_grad") < 1e-5

@@ -4,7 +4,7 @@ caches.
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from engine.moe_golden import golden, make_problem
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
+    CONFIGS,
+    FLUSHES,
     FP8,
-    FULL,
     Layer,
     assert_close,
     counts_of,
@@ -21,6 +22,7 @@ from node.node_harness import (
     problems,
     want_gradient,
 )
+from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.config import active_config
@@ -31,34 +33,37 @@ from sonicmoe.node import choices
 from sonicmoe.weights.cache import LayerWeights
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-each_flush = pytest.mark.parametrize("flush", ["auto", "step"])
+each_flush = pytest.mark.parametrize("flush", FLUSHES)
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 class TestInference:
-    def run_spied(self, layer, monkeypatch, **options):
-        saves, original = [], ReferenceEngine.forward
+    @pytest.fixture
+    def saves(self, monkeypatch):
+        """Whether each forward of the engine saved what a backward needs."""
+        seen, original = [], ReferenceEngine.forward
 
         def spy(self, *arguments, save=True):
-            saves.append(save)
+            seen.append(save)
             return original(self, *arguments, save=save)
 
         monkeypatch.setattr(ReferenceEngine, "forward", spy)
-        return layer.call(**options), saves
+        return seen
 
-    def test_no_grad_keeps_nothing(self, monkeypatch):
+    def test_no_grad_keeps_nothing(self, saves):
         layer = Layer()
         with torch.no_grad():
-            call, saves = self.run_spied(layer, monkeypatch)
+            call = layer.call()
         assert saves == [False]
         assert layer.node.gradient_bytes == 0
         assert not has_gradient_path(call.out)
         assert relative_rmse(numpy(call.out), golden(layer.problem).out) < 1e-5
 
-    def test_nothing_wants_a_gradient(self, monkeypatch):
+    def test_nothing_wants_a_gradient(self, saves):
         layer = Layer()
         for weight in layer.weights:
             want_gradient(weight, False)
-        call, saves = self.run_spied(layer, monkeypatch, x_grad=False, probs_grad=False)
+        call = layer.call(x_grad=False, probs_grad=False)
         assert saves == [False]
         assert not has_gradient_path(call.out)
 
@@ -78,37 +83,44 @@ class TestInference:
 
 
 class TestCallersTensors:
-    def test_are_never_written(self):
-        layer = Layer(config=FP8)
-        layer.set_main_grad(0.0)
-        call = layer.call()
-        arguments = [call.x, call.indices, call.probs, call.dout, *layer.weights]
-        before = [numpy(argument).copy() for argument in arguments]
-        pointers = [data_ptr(argument) for argument in arguments]
-        call.backward()
+    @pytest.mark.parametrize("case", pairwise(ARRANGEMENTS, FLUSHES, CONFIGS), ids=str)
+    def test_are_never_written(self, case):
+        """Nor moved or laid out anew, whatever is asked of the node, but for `main_grad`."""
+        batches, (arrangement, flush, config) = problems(3), case
+        layer = Layer(batches[0], arrangement=arrangement, flush=flush, config=CONFIGS[config])
+        main_grads = layer.set_main_grad(0.0)
+        places = list(map(data_ptr, main_grads))
+        layer.node.prequantize_weights()
+        calls = [layer.call(batch) for batch in batches]
+        given = [t for c in calls for t in (c.x, c.indices, c.probs, c.dout)] + layer.weights
+        before = [(data_ptr(tensor), numpy(tensor).tobytes()) for tensor in given]
+        for call in calls:
+            call.backward()
+        layer.node.flush_grads()
         layer.node.step()
-        assert call.counts == counts_of(layer.problem)
-        for argument, old, pointer in zip(arguments, before, pointers, strict=True):
-            assert np.array_equal(numpy(argument), old)
-            assert data_ptr(argument) == pointer
+        layer.node.invalidate_caches()
+        layer.step(batches[1])
+        assert [call.counts for call in calls] == list(map(counts_of, batches))
+        assert [(data_ptr(tensor), numpy(tensor).tobytes()) for tensor in given] == before
+        for weight, main_grad, place in zip(layer.weights, main_grads, places, strict=True):
+            assert weight.main_grad is main_grad and data_ptr(main_grad) == place
+            assert weight.grad is None
+        assert all(gradient.any() for gradient in layer.gradients())
 
     def test_out_shares_no_memory_with_what_backward_needs(self):
         """The caller may write into `out` (a residual added in place) before backward."""
-        layer = Layer()
-        layer.set_main_grad(0.0)
+        layer = Layer(main_grad=0.0)
         call = layer.call()
         with torch.no_grad():
             call.out.detach().zero_()
         call.backward()
         layer.node.step()
-        exact = golden(layer.problem)
-        assert relative_rmse(call.dx, exact.dx) < 1e-5
-        assert relative_rmse(layer.gradients("main_grad")[0], exact.dw1) < 1e-5
+        assert relative_rmse(call.dx, golden(layer.problem).dx) < 1e-5
+        assert layer.error() < 1e-5
 
     @each_flush
     def test_non_contiguous_tokens_and_gradients(self, flush):
-        layer = Layer(flush=flush)
-        layer.set_main_grad(0.0)
+        layer = Layer(flush=flush, main_grad=0.0)
         problem = layer.problem
         base = tensor(np.ascontiguousarray(problem.x.T), torch.float32, grad=True)
         probs = tensor(problem.probs, torch.float32, grad=True)
@@ -120,11 +132,11 @@ class TestCallersTensors:
         exact = golden(problem)
         assert relative_rmse(numpy(base.grad).T, exact.dx) < 1e-5
         assert relative_rmse(numpy(probs.grad), exact.dprobs) < 1e-5
-        assert relative_rmse(layer.gradients("main_grad")[1], exact.dw2) < 1e-5
+        assert layer.error() < 1e-5
 
 
 class TestCaches:
-    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    @configs
     def test_weights_are_prepared_once_per_step(self, prepared, config, weights_on_a_gpu):
         batches = problems(3)
         layer = Layer(batches[0], config=config)
@@ -147,22 +159,17 @@ class TestCaches:
 
     @both_sources
     def test_new_weights_are_used_after_step(self, arrangement):
-        layer = Layer(arrangement=arrangement)
-        layer.set_main_grad(0.0)
-        layer.run()
-        layer.node.step()
-        new = layer.problem.but(
-            up_gate=layer.problem.up_gate * -0.5, down=layer.problem.down + 0.25
-        )
+        layer = Layer(arrangement=arrangement, main_grad=0.0)
+        layer.step()
+        old = layer.problem
+        new = old.but(up_gate=old.up_gate * -0.5, down=old.down + 0.25)
         layer.overwrite(new)
         layer.set_main_grad(0.0)
-        call = layer.run(new)
-        layer.node.step()
-        assert_close(layer.result(call), golden(new))
+        assert_close(layer.result(layer.step(new)), golden(new))
 
     @pytest.mark.trained
     @each_flush
-    @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+    @configs
     def test_it_trains(self, flush, config):
         """Gradient descent on a fixed batch: the loss falls only if gradients are right and the new
         weights are really used.
@@ -187,7 +194,7 @@ class TestCaches:
                 for weight in layer.weights:
                     weight.copy_(weight.detach() - 0.002 * weight.main_grad)
         assert losses[-1] < 0.8 * losses[0], losses
-        assert all(after < before for before, after in pairwise(losses)), losses
+        assert all(after < before for before, after in itertools.pairwise(losses)), losses
 
 
 def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, tmp_path):
@@ -208,8 +215,7 @@ def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, t
     for kind, name in watched:
         monkeypatch.setattr(kind, name, spied(name, getattr(kind, name)))
     layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path), flush="step")
-    layer.call().backward()
-    layer.node.step()
+    layer.step()
     assert seen == dict.fromkeys(("choose", "read", "close", "flush"), tmp_path)
     seen.clear()
     layer.node.prequantize_weights()

@@ -9,17 +9,24 @@ import warnings
 
 import numpy as np
 import pytest
-from engine.moe_golden import golden
-from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
-from node_harness import ARRANGEMENTS, Layer, problems, want_gradient
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from node.node_harness import (
+    ARRANGEMENTS,
+    FLUSHES,
+    Layer,
+    assert_equal,
+    problems,
+    recomputed,
+    want_gradient,
+)
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import ConfigError, LayoutError
+from sonicmoe.errors import ConfigError
 from sonicmoe.node import questions
 from sonicmoe.node.late_wgrad import WgradQueue, tensors_in
 
-each_flush = pytest.mark.parametrize("flush", ["auto", "step"])
+each_flush = pytest.mark.parametrize("flush", FLUSHES)
+each_split = pytest.mark.parametrize("split", [False, True])
 
 
 @pytest.fixture
@@ -42,10 +49,7 @@ def scale(layer, factor=0.5):
             weight.main_grad.scale_(factor) if IS_PADDLE else weight.main_grad.mul_(factor)
 
 
-def zero(layer):
-    with torch.no_grad():
-        for weight in layer.weights:
-            weight.main_grad.zero_()
+zero = Layer.zero_main_grad
 
 
 def remove(layer):
@@ -73,21 +77,17 @@ def in_one_buffer(layer, buffer=None):
     return buffer
 
 
-def error_of(layer, times=1, attribute="main_grad"):
-    wanted = golden(layer.problem)
-    pairs = zip(layer.gradients(attribute), (wanted.dw1, wanted.dw2), strict=True)
-    return max(relative_rmse(got, times * want) for got, want in pairs)
+each_clearing = pytest.mark.parametrize("clear", [zero, remove, replace])
 
 
 class TestWhileGradientsWait:
     """The memory that they go to stays where it is, and nobody else writes it."""
 
-    @pytest.mark.parametrize("split", [False, True])
+    @each_split
     @pytest.mark.parametrize("touch", [zero, scale, remove, replace, take_away])
     def test_the_next_backward_and_step_refuse_and_drop_nothing(self, touch, split):
         """Nobody can tell a skipped batch from a reduction that came too early."""
-        layer = Layer(flush="step", split_wgrad=split)
-        layer.set_main_grad(1.0)
+        layer = Layer(flush="step", split_wgrad=split, main_grad=1.0)
         layer.run()
         touch(layer)
         words = r"experts\[0\].up_gate_proj.weight.*gradients of 1 backward.*discard_grads\(\)"
@@ -98,10 +98,8 @@ class TestWhileGradientsWait:
                 layer.node.step()
         replace(layer)
         layer.node.discard_grads()
-        for _ in range(2):
-            layer.run()
-        layer.node.step()
-        assert error_of(layer, 2) < 1e-5
+        layer.step(None, None)
+        assert layer.error(times=2) < 1e-5
 
     @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
     def test_new_views_of_the_same_memory_are_the_same_memory(self, said, arrangement):
@@ -112,7 +110,7 @@ class TestWhileGradientsWait:
             layer.run()
         in_one_buffer(layer, buffer)
         layer.node.step()
-        assert error_of(layer, 4) < 1e-5 and said() == []
+        assert layer.error(times=4) < 1e-5 and said() == []
 
     def test_views_of_another_buffer_are_not(self):
         layer = Layer(flush="step")
@@ -129,14 +127,11 @@ class TestWhileGradientsWait:
         layer.run()
         buffer.add_(tensor(np.ones(tuple(buffer.shape)), torch.float32))
         layer.node.step()
-        wanted = golden(layer.problem)
-        for got, want in zip(layer.gradients("main_grad"), (wanted.dw1, wanted.dw2), strict=True):
-            assert relative_rmse(got, 1 + want) < 1e-5
+        assert layer.error(held=1) < 1e-5
 
     def test_memory_that_is_made_in_place_of_none_is_added_to(self):
         """A framework that makes `main_grad` in its first hook; from then on it stays."""
-        layer = Layer(flush="step")
-        remove(layer)
+        layer = Layer(flush="step", main_grad=None)
         layer.run()
         replace(layer)
         layer.run()
@@ -147,57 +142,46 @@ class TestWhileGradientsWait:
         for weight, held in zip(layer.weights, kept, strict=True):
             weight.main_grad = held
         layer.node.step()
-        assert error_of(layer, 2) < 1e-5
+        assert layer.error(times=2) < 1e-5
 
     def test_a_grad_that_goes_is_refused(self):
         """Without `main_grad` the place is `.grad`; autograd adds there by itself."""
         layer = Layer(flush="step")
-        layer.run()
-        layer.node.step()
+        layer.step()
         layer.run()
         for weight in layer.weights:
             weight.clear_gradient(False) if IS_PADDLE else setattr(weight, "grad", None)
         with pytest.raises((RuntimeError, OSError), match=r"weight\.grad lies elsewhere"):
             layer.run()
         layer.node.discard_grads()
-        layer.run()
-        layer.node.step()
-        assert error_of(layer, 1, "grad") < 1e-5
+        layer.step()
+        assert layer.error(attribute="grad") < 1e-5
 
     @pytest.mark.parametrize("value", [0.0, None, "absent"])
     @pytest.mark.parametrize("other", ["auto", "step"])
     def test_another_nodes_addition_to_a_shared_weight_is_ours(self, said, value, other):
-        layer = Layer(flush="step")
-        if value != "absent":
-            layer.set_main_grad(value)
-        p = layer.problem
-        sizes = p.num_experts, p.x.shape[1], p.intermediate, p.activation
-        second = SonicMoEMlpNode(layer.experts, *sizes, flush=other)
+        layer = Layer(flush="step", main_grad=value)
+        attribute = "grad" if value == "absent" else "main_grad"
+        second = layer.another_node(flush=other)
         for _ in range(2):
-            call = layer.call()
-            call.backward()
-            second(call.x, None, call.indices, call.probs).backward(call.dout)
+            call = layer.run()
+            second(*call.arguments).backward(call.dout)
         for node in (layer.node, second):
             node.step()
-        assert error_of(layer, 4, "grad" if value == "absent" else "main_grad") < 1e-5
+        assert layer.error(times=4, attribute=attribute) < 1e-5
         assert said() == []
 
     def test_nor_does_it_hide_a_write_of_somebody_else(self):
-        layer = Layer(flush="step")
-        replace(layer)
-        p = layer.problem
-        sizes = p.num_experts, p.x.shape[1], p.intermediate, p.activation
-        second = SonicMoEMlpNode(layer.experts, *sizes, flush="auto")
+        layer = Layer(flush="step", main_grad=0.0)
         call = layer.run()
         scale(layer)
-        second(call.x, None, call.indices, call.probs).backward(call.dout)
+        layer.another_node(flush="auto")(*call.arguments).backward(call.dout)
         with pytest.raises(RuntimeError, match="main_grad was written"):
             layer.node.step()
 
     def test_a_replaced_parameter_does_not_get_the_old_ones_gradient(self):
-        layer = Layer(flush="step")
-        replace(layer)
-        call = layer.call(layer.problem)
+        layer = Layer(flush="step", main_grad=0.0)
+        call = layer.call()
         projection = layer.experts[0].down_proj
         old = projection.weight
         projection.weight = parameter(numpy(old), old.dtype)
@@ -218,28 +202,13 @@ def optimizer_of(weights):
     return torch.optim.SGD(weights, lr=1e-3)
 
 
-def recomputed(layer):
-    call = layer.call()
-    arguments = layer.node, call.x, call.counts, call.indices, call.probs
-    if IS_PADDLE:
-        from paddle.distributed.fleet.utils import recompute
-
-        call.out = recompute(*arguments)
-    else:
-        from torch.utils.checkpoint import checkpoint
-
-        call.out = checkpoint(*arguments, use_reentrant=False)
-    call.backward()
-
-
 class TestCorrectLoops:
     """None of them reads a word, over three optimizer steps."""
 
     STEPS = 3
 
     def steps(self, flush, **options):
-        layer = Layer(flush=flush, **options)
-        layer.set_main_grad(0.0)
+        layer = Layer(flush=flush, main_grad=0.0, **options)
         for _ in range(self.STEPS):
             yield layer
 
@@ -249,14 +218,12 @@ class TestCorrectLoops:
             for weight in layer.weights:
                 weight.copy_(weight.detach() - 1e-7 * weight.main_grad)
 
-    @pytest.mark.parametrize("clear", [zero, remove, replace])
+    @each_clearing
     @each_flush
     def test_several_micro_batches_then_cleared(self, said, flush, clear):
         for layer in self.steps(flush):
-            for _ in range(3):
-                layer.run()
-            layer.node.step()
-            assert error_of(layer, 3) < 1e-4
+            layer.step(None, None, None)
+            assert layer.error(times=3) < 1e-4
             scale(layer)
             self.update(layer)
             clear(layer)
@@ -266,13 +233,12 @@ class TestCorrectLoops:
         for layer in self.steps("auto"):
             layer.run()
             scale(layer)
-            layer.run()
-            layer.node.step()
-            assert error_of(layer, 1.5) < 1e-5
+            layer.step()
+            assert layer.error(times=1.5) < 1e-5
             zero(layer)
         assert said() == []
 
-    @pytest.mark.parametrize("clear", [zero, remove, replace])
+    @each_clearing
     @each_flush
     def test_skipped_batches(self, said, flush, clear):
         """Nothing of them comes back."""
@@ -282,9 +248,8 @@ class TestCorrectLoops:
             if flush == "step":
                 layer.node.discard_grads()
             clear(layer)
-            layer.run(good)
-            layer.node.step()
-            assert error_of(layer) < 1e-5
+            layer.step(good)
+            assert layer.error() < 1e-5
             clear(layer)
         assert said() == []
 
@@ -293,8 +258,7 @@ class TestCorrectLoops:
         for step, layer in enumerate(self.steps(flush)):
             for index, weight in enumerate(layer.weights):
                 want_gradient(weight, index % 2 == step % 2)
-            layer.run()
-            layer.node.step()
+            layer.step()
             self.update(layer)
             zero(layer)
         assert said() == []
@@ -304,8 +268,7 @@ class TestCorrectLoops:
         layer = Layer(flush=flush)
         optimizers = [optimizer_of(layer.weights[::2]), optimizer_of(layer.weights[1::2])]
         for _ in range(self.STEPS):
-            layer.run()
-            layer.node.step()
+            layer.step()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.clear_grad() if IS_PADDLE else optimizer.zero_grad()
@@ -314,10 +277,12 @@ class TestCorrectLoops:
     @each_flush
     def test_recompute(self, said, flush):
         for layer in self.steps(flush):
-            recomputed(layer)
-            recomputed(layer)
+            for _ in range(2):
+                call = layer.call()
+                call.out = recomputed(layer.node, *call.arguments, use_reentrant=IS_PADDLE)
+                call.backward()
             layer.node.step()
-            assert error_of(layer, 2) < 1e-5
+            assert layer.error(times=2) < 1e-5
             zero(layer)
         assert said() == []
 
@@ -332,7 +297,7 @@ class TestCorrectLoops:
             for call in ahead:
                 call.backward()
             layer.node.step()
-            assert error_of(layer, 24) < 1e-5
+            assert layer.error(times=24) < 1e-5
             zero(layer)
         assert said() == []
 
@@ -345,7 +310,7 @@ class TestCorrectLoops:
             layer.run()
             for _ in range(4):
                 layer.node.step()
-            assert error_of(layer, 1.5) < 1e-5
+            assert layer.error(times=1.5) < 1e-5
             zero(layer)
         assert said() == []
 
@@ -353,8 +318,7 @@ class TestCorrectLoops:
 class TestQuestions:
     def test_a_loop_that_never_calls_step_is_asked_once(self, said):
         """`main_grad` stays None, so that no optimizer touches the experts and nothing changes."""
-        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush="step")
-        remove(layer)
+        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush="step", main_grad=None)
         for _ in range(questions.BACKWARDS + 2):
             layer.run()
         (line,) = said()
@@ -363,51 +327,36 @@ class TestQuestions:
     @pytest.mark.skipif(not IS_PADDLE, reason="Paddle's models have main_grad by themselves")
     @each_flush
     def test_an_optimizer_that_reads_grad_alone_is_asked_about(self, said, flush):
-        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush)
-        remove(layer)
+        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush, main_grad=None)
         optimizer = optimizer_of(layer.weights)
         for _ in range(questions.STEPS + 2):
-            layer.run()
-            layer.node.step()
+            layer.step()
             optimizer.step()
             optimizer.clear_grad()
         (line,) = said()
         assert "no optimizer clears main_grad" in line
 
-    @pytest.mark.parametrize("clear", [zero, remove, replace])
+    @each_clearing
     @each_flush
     def test_one_that_clears_main_grad_is_not(self, said, clear, flush):
-        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush)
-        remove(layer)
+        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush, main_grad=None)
         for _ in range(questions.STEPS + 2):
-            layer.run()
-            layer.node.step()
+            layer.step()
             clear(layer)
         assert said() == []
 
 
-def split_layer(problem=None, **options):
-    """A layer whose node splits."""
-    return Layer(problem, split_wgrad=True, **options)
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_split_gives_the_same_bits(arrangement):
-    batches = problems(3)
-    whole, split = (
-        Layer(batches[0], arrangement=arrangement),
-        split_layer(batches[0], arrangement=arrangement),
-    )
-    for layer in (whole, split):
-        layer.set_main_grad(0.0)
+    batches, results = problems(3), []
+    for split in (False, True):
+        layer = Layer(batches[0], arrangement=arrangement, split_wgrad=split, main_grad=0.0)
         calls = [layer.call(problem) for problem in batches]
         for call in calls:
             call.backward()
         layer.node.step()
-        layer.results = [layer.result(call) for call in calls]
-    for ours, theirs in zip(split.results, whole.results, strict=True):
-        for (name, a), (_, b) in zip(ours.items(), theirs.items(), strict=True):
-            assert np.array_equal(a, b), name
+        results.append([a for call in calls for _, a in layer.result(call).items()])
+    assert_equal(*results)
 
 
 def test_dx_comes_first_and_dw_when_asked(monkeypatch):
@@ -419,26 +368,22 @@ def test_dx_comes_first_and_dw_when_asked(monkeypatch):
             name,
             lambda self, *a, _n=name, _o=original: (order.append(_n), _o(self, *a))[1],
         )
-    layer = split_layer()
-    main_grads = layer.set_main_grad(0.0)
+    layer = Layer(split_wgrad=True, main_grad=0.0)
     for _ in range(2):
         assert layer.run().dx is not None
     assert order == ["backward_dx"] * 2
     layer.node.finish_wgrad()
     assert order == ["backward_dx"] * 2 + ["backward_dw"] * 2
-    assert not any(numpy(main_grad).any() for main_grad in main_grads), (
-        "finish_wgrad() fills the accumulators only"
-    )
+    assert not layer.has_gradients(), "finish_wgrad() fills the accumulators only"
     layer.node.step()
-    assert any(numpy(main_grad).any() for main_grad in main_grads)
+    assert layer.has_gradients()
     assert len(order) == 4
     layer.node.step()
     assert len(order) == 4
 
 
 def test_release_waits_for_what_was_put_off():
-    layer = split_layer()
-    layer.set_main_grad(0.0)
+    layer = Layer(split_wgrad=True, main_grad=0.0)
     layer.run()
     with pytest.raises(RuntimeError, match="never flushed"):
         layer.node.release_grads()
@@ -447,67 +392,65 @@ def test_release_waits_for_what_was_put_off():
     assert layer.node.gradient_bytes == 0
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, split):
+WAYS = {
+    "auto": ({"flush": "auto"}, "left a part of them in main_grad; zero main_grad"),
+    "step": ({"flush": "step"}, r"left a part of them in the node; call node.discard_grads\(\)"),
+    "split": ({"split_wgrad": True}, r"left a part of them in the node; call node.discard_grads"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_that_fails_half_way_leaves_nothing_unseen(monkeypatch, way):
     """dw2 added, then out of memory: neither step() nor a release takes it for a gradient, and the
     node goes on after discard_grads().
     """
-    layer, wanted = split_layer() if split else Layer(flush="step"), Layer()
+    options, words = WAYS[way]
+    layer, wanted = Layer(main_grad=0.0, **options), Layer(main_grad=0.0)
     add = ReferenceEngine.backward_dw
 
-    def fail(self, pending, accumulators):
-        add(self, pending, accumulators)
-        accumulators.dw1.zero_()
-        accumulators.adding = True
+    def fail(self, pending, targets):
+        add(self, pending, targets)
+        targets.adding = True
         raise MemoryError("no room for dw1")
 
-    for each in (layer, wanted):
-        each.set_main_grad(0.0)
     layer.run()
     monkeypatch.setattr(ReferenceEngine, "backward_dw", fail)
-    with pytest.raises(
-        (MemoryError, OSError), match="no room for dw1"
-    ):  # what Paddle makes of an error in a backward
+    # What Paddle makes of an error in a backward is an OSError.
+    with pytest.raises((MemoryError, OSError), match="no room for dw1"):
         layer.run()
         layer.node.finish_wgrad()
     monkeypatch.setattr(ReferenceEngine, "backward_dw", add)
     for refused in (layer.node.step, layer.node.flush_grads):
-        with pytest.raises(
-            RuntimeError, match=r"left a part of them in the node; call node.discard_grads\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=words):
             refused()
     with pytest.raises(RuntimeError, match="discard_grads"):
         layer.node.release_grads()
     layer.node.discard_grads()
+    if way == "auto":
+        layer.zero_main_grad()
     layer.node.step()
-    assert not any(gradient.any() for gradient in layer.gradients("main_grad"))
+    assert not layer.has_gradients()
     for each in (layer, wanted):
-        each.run()
-        each.node.step()
-    for ours, theirs in zip(
-        layer.gradients("main_grad"), wanted.gradients("main_grad"), strict=True
-    ):
-        assert np.array_equal(ours, theirs)
+        each.step()
+    assert_equal(layer.gradients(), wanted.gradients())
     layer.node.release_grads()
 
 
-@pytest.mark.parametrize("split", [False, True])
+@each_split
 def test_discarded_gradients_never_arrive(said, split):
-    layer = split_layer() if split else Layer(flush="step")
-    layer.set_main_grad(0.0)
+    layer = Layer(flush="step", split_wgrad=split, main_grad=0.0)
     for _ in range(2):
         layer.run()
     layer.node.discard_grads()
     scale(layer)
     layer.node.step()
-    assert not any(gradient.any() for gradient in layer.gradients("main_grad")) and said() == []
+    assert not layer.has_gradients() and said() == []
 
 
 @pytest.mark.skipif(IS_PADDLE, reason="a detached tensor of Paddle's counts its own writes only")
 def test_tokens_overwritten_before_the_weight_gradients_are_refused():
     """A static input buffer, filled again while its weight gradients wait."""
-    layer = split_layer()
-    layer.set_main_grad(0.0)
+    layer = Layer(split_wgrad=True, main_grad=0.0)
     call = layer.run()
     with torch.no_grad():
         call.x.copy_(call.x * 2)
@@ -516,19 +459,15 @@ def test_tokens_overwritten_before_the_weight_gradients_are_refused():
 
 
 def test_split_refuses_gradients_that_must_be_complete_after_a_backward():
-    with pytest.raises(
-        ConfigError, match=r"split_wgrad with flush='backward'.*needed: flush='step'"
-    ):
+    words = r"split_wgrad with flush='backward'.*needed: flush='step'"
+    with pytest.raises(ConfigError, match=words):
         Layer(flush="backward", split_wgrad=True)
 
 
 def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
-    layer = split_layer()
+    layer = Layer(split_wgrad=True)
     for weight in layer.weights:
-        if IS_PADDLE:
-            weight.stop_gradient = True
-        else:
-            weight.requires_grad_(False)
+        want_gradient(weight, False)
     submitted = []
     monkeypatch.setattr(WgradQueue, "submit", lambda *arguments: submitted.append(arguments))
     assert layer.run().dx is not None and submitted == []
@@ -545,11 +484,3 @@ def test_every_tensor_of_the_operands_is_found():
     a, b, c = (tensor(np.zeros(n, np.float32)) for n in (1, 2, 3))
     found = list(tensors_in([Operand((a, None), "x"), {"no": b}, Operand(c, "y")]))
     assert [int(t.shape[0]) for t in found] == [1, 3]
-
-
-def test_a_bias_is_refused_and_not_forgotten():
-    layer = Layer()
-    layer.experts[1].down_proj.bias = layer.weights[0]
-    with pytest.raises(LayoutError, match=r"experts\[1\].down_proj has a bias"):
-        p = layer.problem
-        SonicMoEMlpNode(layer.experts, p.num_experts, p.x.shape[1], p.intermediate, p.activation)
