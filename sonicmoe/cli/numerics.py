@@ -17,7 +17,6 @@ from ..diagnostics.cases import (
     BASELINES,
     DATA_KINDS,
     Baseline,
-    Case,
     Dispatch,
     Sizes,
     load_case,
@@ -33,6 +32,7 @@ from .screen import Activity
 
 if TYPE_CHECKING:
     from ..diagnostics.numerics import Result, Score
+    from ..diagnostics.step_dump import StepDump
 
 NAMES = [recipe.name for recipe in BASE_RECIPES]
 OPERANDS = (
@@ -169,8 +169,8 @@ def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recip
 
 
 def measure(
-    from_files: list[Case],
-    generated: Iterator[Case],
+    from_files: list[StepDump],
+    generated: Iterator[StepDump],
     count: int,
     recipes: list[Fp8Recipe],
     codes: list[ZCode],

@@ -18,12 +18,13 @@ import numpy as np
 from ..engine.reference import ReferenceEngine
 from ..enums import is_glu
 from .callers import GRADIENT, Located
-from .golden_stages import RowLayout, user_layout
+from .golden_stages import RowLayout, golden_stages, user_layout
 from .json_data import plain
-from .stage_runner import GOLDEN, StageRun, engine_named, golden_run, run_stages
+from .stage_runner import StageRun, engine_named, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
 
+GOLDEN = "golden"
 INPUTS = ("x", "probs", "w1", "w2", "b1", "b2", "dout")
 WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
@@ -168,12 +169,12 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
     layout = RowLayout.of(step, step.settings.alignment)
     run = run_stages(step, engine_named(engine, device), device)
     golden = against == GOLDEN
-    expected = (
-        golden_run(step, layout)
-        if golden
-        else run_stages(step, engine_named(against, device), device)
-    )
-    judged = _Judge(step, expected.stages, layout)
+    if golden:
+        expected = golden_stages(step, layout)
+    else:
+        other = run_stages(step, engine_named(against, device), device)
+        expected = {name: value.values for name, value in other.stages.items()}
+    judged = _Judge(step, expected, layout)
     values = judged.comparable(run)
     if not golden:
         return judged.report(run, values, against)
@@ -198,12 +199,9 @@ class _Judge:
     standards: what the deviation of a stage is measured from, by stage.
     """
 
-    def __init__(
-        self, step: StepDump, expected: Mapping[str, StageValue], layout: RowLayout
-    ) -> None:
-        self._step, self._layout = step, layout
-        self._expected = {name: value.values for name, value in expected.items()}
-        self.standards: dict[str, Array] = self._expected
+    def __init__(self, step: StepDump, expected: dict[str, Array], layout: RowLayout) -> None:
+        self._step, self._layout, self._expected = step, layout, expected
+        self.standards = expected
         self._stage_bar, self._row_bar = PLAIN_BARS if step.settings.recipe is None else FP8_BARS
 
     def comparable(self, run: StageRun) -> dict[str, StageValue]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..observe import FACES
@@ -126,25 +126,11 @@ class Caller:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads."""
-        tensors = {
-            tensor: {"names": list(named.names), "axes": named.axes}
-            for tensor, named in self.tensors.items()
-        }
-        return {
-            "face": self.face,
-            "layer": self.layer,
-            "split_half": self.split_half,
-            "lead": list(self.lead),
-            "tensors": tensors,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Caller:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Inverse of `to_json`; ValueError where the data is something else."""
         try:
             tensors = {
                 str(tensor): Named(tuple(map(str, found["names"])), str(found["axes"]))

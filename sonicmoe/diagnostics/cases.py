@@ -8,10 +8,9 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from ..enums import ZCode
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
 from ..quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
-from .callers import Caller
-from .step_dump import Array, DumpError, StepDump, StepSettings, load_dump, save_dump
+from .step_dump import Array, DumpError, StepDump, StepSettings, load_dump, need_shape
 
 DATA_KINDS: dict[str, str] = {
     "gaussian": "x, dout and weights are normal",
@@ -122,66 +120,20 @@ class Sizes:
         require_memory(_FP64 * (rows + weights), "a case of these sizes")
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One call: x, dout `[T, H]`, w1, w2 as fp32 arrays of bf16 values; probs fp32 and indices
-    int64 `[T, K]`, -1 = not here; b1 `[E, N1]` and b2 `[E, H]` in fp32, both or neither.
-
-    settings: how the call ran; generated ones are SwiGLU in the default recipe.
-    caller: what the caller calls these tensors, of a captured call.
-    first_triple: as in `StepDump`.
-
-    Engine and golden read the same arrays, so a difference between them is the engine's alone.
+def as_case(step: StepDump) -> StepDump:
+    """A step that recipes can be measured on: x, w1, w2 and dout as fp32 arrays of bf16 values, so
+    that engine and golden read the same numbers. Tokens that arrived in FP8 are their values.
 
     Raises:
-        ShapeError: the arrays do not belong together.
+        ShapeError: there is no token.
+        DumpError: there is no `dout`.
     """
-
-    name: str
-    x: Array
-    indices: Array
-    probs: Array
-    w1: Array
-    w2: Array
-    dout: Array
-    b1: Array | None = None
-    b2: Array | None = None
-    settings: StepSettings = field(default_factory=StepSettings)
-    caller: Caller | None = None
-    first_triple: Array | None = None
-
-    def __post_init__(self) -> None:
-        """Check shapes, then round to bf16."""
-        expect(self.x.size > 0, ShapeError, f"x has shape {self.x.shape}; needed: [T, H]")
-        self.step()  # a step checks the shapes against each other
-        for name in ("x", "w1", "w2", "dout"):
-            # The dataclass is frozen for its users; its own constructor still has to replace the
-            # arrays.
-            object.__setattr__(self, name, round_to_bf16(getattr(self, name)))
-        object.__setattr__(self, "indices", self.indices.astype(np.int64))
-        object.__setattr__(self, "probs", self.probs.astype(np.float32))
-
-    @property
-    def num_experts(self) -> int:
-        return int(self.w2.shape[0])
-
-    def step(self, recipe: str | None = None) -> StepDump:
-        """The call as a step in one of `RECIPES` or unquantised, with this activation and bf16
-        tokens.
-        """
-        own = self.settings
-        settings = StepSettings(
-            own.activation, recipe, activation_parameters=own.activation_parameters
-        )
-        return StepDump(**{**self._fields(), "settings": settings})
-
-    def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def of(cls, step: StepDump) -> Case:
-        """A step that has a `dout`; tokens that arrived in FP8 as their values."""
-        return cls(**{field.name: getattr(step, field.name) for field in fields(cls)})
+    need_shape(step.x.size > 0, "x", step.x, "[T, H]")
+    expect(step.dout is not None, DumpError, "it holds a forward alone; needed: a backward")
+    arrays = {name: round_to_bf16(getattr(step, name)) for name in ("x", "w1", "w2", "dout")}
+    codes = dict.fromkeys(("x_codes", "x_scale", "dout_codes", "dout_scale"))
+    ids, probs = step.indices.astype(np.int64), step.probs.astype(np.float32)
+    return replace(step, **arrays, **codes, indices=ids, probs=probs)
 
 
 def round_to_bf16(values: Array) -> Array:
@@ -192,14 +144,12 @@ def round_to_bf16(values: Array) -> Array:
     bits = exact.view(np.uint32)
     # Rounding to nearest even in integer arithmetic: adding 0x7FFF rounds up above the middle, and
     # the lowest kept bit decides at the middle. The mask drops the 16 bits that bf16 does not have.
-    rounded = (
-        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-        & np.uint32(0xFFFF0000)
-    ).view(np.float32)
-    return np.where(np.isfinite(exact), rounded, exact)
+    lowest_kept = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + lowest_kept) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(exact), rounded.view(np.float32), exact)
 
 
-def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
+def make_case(kind: str, sizes: Sizes, seed: int) -> StepDump:
     """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1
     / fan_in before heavy tails.
 
@@ -223,8 +173,9 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
             matrix[:, channels] *= OUTLIER_GAIN
     scores = rng.random((sizes.tokens, sizes.experts))
     weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
-    return Case(
-        name=kind,
+    made = StepDump(
+        kind,
+        StepSettings(),
         x=x,
         # The K experts with the smallest random scores: distinct, and uniformly chosen.
         indices=np.argsort(scores, axis=1)[:, : sizes.topk],
@@ -233,23 +184,18 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> Case:
         w2=draw(sizes.experts, sizes.hidden, sizes.intermediate) / math.sqrt(sizes.intermediate),
         dout=dout,
     )
+    return as_case(made)
 
 
-def save_case(path: str | Path, case: Case) -> None:
-    """Write an .npz that `load_case` and `load_dump` read."""
-    save_dump(path, StepDump(**case._fields()))
-
-
-def load_case(path: str | Path) -> Case:
-    """Read what `save_case` wrote, or a dump of a forward and its backward.
+def load_case(path: str | Path) -> StepDump:
+    """What `save_dump` wrote of a forward and its backward, as `as_case` has it.
 
     Raises:
         DumpError: the file is missing, no .npz, or lacks an array; the message names it.
         ShapeError: the arrays do not belong together.
     """
     step = load_dump(path)
-    expect(step.dout is not None, DumpError, f"{path} holds a forward alone; needed: a backward")
     try:
-        return Case.of(step)
-    except ShapeError as error:
-        raise ShapeError(f"{path}: {error}") from None
+        return as_case(step)
+    except (ShapeError, DumpError) as error:
+        raise type(error)(f"{path}: {error}") from None

@@ -2,8 +2,8 @@
 Imports none of them.
 
 Distributions that bring sonicmoe and quack along inside their own package (Paddle's
-`paddlefleet_ops` does) leave two of
-each in one process: modules of both mix where either is imported by its short name.
+`paddlefleet_ops` does) leave two of each in one process: modules of both mix where either is
+imported by its short name.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ def other_copies() -> list[Copy]:
     """Every other sonicmoe: loaded under any name, inside a carrier, further down the module path,
     or installed.
     """
-    found = {
-        copy.path: copy
-        for copy in (*_shadowed("sonicmoe"), *_carried("sonicmoe"), *_loaded("sonicmoe"))
-    }
-    return [copy for path, copy in sorted(found.items()) if path != PACKAGE_ROOT]
+    return [copy for copy in _copies_of("sonicmoe") if copy.path != PACKAGE_ROOT]
 
 
 def installed_otherwise() -> str | None:
@@ -63,10 +59,14 @@ def installed_otherwise() -> str | None:
 
 def wrong_quacks() -> list[Copy]:
     """Every quack of another version than the GEMMs need, loaded, importable or carried."""
-    found = {
-        copy.path: copy for copy in (*_shadowed("quack"), *_carried("quack"), *_loaded("quack"))
-    }
-    return [copy for _, copy in sorted(found.items()) if copy.version != dict(BF16.packages)[QUACK]]
+    needed = dict(BF16.packages)[QUACK]
+    return [copy for copy in _copies_of("quack") if copy.version != needed]
+
+
+def _copies_of(name: str) -> list[Copy]:
+    """All packages of that name, each place once; one that is loaded says so."""
+    found = {copy.path: copy for copy in (*_shadowed(name), *_carried(name), *_loaded(name))}
+    return [copy for _, copy in sorted(found.items())]
 
 
 def _shadowed(name: str) -> Iterator[Copy]:
@@ -98,9 +98,8 @@ def _loaded(name: str) -> Iterator[Copy]:
     # A copy of the dictionary, because other threads may import meanwhile.
     for module_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        is_package = hasattr(
-            module, "__path__"
-        )  # transformers has a plain module of that name, which loads kernels
+        # transformers has a plain module of that name, which loads kernels.
+        is_package = hasattr(module, "__path__")
         if file and is_package and module_name.rpartition(".")[2] == name:
             path = Path(file).resolve().parent
             says = getattr(module, "__version__", None)
@@ -109,11 +108,8 @@ def _loaded(name: str) -> Iterator[Copy]:
 
 def _version_of(path: Path) -> str:
     """The version that a package's source states, or "unknown"."""
-    text = (
-        (path / "__init__.py").read_text(encoding="utf-8", errors="replace")
-        if path.is_dir()
-        else ""
-    )
+    source = path / "__init__.py"
+    text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
     # Read from the text: importing a second copy would mix the two.
     match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
     return match.group(1) if match else "unknown"

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import (
-    FLAGS,
-    FLEETS_VARIABLES,
-    HONOURED_VARIABLES,
-    ResolvedConfig,
-    unknown_flags,
-)
+from ..config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, ResolvedConfig, unknown_flags
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
 from ..flags import DIRECTORY, Flag, spelling
@@ -135,9 +129,8 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
             shown = spelling(values[flag.field])
         # The parser's error is the text behind "needed".
         except ValueError as needed:
-            report.error(
-                f"{flag.env}={text!r} is not understood", f"set it to {needed}, or unset it"
-            )
+            what = f"{flag.env}={text!r} is not understood"
+            report.error(what, f"set it to {needed}, or unset it")
         report.flags.append(FlagState(flag.env, shown, "environment"))
     return ResolvedConfig.of(values)
 
@@ -169,7 +162,14 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
             report.error(str(error), f"set {flag.env} to a directory that can be written")
             continue
         state = examine_cache(report, flag, path)
-        report.caches.append(examine_access(report, flag, state, config.trust_cache))
+        # The node-local copy is this user's alone, whatever the configuration trusts.
+        own = flag.field == "local_cache_dir"
+        trust = Trust.OWNER if own else shared_trust(config.trust_cache)
+        refused, access = who_can_write(path, trust)
+        if refused:
+            words = f"{state.role} {path} is not used"
+            report.warning(words, f"{refused} (docs/security.md)")
+        report.caches.append(replace(state, access=access, refused=refused))
 
 
 def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
@@ -179,9 +179,8 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
     # those of the parent in which it would be made.
     existing = nearest_existing(path)
     if not existing.is_dir():
-        report.error(
-            f"{role} {path}: {existing} is not a directory", f"set {flag.env} to a directory"
-        )
+        what = f"{role} {path}: {existing} is not a directory"
+        report.error(what, f"set {flag.env} to a directory")
         return CacheState(role, str(path), path.exists(), False, 0, 0)
     state = CacheState(
         role, str(path), path.exists(), is_writable(existing), tree_size(path),
@@ -189,27 +188,12 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
         warmed_models(path) + tuple(f"unpacked: {line}" for line in unpacked_lines(path)),
     )  # fmt: skip
     if not state.writable:
-        report.warning(
-            f"{role} {path} is not writable",
-            f"only what is already compiled there can be used; set {flag.env}",
-        )
+        remedy = f"only what is already compiled there can be used; set {flag.env}"
+        report.warning(f"{role} {path} is not writable", remedy)
     elif state.free_bytes < LOW_SPACE_BYTES:
-        report.warning(
-            f"{role} {path} has {state.free_bytes >> 20} MiB free",
-            f"free some space or set {flag.env}",
-        )
+        what = f"{role} {path} has {state.free_bytes >> 20} MiB free"
+        report.warning(what, f"free some space or set {flag.env}")
     return state
-
-
-def examine_access(
-    report: Report, flag: Flag[Path], state: CacheState, trusted: bool
-) -> CacheState:
-    """Add to the state who can write there, and warn where it is refused for that."""
-    own = flag.field == "local_cache_dir"
-    refused, access = who_can_write(Path(state.path), Trust.OWNER if own else shared_trust(trusted))
-    if refused:
-        report.warning(f"{state.role} {state.path} is not used", f"{refused} (docs/security.md)")
-    return replace(state, access=access, refused=refused)
 
 
 def warmed_models(path: Path) -> tuple[str, ...]:
@@ -260,9 +244,7 @@ def tree_size(path: Path) -> int:
 
 
 def choose_framework(report: Report, requested: str) -> str | None:
-    """The framework to examine (`frameworks.choose`); None, with the problem recorded, where it is
-    not installed.
-    """
+    """The framework to examine; None, with the problem recorded, where it is not installed."""
     try:
         choice = choose(requested)
     except FrameworkMissingError as error:
@@ -273,9 +255,7 @@ def choose_framework(report: Report, requested: str) -> str | None:
 
 
 def load_framework(report: Report, name: str) -> bool:
-    """Import the framework and the package's border to it; False, with the problem recorded, when
-    that fails.
-    """
+    """Import the framework; False, with the problem recorded, when that fails."""
     try:
         # tvm_ffi, which Paddle imports, imports PyTorch where it finds it. No check of Paddle needs
         # that, and it would take half of the doctor's time.

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 
 from ..config import ResolvedConfig
+from ..engine.select import ENGINES, unavailable
 from ..engine.trial import E
 from ..enums import EngineName
 from ..errors import SonicMoEError
@@ -21,9 +22,10 @@ from ..jit.guard import no_compile
 from ..jit.parallel import FAILED
 from ..jit.plan import CompileJob, ModelSpec
 from ..jit.warmup import warm_up
-from . import engine_trials, selftest
+from . import engine_trials
 from .doctor_calls import calls_on
 from .doctor_report import COMPILE_COMMAND, PRECISIONS, KernelState, Progress, Report
+from .selftest import H, I, SelfTest, find_device
 
 
 def examine_engine(
@@ -36,7 +38,7 @@ def examine_engine(
             self-test runs where none is missing.
         progress: gets a line before and after everything that may take long.
     """
-    report.device = device = selftest.find_device()
+    report.device = device = find_device()
     if device.gpu is None and NVIDIA_DRIVER.exists():
         report.warning(
             f"this machine has an NVIDIA driver but {report.framework} sees no GPU",
@@ -44,19 +46,19 @@ def examine_engine(
         )
     try:
         in_force = "fp8" if config.fp8 else "bf16"
-        report.engines = selftest.engines_on(device.name)
+        report.engines = {name.value: unavailable(name, device.name) or "able" for name in ENGINES}
         report.calls = calls_on(config, device.name)
-        choice = selftest.engine_for(config, in_force, device.name)
+        choice = SelfTest(config, in_force, device.name).choice
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
         automatic = config.engine in (EngineName.AUTO, EngineName.REFERENCE)
-        tested = PRECISIONS if automatic else (in_force,)
-        own = [job for name in tested for job in selftest.kernels_of(config, name, device.name)]
-        jobs = list(dict.fromkeys(own))
+        precisions = PRECISIONS if automatic else (in_force,)
+        tests = [SelfTest(config, name, device.name) for name in precisions]
+        jobs = list(dict.fromkeys(job for test in tests for job in test.kernels()))
         if _kernels_are_there(report, config, jobs, self_test, progress):
             # The list of kernels may lack one. A doctor that was not asked to compiles nothing.
             with nullcontext() if self_test else no_compile():
-                _run(report, config, tested, self_test, progress)
+                _run(report, tests, self_test, progress)
     except CompileForbiddenError as error:
         report.warning(f"the self-test did not run: {error}", f"run `{COMPILE_COMMAND}`")
     except SonicMoEError as error:
@@ -79,7 +81,7 @@ def examine_engine(
 
 def examine_trials(report: Report, progress: Progress) -> None:
     """Fill `gpu` and `trials`: every engine on this GPU, each in a process of its own."""
-    device = selftest.find_device()
+    device = find_device()
     if device.gpu is None:
         report.warning(
             "no engine was tried: there is no GPU", "make the report on the machine with the GPU"
@@ -129,7 +131,7 @@ def _compile(
     report: Report, cache: CompileCache, missing: list[CompileJob], progress: Progress
 ) -> bool:
     """Compile in parallel processes. A kernel that does not compile is an error of the report."""
-    spec = ModelSpec(E, selftest.H, selftest.I)
+    spec = ModelSpec(E, H, I)
     progress(
         f"compiling {len(missing)} kernels in {min(usable_cpus(), len(missing))} processes, "
         "a minute or more"
@@ -154,26 +156,19 @@ def _compile(
     return built.complete
 
 
-def _run(
-    report: Report,
-    config: ResolvedConfig,
-    tested: tuple[str, ...],
-    self_test: bool,
-    progress: Progress,
-) -> None:
-    assert report.device is not None
+def _run(report: Report, tests: list[SelfTest], self_test: bool, progress: Progress) -> None:
     start = time.perf_counter()
-    for name in tested:
-        untried = selftest.untried(config, name, report.device.name)
+    for test in tests:
+        untried = test.untried()
         if untried is not None and not self_test:
             report.warning(
-                f"the self-test in {name} did not run: engine {untried} never ran on such a GPU",
+                f"the self-test in {test.precision} did not run: engine {untried} never ran on "
+                "such a GPU",
                 f"`{COMPILE_COMMAND}` tries it first, in a process of its own",
             )
             continue
         if untried is not None:
             progress(f"engine {untried} is tried in a process of its own")
-            selftest.make_ready(config, name, report.device.name)
-        progress(f"self-test in {name}")
-        report.self_test += selftest.run_self_test(config, name, report.device.name)
+        progress(f"self-test in {test.precision}")
+        report.self_test += (test if untried is None else test.make_ready()).run()
     report.self_test_seconds = time.perf_counter() - start

@@ -7,26 +7,24 @@ docs/numerics.md defines every number printed here and states what they decided.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..engine.capabilities import REFERENCE, gradient_problem, token_problem
-from ..engine.interface import EngineSettings, NativeBuffer, Tokens
+from ..engine.interface import EngineSettings
 from ..engine.reference import ReferenceEngine
 from ..engine.settings import TokenFormat
 from ..enums import ZCode
 from ..quant.recipes import Fp8Recipe, rows
 from ..quant.reference import quantize
-from ..quant.tokens import tokens_of
-from ..routing.build import build_routing
-from .cases import BASELINES, Baseline, Case, Dispatch
+from .cases import BASELINES, Baseline, Dispatch
 from .golden_stages import TENSORS, golden_tensors
-from .step_dump import Array
-
-Tensor = torch.Tensor
+from .stage_runner import run_step
+from .step_capture import to_numpy, token_fields
+from .step_dump import Array, StepDump, StepSettings
 
 RMSE_BARS = {"out": 0.066, "dx": 0.069, "ds": 0.069, "dw1": 0.069, "dw2": 0.069}
 COSINE_BAR = 0.9975
@@ -93,7 +91,7 @@ class Result:
 
 
 def evaluate(
-    case: Case,
+    case: StepDump,
     recipes: Sequence[Fp8Recipe],
     z_codes: Sequence[ZCode],
     dispatch: Dispatch = Dispatch.BF16,
@@ -104,7 +102,7 @@ def evaluate(
     baseline's tokens, and gradients where they do, come in FP8 too, one scale per row and 128
     columns; recipes that read them in other blocks have no result.
     """
-    wanted = golden_tensors(case.step())
+    wanted = golden_tensors(case)
     # The baseline runs on the same case, so both errors share the data and their ratio is far more
     # certain than either.
     theirs = dispatch.of_baseline
@@ -139,61 +137,40 @@ def arrives(recipe: Fp8Recipe, dispatch: Dispatch, hidden: int) -> bool:
     return problems == [None] * len(problems)
 
 
-def sent(x: Tensor, recipe: Fp8Recipe | None, dispatch: Dispatch) -> Tokens:
-    """bf16 rows `[T, H]` as they arrive, in the recipe's scale format."""
-    if dispatch is Dispatch.BF16:
-        return x
-    assert recipe is not None
-    block = rows(int(x.shape[1]) if dispatch.per_row else 128)
-    q = quantize(x, block, scale_format=recipe.scale_format)
-    return tokens_of(q.codes, q.scale_inv)
+def sent(step: StepDump, name: str, recipe: Fp8Recipe, dispatch: Dispatch) -> StepDump:
+    """The step with x or dout as its sender quantised it, in the recipe's scale format."""
+    values = torch.tensor(getattr(step, name)).to(torch.bfloat16)
+    block = rows(int(values.shape[1]) if dispatch.per_row else 128)
+    arrived = quantize(values, block, scale_format=recipe.scale_format)
+    return step.but(**token_fields(name, arrived, step.indices, step.num_experts))
 
 
 def run_recipe(
-    case: Case, recipe: Fp8Recipe | None, z: ZCode, dispatch: Dispatch = Dispatch.BF16
+    case: StepDump, recipe: Fp8Recipe | None, z: ZCode, dispatch: Dispatch = Dispatch.BF16
 ) -> dict[str, Array]:
     """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves
     operands in bf16.
     """
     own = case.settings
-    settings = EngineSettings(
-        own.activation_type, recipe, save_z=z, activation_parameters=own.parameters
-    )
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    settings = StepSettings.of(
+        activation=own.activation, activation_parameters=own.activation_parameters,
+        recipe=None if recipe is None else recipe.name, save_z=z,
+    )  # fmt: skip
+    step = replace(case, settings=settings)
+    if recipe is not None and dispatch is not Dispatch.BF16:
+        for name in ("x", "dout") if dispatch.sends_gradients else ("x",):
+            step = sent(step, name, recipe, dispatch)
+    found: dict[str, Array] = {}
 
-    def on_device(array: Array) -> Tensor:
-        return torch.tensor(array, device=device)
+    def keep(name: str, value: Any) -> None:
+        if name in TENSORS:
+            found[name] = to_numpy(value).astype(np.float64)
 
-    x, w1, w2, dout = (
-        on_device(a).to(torch.bfloat16) for a in (case.x, case.w1, case.w2, case.dout)
-    )
-    (experts, rows_of_w1, hidden), width = case.w1.shape, case.w2.shape[2]
-    routing = build_routing(
-        on_device(case.indices), on_device(case.probs), experts, alignment=settings.row_alignment
-    )
-    engine = ReferenceEngine()
-    b1, b2 = (None if bias is None else on_device(bias) for bias in (case.b1, case.b2))
-    weights = engine.prepare_weights(w1, w2, b1, b2, settings)
-    out, saved = engine.forward(sent(x, recipe, dispatch), routing, weights, settings)
-    assert saved is not None
-    sums = NativeBuffer.zeros(experts, rows_of_w1, hidden, width, b1 is not None, device)
-    way_back = dispatch if dispatch.sends_gradients else Dispatch.BF16
-    dx, ds = engine.backward(sent(dout, recipe, way_back), saved, weights, sums)
-    return {
-        "out": to_fp64(out),
-        "dx": to_fp64(dx),
-        "ds": to_fp64(ds),
-        "dw1": to_fp64(sums.dw1),
-        "dw2": to_fp64(sums.dw2),
-    }
+    run_step(step, ReferenceEngine(), "cuda:0" if torch.cuda.is_available() else "cpu", keep)
+    return found
 
 
-def to_fp64(tensor: Tensor) -> Array:
-    """fp64 copy on the host."""
-    return np.asarray(tensor.detach().to(torch.float32).cpu().numpy(), dtype=np.float64)
-
-
-def score(name: str, case: Case, computed: Array, baseline: Array, wanted: Array) -> Score:
+def score(name: str, case: StepDump, computed: Array, baseline: Array, wanted: Array) -> Score:
     """Score of one tensor. An expert's share of out and dx is the tokens it serves, of ds its
     slots, of dw its slice.
     """

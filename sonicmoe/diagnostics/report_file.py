@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import math
 import os
 import platform
 import re
@@ -14,12 +13,12 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ..jit.manifest import utc_now
 from .doctor_report import Report
+from .json_data import plain
 
 # Left out as a whole: nothing but places of this machine.
 PRIVATE_FIELDS = ("package_path", "caches")
@@ -27,11 +26,7 @@ _PATH = re.compile(r"(?<![\w/.~])(?:~|[A-Za-z]:)?/(?:[^\s/'\"`,;:()\[\]]+/)*([^\
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write what a maintainer needs of `report` to `path`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write what a maintainer needs of `report` to `path`."""
     path.write_text(json.dumps(contents(report), indent=1, allow_nan=False) + "\n", "utf-8")
 
 
@@ -45,9 +40,13 @@ def contents(report: Report) -> dict[str, Any]:
     }
     made = {"report_of": "sonicmoe doctor", "at": utc_now(), "healthy": report.healthy}
     names = private_names()
-    return {
-        key: _public(value, names) for key, value in {**made, "system": system, **found}.items()
-    }
+    return dict(
+        plain(
+            {**made, "system": system, **found},
+            text=lambda said: scrub(said, names),
+            not_finite=str,
+        )
+    )
 
 
 def private_names() -> tuple[str, ...]:
@@ -68,15 +67,3 @@ def scrub(text: str, names: Iterable[str]) -> str:
     for name in names:
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text)
     return text
-
-
-def _public(value: Any, names: tuple[str, ...]) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _public(item, names) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_public(item, names) for item in value]
-    if isinstance(value, Enum):
-        return _public(value.value, names)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return scrub(value, names) if isinstance(value, str) else value

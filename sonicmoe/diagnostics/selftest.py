@@ -4,8 +4,9 @@ problem of a trial (`engine.trial`) against fp64.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from ..config import ResolvedConfig
 from ..engine.capabilities import RECORDS
 from ..engine.cold_start import run_jobs
-from ..engine.select import ENGINES, EngineChoice, choose_engine, ready_engine, unavailable
+from ..engine.select import ENGINES, EngineChoice, choose_engine, ready_engine
 from ..engine.settings import EngineSettings, Workload
 from ..engine.trial import Problem
 from ..engine.trust import Subject, is_untried
@@ -25,7 +26,6 @@ from .step_capture import to_numpy
 from .step_dump import Array, StepDump, StepSettings
 
 H, I = 256, 128
-_NAMES = {"ds": "dprobs"}
 
 # Least cosine, most relative RMSE. The worst of all recipes and z codes is 8.0 % (dprobs, e4m3 z);
 # BF16 rounding leaves 0.3 %.
@@ -65,90 +65,74 @@ def find_device() -> Device:
     return Device("cuda:0", str(torch.cuda.get_device_name(0)), f"{major}.{minor}")
 
 
-def engine_for(config: ResolvedConfig, precision: str, device: str) -> EngineChoice:
-    """The engine `config` chooses on `device` for the self-test in this precision.
+@dataclass(frozen=True)
+class SelfTest:
+    """Forward and backward of a small MoE on the engine that `config` chooses on `device`.
 
-    Raises:
-        EngineUnavailableError, ConfigError: the configuration asks for what this machine or engine
-            cannot do.
+    precision: "bf16" (unquantised operands) or "fp8" (the configuration's recipe), whatever the
+        configuration's `fp8_mode`.
+
+    Everything here raises EngineUnavailableError or ConfigError where the configuration asks for
+    what this machine or engine cannot do.
     """
-    return choose_engine(device, config.engine, Workload(_settings(config, precision), H, I))
 
+    config: ResolvedConfig
+    precision: str
+    device: str
 
-def untried(config: ResolvedConfig, precision: str, device: str) -> str | None:
-    """The engine of `engine_for`, where it has to pass a trial before it may run here."""
-    if not device.startswith("cuda"):
-        return None
-    choice = engine_for(config, precision, device)
-    name = EngineName(choice.engine.name)
-    workload = Workload(choice.settings or _settings(config, precision), H, I)
-    subject = Subject(ENGINES[name], RECORDS[name], workload, device, arch_of(device))
-    return name.value if is_untried(subject) else None
+    @functools.cached_property
+    def choice(self) -> EngineChoice:
+        return choose_engine(self.device, self.config.engine, self._asked())
 
+    @property
+    def workload(self) -> Workload:
+        """What the engine runs: after a fallback to another one with that engine's settings."""
+        asked = self._asked()
+        return replace(asked, settings=self.choice.settings or asked.settings)
 
-def make_ready(config: ResolvedConfig, precision: str, device: str) -> None:
-    """Try the engine of `engine_for`, and the next ones where it fails.
+    def _asked(self) -> Workload:
+        config = self.config
+        if config.fp8 != (self.precision == "fp8"):
+            config = config.replace(fp8_mode="perf" if self.precision == "fp8" else "off")
+        return Workload(EngineSettings.from_config(config, ActivationType.SWIGLU), H, I)
 
-    Raises:
-        EngineUnavailableError: it is asked for by name, and failed.
-    """
-    ready_engine(device, config.engine, Workload(_settings(config, precision), H, I))
+    def kernels(self) -> tuple[CompileJob, ...]:
+        """The kernels that it launches; none on a CPU."""
+        if not self.device.startswith("cuda"):
+            return ()
+        record = RECORDS[EngineName(self.choice.engine.name)]
+        return run_jobs(record, self.workload, arch_of(self.device))
 
+    def untried(self) -> str | None:
+        """The engine, where it has to pass a trial before it may run here."""
+        if not self.device.startswith("cuda"):
+            return None
+        name = EngineName(self.choice.engine.name)
+        arch = arch_of(self.device)
+        subject = Subject(ENGINES[name], RECORDS[name], self.workload, self.device, arch)
+        return name.value if is_untried(subject) else None
 
-def engines_on(device: str) -> dict[str, str]:
-    """Whether each engine can run on a device, whatever the model: "able", or the reason."""
-    return {name.value: unavailable(name, device) or "able" for name in ENGINES}
+    def make_ready(self) -> SelfTest:
+        """Try the engine, and the next ones where it fails; the test of the one that passed."""
+        ready_engine(self.device, self.config.engine, self._asked())
+        # The choice depends on what was tried, so it is made again.
+        return replace(self)
 
-
-def kernels_of(config: ResolvedConfig, precision: str, device: str) -> tuple[CompileJob, ...]:
-    """The kernels that the self-test in this precision launches on `device`; none on a CPU.
-
-    Raises:
-        EngineUnavailableError, ConfigError: as `engine_for`.
-    """
-    if not device.startswith("cuda"):
-        return ()
-    choice, arch = engine_for(config, precision, device), arch_of(device)
-    # A precision that falls back to another engine runs with that engine's settings.
-    settings = choice.settings or _settings(config, precision)
-    record = RECORDS[EngineName(choice.engine.name)]
-    return run_jobs(record, Workload(settings, H, I), arch)
-
-
-def run_self_test(config: ResolvedConfig, precision: str, device: str) -> list[TensorCheck]:
-    """Forward and backward of a small MoE on the engine `config` chooses, checked against fp64.
-
-    Args:
-        config: settings in force; `precision` overrides its `fp8_mode`.
-        precision: "bf16" (unquantised operands) or "fp8" (the configuration's recipe).
-        device: "cpu" or "cuda:0".
-
-    Raises:
-        EngineUnavailableError, ConfigError: the configuration asks for what this machine or build
-            cannot do.
-    """
-    choice = engine_for(config, precision, device)
-    settings = choice.settings or _settings(config, precision)
-    problem = Problem(Workload(settings, H, I), device)
-    computed, wanted = problem.train(choice.engine), _golden(problem)
-    return [
-        compare(precision, choice.engine.name, name, computed[name].astype(np.float64), values)
-        for name, values in wanted.items()
-    ]
-
-
-def _golden(problem: Problem) -> dict[str, Array]:
-    """In fp64, because on a host the engine that is tested is the trial's own reference."""
-    x, w1, w2, dout = map(to_numpy, (problem.x, problem.w1, problem.w2, problem.dout))
-    arrays = (x, problem.indices, problem.probs, w1, w2, dout)
-    golden = golden_tensors(StepDump("self-test", StepSettings(recipe=None), *arrays))
-    return {_NAMES.get(name, name): golden[name] for name in TENSORS}
-
-
-def _settings(config: ResolvedConfig, precision: str) -> EngineSettings:
-    if config.fp8 != (precision == "fp8"):
-        config = config.replace(fp8_mode="perf" if precision == "fp8" else "off")
-    return EngineSettings.from_config(config, ActivationType.SWIGLU)
+    def run(self) -> list[TensorCheck]:
+        """Every output and gradient, against fp64: on a host the engine that is tested is the
+        trial's own reference.
+        """
+        problem, engine = Problem(self.workload, self.device), self.choice.engine
+        computed = problem.train(engine)
+        x, w1, w2, dout = map(to_numpy, (problem.x, problem.w1, problem.w2, problem.dout))
+        arrays = (x, problem.indices, problem.probs, w1, w2, dout)
+        golden = golden_tensors(StepDump("self-test", StepSettings(recipe=None), *arrays))
+        return [
+            compare(
+                self.precision, engine.name, name, computed[name].astype(np.float64), golden[own]
+            )
+            for own, name in zip(TENSORS, ("out", "dx", "dprobs", "dw1", "dw2"), strict=True)
+        ]
 
 
 def compare(precision: str, engine: str, name: str, computed: Array, wanted: Array) -> TensorCheck:

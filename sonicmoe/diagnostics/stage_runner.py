@@ -14,7 +14,7 @@ from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
 from ..gradients.flush import flush_native
 from ..interop import IS_PADDLE, device_name, plain_ops
-from ..observe import listening, tap
+from ..observe import is_heard, listening, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import BlockShape
 from ..quant.reference import dequantize
@@ -23,13 +23,11 @@ from ..routing.build import build_routing
 from ..routing.ids import is_here
 from ..routing.metadata import RoutingMetadata
 from ..weights.parameters import PerExpertParameters
-from .golden_stages import RowLayout, golden_stages
 from .stage_stats import StageValue
 from .step_capture import to_numpy
 from .step_dump import STEP_FLAGS, Array, StepDump
 
 Tensor = torch.Tensor
-GOLDEN = "golden"
 
 
 @dataclass(eq=False)
@@ -45,18 +43,8 @@ class StageRun:
     error: str | None = None
 
 
-def golden_run(step: StepDump, layout: RowLayout) -> StageRun:
-    """The step in fp64."""
-    values = {name: StageValue(array) for name, array in golden_stages(step, layout).items()}
-    return StageRun(GOLDEN, values)
-
-
 def engine_named(name: str, device: str) -> Engine:
-    """The engine to diagnose.
-
-    Raises:
-        EngineUnavailableError: it does not run on `device`.
-    """
+    """The engine to diagnose; EngineUnavailableError where it does not run on `device`."""
     return choose_engine(device, EngineName(name)).engine
 
 
@@ -140,13 +128,20 @@ def run_stages(
     try:
         # The listener is process-wide, so no other engine may run meanwhile.
         with plain_ops(), listening(recorder, alone=forced is not None):
-            _run(step, engine, device, recorder.at_seam)
+            run_step(step, engine, device, recorder.at_seam)
     except Exception as error:
         recorder.run.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return recorder.run
 
 
-def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, Any], None]) -> None:
+def run_step(
+    step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, Any], None]
+) -> None:
+    """Routing, weights, forward, and with a `dout` backward and flush, in the step's settings.
+
+    at_seam: gets what the engine returned, by stage: out, z_saved, ds, dz, y1s, dx and every
+        weight gradient.
+    """
     settings = engine_settings(step)
     dtype = getattr(torch, step.settings.dtype)
 
@@ -186,7 +181,7 @@ def _run(step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, An
     engine.backward_dw(pending, sums)
     for name, gradient in sums.named().items():
         at_seam(name, gradient)
-    if step.flushes:
+    if step.flushes and is_heard():
         tap("flush", flushed(sums, settings.activation))
 
 

@@ -29,23 +29,12 @@ Tensor = torch.Tensor
 
 
 def dump_next_step(layer: object, path: str | Path) -> None:
-    """Write the inputs of the next step of `layer` to `path`, for `sonicmoe bisect`.
+    """`capture.dump` for every layer but a `SonicMoEMlpNode`, which hands its state here.
 
-    The next forward writes them at once. Its backward, which brings the same indices, writes them
+    The next forward writes the file at once. Its backward, which brings the same indices, writes it
     again with `dout`, and ends the dump; so does the end of the optimizer step, by which every
-    backward has run: `step()` of a node, and a step of any `torch.optim.Optimizer` for other
-    layers. A forward without a graph may be inference, which no backward follows, or the first pass
-    of a recompute, which one does: only time tells them apart.
-
-    Copies weights and tokens to the host: for diagnosis, not for every step. What fails during the
-    step is logged, and the step goes on. Where no forward follows, the log says at the end of the
-    program that nothing was written.
-
-    Args:
-        layer: a node's state (`ExpertCall.layer`); a module that has the weights, in whatever depth
-            (of several such layers the first that runs is taken); or w1, or a tensor that it is a
-            view of.
-        path: of the file.
+    backward has run. A forward without a graph may be inference, which no backward follows, or the
+    first pass of a recompute, which one does: only time tells them apart.
 
     Raises:
         TypeError: `path` is no path.
@@ -93,7 +82,7 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
     # routing.
     probs[slot_row >= 0] = row_prob[slot_row[slot_row >= 0]]
     step = _step(name, event.call, saved.x, _indices_of(event), probs)
-    return step.but(**_arrays("dout", event.dout, step.indices, step.num_experts))
+    return step.but(**token_fields("dout", event.dout, step.indices, step.num_experts))
 
 
 def _indices_of(event: ForwardDone | BackwardBegins) -> Array:
@@ -115,7 +104,7 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
         None if weight is None else to_numpy(weight) for weight in call.native_weights()
     )
     assert w1 is not None and w2 is not None
-    tokens = _arrays("x", x, indices, len(w2))
+    tokens = token_fields("x", x, indices, len(w2))
     return StepDump(
         name,
         settings_of(call, x),
@@ -132,7 +121,7 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
     )
 
 
-def _arrays(name: str, tokens: Tokens, indices: Array, experts: int) -> dict[str, Array]:
+def token_fields(name: str, tokens: Tokens, indices: Array, experts: int) -> dict[str, Array]:
     """Fields of a `StepDump`: values, and where they arrived in FP8 codes and multipliers. Rows that
     nobody reads are zeros, of plain values those that are not finite: no dispatcher writes them,
     and what was in their memory would look like the first NaN of the step.

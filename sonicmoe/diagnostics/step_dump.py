@@ -34,6 +34,11 @@ class DumpError(SonicMoEError, ValueError):
     """A file cannot be read or does not hold one step of a layer of experts."""
 
 
+def need_shape(fits: bool, name: str, array: Array, needed: object) -> None:
+    """As `refusals.need_shape`, which loads a framework."""
+    expect(fits, ShapeError, f"{name} has shape {array.shape}; needed: {needed}")
+
+
 STEP_FLAGS = tuple(flag for flag in FLAGS if flag.in_steps)
 
 
@@ -79,10 +84,8 @@ class StepSettings:
 
     @classmethod
     def of(cls, **names: Any) -> StepSettings:
-        """Settings by name, flags among them, as `names` gives them.
-
-        Raises:
-            DumpError: a name or a value that no build knows.
+        """Settings by name, flags among them, as `names` gives them; DumpError for a name or a value
+        that no build knows.
         """
         # `pop`, so that an unknown name is left over and the constructor refuses it.
         flags = {flag.field: names.pop(flag.field, None) for flag in STEP_FLAGS}
@@ -159,16 +162,8 @@ class StepDump:
         expect(self.framework in known, DumpError, words)
         for tokens in ("x", "dout"):
             self._check_tokens(tokens)
-        expect(
-            self.w2.ndim == 3 and self.w2.size > 0,
-            ShapeError,
-            f"w2 has shape {self.w2.shape}; needed: [E, H, I]",
-        )
-        expect(
-            self.indices.ndim == 2,
-            ShapeError,
-            f"indices has shape {self.indices.shape}; needed: [T, K]",
-        )
+        need_shape(self.w2.ndim == 3 and self.w2.size > 0, "w2", self.w2, "[E, H, I]")
+        need_shape(self.indices.ndim == 2, "indices", self.indices, "[T, K]")
         (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
         n1 = width * (2 if is_glu(self.settings.activation_type) else 1)
         wanted = {
@@ -178,17 +173,11 @@ class StepDump:
         }  # fmt: skip
         for name, shape in wanted.items():
             found = getattr(self, name)
-            expect(
-                found is None or found.shape == shape,
-                ShapeError,
-                f"{name} has shape {getattr(found, 'shape', None)}; "
-                f"indices and w2 {self.w2.shape} need {shape}",
-            )
-        expect(
-            (self.b1 is None) == (self.b2 is None),
-            ShapeError,
-            f"{'b1' if self.b1 is None else 'b2'} is missing; needed: both biases, or neither",
-        )
+            if found is not None:
+                need_shape(found.shape == shape, name, found, f"{shape} of indices and w2")
+        lacking = "b1" if self.b1 is None else "b2"
+        both = (self.b1 is None) == (self.b2 is None)
+        expect(both, ShapeError, f"{lacking} is missing; needed: both biases, or neither")
         problem = None if self.caller is None else self.caller.problem(tokens, experts)
         expect(problem is None, DumpError, f"caller: {problem}")
 
@@ -206,12 +195,9 @@ class StepDump:
         )
         assert codes is not None and scale is not None
         tokens, words = len(values), -(-values.shape[-1] // 128)
-        expect(
-            scale.shape in ((tokens, words), (tokens, 1)),
-            ShapeError,
-            f"{name}_scale has shape {scale.shape}; "
-            f"{name} {values.shape} needs {(tokens, words)} or {(tokens, 1)}",
-        )
+        fits = scale.shape in ((tokens, words), (tokens, 1))
+        needed = f"{(tokens, words)} or {(tokens, 1)}, of {name} {values.shape}"
+        need_shape(fits, f"{name}_scale", scale, needed)
 
     @property
     def num_experts(self) -> int:

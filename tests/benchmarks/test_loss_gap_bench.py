@@ -20,7 +20,8 @@ from gpu_queue import Outcome, Task  # noqa: E402
 
 from ernie_compat.gap_runs import GapSummary, Interval  # noqa: E402
 from sonicmoe.cli.train import train  # noqa: E402
-from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case  # noqa: E402
+from sonicmoe.diagnostics.cases import Sizes, load_case, make_case  # noqa: E402
+from sonicmoe.diagnostics.step_dump import save_dump  # noqa: E402
 
 GPU_BYTES = 139 * 2**30
 # One seed has no interval, and it takes half as long.
@@ -127,7 +128,7 @@ def test_captured_calls_are_cut_to_rows_and_tables_to_their_time(
     for seed in seeds:
         seed.out.mkdir()
     case = make_case("gaussian", Sizes(16, 32, 32, 4, 2), 0)
-    save_case(seeds[0].out / "captured-step9-layer1.npz", case)
+    save_dump(seeds[0].out / "captured-step9-layer1.npz", case)
     (seeds[1].out / "captured-step9-layer1.npz").write_text("none")
     (path,) = bench.sampled(seeds[0], 9)
     few = load_case(path)

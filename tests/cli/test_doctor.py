@@ -35,6 +35,7 @@ from sonicmoe.diagnostics.doctor import (
     installed_versions,
 )
 from sonicmoe.diagnostics.doctor_report import Report
+from sonicmoe.diagnostics.selftest import SelfTest, TensorCheck
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.host import install_hint
@@ -188,16 +189,14 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     for module in (select, selftest):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(select, "missing_tool", lambda *_: None)
-    monkeypatch.setattr(
-        selftest, "find_device", lambda: selftest.Device("cuda:0", "NVIDIA H200", "9.0")
-    )
-    monkeypatch.setattr(
-        selftest,
-        "run_self_test",
-        lambda config, name, device: (
-            ran.append((name, selftest.engine_for(config, name, device).engine.name)) or []
-        ),
-    )
+    gpu = selftest.Device("cuda:0", "NVIDIA H200", "9.0")
+    monkeypatch.setattr(doctor_engine, "find_device", lambda: gpu)
+
+    def run(test: SelfTest) -> list[TensorCheck]:
+        ran.append((test.precision, test.choice.engine.name))
+        return []
+
+    monkeypatch.setattr(SelfTest, "run", run)
     return ran
 
 
@@ -230,7 +229,7 @@ def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(
     log = tmp_path / "log"
     jobs = (FakeJob(1, log), FakeJob(2, log))
     jobs[0].compile(default_cache())
-    monkeypatch.setattr(selftest, "kernels_of", lambda *_: jobs)
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
     result = CliRunner().invoke(doctor, ["--self-test", "--json", "--framework", "torch"])
     found = json.loads(result.stdout)
     assert (found["kernels"], found["problems"]) == ({"needed": 2, "missing": []}, [])
@@ -250,7 +249,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(
 ) -> None:
     ran = on_a_hopper_gpu(monkeypatch)
     jobs = (FakeJob(1, tmp_path / "log"), FailingJob(2, tmp_path / "log"))
-    monkeypatch.setattr(selftest, "kernels_of", lambda *_: jobs)
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
     report = examine("torch", self_test=True)
     assert messages(report) == [("error", "fake_2 does not compile")] and ran == []
     assert "expected ';'" in report.problems[0].remedy
@@ -260,12 +259,12 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(
 @pytest.mark.usefixtures("in_empty_cache")
 def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(selftest, "kernels_of", lambda *_: ())
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
 
     def needs_a_kernel(*_: object) -> None:
         default_cache().require_compiler(make_key(1), "not warmed")
 
-    monkeypatch.setattr(selftest, "run_self_test", needs_a_kernel)
+    monkeypatch.setattr(SelfTest, "run", needs_a_kernel)
     (problem,) = examine("torch").problems
     assert problem.severity.value == "warning" and "self-test did not run" in problem.what
     assert problem.remedy == "run `sonicmoe doctor --self-test`"
@@ -289,7 +288,7 @@ def test_engine_in_force_on_a_hopper_gpu(
     its own precision.
     """
     ran = on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(selftest, "kernels_of", lambda *_: ())
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
     for name, value in flags.items():
         monkeypatch.setenv(name, value)
     report = examine("torch")

@@ -178,7 +178,7 @@ def test_every_call_is_on_the_screen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, set_flags: Callable[..., None]
 ) -> None:
     set_flags(SONIC_MOE_CACHE_DIR=str(tmp_path), SONIC_MOE_LOCAL_CACHE_DIR=str(tmp_path))
-    monkeypatch.setattr(selftest, "run_self_test", lambda *_: [])
+    monkeypatch.setattr(selftest.SelfTest, "run", lambda test: [])
     screen = CliRunner().invoke(doctor, ["--framework", "torch"], env={"COLUMNS": "400"}).stdout
     lines = [line for line in screen.splitlines() if line.startswith("engine ")]
     for state in calls_on(current_config(), selftest.find_device().name):

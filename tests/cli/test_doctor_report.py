@@ -19,6 +19,7 @@ from sonicmoe.diagnostics.doctor_engine import _run
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.diagnostics.engine_trials import Gpu, words_of, workloads_of
 from sonicmoe.diagnostics.report_file import private_names, scrub
+from sonicmoe.diagnostics.selftest import SelfTest
 from sonicmoe.engine.capabilities import RECORDS, REFERENCE
 from sonicmoe.engine.trust import UndecidedError, Verdict
 from sonicmoe.enums import EngineName
@@ -80,7 +81,7 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
             raise verdict
         return verdict
 
-    monkeypatch.setattr(selftest, "find_device", lambda: device)
+    monkeypatch.setattr(doctor_engine, "find_device", lambda: device)
     monkeypatch.setattr(engine_trials, "gpu_of", lambda name: gpu)
     monkeypatch.setattr(engine_trials, "arch_of", lambda name: SM120.name)
     monkeypatch.setattr(engine_trials, "missing_tool", lambda *_: None)
@@ -152,14 +153,15 @@ def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(
     """A fault of its kernels would end the doctor."""
     did: list[str] = []
     half: dict[str, Any] = {
-        "untried": lambda config, name, device: "bf16" if name == "bf16" else None,
-        "make_ready": lambda config, name, device: did.append(f"tried for {name}"),
-        "run_self_test": lambda config, name, device: did.append(f"ran {name}") or [],
+        "untried": lambda test: "bf16" if test.precision == "bf16" else None,
+        "make_ready": lambda test: did.append(f"tried for {test.precision}") or test,
+        "run": lambda test: did.append(f"ran {test.precision}") or [],
     }
     for name, function in half.items():
-        monkeypatch.setattr(selftest, name, function)
-    report = Report(device=selftest.Device("cuda:0", "NVIDIA RTX", "12.0"))
-    _run(report, current_config(), ("bf16", "fp8"), self_test, lambda line: None)
+        monkeypatch.setattr(SelfTest, name, function)
+    report = Report()
+    tests = [SelfTest(current_config(), name, "cuda:0") for name in ("bf16", "fp8")]
+    _run(report, tests, self_test, lambda line: None)
     assert did == (["tried for bf16", "ran bf16", "ran fp8"] if self_test else ["ran fp8"])
     said = [problem.what for problem in report.problems]
     wanted = "the self-test in bf16 did not run: engine bf16 never ran on such a GPU"

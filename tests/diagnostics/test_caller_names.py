@@ -16,9 +16,8 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.callers import Caller, Located, Named
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.cases import save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.observe import GATED_EXPERTS, MOE, NODE
 
@@ -173,7 +172,7 @@ def test_dumped_captured_bisected_measured(arrangement, mode, tmp_path):
         train_step(node)
     (case,) = cases
     assert case.name == f"call-0 {layer}"
-    save_case(tmp_path / "case.npz", case)
+    save_dump(tmp_path / "case.npz", case)
     assert load_dump(tmp_path / "step.npz").caller == case.caller
     framework = ["--framework", "paddle" if IS_PADDLE else "torch"]
     for file in ("step.npz", "case.npz"):

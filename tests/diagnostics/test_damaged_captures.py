@@ -15,8 +15,8 @@ from damage import variants
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.callers import Caller, Named
-from sonicmoe.diagnostics.cases import Sizes, load_case, make_case, save_case
-from sonicmoe.diagnostics.step_dump import StepSettings
+from sonicmoe.diagnostics.cases import Sizes, load_case, make_case
+from sonicmoe.diagnostics.step_dump import StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.observe import TRIPLES
 
@@ -40,7 +40,7 @@ CASE = dataclasses.replace(
 
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path, count = tmp_path / "case.npz", request.config.getoption("--attacks")
-    save_case(path, CASE)
+    save_dump(path, CASE)
     refused = 0
     for number, (kind, content) in enumerate(variants(path.read_bytes(), 3, count)):
         path.write_bytes(content)

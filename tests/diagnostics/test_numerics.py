@@ -23,7 +23,6 @@ from sonicmoe.diagnostics.cases import (
     load_case,
     make_case,
     round_to_bf16,
-    save_case,
 )
 from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.numerics import (
@@ -228,7 +227,7 @@ def test_the_baseline_misses_the_absolute_bars():
 
 def test_unquantised_operands_are_far_better_than_any_bar():
     case = small_case("gaussian")
-    wanted, plain = golden_tensors(case.step()), run_recipe(case, None, ZCode.BF16)
+    wanted, plain = golden_tensors(case), run_recipe(case, None, ZCode.BF16)
     for name in TENSORS:
         assert score(name, case, plain[name], plain[name], wanted[name]).overall.rmse < 0.01, name
 
@@ -254,7 +253,7 @@ def test_the_golden_agrees_with_autograd(kind):
     case.indices[::3, 0], case.indices[::4, 1] = -1, TINY.experts  # both spellings of "not here"
     case.indices[case.indices == 2] = -1  # and an expert without tokens
     wanted = autograd(case)
-    for name, value in golden_tensors(case.step()).items():
+    for name, value in golden_tensors(case).items():
         np.testing.assert_allclose(
             value,
             wanted[name].numpy(),
@@ -262,7 +261,7 @@ def test_the_golden_agrees_with_autograd(kind):
             atol=1e-12 * float(np.abs(value).max()),
             err_msg=name,
         )
-    assert not golden_tensors(case.step())["dw1"][2].any()
+    assert not golden_tensors(case)["dw1"][2].any()
 
 
 def test_cases_hold_bf16_values_and_repeat_with_their_seed():
@@ -307,7 +306,7 @@ def test_data_kinds_are_what_they_say():
 
 def test_scores_measure_the_error_put_in():
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case.step())
+    wanted = golden_tensors(case)
     for name in TENSORS:
         one = score(name, case, wanted[name] * 1.05, wanted[name] * 1.1, wanted[name])
         for part in one.parts:
@@ -321,7 +320,7 @@ def test_scores_measure_the_error_put_in():
 
 def test_an_error_in_one_expert_is_that_experts():
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case.step())
+    wanted = golden_tensors(case)
     for name in ("ds", "dw1", "dw2"):
         wrong = wanted[name].copy()
         if name == "ds":
@@ -345,7 +344,7 @@ def test_the_standard_error_predicts_the_scatter():
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_fails_every_bar(poison):
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case.step())
+    wanted = golden_tensors(case)
     wrong = {name: value.copy() for name, value in wanted.items()}
     for value in wrong.values():
         value.flat[int(np.flatnonzero(value)[0])] = poison
@@ -360,7 +359,7 @@ def test_what_is_not_finite_fails_every_bar(poison):
 @pytest.mark.parametrize(("slack", "misses"), [(0.99, False), (1.01, True)])
 def test_every_bar_is_where_it_says(slack, misses):
     case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case.step())
+    wanted = golden_tensors(case)
     for name in TENSORS:
         off = 1 + slack * RMSE_BARS[name]
         against_bar = judge(
@@ -381,7 +380,7 @@ def test_every_bar_is_where_it_says(slack, misses):
 
 def test_a_saved_case_comes_back_exactly(tmp_path):
     case = make_case("student-t", TINY, seed=5)
-    save_case(tmp_path / "case.npz", case)
+    save_dump(tmp_path / "case.npz", case)
     back = load_case(tmp_path / "case.npz")
     assert back.name == case.name
     for name in ("x", "indices", "probs", "w1", "w2", "dout"):
@@ -424,7 +423,7 @@ def test_captured_calls_are_what_the_node_saw():
     np.testing.assert_array_equal(case.dout, dout)
     np.testing.assert_array_equal(case.indices, indices)
     np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
-    wanted = golden_tensors(case.step())["out"]
+    wanted = golden_tensors(case)["out"]
     assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(
         wanted
     )  # weights went through bf16
@@ -458,7 +457,7 @@ def test_the_command_writes_json_a_program_can_read():
 
 def test_captured_files_are_measured_instead_of_generated_data(tmp_path):
     path = tmp_path / "call.npz"
-    save_case(path, dataclasses.replace(make_case("gaussian", TINY, 0), name="layer 7"))
+    save_dump(path, dataclasses.replace(make_case("gaussian", TINY, 0), name="layer 7"))
     result = run(
         "--captured", str(path), "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--json"
     )
@@ -503,6 +502,6 @@ def test_a_file_without_a_whole_call_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros((2, 2)))
     with pytest.raises(DumpError, match="it has no 'indices'"):
         load_case(tmp_path / "other.npz")
-    save_dump(tmp_path / "forward.npz", make_case("gaussian", TINY, 0).step().but(dout=None))
+    save_dump(tmp_path / "forward.npz", make_case("gaussian", TINY, 0).but(dout=None))
     with pytest.raises(DumpError, match="holds a forward alone; needed: a backward"):
         load_case(tmp_path / "forward.npz")

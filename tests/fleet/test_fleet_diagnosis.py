@@ -18,9 +18,8 @@ from sonicmoe import observe
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.cases import save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 
 if IS_PADDLE:
     import paddle
@@ -103,7 +102,7 @@ def test_dumped_by_a_weight_captured_bisected_measured(layout, fp8, tmp_path):
     assert step.dout is not None and bisect(step, "reference").healthy
     (case,) = cases
     assert case.caller == step.caller and case.caller.face == "PaddleFleet"
-    save_case(tmp_path / "case.npz", case)
+    save_dump(tmp_path / "case.npz", case)
     for file in (path, tmp_path / "case.npz"):
         result = CliRunner().invoke(main, ["bisect", str(file), "--json", *FRAMEWORK])
         assert result.exit_code == 0, result.output

@@ -23,7 +23,7 @@ from sonicmoe.cli.main import main
 from sonicmoe.diagnostics import bisect as bisect_module
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.cases import load_case, save_case
+from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.engine.reference import ReferenceEngine
@@ -217,7 +217,7 @@ def test_captured_calls_run_again(fp8, bias, activation, tmp_path):
         np.testing.assert_array_equal(case.w1, wanted)
         assert (case.b1 is not None) == bias and case.settings.activation == activation
     path = tmp_path / "case.npz"
-    save_case(path, cases[1])
+    save_dump(path, cases[1])
     back = load_case(path)
     assert back.caller == cases[1].caller and back.settings == cases[1].settings
     assert (back.b1 is not None) == bias
@@ -379,16 +379,16 @@ class TestFunctional:
             call(x, weights(), concat_layout=halves, use_fp8=fp8).sum().backward()
         (case,) = cases
         path = tmp_path / "case.npz"
-        save_case(path, case)
+        save_dump(path, case)
         result = CliRunner().invoke(main, ["bisect", str(path)])
         assert result.exit_code == 0, result.output
         w1 = case.w1.copy()
         w1[2, 15, 3] = NAN  # up 7
-        save_case(path, replace(case, w1=w1))
+        save_dump(path, replace(case, w1=w1))
         result = CliRunner().invoke(main, ["bisect", str(path)])
         index = f"[{I + 7 if halves else 15}, 3, 2]"
         assert result.exit_code == 1 and f"input w1 = w1{index} at expert 2: nan" in result.output
-        save_case(path, case)
+        save_dump(path, case)
         arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
         measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
         assert measured.exit_code == 0, measured.output
@@ -433,10 +433,10 @@ def test_a_score_of_general_routing_is_named_by_its_triple(fp8, tmp_path):
         scores = torch.ones(9, requires_grad=True)
         run(scores).sum().backward()
     path = tmp_path / "case.npz"
-    save_case(path, cases[0])
-    probs = load_case(path).step().probs
+    save_dump(path, cases[0])
+    probs = load_case(path).probs
     probs[3, 1] = NAN
-    fault = bisect(load_case(path).step().but(probs=probs), "reference").fault
+    fault = bisect(load_case(path).but(probs=probs), "reference").fault
     assert fault.caller.index == (6,)
 
 

@@ -20,9 +20,8 @@ from sonicmoe import observe
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.cases import save_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.integrations.transformers import invalidate_caches, register
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
@@ -211,7 +210,7 @@ def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, 
         f"step-{n} {name}" for n, name in enumerate(reversed(names))
     ]
     path = tmp_path / "case.npz"
-    save_case(path, cases[0])
+    save_dump(path, cases[0])
     result = CliRunner().invoke(main, ["bisect", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["layer"] == names[-1]

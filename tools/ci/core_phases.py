@@ -89,9 +89,9 @@ def precision(fast: bool) -> dict[str, Any]:
     device = find_device()
     for kind in ("gaussian",) if fast else tuple(DATA_KINDS):
         case = make_case(kind, PRECISION_SIZES, seed=0)
-        wanted = golden_tensors(case.step())
+        wanted = golden_tensors(case)
         for variant in engines():
-            step = case.step(DEFAULT_RECIPE if variant.fp8 else None)
+            step = case.but(recipe=DEFAULT_RECIPE if variant.fp8 else None)
             run = run_stages(step, choose_engine(device, variant.engine).engine, device)
             if run.error is not None:
                 raise RuntimeError(f"{variant}: {run.error}")
