@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,10 +131,11 @@ def as_case(step: StepDump) -> StepDump:
     """
     need_shape(step.x.size > 0, "x", step.x, "[T, H]")
     expect(step.dout is not None, DumpError, "it holds a forward alone; needed: a backward")
-    arrays = {name: round_to_bf16(getattr(step, name)) for name in ("x", "w1", "w2", "dout")}
-    codes = dict.fromkeys(("x_codes", "x_scale", "dout_codes", "dout_scale"))
-    ids, probs = step.indices.astype(np.int64), step.probs.astype(np.float32)
-    return replace(step, **arrays, **codes, indices=ids, probs=probs)
+    changes: dict[str, Any] = dict.fromkeys(("x_codes", "x_scale", "dout_codes", "dout_scale"))
+    for name in ("x", "w1", "w2", "dout"):
+        changes[name] = round_to_bf16(getattr(step, name))
+    changes |= {"indices": step.indices.astype(np.int64), "probs": step.probs.astype(np.float32)}
+    return replace(step, **changes)
 
 
 def round_to_bf16(values: Array) -> Array:
