@@ -25,6 +25,7 @@ from ..errors import DTypeError, ShapeError, expect, refuse_unknown
 from ..interop import dtype_name, require_framework_tensor
 from ..layouts import WeightLayout
 from ..observe import TOPK, TRIPLES
+from ..refusals import need_shape
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
 from .triples import count_cumsum, frequency_of, triples_to_topk
@@ -257,17 +258,14 @@ def moe_general_routing_inputs(
 
 def _check_tokens(x: Tensor) -> None:
     require_framework_tensor(x, "x")
-    expect(len(x.shape) == 2, ShapeError, f"x has shape {tuple(x.shape)}; needed: [T, H]")
+    need_shape(len(x.shape) == 2, "x", x, "[T, H]")
 
 
 def _check_router(router_w: Tensor, x: Tensor) -> None:
     require_framework_tensor(router_w, "router_w")
-    shape, hidden = tuple(router_w.shape), int(x.shape[1])
-    expect(
-        len(shape) == 2 and shape[1] == hidden,
-        ShapeError,
-        f"router_w has shape {shape}; needed: [E, H] with H = {hidden}, as x has",
-    )
+    hidden = int(x.shape[1])
+    fits = len(router_w.shape) == 2 and router_w.shape[1] == hidden
+    need_shape(fits, "router_w", router_w, f"[E, H] with H = {hidden}, as x has")
 
 
 def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
@@ -286,13 +284,9 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
     require_framework_tensor(w1, "w1")
     require_framework_tensor(w2, "w2")
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
-        shape = tuple(weight.shape)
-        expect(len(shape) == 3, ShapeError, f"{name} has shape {shape}; needed: {axes}")
-        expect(
-            shape[2] == experts,
-            ShapeError,
-            f"{name} {axes} has shape {shape}; needed: {experts} experts ({source}){_native_hint(w1, w2)}",
-        )
+        need_shape(len(weight.shape) == 3, name, weight, axes)
+        needed = f"{experts} experts ({source}){_native_hint(w1, w2)}"
+        need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 
 def _native_hint(w1: Tensor, w2: Tensor) -> str:

@@ -9,12 +9,8 @@ import torch
 from ..autograd import refuse_second_derivative
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from ..observe import FACES, STACKED, is_awaited
-from ..out_of_memory import raise_with_advice
-from ..routing.build import build_routing
-from ..routing.validation import RoutingNames
-from ..weights.stacked_cache import read_weights
-from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, rows_of
+from ..observe import STACKED, is_awaited
+from .call import Origin, Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
 
 Tensor = torch.Tensor
@@ -74,37 +70,14 @@ def expert_mlp(
         return compiled_expert_mlp(
             x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
         )
-    origin = Origin(indices, x.shape[:-1], first_triple, module)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters, face)
-    with plan.config.activate():
-        plan = plan.fitted(x, weights)
-    if save:
-        out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)
-        return out
-    with plan.config.activate():
-        routing = _route(plan, origin, probs, w1)
-        out, _, _ = forward(plan, rows_of(x), probs, routing, weights, origin, save=False)
-        return in_shape_of(x, out)
-
-
-def _route(plan: Plan, origin: Origin, probs: Tensor, w1: Tensor) -> Any:
-    indices, experts = origin.indices, int(w1.shape[0])
-    assert indices is not None
-    face = FACES[plan.face]
-    try:
-        return build_routing(
-            indices,
-            probs,
-            experts,
-            alignment=plan.settings.row_alignment,
-            validate=plan.validate,
-            names=RoutingNames(face.indices, face.scores, origin.first_triple),
-        )
-    except Exception as error:
-        raise_with_advice(error, "forward", plan.settings, indices)
-        raise
+    plan = make_plan(activation, layout, use_fp8, parameters, face).fitted(x, weights)
+    origin = Origin(indices, x.shape[:-1], first_triple, module)
+    if not save:
+        return forward(plan, x, probs, weights, origin, save=False)[0]
+    out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)
+    return out
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -117,16 +90,10 @@ class _ExpertMlp(torch.autograd.Function):
         origin: Origin,
         x: Tensor,
         probs: Tensor,
-        *weights: Tensor | None,
+        *weights: Any,
     ) -> Tensor:
-        """Build routing, run the engine, keep its tensors through `save_for_backward`."""
-        w1, w2, b1, b2 = weights
-        assert w1 is not None and w2 is not None
-        with plan.config.activate():
-            routing = _route(plan, origin, probs, w1)
-            out, saved, reading = forward(
-                plan, rows_of(x), probs, routing, (w1, w2, b1, b2), origin, save=True
-            )
+        """Run the engine, and keep its tensors through `save_for_backward`."""
+        out, saved, reading = forward(plan, x, probs, weights, origin, save=True)
         assert saved is not None
         tensors, ctx.spec = saved.pack()
         # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd
@@ -140,42 +107,29 @@ class _ExpertMlp(torch.autograd.Function):
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
         ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
-        return in_shape_of(x, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, probs, w1, w2, b1, b2."""
         refuse_second_derivative()
-        plan = ctx.plan
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
-        saved = ctx.spec.unpack(tensors)
-        x_wanted, probs_wanted, *weights_wanted = ctx.needs_input_grad[2:]
-        with plan.config.activate():
-            # Plain weights come through the saved tensors, whose version autograd has just compared
-            # with that of the forward. Quantised ones are copies, and `check_current` compares for
-            # them.
-            reading = ctx.reading
-            weights, origin = ctx.observed or (None, Origin())
-            if reading is None:
-                weights = (w1, w2, b1, b2)
-                engine = plan.choose(saved.x, weights)
-                try:
-                    dtype = saved.x.dtype
-                    reading = read_weights(engine, weights, plan.settings, plan.layout, dtype)
-                except Exception as error:
-                    raise_with_advice(error, "backward", plan.settings, dout)
-                    raise
-            reading.check_current()
-            dx, dprobs, gradients = backward(
-                plan,
-                rows_of(dout),
-                saved,
-                reading,
-                ctx.dtypes,
-                trained=weights_wanted,
-                given=weights,
-                origin=origin,
-            )
+        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[2:]
+        weights, origin = ctx.observed or (None, Origin())
+        # Plain weights come through the saved tensors, whose version autograd has just compared
+        # with that of the forward.
+        if ctx.reading is None:
+            weights = (w1, w2, b1, b2)
+        dx, dprobs, gradients = backward(
+            ctx.plan,
+            dout,
+            ctx.spec.unpack(tensors),
+            ctx.reading,
+            ctx.dtypes,
+            trained=trained,
+            given=weights,
+            origin=origin,
+        )
         dx = dx.view(dout.shape)
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         return (None, None, *of_tokens, *gradients)

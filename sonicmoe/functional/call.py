@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout
 from ..observe import (
+    FACES,
     STACKED,
     BackwardBegins,
     BackwardDone,
@@ -36,8 +38,10 @@ from ..observe import (
     emit,
     is_awaited,
 )
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising
+from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
+from ..routing.validation import RoutingNames
 from ..weights.cache import Reading
 from ..weights.stacked import PassedParameters
 from ..weights.stacked_cache import Weights, read_weights
@@ -68,9 +72,10 @@ class Plan:
         from FP8 to BF16, out loud.
         """
         # The log line is written here and not in `choose`, which forward and backward ask again.
-        choice, device = self._decide(x, weights), device_name(x)
-        announce(choice, device)
-        announce_emulation(choice, device)
+        with self.config.activate():
+            choice, device = self._decide(x, weights), device_name(x)
+            announce(choice, device)
+            announce_emulation(choice, device)
         return (
             self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
         )
@@ -116,6 +121,35 @@ def make_plan(
     settings = EngineSettings.from_config(resolved, activation, parameters)
     validate = resolved.validate_dispatch
     return Plan(config, settings, layout, use_fp8, resolved.engine, validate, face)
+
+
+_plans: dict[int, Plan] = {}
+
+
+def number_of(plan: Plan) -> int:
+    """The number that stands for `plan` in a compiled graph, which holds tensors and numbers only.
+
+    It is a digest of the plan and not a counter, because the compiler's caches keep graphs beyond
+    the process, and another process must give the same plan the same number.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    _plans[number] = plan
+    return number
+
+
+def plan_of(number: int) -> Plan:
+    """The plan that this process gave the number to.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    plan = _plans.get(number)
+    if plan is None:
+        raise ConfigError(
+            f"no plan {number} in this process: a program exported in another one names its settings by this number and does not "
+            "carry them; trace the layer once here before (torch.compile or torch.export), with the same arguments and configuration"
+        )
+    return plan
 
 
 def check_use_fp8(use_fp8: object) -> None:
@@ -165,60 +199,84 @@ def forward(
     plan: Plan,
     x: Tensor,
     probs: Tensor,
-    routing: RoutingMetadata,
     weights: Weights,
     origin: Origin,
     *,
     save: bool,
+    static_rows: bool = False,
 ) -> tuple[Tensor, Saved | None, Reading]:
-    """`(out [T, H], what backward needs, weights as the engine read them)`; `routing` is that of
-    probs and the indices in `origin`.
+    """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
+    needs, and the weights as the engine read them.
+
+    static_rows: see `build_routing`.
     """
-    engine = plan.choose(x, weights)
-    try:
+    rows = rows_of(x)
+    with plan.config.activate(), advising("forward", plan.settings, rows):
+        routing = route(plan, origin, probs, int(weights[0].shape[0]), static_rows=static_rows)
+        engine = plan.choose(rows, weights)
         reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-        out, saved = engine.forward(x, routing, reading.weights, plan.settings, save=save)
-    except Exception as error:
-        raise_with_advice(error, "forward", plan.settings, x)
-        raise
-    # Asked before anything is built, so that a run without observers pays one read of a global.
-    if is_awaited():
-        call = _described(plan, engine, reading, weights, origin)
-        emit(ForwardDone(call, x, probs, out, saved))
-    return out, saved, reading
+        out, saved = engine.forward(rows, routing, reading.weights, plan.settings, save=save)
+        # Asked before anything is built, so that a run without observers pays one read of a global.
+        if is_awaited():
+            call = _described(plan, engine, reading, weights, origin)
+            emit(ForwardDone(call, rows, probs, out, saved))
+    return in_shape_of(x, out), saved, reading
+
+
+def route(
+    plan: Plan, origin: Origin, probs: Tensor, experts: int, *, static_rows: bool = False
+) -> RoutingMetadata:
+    """As `build_routing`, whose messages then name the face's arguments."""
+    face = FACES[plan.face]
+    assert origin.indices is not None
+    return build_routing(
+        origin.indices,
+        probs,
+        experts,
+        alignment=plan.settings.row_alignment,
+        validate=plan.validate,
+        static_rows=static_rows,
+        names=RoutingNames(face.indices, face.scores, origin.first_triple),
+    )
 
 
 def backward(
     plan: Plan,
     dout: Tensor,
     saved: Saved,
-    reading: Reading,
+    reading: Reading | None,
     dtypes: tuple[torch.dtype | None, ...],
     *,
     trained: Sequence[bool],
     given: Weights | None,
     origin: Origin,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`(dx, dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded once
-    to `dtypes`. Those are None that `trained` does not mark.
+    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded
+    once to `dtypes`. Those are None that `trained` does not mark.
 
-    given: the caller's weights, for those who observe the call; None where it no longer has them,
-        and what the engine made of them stands for them.
+    reading: the weights as the forward read them; None: they are read again from `given`.
+    given: the caller's weights. Where `reading` is there they are for those who observe the call,
+        and what the engine made of them may stand for them.
     """
-    weights = reading.weights
-    engine = plan.choose(plain_tokens(saved.x), weights)
-    call = _described(plan, engine, reading, given, origin) if is_awaited() else None
-    if call is not None:
-        emit(BackwardBegins(call, dout, saved))
-    try:
-        dx, dprobs, gradients = _differentiate(plan, engine, dout, saved, weights, dtypes, trained)
-    except Exception as error:
-        raise_with_advice(error, "backward", plan.settings, dout)
-        raise
-    if call is not None:
-        named = zip(("dw1", "dw2", "db1", "db2"), gradients, strict=True)
-        left = [(name, gradient) for name, gradient in named if gradient is not None]
-        emit(BackwardDone(call, dx, dprobs, lambda: left))
+    dout, tokens = rows_of(dout), plain_tokens(saved.x)
+    with plan.config.activate(), advising("backward", plan.settings, dout):
+        if reading is None:
+            assert given is not None
+            engine = plan.choose(tokens, given)
+            reading = read_weights(engine, given, plan.settings, plan.layout, tokens.dtype)
+        else:
+            engine = plan.choose(tokens, reading.weights)
+            reading.check_current()
+        call = _described(plan, engine, reading, given, origin) if is_awaited() else None
+        if call is not None:
+            emit(BackwardBegins(call, dout, saved))
+        dx, dprobs, gradients = _differentiate(
+            plan, engine, dout, saved, reading.weights, dtypes, trained
+        )
+        if call is not None:
+            named = zip(("dw1", "dw2", "db1", "db2"), gradients, strict=True)
+            left = [(name, gradient) for name, gradient in named if gradient is not None]
+            emit(BackwardDone(call, dx, dprobs, lambda: left))
     return dx, dprobs, gradients
 
 

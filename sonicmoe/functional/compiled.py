@@ -19,11 +19,9 @@ from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
 from ..layouts import WeightLayout
 from ..quant.format import BlockScaledTensor, Code, Orientation
-from ..routing.build import build_routing, num_rows_bound
-from ..routing.metadata import RoutingMetadata
-from ..weights.stacked_cache import Weights, read_weights
-from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, rows_of
-from .plan_numbers import plan_of
+from ..routing.build import num_rows_bound
+from ..weights.stacked_cache import Weights
+from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, plan_of, route, rows_of
 
 Tensor = torch.Tensor
 TensorSpec = tuple[tuple[Any, ...], torch.dtype]
@@ -77,16 +75,14 @@ def _expert_mlp(
     plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
-    with plan.config.activate():
-        plan = plan.fitted(x, weights)
-        routing = _route(plan, indices, probs, int(w1.shape[0]))
-        out, saved, _ = forward(
-            plan, rows_of(x), probs, routing, weights, Origin(indices, x.shape[:-1]), save=save
-        )
+    plan, origin = plan.fitted(x, weights), Origin(indices, x.shape[:-1])
+    out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
-    specs = _z_specs(plan.settings, routing.num_rows, _n1(w1, plan), x.dtype) if save else _NO_Z
+    specs = _NO_Z
+    if saved is not None:
+        specs = _z_specs(plan.settings, saved.routing.num_rows, _n1(w1, plan), x.dtype)
     for tensor, (shape, dtype) in zip((z, scales), specs, strict=True):
         expect(
             tuple(tensor.shape) == shape and tensor.dtype == dtype,
@@ -94,24 +90,15 @@ def _expert_mlp(
             f"engine {plan.choose(x, weights).name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
             f"torch.compile needs {dtype_name(dtype)} {shape}",
         )
-    return in_shape_of(x, out), z, scales
+    return out, z, scales
 
 
 @_expert_mlp.register_fake
-def _(
-    x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    plan_number: int,
-    save: bool,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, indices: Tensor, probs: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
-    plan = plan_of(int(plan_number)).fitted(x, (w1, w2, b1, b2))
+    weights, (plan_number, save) = arguments[:4], arguments[4:]
+    plan, w1 = plan_of(int(plan_number)).fitted(x, weights), weights[0]
     slots = indices.shape[0] * indices.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
@@ -135,33 +122,26 @@ def _expert_mlp_backward(
     wgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(dx, dprobs, dw1, dw2, db1, db2)`; a gradient that is not wanted is empty."""
-    plan = plan_of(plan_number)
     weights = (w1, w2, b1, b2)
+    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(indices, x.shape[:-1])
     with plan.config.activate():
-        plan = plan.fitted(x, weights)
         # Built again from the same indices, which gives the same tensors: the alternative is five
         # more outputs of the forward operator that live until backward.
-        routing = _route(plan, indices, probs, int(w1.shape[0]))
-        engine = plan.choose(x, weights)
-        # Reads through the cache. Autograd compares the versions of the saved weights, so these are
-        # the weights of the forward.
-        reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-        # The same contents as in eager mode, with x from the graph's saved tensors and z from the
-        # forward's outputs.
-        saved = Saved(
-            plan.settings, routing, rows_of(x.detach()), _restore_z(plan.settings, z, scales)
-        )
-        dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
-        dx, dprobs, gradients = backward(
-            plan,
-            rows_of(dout),
-            saved,
-            reading,
-            dtypes,
-            trained=[wgrad and weight is not None for weight in weights],
-            given=weights,
-            origin=Origin(indices, x.shape[:-1]),
-        )
+        routing = route(plan, origin, probs, int(w1.shape[0]), static_rows=True)
+    # The same contents as in eager mode, with x from the graph's saved tensors and z from the
+    # forward's outputs.
+    z_saved = _restore_z(plan.settings, z, scales)
+    dx, dprobs, gradients = backward(
+        plan,
+        dout,
+        Saved(plan.settings, routing, rows_of(x.detach()), z_saved),
+        # Autograd has compared the versions of the saved weights, so these are the forward's.
+        None,
+        tuple(None if weight is None else weight.dtype for weight in weights),
+        trained=[wgrad and weight is not None for weight in weights],
+        given=weights,
+        origin=origin,
+    )
     dw1, dw2, db1, db2 = (
         x.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
@@ -170,22 +150,12 @@ def _expert_mlp_backward(
 
 @_expert_mlp_backward.register_fake
 def _(
-    dout: Tensor,
-    x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    z: Tensor,
-    scales: Tensor,
-    plan_number: int,
-    wgrad: bool,
+    dout: Tensor, x: Tensor, indices: Tensor, probs: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
+    *weights, _z, _scales, _plan_number, wgrad = arguments
     gradients = [
         weight.new_empty(weight.shape) if wgrad and weight is not None else x.new_empty(0)
-        for weight in (w1, w2, b1, b2)
+        for weight in weights
     ]
     return x.new_empty(x.shape), probs.new_empty(probs.shape), *gradients
 
@@ -265,13 +235,6 @@ def _restore_z(
 
 def _n1(w1: Tensor, plan: Plan) -> Any:
     return w1.shape[2 if plan.layout.transposed else 1]
-
-
-def _route(plan: Plan, indices: Tensor, probs: Tensor, experts: int) -> RoutingMetadata:
-    alignment, validate = plan.settings.row_alignment, plan.validate
-    return build_routing(
-        indices, probs, experts, alignment=alignment, validate=validate, static_rows=True
-    )
 
 
 def _check_config(plan: Plan) -> None:

@@ -6,8 +6,7 @@ import torch
 
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from .call import make_plan
-from .plan_numbers import number_of
+from .call import make_plan, number_of
 
 
 @torch.compiler.assume_constant_result

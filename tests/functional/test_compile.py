@@ -15,9 +15,8 @@ from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_t
 from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
-from sonicmoe.functional import plan_numbers
-from sonicmoe.functional.call import make_plan
-from sonicmoe.functional.plan_numbers import number_of
+from sonicmoe.functional import call
+from sonicmoe.functional.call import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 # The compiler warns of every cached function that it traces, and a correct program reads no warning.
@@ -303,8 +302,7 @@ def test_border_checks_speak_while_compiling():
 def test_numbers_of_plans_are_the_same_in_every_process():
     """Compilers keep graphs on disk: a number must not mean other settings in the next process."""
     script = (
-        "from sonicmoe.functional.plan_numbers import number_of\n"
-        "from sonicmoe.functional.call import make_plan\n"
+        "from sonicmoe.functional.call import make_plan, number_of\n"
         "from sonicmoe.layouts import WeightLayout\n"
         "from sonicmoe.enums import ActivationType\n"
         "for fp8 in (True, False, None):\n"
@@ -328,7 +326,7 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
     moe, (x, _) = make_layer(), tokens()
     program = torch.export.export(moe, (x,)).module()
     expected = program(x)[0]
-    monkeypatch.setattr(plan_numbers, "_plans", {})  # as in a new process
+    monkeypatch.setattr(call, "_plans", {})  # as in a new process
     with pytest.raises(
         ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"
     ):
