@@ -86,9 +86,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node keeps what is prepared of the weights, as on a GPU; on a host every forward prepares."""
-    from sonicmoe.weights import cache
+    from sonicmoe.weights import layer, lent
 
-    monkeypatch.setattr(cache, "is_cuda", lambda _tensor: True)
+    for module in (layer, lent):
+        monkeypatch.setattr(module, "is_cuda", lambda _tensor: True)
 
 
 @pytest.fixture(autouse=True)

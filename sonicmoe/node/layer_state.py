@@ -15,7 +15,7 @@ from ..gradients.batch import Batch
 from ..gradients.sink import GradientSink
 from ..interop import requires_grad
 from ..observe import NODE
-from ..weights.cache import LayerWeights
+from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
 from .late_wgrad import WgradOffer, WgradQueue
 from .questions import Questions

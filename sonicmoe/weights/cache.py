@@ -3,48 +3,48 @@
     source, traces ──► PreparedWeights.read ──► Reading ──► forward ──► backward: check_current()
 
 The node and the functional API are told of writes by different events, and their weights live for
-different times. `LayerWeights` serves the node: it lives as long as its layer, and `step()` tells
-it of optimizer steps. `stacked_cache` serves the functional API: it finds what was prepared of a
-parameter by weak references.
+different times. `layer.LayerWeights` serves the node: it lives as long as its layer, and `step()`
+tells it of optimizer steps. `stacked_cache` serves the functional API: it finds what was prepared
+of a parameter by weak references. `copies.WeightCopies` serves trainers that free their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
-from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, is_cuda, plain_ops
+from ..interop import plain_ops
 from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
-from .changes import Traces, announce_change, change_watchers, traces_of, versions_of
-from .parameters import ExpertParameters, check_memory
+from .changes import Traces
+from .lent import LentWeights
 
 Tensor = torch.Tensor
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Reading:
     """Engine weights as one forward read them; its backward asks `check_current` before it reads
     them again.
 
     prepared: keeps the weights for later forwards; None where they are this call's own.
     writes: how many writes to the user's weights `prepared` had seen then.
-    lent: those of the weights that are the user's own memory, and their versions then. Native
-        weights that need no conversion are.
+    lent: those of the weights that are the user's own memory.
+    on_backward: called by each backward that may read the weights.
     """
 
     weights: EngineWeights
     prepared: PreparedWeights | None = None
     writes: int = 0
-    lent: tuple[list[Tensor], tuple[int, ...]] | None = None
+    lent: LentWeights | None = None
+    on_backward: Callable[[], None] | None = None
 
     def check_current(self) -> None:
         """Raise if the weights are no longer those that the forward read.
@@ -53,19 +53,21 @@ class Reading:
             RuntimeError: a later forward has written changed weights into these buffers; or the
                 engine reads the user's memory, and that was written or freed.
         """
-        self._check_lent()
+        if self.lent is not None:
+            self.lent.check()
         # An engine that made new weights has left these alone. An engine that updates in place
         # returned the same object again, and then only the number of writes tells whether it
         # overwrote them.
         prepared = self.prepared
-        if prepared is None or prepared.weights is not self.weights:
-            return
-        if prepared.writes != self.writes:
+        is_held = prepared is not None and prepared.weights is self.weights
+        if prepared is not None and is_held and prepared.writes != self.writes:
             raise RuntimeError(
                 "the expert weights were modified by an inplace operation, and read by another "
                 "forward, between this forward and its backward; its gradients would mix old "
                 "activations with new weights. Finish every backward before the weights change"
             )
+        if self.on_backward is not None:
+            self.on_backward()
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Native weights, `w1 [E, N1, H]` and `w2 [E, H, I]`, as the engine's codes stand for them,
@@ -79,18 +81,6 @@ class Reading:
                 for w in held
             )
         return w1, w2
-
-    def _check_lent(self) -> None:
-        if self.lent is None:
-            return
-        tensors, versions = self.lent
-        freed = not all(map(holds_memory, tensors))
-        if freed or versions_of(tensors) != versions:
-            raise RuntimeError(
-                f"the expert weights were {'freed' if freed else 'modified by an inplace operation'} between this forward and "
-                "its backward, which reads them where they lie; its gradients would be wrong. Finish every backward before the "
-                "weights change"
-            )
 
 
 class PreparedWeights:
@@ -168,118 +158,3 @@ class PreparedWeights:
         anchor = held.bytes if isinstance(held, BlockScaledTensor) else held
         self._streams.enter(anchor)
         self._streams.leave()
-
-
-class HeldCopies(Protocol):
-    """Engine weights that the caller holds: `copies.WeightCopies`."""
-
-    def read(
-        self,
-        engine: Engine,
-        settings: EngineSettings,
-        layer: ExpertParameters,
-        parameters: Sequence[Tensor],
-    ) -> Reading: ...
-
-
-class LayerWeights:
-    """The engine weights of one node, made at the events of docs/design.md, "Stale weights"."""
-
-    def __init__(self, parameters: ExpertParameters) -> None:
-        """Reads nothing."""
-        self._parameters = parameters
-        self._prepared = PreparedWeights()
-        # Of the writes that somebody announced: whether one is still to be read, and whether any
-        # ever came.
-        self._stale, self._announced = True, False
-
-    def __reduce__(self) -> tuple[type[LayerWeights], tuple[ExpertParameters]]:
-        """A copy prepares its own weights: FP8 codes cannot be pickled, and need not be."""
-        return LayerWeights, (self._parameters,)
-
-    def read(
-        self,
-        engine: Engine,
-        settings: EngineSettings,
-        parameters: Sequence[Tensor] | None = None,
-        copies: HeldCopies | None = None,
-    ) -> Reading:
-        """The weights for a forward that starts now.
-
-        Args:
-            engine, settings: as in `Engine.refresh`.
-            parameters: read from the layer a moment ago, if they were.
-            copies: what to read in place of the parameters, where the settings have an FP8 recipe.
-
-        Raises:
-            LayoutError: the framework has freed the memory of a weight, and it is to be read.
-            StaleWeightsError, ConfigError: see `WeightCopies.read`.
-        """
-        parameters = parameters or self._parameters.parameters()
-        if copies is not None and settings.recipe is not None:
-            # Weights that this layer has prepared before would lie beside the copies.
-            self.drop()
-            return copies.read(engine, settings, self._parameters, parameters)
-        if IS_PADDLE:
-            check_memory(parameters)
-        # A parameter that changes its layout in place keeps its addresses.
-        place = self._parameters.layout, *map(data_ptr, parameters), parameters[0].dtype
-        # PyTorch gives a weight without memory the address 0. The place needs the addresses
-        # anyway, and asking every weight for its memory would take longer than a launch.
-        if 0 in place:
-            check_memory(parameters)
-        source = partial(self._parameters.source, parameters)
-        reading = self._prepared.read(
-            engine,
-            settings,
-            source,
-            parameters[0],
-            place,
-            traces_of(parameters),
-            stale=self._stale,
-            keeps=is_cuda(parameters[0]) and self._every_write_is_told(),
-        )
-        # Last, because a read that raised has not used up the announcement.
-        self._stale = False
-        lent = _lent(reading.weights, parameters) if grad_enabled() else []
-        if lent and is_cuda(lent[0]):
-            reading.lent = lent, versions_of(lent)
-        elif lent:
-            reading.weights = _copied(reading.weights)
-        return reading
-
-    def _every_write_is_told(self) -> bool:
-        """PyTorch shows writes. Under Paddle a trainer that has once announced a write announces
-        all, but for one that only evaluates.
-        """
-        return not IS_PADDLE or (self._announced and grad_enabled())
-
-    def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
-        """Have the next forward make the engine weights again, and no forward read copies that were
-        made before. `event`: the announcement, in words for a message.
-        """
-        self._stale = self._announced = True
-        # Usually nobody holds copies, and listing the parameters of many experts takes a while.
-        if change_watchers:
-            announce_change(self._parameters.parameters(), event)
-
-    def drop(self) -> None:
-        """Free the engine weights; the next forward makes them again."""
-        self._prepared, self._stale = PreparedWeights(), True
-
-
-def _copied(weights: EngineWeights) -> EngineWeights:
-    """In memory of their own. A host does that for a training forward, because nothing there shows
-    a write between it and its backward.
-    """
-    with plain_ops():
-        w1, w2 = (w.clone() for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor))
-    return EngineWeights(w1, w2, w1, w2)
-
-
-def _lent(weights: EngineWeights, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the engine's weights that begin where the first up- or down-projection lies."""
-    # Block-scaled weights are memory of the engine's own.
-    plain = [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]
-    firsts = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])} if plain else ()
-    return [w for w in plain if data_ptr(w) in firsts]

@@ -22,7 +22,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,7 +30,7 @@ from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..enums import is_glu
 from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
-from ..interop import IS_PADDLE, data_ptr, grad_enabled, holds_memory, is_cuda, plain_ops
+from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import transpose_storage
 from .cache import PreparedWeights, Reading
@@ -42,25 +41,6 @@ Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
 _events = itertools.count(1)
 _live: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class CopiesReading(Reading):
-    """Copies as one forward read them.
-
-    copies: where they came from.
-    recomputes: the backward repeats the up-projection, so it needs forward's order too.
-    """
-
-    copies: WeightCopies | None = None
-    recomputes: bool = False
-
-    def check_current(self) -> None:
-        """As `Reading.check_current`; its backward counts as one of the copies'."""
-        # By name: a dataclass with slots is another class than the one that `super()` remembers.
-        Reading.check_current(self)
-        assert self.copies is not None
-        self.copies.backwards += 1
 
 
 class WeightCopies:
@@ -104,7 +84,7 @@ class WeightCopies:
             made = self._refresh(engine, layer, parameters, stale=True).weights
             self.weights = self._prepared.weights = _in_orders(made, settings.iso_weight)
         self._place = _place(layer, parameters)
-        self._recomputing: weakref.WeakSet[CopiesReading] = weakref.WeakSet()
+        self._recomputing: weakref.WeakSet[Reading] = weakref.WeakSet()
         self._stale = ""
         self._renew(parameters)
         change_watchers.add(self)
@@ -170,13 +150,14 @@ class WeightCopies:
             self._check_current(parameters)
         prepared = self._prepared
         prepared.lend()
-        recomputes = settings.recompute_z
-        reading = CopiesReading(
-            self.weights, prepared, prepared.writes, copies=self, recomputes=recomputes
-        )
-        if recomputes:
+        reading = Reading(self.weights, prepared, prepared.writes, on_backward=self._count_backward)
+        if settings.recompute_z:
+            # Its backward repeats the up-projection, so it needs forward's order too.
             self._recomputing.add(reading)
         return reading
+
+    def _count_backward(self) -> None:
+        self.backwards += 1
 
     def release_forward(self) -> str:
         """Free forward's order, of which no forward is to come before the next event; backwards of
@@ -315,12 +296,10 @@ def _named(engine: str, recipe: str | None, gated: bool) -> str:
 
 
 def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[object, ...]:
-    """Where and how the weights lie, for those whose writes version counters show: a counter says
-    nothing of values that came with other memory. On a host codes are compared.
+    """Of weights whose writes version counters show: a counter says nothing of values that came
+    with other memory. On a host codes are compared.
     """
-    if not is_cuda(parameters[0]):
-        return ()
-    return layer.layout, *map(data_ptr, parameters), parameters[0].dtype
+    return layer.place(parameters) if is_cuda(parameters[0]) else ()
 
 
 def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:

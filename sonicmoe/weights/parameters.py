@@ -26,9 +26,10 @@ from ..engine.activations import pre_activation_width
 from ..engine.gradient_memory import WeightTarget
 from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
 from ..enums import ACTIVATIONS, ActivationType, is_glu
-from ..errors import DTypeError, LayoutError, ShapeError, expect
-from ..interop import IS_PADDLE, dtype_name, holds_memory, require_framework_tensor
+from ..errors import LayoutError, expect
+from ..interop import IS_PADDLE, data_ptr, holds_memory, require_framework_tensor
 from ..layouts import WeightLayout, WeightSource
+from ..refusals import need_dtype, need_shape
 
 Tensor = torch.Tensor
 
@@ -74,6 +75,11 @@ class ExpertParameters(ABC):
         """Where the weights lie, one matrix per expert and projection; `parameters`: what
         `parameters()` has just returned.
         """
+
+    def place(self, parameters: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Where and how the weights lie: the layout, every address, the dtype."""
+        # A parameter that changes its layout in place keeps its address.
+        return self.layout, *map(data_ptr, parameters), parameters[0].dtype
 
     @abstractmethod
     def user_gradients(
@@ -218,12 +224,10 @@ class PerExpertParameters(ExpertParameters):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """One per expert and projection."""
         weights, experts = parameters or self.parameters(), len(self._experts)
-        for index, weight in enumerate(weights[:experts]):
-            dw1 = native.dw1[index]
-            yield weight, self.layout.user_w1(dw1), dw1
-        for index, weight in enumerate(weights[experts:]):
-            dw2 = native.dw2[index]
-            yield weight, self.layout.user_w2(dw2), dw2
+        for index, weight in enumerate(weights):
+            is_down = index >= experts
+            sums = (native.dw2 if is_down else native.dw1)[index % experts]
+            yield weight, (self.layout.user_w2 if is_down else self.layout.user_w1)(sums), sums
 
     def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
         """A matrix of each expert."""
@@ -261,14 +265,10 @@ def _projection(expert: Any, index: int, name: str) -> Any:
     module = getattr(expert, name, None)
     if module is not None and getattr(module, "weight", None) is not None:
         return module
-    found = [
-        candidate
-        for candidate in ("gate_proj", "up_proj", "gate_up_fused_proj")
-        if hasattr(expert, candidate)
-    ]
-    hint = (
-        f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first" if found else ""
-    )
+    others = ("gate_proj", "up_proj", "gate_up_fused_proj")
+    found = [other for other in others if hasattr(expert, other)]
+    hint = f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first"
+    hint = hint if found else ""
     raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
 
 
@@ -303,25 +303,13 @@ def check_parameter(
         DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
     """
     require_framework_tensor(weight, name)
-    expect(
-        weight.dtype in PARAMETER_DTYPES,
-        DTypeError,
-        f"{name} is {dtype_name(weight.dtype)}; needed: bfloat16, float16 or float32",
-    )
+    need_dtype(name, weight, *PARAMETER_DTYPES)
     # A square matrix in the wrong orientation has the right shape and cannot be told apart. All
     # others get the hint.
-    found = tuple(weight.shape)
-    transposed = (*shape[:-2], shape[-1], shape[-2])
-    hint = (
-        "; it looks transposed: torch.nn.Linear stores [out, in]"
-        if found == transposed != shape
-        else ""
-    )
-    expect(
-        found == shape,
-        ShapeError,
-        f"{name} has shape {found}; needed: {legend} = {shape}{hint}{remark}",
-    )
+    found, transposed = tuple(weight.shape), (*shape[:-2], shape[-1], shape[-2])
+    is_turned = found == transposed != shape
+    hint = "; it looks transposed: torch.nn.Linear stores [out, in]" if is_turned else ""
+    need_shape(found == shape, name, weight, f"{legend} = {shape}{hint}{remark}")
     expect(
         # Autograd fills `.grad` of leaves only, and the flush would write where nobody looks.
         weight.is_leaf,

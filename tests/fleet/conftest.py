@@ -11,7 +11,7 @@ collect_ignore_glob = [] if framework.IS_PADDLE else ["test_double*.py"]
 @pytest.fixture
 def traceless(monkeypatch):
     """No write shows on the host, as under Paddle."""
-    from sonicmoe.weights import cache
+    from sonicmoe.weights import layer
     from sonicmoe.weights.changes import Traces
 
-    monkeypatch.setattr(cache, "traces_of", lambda _weights: Traces())
+    monkeypatch.setattr(layer, "traces_of", lambda _weights: Traces())

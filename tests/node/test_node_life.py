@@ -30,7 +30,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr
 from sonicmoe.node import choices
-from sonicmoe.weights.cache import LayerWeights
+from sonicmoe.weights.layer import LayerWeights
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 each_flush = pytest.mark.parametrize("flush", FLUSHES)

@@ -21,7 +21,7 @@ from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ZCode
 from sonicmoe.interop import data_ptr
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.weights.cache import LayerWeights
+from sonicmoe.weights.layer import LayerWeights
 from sonicmoe.weights.parameters import PerExpertParameters
 
 PLAIN = EngineSettings()

@@ -1,0 +1,55 @@
+"""Plain weights that an engine reads in the user's own memory, as those of a node that are native
+already. Nothing else treats such weights apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..engine.interface import EngineWeights
+from ..interop import data_ptr, holds_memory, is_cuda, plain_ops
+from .changes import versions_of
+
+Tensor = torch.Tensor
+
+
+class LentWeights:
+    """The tensors, and their versions when a forward read them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._versions = tensors, versions_of(tensors)
+
+    def check(self) -> None:
+        """Raise if a backward that reads them would read other values than its forward did.
+
+        Raises:
+            RuntimeError: they were written or freed.
+        """
+        freed = not all(map(holds_memory, self._tensors))
+        if freed or versions_of(self._tensors) != self._versions:
+            raise RuntimeError(
+                f"the expert weights were {'freed' if freed else 'modified by an inplace operation'} between this forward and "
+                "its backward, which reads them where they lie; its gradients would be wrong. Finish every backward before the "
+                "weights change"
+            )
+
+
+def lent_by(
+    parameters: Sequence[Tensor], weights: EngineWeights
+) -> tuple[LentWeights | None, EngineWeights]:
+    """What a training forward reads of the parameters' own memory, and the weights that it reads
+    instead: on a host they are copies, because nothing there shows a write before the backward.
+    """
+    # Block-scaled weights are memory of the engine's own.
+    plain = [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]
+    firsts = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])} if plain else ()
+    lent = [w for w in plain if data_ptr(w) in firsts]
+    if not lent:
+        return None, weights
+    if is_cuda(lent[0]):
+        return LentWeights(lent), weights
+    with plain_ops():
+        w1, w2 = (w.clone() for w in plain)
+    return None, EngineWeights(w1, w2, w1, w2)
