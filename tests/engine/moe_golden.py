@@ -11,11 +11,13 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from framework import numpy, tensor, torch
 
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
 GATED = {
@@ -31,6 +33,9 @@ CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ALL_ACTIVATIONS = list(ActivationType)
 OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
+PLAIN, FP8 = EngineSettings(), EngineSettings(recipe=RECIPES["dx256"])
+ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
+MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
 
 
 def base_of(activation):
@@ -277,9 +282,17 @@ class Setup:
     def forward(self, save=True):
         return self.engine.forward(self.x, self.routing, self.weights, self.settings, save=save)
 
+    def pending(self):
+        """The operands of the weight gradients."""
+        _, saved = self.forward()
+        return self.engine.backward_dx(self.dout, saved, self.weights)[2]
+
     def run(self) -> Result:
         """Forward, then the whole backward."""
-        out, saved = self.forward()
+        return self.backward(*self.forward())
+
+    def backward(self, out, saved) -> Result:
+        """The whole backward of a forward, into accumulators of its own."""
         accumulators = self.accumulators()
         dx, dprobs = self.engine.backward(self.dout, saved, self.weights, accumulators)
         return self.result(out, dx, dprobs, accumulators)

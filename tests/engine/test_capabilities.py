@@ -22,6 +22,7 @@ from sonicmoe.engine.capabilities import (
     BF16,
     HOPPER,
     HOST,
+    MXFP8,
     RECORDS,
     REFERENCE,
     EngineRecord,
@@ -83,102 +84,73 @@ def test_what_hopper_computes(changes):
     assert problem(HOPPER, changed(HOPPER_LOAD, **changes), "sm_90a") is None
 
 
+ROW, BY_128 = TokenFormat.E4M3_ROW, TokenFormat.E4M3_1X128
+OAI = {"activation": ActivationType.SWIGLU_OAI, "activation_parameters": (("limit", 5.0),)}
+MX_LOAD = changed(HOPPER_LOAD, recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
+CANNOT = (
+    (HOPPER, {"recipe": None}, ConfigError, "FP8 is off"),
+    (HOPPER, {"recipe": RECIPES["1x128"]}, ConfigError,
+     "the recipe is '1x128', and its kernels are made for 'dx256'"),
+    (HOPPER, {"recipe": RECIPES["dx256-pow2"]}, ConfigError, "the recipe is 'dx256-pow2'"),
+    (HOPPER, {"activation": ActivationType.SILU}, ConfigError,
+     "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_clamp', "),
+    (HOPPER, {"save_z": ZCode.E4M3}, ConfigError,
+     "z is saved as 'e4m3', and it stores 'int8' or 'bf16'"),
+    (HOPPER, {"dtype": "float16"}, DTypeError, "tokens are float16, and it takes bfloat16"),
+    (HOPPER, {"bias": True}, ConfigError, "the experts have biases, and it has none"),
+    (HOPPER, {"hidden_size": 2056}, ShapeError,
+     "H is 2056 and I is 768, and it needs multiples of 16 and 64"),
+    (HOPPER, {"intermediate_size": 96}, ShapeError, "H is 2048 and I is 96"),
+    (HOPPER, {"tokens": ROW}, DTypeError, "tokens come as 'e4m3_row'"),
+    (MXFP8, {"recipe": RECIPES["iso128"]}, ConfigError, "made for 'iso32-pow2'"),
+    (MXFP8, {"save_z": ZCode.INT8}, ConfigError, "it stores 'bf16'"),
+    (MXFP8, {"activation": ActivationType.GELU}, ConfigError, "the activation is 'gelu'"),
+    (MXFP8, {"bias": True}, ConfigError, "biases"),
+    (MXFP8, {"intermediate_size": 752}, ShapeError, "it needs multiples of 32 and 32"),
+    (MXFP8, {"dtype": "float16"}, DTypeError, "tokens are float16"),
+    (BF16, {"tokens": ROW}, DTypeError, "tokens come as 'e4m3_row', and it"),
+    (BF16, {"recipe": RECIPES["dx256"]}, ConfigError,
+     "FP8 is on (recipe 'dx256'), and it quantises nothing"),
+    (BF16, {"dtype": "float32"}, DTypeError,
+     "tokens are float32, and it takes bfloat16 or float16"),
+    (BF16, {"hidden_size": 3076}, ShapeError,
+     "H is 3076 and I is 768, and it needs multiples of 8 and 8"),
+    (replace(BF16, sets_parameters=False), OAI, ConfigError,
+     "limit of swiglu_oai is 5.0, and it computes with 7.0 alone"),
+    (replace(BF16, gradients=(GradientTarget.NATIVE,)), {"gradients": GradientTarget.MAIN_GRAD}, ConfigError,
+     "gradients are wanted in 'main_grad', and it adds into ['native']"),
+    (REFERENCE, {"tokens": ROW, "recipe": None}, ConfigError,
+     "tokens come as 'e4m3_row', and FP8 is off"),
+    (REFERENCE, {"tokens": BY_128, "recipe": RECIPES["wide256"]}, ConfigError,
+     "tokens come as 'e4m3_1x128', and recipe 'wide256' reads them in 1x256 blocks"),
+)  # fmt: skip
+LOADS = {HOPPER: HOPPER_LOAD, MXFP8: MX_LOAD}
+
+
 @pytest.mark.parametrize(
-    ("record", "changes", "words", "kind"),
-    [
-        (HOPPER, {"recipe": None}, "FP8 is off", ConfigError),
-        (
-            HOPPER,
-            {"recipe": RECIPES["1x128"]},
-            "the recipe is '1x128', and its kernels are made for 'dx256'",
-            ConfigError,
-        ),
-        (HOPPER, {"recipe": RECIPES["dx256-pow2"]}, "the recipe is 'dx256-pow2'", ConfigError),
-        (
-            HOPPER,
-            {"activation": ActivationType.SILU},
-            "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_clamp', ",
-            ConfigError,
-        ),
-        (
-            HOPPER,
-            {"save_z": ZCode.E4M3},
-            "z is saved as 'e4m3', and it stores 'int8' or 'bf16'",
-            ConfigError,
-        ),
-        (HOPPER, {"dtype": "float16"}, "tokens are float16, and it takes bfloat16", DTypeError),
-        (HOPPER, {"bias": True}, "the experts have biases, and it has none", ConfigError),
-        (
-            HOPPER,
-            {"hidden_size": 2056},
-            "H is 2056 and I is 768, and it needs multiples of 16 and 64",
-            ShapeError,
-        ),
-        (HOPPER, {"intermediate_size": 96}, "H is 2048 and I is 96", ShapeError),
-        (HOPPER, {"tokens": TokenFormat.E4M3_ROW}, "tokens come as 'e4m3_row'", DTypeError),
-        (BF16, {"tokens": TokenFormat.E4M3_ROW}, "tokens come as 'e4m3_row', and it", DTypeError),
-        (
-            REFERENCE,
-            {"tokens": TokenFormat.E4M3_ROW, "recipe": None},
-            "tokens come as 'e4m3_row', and FP8 is off",
-            ConfigError,
-        ),
-        (
-            REFERENCE,
-            {"tokens": TokenFormat.E4M3_1X128, "recipe": RECIPES["wide256"]},
-            "tokens come as 'e4m3_1x128', and recipe 'wide256' reads them in 1x256 blocks",
-            ConfigError,
-        ),
-        (
-            replace(BF16, gradients=(GradientTarget.NATIVE,)),
-            {"gradients": GradientTarget.MAIN_GRAD},
-            "gradients are wanted in 'main_grad', and it adds into ['native']",
-            ConfigError,
-        ),
-        (
-            BF16,
-            {"recipe": RECIPES["dx256"]},
-            "FP8 is on (recipe 'dx256'), and it quantises nothing",
-            ConfigError,
-        ),
-        (
-            BF16,
-            {"dtype": "float32"},
-            "tokens are float32, and it takes bfloat16 or float16",
-            DTypeError,
-        ),
-        (
-            BF16,
-            {"hidden_size": 3076},
-            "H is 3076 and I is 768, and it needs multiples of 8 and 8",
-            ShapeError,
-        ),
-        (
-            replace(BF16, sets_parameters=False),
-            {
-                "activation": ActivationType.SWIGLU_OAI,
-                "activation_parameters": (("limit", 5.0),),
-            },
-            "limit of swiglu_oai is 5.0, and it computes with 7.0 alone",
-            ConfigError,
-        ),
-    ],
+    ("record", "changes", "kind", "words"),
+    CANNOT,
     # A test must have one name in all parallel workers, so no record is in it as text.
     ids=lambda value: value.name.value if isinstance(value, EngineRecord) else None,
 )
-def test_what_an_engine_cannot_compute(record, changes, words, kind):
-    workload = changed(HOPPER_LOAD if record is HOPPER else BF16_LOAD, **changes)
+def test_what_an_engine_cannot_compute(record, changes, kind, words):
+    workload = changed(LOADS.get(record, BF16_LOAD), **changes)
     assert words in problem(record, workload)
-    assert problem(record, workload) == problem(record, workload, "sm_90a")
-    with pytest.raises(
-        kind, match=f"the {record.name.value} engine cannot compute this: "
-    ) as found:
+    assert problem(record, workload) == problem(record, workload, record_arch(record))
+    refusal = f"the {record.name.value} engine cannot compute this: "
+    with pytest.raises(kind, match=refusal) as found:
         require(record, workload)
     assert words in str(found.value)
 
 
+def record_arch(record: EngineRecord) -> str:
+    return record.architectures[0].name if record.architectures else DEFAULT_ARCH
+
+
 SERVED = {
     HOPPER: "sm_90a (Hopper, compute capability 9.0)",
+    MXFP8: "sm_100a (Blackwell, compute capability 10.0), "
+    "sm_103a (Blackwell Ultra, compute capability 10.3)",
     BF16: "sm_90a (Hopper, compute capability 9.0), sm_100a (Blackwell, compute capability 10.0), "
     "sm_103a (Blackwell Ultra, compute capability 10.3), sm_120a (Blackwell RTX, compute capability "
     "12.0), sm_121a (Blackwell GB10, compute capability 12.1)",
@@ -186,7 +158,9 @@ SERVED = {
 
 
 @pytest.mark.parametrize("record", SERVED, ids=lambda record: record.name.value)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_121a", "sm_110a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_121a", "sm_110a"]
+)
 def test_other_architectures(record, arch):
     wanted = f"the architecture is {arch}, and its kernels are for {SERVED[record]}"
     served = arch in {known.name for known in record.architectures}

@@ -4,14 +4,15 @@ separate dx and dw.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from engine.fp8_layer import with_spare_rows
 from engine.moe_golden import (
     ALL_ACTIVATIONS,
+    MODES,
     assert_same_bits,
     make_problem,
     run_engine,
@@ -19,16 +20,8 @@ from engine.moe_golden import (
 )
 from framework import IS_PADDLE, numpy, tensor, torch
 
-from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ZCode
 from sonicmoe.quant.format import BlockScaledTensor
-from sonicmoe.quant.recipes import RECIPES
-
-PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["dx256"])
-ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
-MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
 
 
 class TestPoison:
@@ -50,10 +43,8 @@ class TestPoison:
         indices = problem.indices.copy()
         indices[5], indices[-1] = -1, 77
         rows = [5, len(indices) - 1]
-        clean, poisoned = (
-            problem.but(indices=indices),
-            problem.but(indices=indices, x=problem.x.copy(), dout=problem.dout.copy()),
-        )
+        clean = problem.but(indices=indices)
+        poisoned = clean.but(x=problem.x.copy(), dout=problem.dout.copy())
         poisoned.x[rows], poisoned.dout[rows] = np.nan, np.inf
         result = run_engine(poisoned, settings)
         assert_same_bits(result, run_engine(clean, settings))
@@ -75,19 +66,8 @@ class TestPoison:
         padding too.
         """
         setup = set_up(make_problem(bias=True), settings)
-        extra = 256
-
-        def longer(rows, fill):
-            return torch.cat([rows, torch.full((extra,), fill, dtype=rows.dtype)], 0)
-
-        routing = setup.routing
-        oversized = dataclasses.replace(
-            routing,
-            num_rows=routing.num_rows + extra,
-            row_token=longer(routing.row_token, -1),
-            row_prob=longer(routing.row_prob, 0.0),
-        )
-        assert_same_bits(replace(setup, routing=oversized).run(), setup.run())
+        oversized = replace(setup, routing=with_spare_rows(setup.routing, 256))
+        assert_same_bits(oversized.run(), setup.run())
 
     @MODES
     def test_old_memory(self, settings):
@@ -95,16 +75,8 @@ class TestPoison:
         setup = set_up(make_problem(bias=True), settings)
         expected = setup.run()
         sizes = [
-            37 * 80,
-            37 * 3,
-            384 * 80,
-            384 * 96,
-            384 * 48,
-            384,
-            4 * 96 * 80,
-            4 * 80 * 48,
-            128 * 96,
-        ]
+            37 * 80, 37 * 3, 384 * 80, 384 * 96, 384 * 48, 384, 4 * 96 * 80, 4 * 80 * 48, 128 * 96,
+        ]  # fmt: skip
         for _ in range(3):
             hot = [tensor(np.full(size, np.nan), torch.float32) for size in sizes for _ in range(6)]
             del hot
@@ -132,8 +104,7 @@ class TestPoison:
         true rows.
         """
         setup = set_up(make_problem(bias=True), settings)
-        _, saved = setup.forward()
-        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        pending = setup.pending()
         padding = numpy(setup.routing.row_slot) < 0
         assert padding.any()
         for rows in (pending.dz, pending.y1s):
@@ -179,12 +150,8 @@ class TestNonFiniteTokens:
             name: getattr(problem, name) * (np.arange(40) != token)[:, None]
             for name in {where, "dout"}
         }
-        return (
-            problem,
-            token,
-            run_engine(problem.but(**zero), settings),
-            run_engine(problem, settings),
-        )
+        healthy = run_engine(problem.but(**zero), settings), run_engine(problem, settings)
+        return problem, token, *healthy
 
     @MODES
     def test_reach_the_gradients_of_their_experts_only(self, settings):
@@ -205,10 +172,8 @@ class TestNonFiniteTokens:
         problem = make_problem(topk=1, empty=(), tokens=60)
         up_gate = problem.up_gate.copy()
         up_gate[2, 7, 5] = np.nan
-        actual, expected = (
-            run_engine(problem.but(up_gate=up_gate), settings),
-            run_engine(problem, settings),
-        )
+        actual = run_engine(problem.but(up_gate=up_gate), settings)
+        expected = run_engine(problem, settings)
         here = problem.indices[:, 0] == 2
         assert np.isnan(actual.out[here]).all()
         np.testing.assert_array_equal(actual.out[~here], expected.out[~here])
@@ -236,13 +201,8 @@ class TestRepetition:
         )
         expected, actual = run_engine(problem, settings), run_engine(shuffled, settings)
         for name in ("out", "dx", "dprobs"):
-            np.testing.assert_allclose(
-                getattr(actual, name),
-                getattr(expected, name)[order],
-                rtol=1e-5,
-                atol=1e-5,
-                err_msg=name,
-            )
+            got, wanted = getattr(actual, name), getattr(expected, name)[order]
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
     @MODES
     def test_interleaved_calls_do_not_see_each_other(self, settings):
@@ -257,9 +217,7 @@ class TestRepetition:
         alone = [setup.run() for setup in setups]
         forwards = [setup.forward() for setup in setups]
         for i in (1, 2, 0):
-            setup, (out, saved), accumulators = setups[i], forwards[i], setups[i].accumulators()
-            dx, dprobs = engine.backward(setup.dout, saved, setup.weights, accumulators)
-            assert_same_bits(setup.result(out, dx, dprobs, accumulators), alone[i])
+            assert_same_bits(setups[i].backward(*forwards[i]), alone[i])
 
     @MODES
     def test_dx_and_dw_are_separate_and_may_be_reordered(self, settings):
@@ -287,9 +245,7 @@ class TestRepetition:
     @MODES
     def test_backward_dx_writes_no_weight_gradient(self, settings):
         setup = set_up(make_problem(), settings)
-        _, saved = setup.forward()
-        accumulators = setup.accumulators()
-        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        accumulators, pending = setup.accumulators(), setup.pending()
         assert not any(numpy(held).any() for held in accumulators.tensors())
         setup.engine.backward_dw(pending, accumulators)
         assert all(numpy(held).any() for held in accumulators.tensors())
@@ -297,13 +253,8 @@ class TestRepetition:
     @MODES
     def test_a_second_backward_of_the_same_forward_has_the_same_bits(self, settings):
         setup = set_up(make_problem(bias=True), settings)
-        out, saved = setup.forward()
-        results = []
-        for _ in range(2):
-            accumulators = setup.accumulators()
-            dx, dprobs = setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
-            results.append(setup.result(out, dx, dprobs, accumulators))
-        assert_same_bits(*results)
+        forward = setup.forward()
+        assert_same_bits(setup.backward(*forward), setup.backward(*forward))
 
     @MODES
     def test_arguments_are_never_written(self, settings):
@@ -316,11 +267,8 @@ class TestRepetition:
             setup.weights.b2,
         ]
         for weight in (setup.weights.w1, setup.weights.w2_dgrad):
-            arguments += (
-                [weight.codes, weight.scale_inv]
-                if isinstance(weight, BlockScaledTensor)
-                else [weight]
-            )
+            quantised = isinstance(weight, BlockScaledTensor)
+            arguments += [weight.codes, weight.scale_inv] if quantised else [weight]
         before = [numpy(argument).copy() for argument in arguments]
         setup.run()
         for argument, old in zip(arguments, before, strict=True):
@@ -329,10 +277,10 @@ class TestRepetition:
     @MODES
     def test_non_contiguous_tokens_and_gradients(self, settings):
         setup = set_up(make_problem(), settings)
-        strided = replace(
-            setup,
-            x=tensor(np.ascontiguousarray(setup.problem.x.T), torch.float32).transpose(0, 1),
-            dout=tensor(np.ascontiguousarray(setup.problem.dout.T), torch.float32).transpose(0, 1),
-        )
+        turned = {
+            name: tensor(np.ascontiguousarray(getattr(setup.problem, name).T), torch.float32)
+            for name in ("x", "dout")
+        }
+        strided = replace(setup, **{name: t.transpose(0, 1) for name, t in turned.items()})
         assert not strided.dout.is_contiguous()
         assert_same_bits(strided.run(), setup.run())

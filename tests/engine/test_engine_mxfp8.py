@@ -19,19 +19,18 @@ from engine.fp8_layer import E, assert_same_bits, parameter_targets
 from engine.host_gemms import MxGemms, MxRows
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine import mxfp8, select, trial
+from sonicmoe.engine import mxfp8, trial
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.capabilities import MXFP8, missing_package, problem
+from sonicmoe.engine.capabilities import MXFP8, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.select import choose_engine
 from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType, EngineName, ZCode
-from sonicmoe.errors import ConfigError, DTypeError, EngineUnavailableError
+from sonicmoe.errors import ConfigError, DTypeError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.node.late_wgrad import tensors_in
@@ -310,49 +309,11 @@ def test_a_right_engine_passes_its_trial(activation):
             assert rmse < 0.7 * bars.rmse and element < 0.7 * bars.element, name
 
 
-class TestChoice:
-    """By name only."""
-
-    WORKLOAD = Workload(MX, 2048, 768)
-
-    @pytest.fixture
-    def blackwell(self, monkeypatch):
-        monkeypatch.setattr(select, "arch_of", lambda device: "sm_100a")
-        monkeypatch.setattr(select, "missing_tool", lambda *_: None)
-
-    def test_by_name(self, blackwell):
-        choice = choose_engine("cuda:0", EngineName.MXFP8, self.WORKLOAD)
-        assert isinstance(choice.engine, Mxfp8Engine) and not choice.falls_back
-
-    def test_auto_never_takes_it(self, blackwell):
-        choice = choose_engine("cuda:0", workload=self.WORKLOAD)
-        assert choice.engine.name != "mxfp8" and "mxfp8" not in choice.reason
-
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"settings": replace(MX, recipe=RECIPES["iso128"])}, "made for 'iso32-pow2'"),
-            ({"settings": replace(MX, save_z=ZCode.INT8)}, "it stores 'bf16'"),
-            ({"settings": replace(MX, activation=ActivationType.GELU)}, "the activation is 'gelu'"),
-            ({"bias": True}, "biases"),
-            ({"intermediate_size": 752}, "it needs multiples of 32 and 32"),
-            ({"dtype": "float16"}, "tokens are float16"),
-        ],
-    )
-    def test_what_it_cannot_compute(self, blackwell, changes, words):
-        with pytest.raises(EngineUnavailableError, match="engine 'mxfp8' cannot run") as found:
-            choose_engine("cuda:0", EngineName.MXFP8, replace(self.WORKLOAD, **changes))
-        assert words in str(found.value)
-
-    def test_other_architectures(self):
-        assert "sm_100a (Blackwell" in problem(MXFP8, self.WORKLOAD, "sm_90a")
-        assert problem(MXFP8, self.WORKLOAD, "sm_103a") is None
-
-    def test_tokens_in_fp8_are_dequantised_for_it(self, case):
-        sent = copy.copy(case)
-        sent.x = quantize(case.x.float(), rows(128))
-        with pytest.raises(DTypeError, match="cannot read x"):
-            sent.forward(OURS, MX)
+def test_tokens_in_fp8_are_dequantised_for_it(case):
+    sent = copy.copy(case)
+    sent.x = quantize(case.x.float(), rows(128))
+    with pytest.raises(DTypeError, match="cannot read x"):
+        sent.forward(OURS, MX)
 
 
 @pytest.mark.skipif(missing_package(MXFP8.jobs(None, "sm_100a")) is not None, reason="needs quack")

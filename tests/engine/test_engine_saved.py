@@ -10,6 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine.moe_golden import (
+    FP8,
+    PLAIN,
+    ROWS,
     assert_same_bits,
     make_problem,
     run_engine,
@@ -18,16 +21,10 @@ from engine.moe_golden import (
 from framework import tensor, torch
 
 from sonicmoe.engine import reference, reference_operands
-from sonicmoe.engine.interface import EngineSettings, Saved
+from sonicmoe.engine.interface import Saved
 from sonicmoe.enums import ZCode
 from sonicmoe.errors import RoutingError
-from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
-
-PLAIN = EngineSettings()
-FP8 = EngineSettings(recipe=RECIPES["dx256"])
-ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
-MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
 
 
 def is_alive(reference_to):
@@ -47,52 +44,45 @@ class TestMemory:
             run_engine(problem, settings),
         )
 
-    def test_z_is_dead_before_the_dx_gemm(self, monkeypatch):
+    @staticmethod
+    def alive_at(monkeypatch, module, function, stage, watched):
+        """Whether `watched` is alive when an operand of this name is made, in the list returned."""
+        seen, original = [], getattr(module, function)
+
+        def spy(values, name, *rest):
+            if name == stage:
+                seen.append(is_alive(watched))
+            return original(values, name, *rest)
+
+        monkeypatch.setattr(module, function, spy)
+        return seen
+
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_z_is_dead_before_the_dx_gemm(self, monkeypatch, frees):
         """z feeds dgated only: under stage-wise memory the codes are gone when the dgrad operand dz
         is quantised.
         """
-        seen = {}
-        for frees in (True, False):
-            setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
-            _, saved = setup.forward()
-            codes = weakref.ref(saved.z.codes)
-            original = reference.operand
+        setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
+        _, saved = setup.forward()
+        codes = weakref.ref(saved.z.codes)
+        seen = self.alive_at(monkeypatch, reference, "operand", "dz", codes)
+        setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        assert (saved.x is None) == (saved.z is None) == frees
+        assert seen == [not frees]
 
-            def spy(values, name, *rest, codes=codes, frees=frees, original=original):
-                if name == "dz":
-                    seen[frees] = is_alive(codes)
-                return original(values, name, *rest)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(reference, "operand", spy)
-                setup.engine.backward_dx(setup.dout, saved, setup.weights)
-            assert (saved.x is None) == (saved.z is None) == frees
-        assert seen == {True: False, False: True}
-
-    def test_operands_of_dw2_are_dead_before_dw1(self, monkeypatch):
-        seen = {}
-        for frees in (True, False):
-            setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
-            _, saved = setup.forward()
-            _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
-            y1s = weakref.ref(pending.y1s)
-            original = reference_operands._wgrad_operand
-
-            def spy(values, name, *rest, y1s=y1s, frees=frees, original=original):
-                if name == "wgrad_x":
-                    seen[frees] = is_alive(y1s)
-                return original(values, name, *rest)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(reference_operands, "_wgrad_operand", spy)
-                setup.engine.backward_dw(pending, setup.accumulators())
-        assert seen == {True: False, False: True}
+    @pytest.mark.parametrize("frees", [True, False])
+    def test_operands_of_dw2_are_dead_before_dw1(self, monkeypatch, frees):
+        setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
+        pending = setup.pending()
+        y1s = weakref.ref(pending.y1s)
+        seen = self.alive_at(monkeypatch, reference_operands, "_wgrad_operand", "wgrad_x", y1s)
+        setup.engine.backward_dw(pending, setup.accumulators())
+        assert seen == [not frees]
 
     @pytest.mark.parametrize("frees", [True, False])
     def test_pending_operands_are_released_by_dw(self, frees):
         setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
-        _, saved = setup.forward()
-        _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        pending = setup.pending()
         operands = [weakref.ref(rows) for rows in (pending.dz, pending.y1s)]
         assert all(is_alive(operand) for operand in operands)
         setup.engine.backward_dw(pending, setup.accumulators())
@@ -131,11 +121,7 @@ class TestSaved:
         out, saved = setup.forward()
         tensors, spec = saved.pack()
         assert not any(isinstance(v, torch.Tensor) for v in vars(spec).values())
-        accumulators = setup.accumulators()
-        dx, dprobs = setup.engine.backward(
-            setup.dout, spec.unpack(tensors), setup.weights, accumulators
-        )
-        assert_same_bits(setup.result(out, dx, dprobs, accumulators), setup.run())
+        assert_same_bits(setup.backward(out, spec.unpack(tensors)), setup.run())
 
     def repacked(self, indices, probs=None):
         """The spec of one routing, the tensors of another: what activation recompute delivers when
@@ -152,10 +138,8 @@ class TestSaved:
 
     def test_other_counts_are_named(self):
         spec, tensors = self.repacked([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0], [-1, 0]])
-        with pytest.raises(
-            RoutingError,
-            match=r"routing differs between forward and recompute.*\[4, 3, 3\].*\[4, 4, 3\]",
-        ):
+        words = r"routing differs between forward and recompute.*\[4, 3, 3\].*\[4, 4, 3\]"
+        with pytest.raises(RoutingError, match=words):
             spec.unpack(tensors)
 
     def test_other_tokens_with_the_same_counts_are_named(self):
