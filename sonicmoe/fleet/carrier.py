@@ -37,7 +37,7 @@ from ..quant.tokens import (
     tokens_of,
     words_per_row,
 )
-from ..refusals import need_dtype
+from ..refusals import need_dtype, need_shape
 
 Tensor = torch.Tensor
 
@@ -56,6 +56,7 @@ class Carrier(Enum):
     E8M0_1X32 = "e8m0_1x32"
 
 
+# Threads that quantise their first tokens together declare together.
 _LOCK = threading.Lock()
 _declared: Carrier | None = None
 
@@ -95,17 +96,17 @@ class Arrived(NamedTuple):
     inexact: Tensor | None
 
 
-def require_words(shape: tuple[int, ...]) -> None:
+def require_words(x: Tensor) -> None:
     """Raise ShapeError for tokens `[T, H]` whose scales do not fill whole words."""
-    needed = f"packed words need [T, H] with H a multiple of {WORD_COLUMNS}"
-    expect(shape[1] % WORD_COLUMNS == 0, ShapeError, f"x has shape {shape}; {needed}")
+    needed = f"[T, H] with H a multiple of {WORD_COLUMNS}, whose scales fill whole words"
+    need_shape(int(x.shape[1]) % WORD_COLUMNS == 0, "x", x, needed)
 
 
 def pack_words(tokens: BlockScaledTensor) -> Tensor:
     """int32 `[T, H/128]`: the fp32 multipliers as words, repeated where a row has one."""
     count, hidden = tokens.shape
-    require_words((count, hidden))
     scale = tokens.scale_inv
+    # A word per 128 columns is what the wire has room for, whatever fills it.
     if has_row_scales(tokens):
         scale = scale.expand(count, hidden // WORD_COLUMNS).contiguous()
     return scale.view(torch.int32)
@@ -119,8 +120,8 @@ def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
         DTypeError, ShapeError, DeviceError, FrameworkError: naming the argument, what came and what
             is needed.
     """
-    require_framework_tensor(codes, "codes")
-    require_framework_tensor(scale, "scale")
+    for name, value in (("codes", codes), ("scale", scale)):
+        require_framework_tensor(value, name)
     if codes.dtype != torch.float8_e4m3fn or len(codes.shape) != 2:
         raise DTypeError(
             f"codes are {dtype_name(codes.dtype)} {tuple(codes.shape)}; needed: float8_e4m3fn [T, H]"
@@ -138,6 +139,7 @@ def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
         if carrier is Carrier.E8M0_1X32:
             return _rescaled(codes, _bytes_of(words))
         multipliers = words.view(torch.float32)
+        # One scale per row travels in every word of the row.
         if carrier is Carrier.FP32_ROW:
             multipliers = multipliers[:, :1].contiguous()
         return Arrived(checked_tokens(codes, multipliers), None)
@@ -148,8 +150,7 @@ def _packed_words(codes: Tensor, scale: Tensor) -> Tensor | None:
     tokens, hidden = (int(size) for size in codes.shape)
     if hidden % WORD_COLUMNS:
         return None
-    words = hidden // WORD_COLUMNS
-    shape = tuple(int(size) for size in scale.shape)
+    words, shape = hidden // WORD_COLUMNS, tuple(int(size) for size in scale.shape)
     if scale.dtype == torch.int32 and shape == (tokens, words):
         return scale
     if scale.dtype == torch.uint8 and shape == (tokens, GROUPS_PER_WORD * words):
@@ -200,11 +201,16 @@ def _rescaled(codes: Tensor, exponents: Tensor) -> Arrived:
     """One multiplier per 128 columns from biased exponents int32 `[T, ceil(H/32)]`."""
     tokens, hidden = (int(size) for size in codes.shape)
     words = words_per_row(hidden)
+    # Paddle reduces and reshapes no tensor without elements.
     if tokens == 0:
         scale = torch.zeros((0, words), dtype=torch.float32, device=codes.device)
         return Arrived(tokens_of(codes, scale), None)
-    grouped = _padded(exponents, GROUPS_PER_WORD * words)
-    grouped = grouped.reshape([tokens, words, GROUPS_PER_WORD])
+    missing = GROUPS_PER_WORD * words - int(exponents.shape[1])
+    if missing:
+        # Groups beyond the last column get the least exponent, which decides no largest one.
+        least = torch.zeros([tokens, missing], dtype=torch.int32, device=codes.device)
+        exponents = torch.cat([exponents, least], 1)
+    grouped = exponents.reshape([tokens, words, GROUPS_PER_WORD])
     # 2^-126 is the least multiplier that fp32 holds as a normal number.
     largest = torch.maximum(grouped.amax(-1), torch.ones_like(grouped[..., 0]))
     # At most 1: no code grows. Below 2^-126 no code is left of any other than zero.
@@ -212,12 +218,13 @@ def _rescaled(codes: Tensor, exponents: Tensor) -> Arrived:
     columns = factor.reshape([tokens, -1, 1]).expand(-1, -1, GROUP_COLUMNS)
     values = codes.to(torch.float32) * columns.reshape([tokens, -1])[:, :hidden]
     moved = encode_e4m3(values)
+    # NaN differs from itself, and is no loss.
     lost = (moved.to(torch.float32) != values) & ~torch.isnan(values)
     return Arrived(tokens_of(moved, _multipliers(largest)), lost.to(torch.int64).sum())
 
 
 def _multipliers(exponents: Tensor) -> Tensor:
-    """fp32 of biased exponents 1..255, where 255 is NaN."""
+    """fp32 of biased exponents 1..255, where 255 is NaN: the bits of 255 would be an infinity."""
     scale = _power_of_two(exponents.clamp(1, _E8M0_NAN - 1))
     return torch.where(exponents == _E8M0_NAN, torch.full_like(scale, float("nan")), scale)
 
@@ -225,11 +232,3 @@ def _multipliers(exponents: Tensor) -> Tensor:
 def _power_of_two(biased: Tensor) -> Tensor:
     """fp32 `2^(biased - 127)` of int32 1..254, by its bits."""
     return (biased << 23).view(torch.float32)
-
-
-def _padded(values: Tensor, width: int) -> Tensor:
-    tokens, there = (int(size) for size in values.shape)
-    if there == width:
-        return values
-    zeros = torch.zeros([tokens, width - there], dtype=values.dtype, device=values.device)
-    return torch.cat([values, zeros], 1)

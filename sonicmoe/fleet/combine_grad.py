@@ -75,6 +75,8 @@ class CombineGradient:
         return tokens
 
     def _refuse_lost_scales(self, gradient: Tensor) -> None:
+        # An empty handle is legal for a gradient in bf16 (the table above), unless it was full
+        # before: a second backward would take a placeholder for the gradient.
         taken = "an earlier backward of this forward took what was in it, and no combine filled it again"
         expect(not self._was_taken, ConfigError, f"{_NAME} is empty: {taken}; {_FILLED_BY}")
         came = f"the gradient of the experts' output is {dtype_name(gradient.dtype)}"
@@ -95,14 +97,11 @@ class CombineGradient:
 
 def _check_data(data: Tensor, gradient: Tensor) -> None:
     need_dtype(f"{_NAME}['data']", data, torch.float8_e4m3fn)
-    expect(
-        tuple(data.shape) == tuple(gradient.shape),
-        ShapeError,
-        f"{_NAME}['data'] has shape {tuple(data.shape)}; the gradient of the experts' output has "
-        f"{tuple(gradient.shape)}: needed: the handle of the same forward",
-    )
-    expect(
-        device_name(data) == device_name(gradient),
-        DeviceError,
-        f"{_NAME}['data'] is on {device_name(data)} but the gradient is on {device_name(gradient)}",
-    )
+    shapes = tuple(data.shape), tuple(gradient.shape)
+    whose = f"the gradient of the experts' output has {shapes[1]}"
+    needed = "needed: the handle of the same forward"
+    words = f"{_NAME}['data'] has shape {shapes[0]}; {whose}: {needed}"
+    expect(shapes[0] == shapes[1], ShapeError, words)
+    devices = device_name(data), device_name(gradient)
+    words = f"{_NAME}['data'] is on {devices[0]} but the gradient is on {devices[1]}"
+    expect(devices[0] == devices[1], DeviceError, words)

@@ -12,13 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..config import FLAGS, ResolvedConfig, SonicMoEConfig, active_config, environment
-from ..enums import (
-    ActivationParameters,
-    ActivationType,
-    ZCode,
-    layer_parameters,
-    member_of,
-)
+from ..enums import ActivationParameters, ActivationType, ZCode, layer_parameters, member_of
 from ..errors import ConfigError, expect
 from ..log import log_once
 from .situ import beta_of, linear_beta_of, parse_situ_activation
@@ -65,17 +59,15 @@ def _given_z() -> ZCode | None:
     return active_config().save_z or environment().save_z
 
 
-def _default_linear_beta(config: ResolvedConfig) -> float | None:
-    return None if config.situ_linear_beta == math.inf else config.situ_linear_beta
-
-
-# Fields that change nothing here, with the values that they have in Fleet's own engine.
+# Fields that change nothing here, with the values that they have in Fleet's own engine. Fleet sets
+# some of them and reads others, so they are kept.
 _ON = _Field(_boolean, lambda _: True)
 _OFF = _Field(_boolean, lambda _: False)
 _FIELDS: Mapping[str, _Field] = {
     "enabled": _Field(_boolean, attrgetter("fp8")),
     "fp8_wgrad": _Field(_boolean, attrgetter("fp8_wgrad")),
     "recompute_z": _Field(_boolean, attrgetter("recompute_z")),
+    # Our flag has a default in 8 bits, and Fleet's has not: only a flag that somebody set counts.
     "save_z_fp8": _Field(_boolean, lambda _: _given_z() not in (None, ZCode.BF16)),
     "iso32_weight": _Field(_boolean, attrgetter("iso_weight")),
     "swiglu_clamp_value": _Field(_clamp, lambda _: 0.0),
@@ -84,8 +76,10 @@ _FIELDS: Mapping[str, _Field] = {
     ),
     # None is a value, and no default: Fleet's `activation_situ_linear_beta` is None for "no bound".
     "situ_linear_beta": _Field(
-        lambda name, value: linear_beta_of(value, f"fp8_config.{name}"), _default_linear_beta
+        lambda name, value: linear_beta_of(value, f"fp8_config.{name}"),
+        lambda config: None if config.situ_linear_beta == math.inf else config.situ_linear_beta,
     ),
+    # Here None is a value too: the flag decides when the node is made, and may change until then.
     "gemm_num_sms": _Field(_multiprocessors, lambda config: config.gemm_num_sms or None),
     "alignment_assumed": _Field(_boolean, attrgetter("fp8_assume_aligned")),
     "use_quack_gemm": _Field(_boolean, attrgetter("use_quack_gemm")),
@@ -152,7 +146,7 @@ kernels always fuse activation and quantisation; False is said once |
         self.__dict__.update({name: field.default(config) for name, field in _FIELDS.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields; a copy makes answers of its own."""
+        # The fields alone: a copy makes answers of its own.
         return self.__dict__.copy()
 
     @classmethod
@@ -173,9 +167,7 @@ kernels always fuse activation and quantisation; False is said once |
         object.__setattr__(self, "_answer", None)
 
     def __getattr__(self, name: str) -> Any:
-        """The second name of a field, and `resolve_<field>`; the fields themselves are found
-        before.
-        """
+        # Python asks for what `__dict__` lacks: second names of fields, and `resolve_<field>`.
         if name in _ALIASES:
             return getattr(self, _ALIASES[name])
         field = name.removeprefix("resolve_")
@@ -248,7 +240,7 @@ def _activation(
     name: str, limit: float, beta: float, linear_beta: float | None
 ) -> tuple[ActivationType, ActivationParameters]:
     situ = parse_situ_activation(name)
-    # The kernels have one sigmoid, in fp32.
+    # `swiglu_precise` asks for a sigmoid in fp32. The kernels have no other one.
     name = "swiglu" if name == "swiglu_precise" else name
     found = ActivationType.SITU_GLU if situ is not None else None
     found = found or member_of(ActivationType, name, "activation_type")
@@ -267,17 +259,22 @@ def _activation(
 
 
 def refresh_fp8_config() -> FP8Config:
-    """A fresh configuration from the one in force; Fleet knows it as `_refresh_fp8_config`."""
-    report_variables()
+    """A fresh configuration from the one in force; Fleet knows it as `_refresh_fp8_config`.
+
+    The first call of a process logs the environment variables that mean something else here than in
+    PaddleFleet's own engine.
+    """
+    for flag in FLAGS:
+        if flag.field in _ELSEWHERE and getattr(environment(), flag.field):
+            _say(f"{flag.env}=1 {_ELSEWHERE[flag.field]}")
     return FP8Config()
 
 
+# `FleetLayer.node` finds a node by the identity of its configuration. So equal fields must give the
+# identical object, also where two layers have fields of their own.
 @lru_cache(maxsize=256)
 def _node_config(
-    around: SonicMoEConfig,
-    mode: str,
-    given_z: ZCode | None,
-    kept: tuple[tuple[str, Any], ...],
+    around: SonicMoEConfig, mode: str, given_z: ZCode | None, kept: tuple[tuple[str, Any], ...]
 ) -> SonicMoEConfig:
     field = dict(kept)
     own: dict[str, Any] = {
@@ -288,7 +285,7 @@ def _node_config(
     }
     if field["gemm_num_sms"] is not None:
         own["gemm_num_sms"] = field["gemm_num_sms"]
-    if mode != "off":  # also where z is recomputed, which then takes the way through the same code
+    if mode != "off":  # also where z is recomputed: it is rounded as a z that was saved
         own["save_z"] = code = _z_code(field["save_z_fp8"], given_z)
         if given_z is None and code is ZCode.BF16 and not field["recompute_z"]:
             _say(
@@ -301,6 +298,7 @@ def _node_config(
 
 
 def _z_code(in_fp8: bool, given: ZCode | None) -> ZCode:
+    # The field says whether z has 8 bits, and the flag which 8-bit code it is.
     if given is not None and in_fp8 == (given is not ZCode.BF16):
         return given
     return ZCode.INT8 if in_fp8 else ZCode.BF16
@@ -314,21 +312,12 @@ def _say_what_has_no_effect(field: Mapping[str, Any]) -> None:
         _say("stagewise_memory has no effect: this engine prints no memory; see sonicmoe doctor")
 
 
-# What a variable means to Fleet's own engine, where the flag of that name means something else here.
+# What a variable means to Fleet's own engine, where the flag of that name means another thing here.
 _ELSEWHERE = {
     "stagewise_memory": "frees the saved z in the middle of backward, and PaddleFleet's own engine "
     "prints memory under that name",
     "use_quack_gemm": "changes nothing: PaddleFleet's own engine needs it, and this one does not",
 }
-
-
-def report_variables() -> None:
-    """Log, once per process, the environment variables that mean something else here than in
-    PaddleFleet's own engine.
-    """
-    for flag in FLAGS:
-        if flag.field in _ELSEWHERE and getattr(environment(), flag.field):
-            _say(f"{flag.env}=1 {_ELSEWHERE[flag.field]}")
 
 
 def _say(message: str, level: int = logging.WARNING) -> None:

@@ -29,6 +29,7 @@ UP_GATE_POINT = "moe_sonic_expert_up_gate_proj"
 DOWN_POINT = "moe_sonic_expert_down_proj"
 POINTS = (UP_GATE_POINT, DOWN_POINT)  # in the order of the parameters of a layer
 
+# One for the process, because Fleet installs it once and for all layers.
 _hook: Hook | None = None
 
 
@@ -45,17 +46,14 @@ def set_wgrad_deferral_hook(hook: Hook | None) -> None:
         FrameworkError: PyTorch, whose hooks cannot be fired from outside.
     """
     global _hook
-    expect(
-        hook is None or callable(hook),
-        ConfigError,
-        f"hook is {type(hook).__name__}; needed: a function (point, weight, run_wgrad) -> bool, or None",
-    )
-    expect(
-        IS_PADDLE or hook is None,
-        FrameworkError,
-        "set_wgrad_deferral_hook needs Paddle, whose backward hooks can be fired from outside a "
-        "backward; under PyTorch: a node with split_wgrad=True",
-    )
+    needed = "a function (point, weight, run_wgrad) -> bool, or None"
+    words = f"hook is {type(hook).__name__}; needed: {needed}"
+    expect(hook is None or callable(hook), ConfigError, words)
+    if hook is not None and not IS_PADDLE:
+        raise FrameworkError(
+            "set_wgrad_deferral_hook needs Paddle, whose backward hooks can be fired from outside a "
+            "backward; under PyTorch: a node with split_wgrad=True"
+        )
     _hook = hook
 
 
@@ -70,6 +68,7 @@ def current_offer() -> WgradOffer | None:
     if hook is None:
         return None
 
+    # Nodes number the weights of a layer, and Fleet names them.
     def offer(position: int, weight: Tensor, run: Run) -> bool:
         return bool(hook(POINTS[position], weight, run))
 

@@ -33,6 +33,7 @@ _MESSAGES = "blocked_import_messages"
 # Modules of Fleet that ask for the engine, or bind its names, when they are imported.
 _READERS = ("fused_a2a", "fusion_layer_utils", "moe_expert", "moe_layer", "token_dispatcher")
 _BEFORE_FLEET = "call install() before anything of paddlefleet is imported"
+_NOTHING = object()  # None may be what stood there
 
 
 @dataclass
@@ -77,6 +78,7 @@ def install(*, reference: bool = False) -> str:
             # Somebody has removed the modules. What is left of that installation goes first.
             _installed.undo.close()
             _installed = None
+        # Everything that can be refused is refused before anything is changed.
         _require_python()
         device = _device(reference)
         ops = _import_ops()
@@ -127,14 +129,13 @@ def _require_python() -> None:
 def _device(reference: bool) -> str:
     """What will compute, in words."""
     if not IS_PADDLE:
-        raise FrameworkError(
-            f"sonicmoe was imported with PyTorch, and PaddleFleet needs it with Paddle: {HOW_TO_ENABLE}"
-        )
-    cuda = sys.modules["paddle"].device.cuda
-    if not sys.modules["paddle"].is_compiled_with_cuda() or cuda.device_count() == 0:
-        found = "no GPU is here"
-    else:
-        capability = tuple(cuda.get_device_capability())
+        came = "sonicmoe was imported with PyTorch, and PaddleFleet needs it with Paddle"
+        raise FrameworkError(f"{came}: {HOW_TO_ENABLE}")
+    # This module imports no Paddle of its own: under PyTorch there may be none.
+    paddle = sys.modules["paddle"]
+    found = "no GPU is here"
+    if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+        capability = tuple(paddle.device.cuda.get_device_capability())
         if capability == HOPPER:
             return "compute capability 9.0"
         found = f"the GPU has compute capability {'.'.join(map(str, capability))}"
@@ -148,11 +149,11 @@ def _import_ops() -> ModuleType:
     try:
         return importlib.import_module(OPS)
     except ModuleNotFoundError as error:
+        # Another module is missing: that is an error of Fleet's own installation.
         if error.name != OPS:
             raise
-        raise EngineUnavailableError(
-            f"there is no {OPS}, the package of PaddleFleet that this one is mounted in; needed: PaddleFleet installed"
-        ) from error
+        what = f"there is no {OPS}, the package of PaddleFleet that this one is mounted in"
+        raise EngineUnavailableError(f"{what}; needed: PaddleFleet installed") from error
 
 
 def _require_free(ops: ModuleType) -> str:
@@ -160,10 +161,10 @@ def _require_free(ops: ModuleType) -> str:
     here = vars(ops)
     lazy = callable(here.get(_LOADER))
     if not callable(here.get(_AVAILABLE)) or not (lazy or isinstance(here.get(_MESSAGES), dict)):
-        version = here.get("__version__", "without a version")
-        raise EngineUnavailableError(
-            f"{OPS} {version} is not known to this package: it needs {_AVAILABLE}() and {_LOADER}() or {_MESSAGES}"
-        )
+        unknown = f"{OPS} {here.get('__version__', 'without a version')} is not known"
+        needed = f"it needs {_AVAILABLE}() and {_LOADER}() or {_MESSAGES}"
+        raise EngineUnavailableError(f"{unknown} to this package: {needed}")
+    # Modules that bound names of another engine would go on calling it.
     others = [name for name in sys.modules if name == MOUNT or name.startswith(f"{MOUNT}.")]
     if others or "sonicmoe" in here:
         raise EngineUnavailableError(
@@ -173,6 +174,7 @@ def _require_free(ops: ModuleType) -> str:
         raise EngineUnavailableError(
             f"{OPS}.{_AVAILABLE}() is True already: PaddleFleet's own engine runs on this GPU"
         )
+    # Eager Fleet asks once, as it is imported; lazy Fleet asks when a layer is made.
     if late := [name for name, module in _fleet_modules() if not lazy or _is_bound(module, here)]:
         raise EngineUnavailableError(
             f"{', '.join(sorted(late))} imported already, without an engine; {_BEFORE_FLEET}"
@@ -197,16 +199,14 @@ def _is_bound(module: ModuleType, ops: dict[str, Any]) -> bool:
     return vars(module).get("HAVE_SONIC_MOE") is False
 
 
-_NOTHING = object()
-
-
 def _put(where: MutableMapping[str, Any], key: str, value: Any, undo: ExitStack) -> None:
     before = where.get(key, _NOTHING)
     where[key] = value
 
     def back() -> None:
+        # Somebody else may have put something there meanwhile, which stays.
         if where.get(key, _NOTHING) is not value:
-            return  # somebody else's by now
+            return
         if before is _NOTHING:
             del where[key]
         else:
@@ -239,14 +239,12 @@ def _open_gates(ops: ModuleType, top: MountedModule, undo: ExitStack) -> None:
 
 def _verify(ops: ModuleType, modules: dict[str, MountedModule]) -> None:
     """Ask as Fleet will ask."""
-    wrong = [
-        name for name, module in modules.items() if importlib.import_module(name) is not module
-    ]
+    wrong = [name for name in modules if importlib.import_module(name) is not modules[name]]
     if wrong or getattr(ops, _AVAILABLE)() is not True:
-        raise EngineUnavailableError(
-            f"{OPS} does not take this package: {', '.join(wrong) or f'{_AVAILABLE}() stays False'}; this version of "
-            "PaddleFleet is not supported"
-        )
+        what = ", ".join(wrong) or f"{_AVAILABLE}() stays False"
+        words = f"{OPS} does not take this package: {what}; this version of PaddleFleet"
+        raise EngineUnavailableError(f"{words} is not supported")
+    # A module that was imported while the proxy was off has PyTorch's tensors in its hands.
     astray = sorted(
         name
         for name, module in list(sys.modules.items())
@@ -262,7 +260,7 @@ def _verify(ops: ModuleType, modules: dict[str, MountedModule]) -> None:
 
 
 def _keep_compat() -> None:
-    """Paddle's torch proxy on for this package, whose modules are partly imported later."""
+    # Some modules of this package are imported later, and need Paddle's torch proxy then.
     # `paddlefleet_ops` switches the proxy on for its own libraries while it is imported, and then
     # off again, for everybody.
     if not _proxies_this_package():

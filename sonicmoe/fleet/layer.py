@@ -45,7 +45,7 @@ class FleetLayer:
         self.parameters = PairParameters(weight1, weight2, hidden)
         self.state = LayerState(self.parameters, FlushMode.AUTO)
         self.state.offers, self.state.face = current_offer, FLEET
-        (self.experts, _, self.hidden), _ = self.parameters.native_shapes()
+        (self.experts, _, _), _ = self.parameters.native_shapes()
         self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
         self._references: tuple[Any, ...] = ()
 
@@ -59,27 +59,30 @@ class FleetLayer:
         # By identity, because comparing two configurations takes as long as a launch. The node
         # keeps its configuration alive, so the id stays its own.
         key = (id(config), activation, activation_parameters)
-        node = self._nodes.get(key)
-        if node is None:
-            needed = "a gated activation, whose w1 has 2I columns"
-            words = f"activation_type is {activation.value!r}; needed: {needed}"
-            expect(is_glu(activation), ConfigError, words)
-            node = SonicMoEMlpNode.over(
-                self.state, activation, config=config, activation_parameters=activation_parameters
-            )
-            if len(self._nodes) >= _NODES:  # a caller who makes a configuration per call
-                self._nodes.clear()
-            self._nodes[key] = node
+        if key in self._nodes:
+            return self._nodes[key]
+        needed = "a gated activation, whose w1 has 2I columns"
+        words = f"activation_type is {activation.value!r}; needed: {needed}"
+        expect(is_glu(activation), ConfigError, words)
+        # A caller who makes a configuration per call would fill the memory with nodes.
+        if len(self._nodes) >= _NODES:
+            self._nodes.clear()
+        # Caches of weights and gradients belong to the layer, so the nodes share them.
+        self._nodes[key] = node = SonicMoEMlpNode.over(
+            self.state, activation, config=config, activation_parameters=activation_parameters
+        )
         return node
 
     def belongs_to(self, weight1: Tensor, weight2: Tensor) -> bool:
         """Whether these are the parameters, and not others that took over their ids."""
+        # Python hands the id of a parameter that is gone to the next object.
         first, second = self._references
         return first() is weight1 and second() is weight2
 
     def keep_until_dropped(self, key: tuple[int, int], weight1: Tensor, weight2: Tensor) -> None:
         """Put the layer among those that are found, until a parameter goes."""
 
+        # Called once for each of the two references, and the first of them drops the layer.
         def forget(_reference: Any) -> None:
             _layers.pop(key, None)
 
@@ -87,6 +90,7 @@ class FleetLayer:
         _layers[key] = self
 
 
+# By ids, because a tensor compares element by element and is no key of a dictionary.
 _layers: dict[tuple[int, int], FleetLayer] = {}
 _making = threading.Lock()
 
@@ -122,6 +126,7 @@ def weights_changed(weight1: Tensor, weight2: Tensor) -> None:
 
 def all_weights_changed() -> None:
     """`weights_changed` for every pair of parameters of this process."""
+    # A list of its own: a parameter may go while this runs, and takes its layer along.
     for layer in list(_layers.values()):
         layer.state.weights.invalidate()
 

@@ -66,6 +66,7 @@ class ExpertsStep:
             needed = "one ExpertsStep per micro-batch"
             raise RuntimeError(f"forward() ran and backward() did not; needed: {needed}")
         try:
+            # Without autograd, so that e4m3 tokens which want a gradient are fine here.
             codes = hidden_states.detach()
             routed = codes, topk_indices, topk_scores
             given = self._experts.arguments(*routed, tokens_per_expert, fp8_scale)
@@ -91,9 +92,9 @@ class ExpertsStep:
             RuntimeError: no forward waits for it; or see `BackwardStep.backward`.
             ConfigError, DTypeError, ShapeError, DeviceError: as a backward of `run_sonic_moe`.
         """
-        step = self._step
-        if step is None:
+        if self._step is None:
             raise RuntimeError("backward() without a forward(); needed: forward() first, once each")
-        gradients = step.backward(out_grad)
+        gradients = self._step.backward(out_grad)
+        # Only now: a gradient that is refused leaves the forward waiting for a better one.
         self._step = None
         return gradients

@@ -80,7 +80,7 @@ def quantize_activation_blockscaled_fast(
 def _packed(x: Tensor, scale_dtype: str | None, row_scale: bool | None) -> tuple[Tensor, Tensor]:
     words = f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32"
     expect(scale_dtype in (None, "int32"), ConfigError, f"{words}: needed: None")
-    require_words(tuple(int(size) for size in x.shape))
+    require_words(x)
     carrier = _carrier(row_scale)
     if carrier is not Carrier.E8M0_1X32:
         tokens = quantize_tokens(x, row_scale=carrier is Carrier.FP32_ROW)
@@ -103,7 +103,8 @@ def _microscaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     with plain_ops():
         q = quantize(x, rows(GROUP_COLUMNS), scale_format=ScaleFormat.POW2)
-        if 0 in tuple(q.scale_inv.shape):
-            shape = tuple(q.scale_inv.shape)
+        shape = tuple(q.scale_inv.shape)
+        if 0 in shape:  # which Paddle cannot view
             return q.codes, torch.zeros(shape, dtype=torch.int32, device=x.device)
-        return q.codes, q.scale_inv.view(torch.int32) >> 23  # no scale has a sign
+        # The exponent of an fp32 lies above its 23 bits of mantissa. No scale has a sign.
+        return q.codes, q.scale_inv.view(torch.int32) >> 23

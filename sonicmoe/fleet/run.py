@@ -8,13 +8,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
-from ..interop import (
-    IS_PADDLE,
-    dtype_name,
-    grad_enabled,
-    require_framework_tensor,
-    requires_grad,
-)
+from ..interop import IS_PADDLE, dtype_name, grad_enabled, require_framework_tensor, requires_grad
 from ..node.mlp_node import SonicMoEMlpNode
 from ..quant.tokens import is_fp8
 from ..refusals import need_dtype, need_shape, need_type
@@ -23,7 +17,7 @@ from ..weights.copies import WeightCopies
 from .carrier import tokens_from_carrier
 from .combine_grad import CombineGradient, combine_gradient
 from .configuration import FP8Config
-from .layer import FleetLayer, layer_of
+from .layer import layer_of
 from .weight_copies import copies_of, release_forward_copies
 
 Tensor = torch.Tensor
@@ -130,10 +124,16 @@ class ExpertsOfACall(NamedTuple):
     ) -> NodeArguments:
         """The node and its arguments for these tokens; errors in the words of whoever refuses."""
         layer = layer_of(self.w1, self.w2, int(x.shape[1]))
-        _check_sizes(indices, self.topk, self.experts, layer)
-        config = _config_of(self.config)
-        settings = config.node_config(fp8=self.fp8), *config.activation(self.activation)
-        node = layer.node(*settings)
+        # The node cannot check these two: it is told neither K nor E.
+        fits = int(indices.shape[-1]) == self.topk
+        need_shape(fits, "topk_indices", indices, f"[T, K] with K = {self.topk}")
+        held = f"w1 and w2 hold {layer.experts} experts"
+        words = f"E is {self.experts}, and {held}; needed: as many local experts as weights"
+        expect(self.experts == layer.experts, RoutingError, words)
+        config = FP8Config() if self.config is None else self.config
+        needed = "what _refresh_fp8_config() returns, or None"
+        need_type("fp8_config", config, FP8Config, needed, ConfigError)
+        node = layer.node(config.node_config(fp8=self.fp8), *config.activation(self.activation))
         x, x_scale, dx_to = _tokens_of(x, scale)
         source = combine_gradient(self.handle)
         copies = copies_of(self.w1, self.w2) if self.fp8 else None
@@ -144,24 +144,16 @@ class ExpertsOfACall(NamedTuple):
 def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: Any) -> None:
     """Raise in Fleet's names what is wrong with these arguments, if anything is."""
     _check_tokens(hidden_states, fp8_scale)
-    _check_routing(indices, scores, int(hidden_states.shape[0]))
-
-
-def _config_of(given: FP8Config | None) -> FP8Config:
-    if given is None:
-        return FP8Config()
-    needed = "what _refresh_fp8_config() returns, or None"
-    need_type("fp8_config", given, FP8Config, needed, ConfigError)
-    return given
-
-
-def _check_sizes(indices: Tensor, topk: int, experts: int, layer: FleetLayer) -> None:
-    """What nobody else can check."""
-    fits = int(indices.shape[-1]) == topk
-    need_shape(fits, "topk_indices", indices, f"[T, K] with K = {topk}")
-    held = f"w1 and w2 hold {layer.experts} experts"
-    words = f"E is {experts}, and {held}; needed: as many local experts as weights"
-    expect(experts == layer.experts, RoutingError, words)
+    tokens = int(hidden_states.shape[0])
+    for name, value in (("topk_indices", indices), ("topk_scores", scores)):
+        require_framework_tensor(value, name)
+        fits = len(value.shape) == 2 and int(value.shape[0]) == tokens
+        need_shape(fits, name, value, f"[T, K] with T = {tokens}, the rows of hidden_states")
+    shapes = tuple(scores.shape), tuple(indices.shape)
+    words = f"topk_scores has shape {shapes[0]} and topk_indices {shapes[1]}; needed: one shape"
+    expect(shapes[0] == shapes[1], ShapeError, words)
+    need_dtype("topk_indices", indices, *INDEX_DTYPES)
+    need_dtype("topk_scores", scores, torch.float32)
 
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
@@ -175,18 +167,6 @@ def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
         raise DTypeError(f"hidden_states is {found} and fp8_scale is None; needed: {needed}")
     needed = "float8_e4m3fn, or no fp8_scale"
     raise DTypeError(f"fp8_scale came with hidden_states in {found}; needed: {needed}")
-
-
-def _check_routing(indices: Any, scores: Any, tokens: int) -> None:
-    for name, value in (("topk_indices", indices), ("topk_scores", scores)):
-        require_framework_tensor(value, name)
-        fits = len(value.shape) == 2 and int(value.shape[0]) == tokens
-        need_shape(fits, name, value, f"[T, K] with T = {tokens}, the rows of hidden_states")
-    shapes = tuple(scores.shape), tuple(indices.shape)
-    words = f"topk_scores has shape {shapes[0]} and topk_indices {shapes[1]}; needed: one shape"
-    expect(shapes[0] == shapes[1], ShapeError, words)
-    need_dtype("topk_indices", indices, *INDEX_DTYPES)
-    need_dtype("topk_scores", scores, torch.float32)
 
 
 def _tokens_of(
@@ -204,4 +184,5 @@ def _tokens_of(
     # Codes that nothing has moved stay the caller's tensor, whose writes the node sees.
     moved = inexact is not None or not hidden_states.is_contiguous()
     codes = tokens.codes if moved else hidden_states
+    # Under Paddle the gradient goes to the codes themselves, in bf16: their PyLayer takes that.
     return codes, tokens.scale_inv, hidden_states if IS_PADDLE else None

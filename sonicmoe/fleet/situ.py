@@ -31,6 +31,7 @@ def encode_situ_activation(
         ConfigError: a number that is not in the range of the activation.
     """
     bound = linear_beta_of(linear_beta)
+    # `repr` of a float reads back as the same float.
     words = [SITU_GLU, f"b={beta_of(beta)!r}", f"lb={'none' if bound is None else repr(bound)}"]
     return ":".join(words if precise else [*words, "approx"])
 
@@ -59,6 +60,7 @@ def parse_situ_activation(activation: Any) -> dict[str, float | None] | None:
 
 def beta_of(value: Any, source: str = "situ_beta") -> float:
     """`beta`, checked; `source` is what the message names."""
+    # The registry of activations knows the range. The name of the field is known here.
     try:
         return _BETA.read(value)
     except ConfigError:

@@ -37,6 +37,7 @@ from .layer import drop_weight_caches, layer_of
 
 Tensor = torch.Tensor
 
+# An attribute of the codes. A table by address would find copies whose memory was handed out again.
 _MARK = "_sonicmoe_copies"
 # Copies that backwards had read when the caches were last cleared. Whether that announced an
 # optimizer shows in the next call: see `clear_all_fp8_weight_caches`.
@@ -71,6 +72,7 @@ def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> d
     # Copies do not depend on which gated activation it is.
     node = layer.node(config.node_config(fp8=True), *config.activation())
     copies = node.make_copies()
+    # The clearing before this belongs to a quantisation, so it announced no optimizer.
     _doubtful.clear()
     weights = copies.weights
     return {
@@ -90,6 +92,7 @@ def copies_of(w1: Tensor, w2: Tensor) -> WeightCopies | None:
     if held1 is None or held2 is None:
         return None
     first, second = _marked("w1", held1), _marked("w2", held2)
+    # Of two quantisations one is older, and its weights may have been written since.
     if first is not second:
         raise LayoutError(
             f"w1.fp8 and w2.fp8 are of two quantisations (events {first.version} and {second.version}); needed: both of one"
@@ -104,11 +107,12 @@ def release_forward_copies(w1: Tensor, w2: Tensor, copies: WeightCopies | None) 
     kept = "the engine quantised the weights by itself, for later forwards too"
     if copies is not None:
         kept = copies.release_forward()
-    if not kept:
-        w1.fp8 = w2.fp8 = None  # type: ignore[attr-defined]
-    else:
+    if kept:
         line = "release_fp8_weights: copies of expert weights for forward are kept: %s"
         log_once(logging.INFO, line, kept)
+    else:
+        # Fleet sets them to None by itself, after this call. Callers without its expert do not.
+        w1.fp8 = w2.fp8 = None  # type: ignore[attr-defined]
 
 
 def clear_all_fp8_weight_caches() -> None:
@@ -121,6 +125,7 @@ def clear_all_fp8_weight_caches() -> None:
     copies that a backward has read are stale from here on, unless a quantisation follows at once.
     """
     drop_weight_caches()
+    # A second clearing without a quantisation in between: the first one announced an optimizer.
     _settle()
     _doubtful.update(used_copies())
 
@@ -134,6 +139,7 @@ def _settle() -> None:
 
 def _payload(copies: WeightCopies, forward: Any, dgrad: Any) -> tuple[Tensor, ...]:
     scales = forward.scale_inv
+    # One buffer serves both orders: Fleet gets transposed scales, and views the codes transposed.
     if copies.iso_weight:
         return _codes(copies, forward), scales, scales.transpose(-2, -1)
     return _codes(copies, forward), scales, _codes(copies, dgrad), dgrad.scale_inv

@@ -26,6 +26,7 @@ def fused_grouped_w1_to_sonic(weight: Tensor) -> Tensor:
         ShapeError, FrameworkError: naming what came and what is needed.
     """
     experts, hidden, columns = _shape(weight, "[E, H, 2I]", even_axis=2)
+    # G is the pair of gate and up: the outer axis of the columns there, the inner one of the rows.
     parts = {"E": experts, "H": hidden, "G": 2, "I": columns // 2}
     return reordered(weight, "EHGI", "EIGH", parts)
 

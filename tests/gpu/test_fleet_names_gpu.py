@@ -7,7 +7,7 @@ import pytest
 import torch
 from fleet.naive_metadata import by_definition, drawn
 
-from sonicmoe.fleet.metadata import deepep_topk_to_sonic_metadata
+from sonicmoe.fleet.twin import deepep_topk_to_sonic_metadata
 from sonicmoe.fleet.weight_layout import (
     fused_grouped_w1_to_sonic,
     fused_sonic_w1_to_grouped,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonicmoe.errors import DTypeError, RoutingError, ShapeError
-from sonicmoe.fleet.metadata import (
+from sonicmoe.fleet.twin import (
     deepep_topk_to_sonic_metadata,
     deepep_topk_to_sonic_metadata_with_scales,
     differentiable_router_scores,
