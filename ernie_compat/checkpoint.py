@@ -91,23 +91,14 @@ def require_matching_arrays(
         CheckpointError: naming the first array that is missing, unknown, or of another shape or dtype.
     """
     for name, shape in wanted.items():
-        expect(
-            name in arrays,
-            CheckpointError,
-            f"checkpoint has no array {name!r}; the model needs one of shape {tuple(shape)}",
-        )
+        words = f"checkpoint has no array {name!r}; the model needs one of shape {tuple(shape)}"
+        expect(name in arrays, CheckpointError, words)
         found = tuple(arrays[name].shape)
-        expect(
-            found == tuple(shape),
-            CheckpointError,
-            f"checkpoint array {name!r} has shape {found}; the model needs {tuple(shape)}",
-        )
+        words = f"checkpoint array {name!r} has shape {found}; the model needs {tuple(shape)}"
+        expect(found == tuple(shape), CheckpointError, words)
         dtype = arrays[name].dtype
-        expect(
-            dtype == np.float32,
-            CheckpointError,
-            f"checkpoint array {name!r} has dtype {dtype}; the model needs float32",
-        )
+        words = f"checkpoint array {name!r} has dtype {dtype}; the model needs float32"
+        expect(dtype == np.float32, CheckpointError, words)
     unknown = next((name for name in arrays if name not in wanted), None)
     expect(
         unknown is None, CheckpointError, f"checkpoint array {unknown!r} has no place in the model"
@@ -125,9 +116,6 @@ def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.n
         reason = f"no {HEADER}" if isinstance(error, KeyError) else error
         raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {reason}") from None
     found = header.get("format") if isinstance(header, dict) else None
-    expect(
-        found == FORMAT,
-        CheckpointError,
-        f"checkpoint {path} has format {found!r}; this version reads format {FORMAT}",
-    )
+    words = f"checkpoint {path} has format {found!r}; this version reads format {FORMAT}"
+    expect(found == FORMAT, CheckpointError, words)
     return header, arrays

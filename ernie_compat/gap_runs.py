@@ -19,7 +19,7 @@ import numpy as np
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
 
-from .metrics import GAP_TAIL, loss_gap, read_metrics, smoothed
+from .metrics import GAP_TAIL, compared_losses, loss_gap, read_metrics, smoothed
 from .model_config import RunConfig
 from .run_directory import SUMMARY_NAME
 from .trainer import METRICS_NAME
@@ -112,25 +112,16 @@ def read_run(directory: Path) -> GapRun:
         MetricsError, CheckpointError: its files are damaged.
     """
     summary_path = directory / SUMMARY_NAME
-    expect(
-        summary_path.exists(),
-        LossGapError,
-        f"{directory} holds no finished run: {SUMMARY_NAME} is missing",
-    )
+    words = f"{directory} holds no finished run: {SUMMARY_NAME} is missing"
+    expect(summary_path.exists(), LossGapError, words)
     summary = _read_summary(summary_path)
-    records = read_metrics(directory / METRICS_NAME)
-    pairs = [
-        (record.loss, record.full_precision_loss)
-        for record in records
-        if record.full_precision_loss is not None
-    ]
+    losses, references = compared_losses(read_metrics(directory / METRICS_NAME))
     expect(
-        bool(pairs),
+        bool(losses),
         LossGapError,
         f"{directory} was trained without --compare: there is nothing to measure a gap from; "
         "a second run, or a file of losses, can be its reference",
     )
-    losses, references = ([pair[i] for pair in pairs] for i in (0, 1))
     config = _config(directory, summary)
     # Where a loss is infinite or zero, every figure below would be too.
     sound = all(0 < value < math.inf for value in (*losses, *references))
@@ -144,7 +135,7 @@ def read_run(directory: Path) -> GapRun:
         directory=directory,
         kind=_kind(summary, config),
         seed=config.train.seed,
-        steps=len(pairs),
+        steps=len(losses),
         gap=gap,
         signed_gap=signed_gap,
         held_out_gap=held_out / reference - 1 if held_out and reference else None,
@@ -192,6 +183,7 @@ def _config(directory: Path, summary: dict[str, Any]) -> RunConfig:
 
 def _figure(summary: dict[str, Any], name: str, path: Path) -> float | None:
     value = summary.get(name)
+    # None where a run was not evaluated on held-out text.
     number = isinstance(value, float | int) and math.isfinite(value)
     expect(value is None or number, LossGapError, f"{path} has {name} {value!r}; needed: a number")
     return value
@@ -200,15 +192,13 @@ def _figure(summary: dict[str, Any], name: str, path: Path) -> float | None:
 def _kind(summary: dict[str, Any], config: RunConfig) -> str:
     """The settings that runs must share to be averaged, as one line."""
     model = config.model
-    sizes = (
-        f"H={model.hidden_size}, I={model.intermediate_size}, E={model.num_experts}, "
-        f"K={model.topk}, L={model.num_layers}"
+    sizes = f"H={model.hidden_size}, I={model.intermediate_size}, E={model.num_experts}"
+    # Of the summary and not of the configuration: the steps are those that were done.
+    precision, framework, engine, steps = (
+        summary.get(name) for name in ("precision", "framework", "engine", "steps")
     )
-    told = {name: summary.get(name) for name in ("precision", "framework", "engine", "steps")}
-    return (
-        f"{told['precision']} on {told['framework']}, engine {told['engine']}, "
-        f"{told['steps']} steps, {sizes}"
-    )
+    ran = f"{precision} on {framework}, engine {engine}, {steps} steps"
+    return f"{ran}, {sizes}, K={model.topk}, L={model.num_layers}"
 
 
 def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
@@ -218,8 +208,10 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
         LossGapError: a seed occurs twice in a kind: such runs are one experiment, not two.
     """
     summaries = []
+    # A dictionary keeps the order in which kinds were first seen; a set would not.
     for kind in dict.fromkeys(run.kind for run in runs):
         own = [run for run in runs if run.kind == kind]
+        # Losses out of files have no seed, and may be any number of experiments.
         seeds = [run.seed for run in own if run.seed is not None]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         expect(
@@ -230,6 +222,7 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
             GapSummary(
                 kind=kind,
                 runs=len(own),
+                # A gap has no sign, so its interval cannot reach below zero.
                 gap=Interval.of([run.gap for run in own], least=0.0),
                 worst=max(run.gap for run in own),
                 signed_gap=Interval.of([run.signed_gap for run in own]),

@@ -98,11 +98,13 @@ def read_losses(path: Path, column: str | None = None, *, keeps_missing: bool = 
     path = path / METRICS_NAME if path.is_dir() else path
     expect(path.is_file(), LossGapError, f"{path} is no file of losses")
     try:
+        # Spreadsheets put a byte-order mark before the first column's name.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LossGapError(f"cannot read {path}: {error}") from None
     rows = (_json_rows if text.lstrip()[:1] in {"{", "["} else _table_rows)(path, text)
     name = _loss_column(path, rows, column)
+    # Trainers log evaluations between the steps, as rows without the column of the loss.
     held = [row for row in rows if row[1].get(name) not in (None, "")]
     losses = tuple(_loss(row, name, keeps_missing) for row in held)
     return LossFile(path, losses, _steps(path, held), len(rows) - len(held))
@@ -154,22 +156,21 @@ def compare_files(run: LossFile, reference: LossFile) -> GapRun:
 
 def _require_same_steps(run: LossFile, reference: LossFile) -> None:
     if run.steps is not None and reference.steps is not None and run.steps != reference.steps:
+        # One step as an example says more than two lists of a thousand.
         strays = sorted(set(run.steps) ^ set(reference.steps))
         raise LossGapError(
             f"{run}, {reference}: step {strays[0]} is in one of them alone; "
             "needed: the same steps in both; --skip-missing drops those that one lacks"
         )
-    expect(
-        len(run.losses) == len(reference.losses),
-        LossGapError,
-        f"{run}, {reference}; needed: equally many, one for each step of both",
-    )
+    words = f"{run}, {reference}; needed: equally many, one for each step of both"
+    expect(len(run.losses) == len(reference.losses), LossGapError, words)
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
     """Of one document, or of a document on every line."""
     try:
         whole = json.loads(text)
+    # JSON lines are no JSON document, unless there is a single line.
     except (ValueError, RecursionError):
         lines = [(f"{path}, line {n}", line) for n, line in _filled(text)]
         return [_json_row(place, _parsed(place, line)) for place, line in lines]
@@ -208,6 +209,7 @@ def _table_rows(path: Path, text: str) -> list[_Row]:
         cells = [(f"{path}, line {n}", [cell.strip() for cell in split(x)]) for n, x in lines]
     except csv.Error as error:
         raise LossGapError(f"cannot read {path}: {error}") from None
+    # A first line of numbers is no header. Its columns then have numbers for names.
     first = cells[0][1]
     if all(_number(cell) is not None for cell in first):
         names = [LOSS] if len(first) == 1 else [str(n) for n in range(1, len(first) + 1)]
@@ -229,6 +231,7 @@ def _splitter(line: str) -> Callable[[str], list[str]]:
 
 def _number(value: Any) -> float | None:
     """None for what is no number."""
+    # Python counts True as 1, and a whole number of JSON may be larger than a float can be.
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -239,6 +242,7 @@ def _loss_column(path: Path, rows: Sequence[_Row], asked: str | None) -> str:
     """The name of the column, in the file's own spelling."""
     names = list(dict.fromkeys(name for _, cells in rows for name in cells))
     expect(bool(names), LossGapError, f"{path} has no losses")
+    # A single column needs no name: it is what the file is about.
     if asked is None and len(names) == 1:
         return names[0]
     wanted = LOSS if asked is None else asked
@@ -264,6 +268,7 @@ def _loss(row: _Row, name: str, keeps_missing: bool) -> float:
 
 def _steps(path: Path, rows: Sequence[_Row]) -> tuple[int, ...] | None:
     expect(bool(rows), LossGapError, f"{path} has no losses")
+    # Frameworks spell the step in several ways; the first that a row has counts.
     names = {name.lower(): name for name in rows[0][1]}
     name = next((names[known] for known in STEP_NAMES if known in names), None)
     if name is None:

@@ -78,11 +78,7 @@ def lossgap(
 
 
 def _compare(
-    paths: Sequence[Path],
-    column: str | None,
-    skip_missing: bool,
-    plot: Path | None,
-    as_json: bool,
+    paths: Sequence[Path], column: str | None, skip_missing: bool, plot: Path | None, as_json: bool
 ) -> None:
     # Everything is read before anything is printed: a bad file leaves no half of a report.
     pair = is_pair(paths)
@@ -99,6 +95,7 @@ def _compare(
     else:
         runs = [read_run(path) for path in paths]
     summaries = summarise(runs)
+    # Drawn before anything is printed, because a picture that cannot be written is an error.
     picture = None if plot is None else str(plot_gaps(runs, plot))
     if as_json:
         data = to_json(runs, summaries) | {
@@ -106,12 +103,12 @@ def _compare(
             "skipped_steps": skipped,
             "plot": picture,
         }
+        # NaN is no JSON. `to_json` has None in its place.
         click.echo(json.dumps(data, indent=2, allow_nan=False))
         return
     if files:
-        print_table(
-            ("losses", "rows", "left out", "steps", "first", "end (mean)"), _file_rows(files)
-        )
+        heads = ("losses", "rows", "left out", "steps", "first", "end (mean)")
+        print_table(heads, _file_rows(files))
     if skip_missing:
         click.echo(f"{skipped} steps without a loss in one of the files were dropped from both")
     print_gaps(runs, summaries)
@@ -129,6 +126,7 @@ def is_pair(paths: Sequence[Path]) -> bool:
     """
     for path in paths:
         expect(path.exists(), ConfigError, f"{path} is not there")
+    # Two directories may be a run and its reference, or two seeds: --compare tells them apart.
     if all(path.is_dir() for path in paths):
         return len(paths) == 2 and not any(map(is_compared, paths))
     expect(
@@ -190,9 +188,8 @@ def verdict(summary: GapSummary) -> str:
     if summary.runs < 2:
         said = "one run, which chance may explain; train more seeds for an interval"
     elif not summary.shifted:
-        said = (
-            "seeds explain the difference to full precision (the signed gap's interval contains 0)"
-        )
+        contains = "(the signed gap's interval contains 0)"
+        said = f"seeds explain the difference to full precision {contains}"
     else:
         direction = "worse" if summary.signed_gap.mean > 0 else "better"
         said = f"{direction} than full precision beyond what seeds explain"
@@ -247,26 +244,18 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
         # Runs of unequal length are compared as far as all of them go.
         length = min(run.steps for run in own)
         curves = 100 * np.stack([run.curve[:length] for run in own])
+        # Losses out of files bring the steps that they were logged at.
         first = own[0].at
         steps = np.arange(1, length + 1) if first is None else first[:length]
         colour = f"C{number % 10}"
         for curve in curves:
             axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)
         bands = [Interval.of(list(column)) for column in curves.T]
-        axes.plot(
-            steps,
-            [band.mean for band in bands],
-            color=colour,
-            # Names of files may be longer than the picture is wide.
-            label=textwrap.fill(f"{kind}: {_count(own)}", LABEL_WIDTH),
-        )
-        axes.fill_between(
-            steps,
-            [band.low for band in bands],
-            [band.high for band in bands],
-            color=colour,
-            alpha=0.2,
-        )
+        # Names of files may be longer than the picture is wide.
+        label = textwrap.fill(f"{kind}: {_count(own)}", LABEL_WIDTH)
+        axes.plot(steps, [band.mean for band in bands], color=colour, label=label)
+        low, high = ([getattr(band, end) for band in bands] for end in ("low", "high"))
+        axes.fill_between(steps, low, high, color=colour, alpha=0.2)
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xlabel("step")
     axes.set_ylabel("smoothed loss over full precision's, minus 1, %")

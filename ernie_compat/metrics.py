@@ -19,6 +19,12 @@ from .model_config import smoothing_window
 GAP_TAIL = 0.25
 
 
+_NO_RECORD = (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
+
 class MetricsError(SonicMoEError, ValueError):
     """The metrics file cannot be written or does not hold metrics."""
 
@@ -140,15 +146,8 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
     for number, line in enumerate(lines, start=1):
         try:
             records.append(StepRecord.from_json(line))
-        # OverflowError: an infinite step.
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        # Whatever a damaged line raises: an infinite step overflows, and brackets without end recurse.
+        except _NO_RECORD as error:
             if number == len(lines):  # a kill may cut the last line, and only that one
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
@@ -208,16 +207,15 @@ def loss_gap(
 
 def recorded_loss_gap(records: Sequence[StepRecord]) -> float | None:
     """`loss_gap` of a run against its full-precision twin; None when no twin was trained beside it."""
-    pairs = [
-        (record.loss, record.full_precision_loss)
-        for record in records
-        if record.full_precision_loss is not None
-    ]
-    return (
-        loss_gap([loss for loss, _ in pairs], [reference for _, reference in pairs])
-        if pairs
-        else None
-    )
+    losses, references = compared_losses(records)
+    return loss_gap(losses, references) if losses else None
+
+
+def compared_losses(records: Sequence[StepRecord]) -> tuple[list[float], list[float]]:
+    """The losses of a run and of its full-precision twin, at the steps that have both."""
+    # All steps have both or none has, because a run is resumed with the --compare that it had.
+    pairs = [(r.loss, r.full_precision_loss) for r in records if r.full_precision_loss is not None]
+    return [loss for loss, _ in pairs], [reference for _, reference in pairs]
 
 
 def _line(record: StepRecord) -> str:

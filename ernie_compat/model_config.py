@@ -18,7 +18,7 @@ FRAMEWORKS = ("paddle", "torch")
 PRECISIONS = ("fp8", "bf16", "fp32")
 BASELINES = ("bf16", "fp32")
 SMOOTHING_WINDOW = 25
-MOST = 2**63 - 1
+MOST = 2**63 - 1  # of whole numbers that may become an int64
 MOST_LR = 1.0
 
 
@@ -55,13 +55,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
+            # A model may have no dense layer. Any other size of zero is none.
             if one.type == "int" and one.name != "dense_layers":
                 _require_positive(self, one.name)
-        expect(
-            self.hidden_size % self.num_heads == 0,
-            ConfigError,
-            f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}",
-        )
+        words = f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+        expect(self.hidden_size % self.num_heads == 0, ConfigError, words)
         expect(
             self.head_dim % 2 == 0,
             ConfigError,
@@ -145,11 +143,8 @@ class TrainConfig:
             value = getattr(self, name)
             expect(value < 1, ConfigError, f"{name} is {value}; needed: below 1")
         # AdamW moves a weight by about the learning rate in every step, and weights are below 1.
-        expect(
-            self.lr <= MOST_LR,
-            ConfigError,
-            f"lr is {self.lr}; needed: at most {MOST_LR}, and 1e-4 to 1e-2 is usual",
-        )
+        words = f"lr is {self.lr}; needed: at most {MOST_LR}, and 1e-4 to 1e-2 is usual"
+        expect(self.lr <= MOST_LR, ConfigError, words)
 
     @property
     def warmup_steps(self) -> int:
@@ -162,6 +157,7 @@ class TrainConfig:
             return self.lr * step / self.warmup_steps
         # `max` covers a run that ends with its warm-up, `min` steps beyond the schedule.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        # The cosine runs from 1 to -1, which is mapped to 1 and the floor.
         floor = self.min_lr_ratio
         return self.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -200,13 +196,12 @@ class RunConfig:
             ConfigError,
             f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds equally many",
         )
+        # Dense layers come first and route nothing, so they have no tensors of experts.
         first, last = self.model.dense_layers, self.model.num_layers - 1
         for layer in self.capture_layers:
-            expect(
-                _is_integer(layer) and first <= layer <= last,
-                ConfigError,
-                f"capture_layers has {layer!r}; the MoE layers of this model are {first} to {last}",
-            )
+            words = f"capture_layers has {layer!r}; the MoE layers of this model are"
+            there = _is_integer(layer) and first <= layer <= last
+            expect(there, ConfigError, f"{words} {first} to {last}")
 
     def require_world(self, world_size: int) -> None:
         """Check that the batch can be split over `world_size` ranks.
@@ -216,11 +211,9 @@ class RunConfig:
         """
         # Micro-batches are cut first and then dealt out over the ranks.
         part = self.train.batch_size // self.train.micro_batches
-        expect(
-            part % world_size == 0,
-            ConfigError,
-            f"a micro-batch of {part} sequences cannot be split over {world_size} ranks; needed: a multiple of {world_size}",
-        )
+        words = f"a micro-batch of {part} sequences cannot be split over {world_size} ranks"
+        needed = f"needed: a multiple of {world_size}"
+        expect(part % world_size == 0, ConfigError, f"{words}; {needed}")
 
     def tokens_per_rank(self, world_size: int) -> int:
         """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an
@@ -256,30 +249,21 @@ class RunConfig:
 
 def _require_positive(config: Any, name: str) -> None:
     value = getattr(config, name)
-    expect(
-        _is_integer(value) and value > 0,
-        ConfigError,
-        f"{name} is {value!r}; needed: an integer of at least 1",
-    )
+    words = f"{name} is {value!r}; needed: an integer of at least 1"
+    expect(_is_integer(value) and value > 0, ConfigError, words)
 
 
 def _require_counter(config: Any, name: str, at_least: int) -> None:
     """An integer that arithmetic in 64 bits and in floating point can hold."""
     value = getattr(config, name)
-    expect(
-        _is_integer(value) and at_least <= value <= MOST,
-        ConfigError,
-        f"{name} is {value!r}; needed: an integer of at least {at_least}, and at most 2^63 - 1",
-    )
+    words = f"{name} is {value!r}; needed: an integer of at least {at_least}, and at most 2^63 - 1"
+    expect(_is_integer(value) and at_least <= value <= MOST, ConfigError, words)
 
 
 def _require_finite(config: Any, name: str, at_least: float) -> None:
     value = getattr(config, name)
-    expect(
-        math.isfinite(value) and value >= at_least,
-        ConfigError,
-        f"{name} is {value!r}; needed: a finite number >= {at_least}",
-    )
+    words = f"{name} is {value!r}; needed: a finite number >= {at_least}"
+    expect(math.isfinite(value) and value >= at_least, ConfigError, words)
 
 
 def _is_integer(value: Any) -> bool:
@@ -291,16 +275,14 @@ def _require_types(config: Any) -> None:
     """Every plain field has the type of its default: a file may hold anything."""
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
-        expect(
-            _has_type_of(value, one.default),
-            ConfigError,
-            f"{one.name} is {value!r}; needed: a value like {one.default!r}",
-        )
+        words = f"{one.name} is {value!r}; needed: a value like {one.default!r}"
+        expect(_has_type_of(value, one.default), ConfigError, words)
 
 
 def _has_type_of(value: Any, default: Any) -> bool:
     if default is dataclasses.MISSING:  # a nested configuration, which has been checked
         return True
+    # The one field without a default of its own type is `against`, a name.
     if default is None:
         return value is None or isinstance(value, str)
     if isinstance(default, float):

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 # the environment decides a run.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PADDLE_VARIABLES = (
-    "PADDLE_TRAINER_ID",
-    "PADDLE_TRAINERS_NUM",
-    "PADDLE_TRAINER_ENDPOINTS",
-    "PADDLE_CURRENT_ENDPOINT",
+    *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    *("PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"),
 )
 # The number between ".experts." and the next dot. Both are looked at and not matched, so a
 # substitution replaces the number alone.
@@ -163,12 +161,8 @@ class JoinedRanks(Parallel):
         # ranks.
         if self.layout.ep_size == 1:
             return super().dispatcher(num_experts)
-        return make_dispatcher(
-            num_experts,
-            self._ep_group,
-            max_tokens=self._max_tokens,
-            wait_for_counts=self._wait_for_counts,
-        )
+        sizes = {"max_tokens": self._max_tokens, "wait_for_counts": self._wait_for_counts}
+        return make_dispatcher(num_experts, self._ep_group, **sizes)  # type: ignore[arg-type]
 
     def sum_world(self, tensors: list[Any]) -> None:
         self._sum(tensors, self._world_group)
@@ -248,11 +242,15 @@ def whole_shapes(
     local: Mapping[str, tuple[int, ...]], parallel: Parallel, num_experts: int
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all ranks' arrays from this rank's."""
-    return {
-        shifted: tuple(shape)
-        for name, shape in local.items()
-        for shifted in _on_all_ranks(name, parallel, num_experts)
-    }
+    layout = parallel.layout
+    per_rank = num_experts // layout.ep_size
+    whole: dict[str, tuple[int, ...]] = {}
+    for name, shape in local.items():
+        # All ranks have equally many experts of the same shapes, and everything else in common.
+        ranks = range(layout.ep_size) if is_expert(name) else [layout.ep_rank]
+        for rank in ranks:
+            whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = tuple(shape)
+    return whole
 
 
 def gather_state(
@@ -280,11 +278,3 @@ def gather_state(
             ].reshape(shape)
             start += size
     return whole
-
-
-def _on_all_ranks(name: str, parallel: Parallel, num_experts: int) -> list[str]:
-    layout = parallel.layout
-    if not is_expert(name):
-        return [name]
-    per_rank = num_experts // layout.ep_size
-    return [on_rank(name, (rank - layout.ep_rank) * per_rank) for rank in range(layout.ep_size)]

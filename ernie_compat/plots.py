@@ -30,6 +30,7 @@ def plot_loss(
         record.full_precision_loss for record in records if record.full_precision_loss is not None
     ]
     compared = len(references) == len(records)
+    # The gap has an axis of its own: on that of the losses it would be a flat line.
     ratios = [3, 1] if compared else [1]
     figure = new_figure((8, 6.5 if compared else 5))
     axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
@@ -57,6 +58,7 @@ def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
     Raises:
         PlotsUnavailableError: matplotlib is missing.
     """
+    # A picture has fewer columns than a long run has steps.
     load = binned([record.expert_load for record in records], MAX_LOAD_COLUMNS)
     _, layers, experts = load.shape
     figure = new_figure((8, 1.2 + 1.8 * layers))

@@ -126,6 +126,7 @@ def status_line(recent: Sequence[StepRecord]) -> str:
         if last.full_precision_loss is None
         else f" (full precision {last.full_precision_loss:.4f})"
     )
+    # The mean of the rates would count short steps as much as long ones.
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
     rate = tokens / sum(record.seconds for record in recent)
     return f"loss {last.loss:.4f}{reference}  {rate:,.0f} tokens/s  load {load_bars(last)} {last.load_imbalance:.2f}x"
@@ -133,6 +134,7 @@ def status_line(recent: Sequence[StepRecord]) -> str:
 
 def load_bars(record: StepRecord) -> str:
     """One bar per expert: its load averaged over layers, full height at twice the balanced share."""
+    # Shares sum to 1, so 1 / E is a balanced one, and half of the height.
     experts = len(record.expert_load[0])
     means = [
         sum(row[e] for row in record.expert_load) / len(record.expert_load) for e in range(experts)

@@ -105,12 +105,14 @@ def opened(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
     Raises:
         ConfigError: it cannot be made, is in use, or holds a run that would be lost.
     """
+    # They compute with rank 0 and never open the directory, which may be on another host.
     if rank != 0:
         yield out or DEFAULT_PARENT
         return
     if out is not None:
         make(out)
     directory = out or make_new()
+    # Claimed before it is looked at, because another run could start in between.
     with claimed(directory):
         if not may_hold_a_run:
             require_free(directory)
@@ -168,6 +170,7 @@ def require_checkpoint(directory: Path) -> None:
 
 
 def _has_checkpoint(directory: Path) -> bool:
+    # A link that points nowhere counts too: its owner may bring the disk back.
     return os.path.lexists(directory / CHECKPOINT_NAME)
 
 

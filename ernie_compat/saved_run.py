@@ -52,15 +52,13 @@ class SavedRun:
         # True is an int to Python.
         counted = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST
         expect(counted, CheckpointError, f"checkpoint {path} has step {step!r}")
+        # None where the run read the standard library of its Python.
         named = data is None or (
             isinstance(data, list) and all(isinstance(one, str) and one for one in data)
         )
         expect(named, CheckpointError, f"checkpoint {path} has data {data!r}; needed: paths")
-        expect(
-            text is None or isinstance(text, str),
-            CheckpointError,
-            f"checkpoint {path} has text_sha256 {text!r}",
-        )
+        words = f"checkpoint {path} has text_sha256 {text!r}"
+        expect(text is None or isinstance(text, str), CheckpointError, words)
         try:
             config = RunConfig.from_json(header.get("config", {}))
         except ConfigError as error:
@@ -116,17 +114,11 @@ class SavedRun:
         except CorpusError as error:
             raise CorpusError(f"the text of the checkpoint is gone: {error}; {another}") from None
         where = ", ".join(self.data) or "this Python's standard library"
-        expect(
-            self.text_sha256 in ("", corpus.sha256),
-            ConfigError,
-            f"the text in {where} is not the one that the checkpoint was trained on; {another}",
-        )
+        words = f"the text in {where} is not the one that the checkpoint was trained on; {another}"
+        expect(self.text_sha256 in ("", corpus.sha256), ConfigError, words)
         return corpus
 
 
 def _require_equal(name: str, saved: Any, wanted: Any) -> None:
-    expect(
-        saved == wanted,
-        CheckpointError,
-        f"checkpoint has {name} = {saved!r}, this run {wanted!r}; resume with the saved value",
-    )
+    words = f"checkpoint has {name} = {saved!r}, this run {wanted!r}; resume with the saved value"
+    expect(saved == wanted, CheckpointError, words)

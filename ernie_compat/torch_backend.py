@@ -24,13 +24,8 @@ def make_learner(
 ) -> TorchLearner:
     """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    token_dtype, dense_dtype = (
-        getattr(torch, token_dtype_name(precision)),
-        dense_dtype_on(device, precision),
-    )
-    decoder = ErnieMoEDecoder(
-        model, node_config(precision, engine), token_dtype, dense_dtype, parallel
-    ).to(device)
+    dtypes = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
+    decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, parallel).to(device)
     return TorchLearner(decoder, model, train, precision, engine, parallel, device)
 
 
@@ -45,6 +40,7 @@ class TorchLearner(DecoderLearner):
     """With `torch.optim.AdamW`, fused on a GPU."""
 
     gradient = "grad"
+    # Steps are saved too: AdamW corrects its moments by their number.
     moments: ClassVar[dict[str, str]] = {
         "moment1": "exp_avg",
         "moment2": "exp_avg_sq",

@@ -110,14 +110,9 @@ class Trainer:
         trainer = cls.start(config, corpus, directory, parallel)
         header, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
-            prefix = f"{name}/"
-            learner.load_state(
-                {
-                    key.removeprefix(prefix): value
-                    for key, value in arrays.items()
-                    if key.startswith(prefix)
-                }
-            )
+            # `save` puts the learner's name before those of its arrays.
+            own = [key for key in arrays if key.startswith(f"{name}/")]
+            learner.load_state({key.removeprefix(f"{name}/"): arrays[key] for key in own})
         trainer.step = SavedRun.from_header(path, header).step
         # The metrics may be ahead of the checkpoint, because they are written after every step.
         # Those later steps are done again, so their records are left out.
@@ -275,10 +270,9 @@ class Trainer:
         way_out = _way_out(train.checkpoint)
         _require_finite(result, step, way_out)
         twin = self.learners.get(FULL_PRECISION)
-        reference, reference_seconds = (
-            _timed_step(twin, tokens, rate) if twin is not None else (None, None)
-        )
-        if reference is not None:
+        reference, reference_seconds = None, None
+        if twin is not None:
+            reference, reference_seconds = _timed_step(twin, tokens, rate)
             _require_finite(reference, step, way_out, " of the run in full precision")
         self.step = step
         num_tokens = train.batch_size * self.config.model.seq_len
@@ -321,9 +315,8 @@ def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, di
     """The learners, and the configuration with its baseline decided."""
 
     def make(precision: str, engine: str) -> Learner:
-        return make_learner(
-            config.framework, config.model, config.train, precision, engine, parallel
-        )
+        sizes = config.model, config.train
+        return make_learner(config.framework, *sizes, precision, engine, parallel)
 
     # The main learner first: "auto" is resolved by building it, and the baseline depends on the
     # engine that runs.
@@ -355,11 +348,8 @@ def _over(statistic: Callable[[list[float]], Any], values: list[float | None]) -
 
 def _require_finite(result: StepResult, step: int, way_out: str, whose: str = "") -> None:
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-    expect(
-        finite,
-        TrainingError,
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; {way_out}",
-    )
+    words = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; {way_out}"
+    expect(finite, TrainingError, words)
 
 
 def _way_out(has_checkpoint: bool) -> str:

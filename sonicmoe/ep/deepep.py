@@ -24,11 +24,8 @@ from .interface import Received, Tokens, Transport
 from .row_limit import RowLimit, require_rows
 
 Tensor = torch.Tensor
-MODULES = (
-    ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep")
-    if IS_PADDLE
-    else ("deep_ep",)
-)
+PADDLES = ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep")
+MODULES = PADDLES if IS_PADDLE else ("deep_ep",)
 LEGACY, ELASTIC = "legacy", "elastic"
 CLASSES = {LEGACY: "Buffer", ELASTIC: "ElasticBuffer"}
 METHODS = {LEGACY: ("get_dispatch_layout", "dispatch", "combine"), ELASTIC: ("dispatch", "combine")}
@@ -175,9 +172,8 @@ class _DeepEPTransport(Transport):
         self, x: Tensor, handle: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x)
-        combined, combined_weights, _ = self._sized_buffer(int(x.shape[1])).combine(
-            x, handle, topk_weights=weights
-        )
+        buffer = self._sized_buffer(int(x.shape[1]))
+        combined, combined_weights, _ = buffer.combine(x, handle, topk_weights=weights)
         return combined, combined_weights
 
 
@@ -213,9 +209,8 @@ class LegacyTransport(_DeepEPTransport):
         # The layout says which token goes to which rank and how many rows that makes. Without a
         # limit, `dispatch` below waits until the counts have reached the host, because they size
         # the outputs.
-        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-            ids, self.num_experts
-        )
+        layout = buffer.get_dispatch_layout(ids, self.num_experts)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = layout
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
             sent,
             topk_idx=ids,
@@ -300,20 +295,20 @@ class ElasticTransport(_DeepEPTransport):
             num_experts=self.num_experts,
             do_cpu_sync=self._wait_for_counts,
         )
-        recv_idx = recv_idx.to(torch.int64)
-        if not self._wait_for_counts:
+        recv_idx, counts = recv_idx.to(torch.int64), None
+        if self._wait_for_counts:
+            # The list holds counts only after the host has waited for them.
+            counts = host_counts(handle.num_recv_tokens_per_expert_list)
+        else:
             # Without host synchronisation nobody writes the rows beyond the real ones, so their ids
             # are whatever the memory held. They could look like valid experts and must become -1.
             recv_idx = _without_tail(recv_idx, handle.psum_num_recv_tokens_per_scaleup_rank)
-            return Received(recv_x, recv_idx, recv_weights, None, handle)
-        # The list holds counts only after the host has waited for them.
-        counts = host_counts(handle.num_recv_tokens_per_expert_list)
         return Received(recv_x, recv_idx, recv_weights, counts, handle)
 
     def _plain(self, x: Tokens) -> Tensor:
         if isinstance(x, BlockScaledTensor):
             self.check_quantised(x.shape[1])
-        assert not isinstance(x, BlockScaledTensor)
+        assert not isinstance(x, BlockScaledTensor)  # refused above
         self._check(x)
         return x
 

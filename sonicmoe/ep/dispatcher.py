@@ -14,7 +14,7 @@ from ..autograd import DifferentiableCall
 from ..interop import grad_enabled, is_cuda, plain_ops, requires_grad
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import count_experts, in_one_spelling
-from .fp8_rows import Forms, SentGradient, check_fp8, quantised, stand_in
+from .fp8_rows import Forms, SentGradient, check_forms, quantised, stand_in
 from .interface import (
     Dispatched,
     Received,
@@ -73,11 +73,9 @@ class Dispatcher(ABC):
                 what is needed.
         """
         check_dispatch(x, topk_idx, topk_weights)
-        forms = Forms(
-            self.fp8 if fp8 is None else fp8, self.fp8_grad if fp8_grad is None else fp8_grad
-        )
-        check_fp8(forms.tokens)
-        check_fp8(forms.gradients, "fp8_grad")
+        fp8 = self.fp8 if fp8 is None else fp8
+        forms = Forms(fp8, self.fp8_grad if fp8_grad is None else fp8_grad)
+        check_forms(*forms)
         # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
         ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         return self._send(x, ids, topk_weights, forms)
@@ -246,8 +244,7 @@ class TransportDispatcher(Dispatcher):
         """Stateless but for the transport and the stream of the combine of dx. fp8, fp8_grad: how
         tokens and gradients travel where a dispatch does not say.
         """
-        check_fp8(fp8)
-        check_fp8(fp8_grad, "fp8_grad")
+        check_forms(fp8, fp8_grad)
         self.transport, self.fp8, self.fp8_grad = transport, fp8, fp8_grad
         self.num_experts = transport.num_experts
         self.num_local_experts = transport.num_local_experts

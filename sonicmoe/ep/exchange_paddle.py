@@ -23,12 +23,8 @@ class PaddleExchange(RowExchange):
     """
 
     def __init__(self, group: Any = None) -> None:
-        """Read rank and size."""
-        expect(
-            dist.is_initialized(),
-            ConfigError,
-            "paddle.distributed is not initialised; call init_parallel_env or fleet.init first",
-        )
+        words = "paddle.distributed is not initialised; call init_parallel_env or fleet.init first"
+        expect(dist.is_initialized(), ConfigError, words)
         self._group = dist.get_group() if group is None else group
         self.world_size, self.rank = int(self._group.nranks), int(self._group.rank)
         backend = str(dist.get_backend(self._group)).lower()
@@ -68,13 +64,11 @@ class PaddleExchange(RowExchange):
         padded = np.zeros([size, width], dtype=np.uint8)
         padded[: int(rows.shape[0])] = rows.numpy() if int(rows.shape[0]) else 0
         # Where the rows for each destination begin within a source's rows.
-        starts = np.cumsum(counts, axis=1) - counts
-        spans = [
-            slice(start, start + n)
-            for start, n in zip(starts[:, self.rank], counts[:, self.rank], strict=True)
-        ]
-        pieces = [piece[span] for piece, span in zip(self._gather(padded), spans, strict=True)]
-        return paddle.to_tensor(np.concatenate(pieces))
+        starts = (np.cumsum(counts, axis=1) - counts)[:, self.rank]
+        mine = zip(self._gather(padded), starts, counts[:, self.rank], strict=True)
+        return paddle.to_tensor(
+            np.concatenate([rows[first : first + n] for rows, first, n in mine])
+        )
 
     def _gather(self, values: np.ndarray) -> list[np.ndarray]:
         gathered: list[Any] = []

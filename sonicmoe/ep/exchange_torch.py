@@ -30,16 +30,13 @@ class TorchExchange(RowExchange):
     """
 
     def __init__(self, group: Any = None) -> None:
-        """Read rank and size."""
-        expect(
-            dist.is_initialized(),
-            ConfigError,
-            "torch.distributed has no process group; call init_process_group first",
-        )
+        words = "torch.distributed has no process group; call init_process_group first"
+        expect(dist.is_initialized(), ConfigError, words)
         self._group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         backend = str(dist.get_backend(group))
-        self.name = f"torch.distributed ({backend if backend != UNDEFINED else dist.get_backend_config(group)})"
+        known = backend if backend != UNDEFINED else dist.get_backend_config(group)
+        self.name = f"torch.distributed ({known})"
 
     def exchange(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
@@ -49,9 +46,8 @@ class TorchExchange(RowExchange):
         )
         own = send_counts[self.rank] * int(rows.shape[1])
         if rows.is_cuda and self.world_size > 1 and own >= _LARGE:
-            self._exchange_with_others(
-                list(arrived.split(list(recv_counts))), list(rows.split(list(send_counts)))
-            )
+            arriving, leaving = arrived.split(list(recv_counts)), rows.split(list(send_counts))
+            self._exchange_with_others(list(arriving), list(leaving))
             return arrived
         # PyTorch takes output sizes before input sizes, Paddle the other way round.
         dist.all_to_all_single(

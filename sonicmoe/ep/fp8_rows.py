@@ -33,10 +33,12 @@ class Forms(NamedTuple):
         return bool(self.tokens or self.gradients)
 
 
-def check_fp8(fp8: object, name: str = "fp8") -> None:
+def check_forms(fp8: object, fp8_grad: object) -> None:
     """Raise ConfigError for a form that is none of `FP8_FORMS`."""
-    words = f"{name} is {fp8!r}; needed: one of {list(FP8_FORMS)}"
-    expect(isinstance(fp8, bool) or fp8 == "row", ConfigError, words)
+    for name, form in (("fp8", fp8), ("fp8_grad", fp8_grad)):
+        words = f"{name} is {form!r}; needed: one of {list(FP8_FORMS)}"
+        # By type, because 1 equals True.
+        expect(isinstance(form, bool) or form == "row", ConfigError, words)
 
 
 def quantised(rows: Tensor, form: bool | str) -> BlockScaledTensor:
@@ -62,7 +64,7 @@ class SentGradient:
     """
 
     def __init__(self, form: bool | str) -> None:
-        """Nothing has arrived yet. form: of the rows; not False."""
+        """`form`: of the rows; not False."""
         self.form = form
         self._rows: BlockScaledTensor | None = None
         self._stand_in: Tensor | None = None

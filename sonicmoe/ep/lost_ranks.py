@@ -11,14 +11,8 @@ from ..errors import RankLostError, SonicMoEError
 
 # Words of gloo, of Paddle's gloo, of NCCL and of DeepEP for a peer that is gone.
 _SIGNS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "timed out",
-    "timeout",
-    "gloo",
-    "nccl",
-    "deepep",
+    *("connection closed by peer", "connection reset by peer", "broken pipe"),
+    *("timed out", "timeout", "gloo", "nccl", "deepep"),
 )
 
 

@@ -24,7 +24,7 @@ from .deepep import (
 from .dispatcher import Dispatcher, LocalDispatcher, TransportDispatcher
 from .fixed_size import FixedSizeTransport
 from .fleet import FleetDispatcher, find_fleet
-from .fp8_rows import check_fp8
+from .fp8_rows import check_forms
 from .interface import Transport
 from .row_limit import RowLimit, check_max_tokens
 
@@ -45,13 +45,6 @@ class _Sizes(NamedTuple):
 
     max_tokens: int
     wait_for_counts: bool
-
-    def check(self) -> None:
-        """Raise ConfigError where they say nothing."""
-        words = f"wait_for_counts is {self.wait_for_counts!r}; needed: True or False"
-        expect(isinstance(self.wait_for_counts, bool), ConfigError, words)
-        if not self.wait_for_counts:
-            check_max_tokens(self.max_tokens)
 
 
 def make_dispatcher(
@@ -94,9 +87,8 @@ def make_dispatcher(
             `wait_for_counts`; no `max_tokens` where it is needed.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
-    _check(kind, group, fp8, fp8_grad)
     sizes = _Sizes(max_tokens, wait_for_counts)
-    sizes.check()
+    _check(kind, group, fp8, fp8_grad, sizes)
     if group is None:
         return LocalDispatcher(num_experts, fp8, fp8_grad)
     if kind == "auto":
@@ -113,14 +105,18 @@ def make_dispatcher(
     return dispatcher
 
 
-def _check(kind: str, group: Any, fp8: bool | str, fp8_grad: bool | str) -> None:
+def _check(kind: str, group: Any, fp8: bool | str, fp8_grad: bool | str, sizes: _Sizes) -> None:
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
-    check_fp8(fp8)
-    check_fp8(fp8_grad, "fp8_grad")
-    if group is None and kind not in ("auto", "local"):
-        raise ConfigError(f"kind {kind!r} needs a group of ranks; group is None")
-    if group is not None and kind == "local":
-        raise ConfigError("kind 'local' is for one rank; a group was given")
+    check_forms(fp8, fp8_grad)
+    needs_none = kind in ("auto", "local")
+    alone = f"kind {kind!r} needs a group of ranks; group is None"
+    expect(group is not None or needs_none, ConfigError, alone)
+    words = "kind 'local' is for one rank; a group was given"
+    expect(group is None or kind != "local", ConfigError, words)
+    words = f"wait_for_counts is {sizes.wait_for_counts!r}; needed: True or False"
+    expect(isinstance(sizes.wait_for_counts, bool), ConfigError, words)
+    if not sizes.wait_for_counts:
+        check_max_tokens(sizes.max_tokens)
 
 
 def _announce(dispatcher: Dispatcher, why: str, sizes: _Sizes) -> None:
@@ -128,14 +124,9 @@ def _announce(dispatcher: Dispatcher, why: str, sizes: _Sizes) -> None:
     level = logging.WARNING if "cannot serve" in why else logging.INFO
     if not (sizes.wait_for_counts or isinstance(dispatcher, LocalDispatcher)):
         why += f"; without waiting for counts: room for {sizes.max_tokens} tokens of every rank"
-    logger.log(
-        level,
-        "expert parallelism over %s: %d experts, %d here (%s)",
-        dispatcher.name,
-        dispatcher.num_experts,
-        dispatcher.num_local_experts,
-        why,
-    )
+    line = "expert parallelism over %s: %d experts, %d here (%s)"
+    experts = dispatcher.num_experts, dispatcher.num_local_experts
+    logger.log(level, line, dispatcher.name, *experts, why)
 
 
 def _auto(num_experts: int, group: Any, sizes: _Sizes) -> tuple[Dispatcher, str]:
@@ -171,29 +162,29 @@ def _collective(num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
 
 
 def _named(kind: str, num_experts: int, group: Any, sizes: _Sizes) -> Dispatcher:
+    if kind == "collective":
+        return _collective(num_experts, group, sizes)
     if kind == "fleet":
-        if not sizes.wait_for_counts:
-            needed = "True, or kind 'deepep' or 'collective'"
-            unable = f"kind 'fleet' cannot: {FLEET_WAITS}"
-            raise ConfigError(f"wait_for_counts is False, and {unable}; needed: {needed}")
+        needed = "True, or kind 'deepep' or 'collective'"
+        unable = f"kind 'fleet' cannot: {FLEET_WAITS}"
+        words = f"wait_for_counts is False, and {unable}; needed: {needed}"
+        expect(sizes.wait_for_counts, ConfigError, words)
         functions, why = find_fleet()
         if functions is None:
             raise EngineUnavailableError(f"PaddleFleet's fused dispatch is not available: {why}")
         return FleetDispatcher(num_experts, group, functions)
-    if kind == "deepep":
-        library, why = find_library()
-        if library is None:
-            raise EngineUnavailableError(f"DeepEP is not available: {why}")
-        buffer, problems = _usable_buffer(library, group, sizes)
-        if buffer is None and _usable_buffer(library, group, _Sizes(sizes.max_tokens, True))[0]:
-            raise ConfigError(
-                f"wait_for_counts is False, and DeepEP's {problems}; needed: True, or kind 'collective'"
-            )
-        # An ElasticBuffer without a size has a message of its own.
-        if buffer is None and library.kinds != (ELASTIC,):
-            raise EngineUnavailableError(f"DeepEP cannot be used: its {problems}")
-        return TransportDispatcher(_deepep(buffer or ELASTIC, library, num_experts, group, sizes))
-    return _collective(num_experts, group, sizes)
+    library, why = find_library()
+    if library is None:
+        raise EngineUnavailableError(f"DeepEP is not available: {why}")
+    buffer, problems = _usable_buffer(library, group, sizes)
+    # A buffer that would serve if the host waited: the caller can have it by saying so.
+    if buffer is None and _usable_buffer(library, group, _Sizes(sizes.max_tokens, True))[0]:
+        needed = "needed: True, or kind 'collective'"
+        raise ConfigError(f"wait_for_counts is False, and DeepEP's {problems}; {needed}")
+    # An ElasticBuffer without a size has a message of its own.
+    if buffer is None and library.kinds != (ELASTIC,):
+        raise EngineUnavailableError(f"DeepEP cannot be used: its {problems}")
+    return TransportDispatcher(_deepep(buffer or ELASTIC, library, num_experts, group, sizes))
 
 
 def _usable_buffer(library: DeepEPLibrary, group: Any, sizes: _Sizes) -> tuple[str | None, str]:

@@ -245,11 +245,8 @@ def _activation(
     found = ActivationType.SITU_GLU if situ is not None else None
     found = found or member_of(ActivationType, name, "activation_type")
     clamps = (ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP)
-    expect(
-        limit == 0 or found in clamps,
-        ConfigError,
-        f"swiglu_clamp_value is {limit} with activation {found.value!r}; needed: 0, or SwiGLU",
-    )
+    words = f"swiglu_clamp_value is {limit} with activation {found.value!r}; needed: 0, or SwiGLU"
+    expect(limit == 0 or found in clamps, ConfigError, words)
     if limit and found in clamps:
         found = ActivationType.SWIGLU_CLAMP
         return found, layer_parameters(found, {"limit": limit})
