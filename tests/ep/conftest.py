@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from filelock import FileLock
-from worlds import TESTS, paddle_variables, run_world
+from worlds import TESTS, finish, paddle_variables, start_world
+
+
+def started(framework, world, folder, *arguments):
+    """The ranks of a world of `ep_worker.py`."""
+    launch = paddle_variables(world) if framework == "paddle" else [{}] * world
+    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
+    worker = TESTS / "ep" / "ep_worker.py"
+    return start_world(lambda rank: [worker, world, rank, folder, *arguments], variables)
+
+
+@pytest.fixture(scope="session")
+def start_ranks():
+    """`started`."""
+    return started
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +35,8 @@ def world_results(session_folder):
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
                     folder.mkdir()
-                    start(framework, world, folder)
+                    ended = finish(started(framework, world, folder))
+                    assert [code for code, _, _ in ended] == [0] * world, ended
                     (folder / "complete").touch()
             if not (folder / "complete").exists():
                 pytest.fail(f"the {folder.name} failed before")
@@ -29,11 +44,5 @@ def world_results(session_folder):
                 dict(np.load(folder / f"{rank}.npz")) for rank in range(world)
             ]
         return loaded[framework, world]
-
-    def start(framework: str, world: int, folder) -> None:
-        launch = paddle_variables(world) if framework == "paddle" else [{}] * world
-        variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-        worker = TESTS / "ep" / "ep_worker.py"
-        run_world(lambda rank: [worker, world, rank, folder], variables)
 
     return results

@@ -34,11 +34,8 @@ class Config:
 
 class _Emulation:
     def __init__(self, group):
-        self.group, self.rank, self.group_size = (
-            group,
-            dist.get_rank(group),
-            dist.get_world_size(group),
-        )
+        self.group, self.rank = group, dist.get_rank(group)
+        self.group_size = dist.get_world_size(group)
 
     def _deliver(self, x, ids, weights, num_experts):
         """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
@@ -61,21 +58,13 @@ class _Emulation:
         recv_x = torch.stack(rows) if rows else empty_rows
         recv_idx = torch.stack(indices) if rows else empty_slots
         recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
-        return (
-            sources,
-            recv_x,
-            recv_idx,
-            recv_weights,
-            [int((recv_idx == e).sum()) for e in range(local)],
-        )
+        counts = [int((recv_idx == e).sum()) for e in range(local)]
+        return sources, recv_x, recv_idx, recv_weights, counts
 
     def _redeliver(self, x, sources):
         tokens = gathered(x, self.group)
-        return (
-            torch.stack([tokens[rank][token] for rank, token in sources])
-            if sources
-            else x.new_empty([0, x.shape[1]])
-        )
+        rows = [tokens[rank][token] for rank, token in sources]
+        return torch.stack(rows) if rows else x.new_empty([0, x.shape[1]])
 
     def _collect(self, x, weights, sources, num_tokens):
         """Per own token: `(fp32 row sums, per rank weights)` in rank order."""
@@ -96,9 +85,8 @@ class _Emulation:
 def with_tail(rows, size, value):
     """`rows` followed by `value` up to `size` rows."""
     assert len(rows) <= size
-    return torch.cat(
-        [rows, torch.full([size - len(rows), *rows.shape[1:]], value, dtype=rows.dtype)]
-    )
+    tail = torch.full([size - len(rows), *rows.shape[1:]], value, dtype=rows.dtype)
+    return torch.cat([rows, tail])
 
 
 def fp8_rows(codes, scales):
@@ -137,79 +125,54 @@ class Buffer(_Emulation):
         return Config()
 
     def get_dispatch_layout(
-        self,
-        topk_idx,
-        num_experts,
-        previous_event=None,
-        async_finish=False,
+        self, topk_idx, num_experts, previous_event=None, async_finish=False,
         allocate_on_comm_stream=False,
-    ):
+    ):  # fmt: skip
         local = num_experts // self.group_size
-        in_rank = torch.stack(
-            [((topk_idx // local == r) & (topk_idx >= 0)).any(1) for r in range(self.group_size)], 1
-        )
-        per_expert = torch.tensor(
-            [int((topk_idx == e).sum()) for e in range(num_experts)], dtype=torch.int32
-        )
+        owner = torch.where(topk_idx >= 0, topk_idx // local, -1)
+        in_rank = torch.stack([(owner == r).any(1) for r in range(self.group_size)], 1)
+        counts = [int((topk_idx == e).sum()) for e in range(num_experts)]
+        per_expert = torch.tensor(counts, dtype=torch.int32)
         return in_rank.sum(0).to(torch.int32), None, per_expert, in_rank, None
 
+    @staticmethod
+    def _arrived(rows, hidden, size):
+        plain = hidden is None
+        return with_tail(rows, size, GARBAGE) if plain else fp8_pair(rows, hidden, size)
+
     def dispatch(
-        self,
-        x,
-        handle=None,
-        num_tokens_per_rank=None,
-        num_tokens_per_rdma_rank=None,
-        is_token_in_rank=None,
-        num_tokens_per_expert=None,
-        topk_idx=None,
-        topk_weights=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
+        self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None,
+        expert_alignment=1, num_worst_tokens=0, config=None, previous_event=None,
+        async_finish=False, allocate_on_comm_stream=False,
+    ):  # fmt: skip
         hidden = None
         if isinstance(x, tuple):
             hidden, x = x[0].shape[1], fp8_rows(*x)
-        assert x.shape[1] * x.element_size() * self.group_size <= self.num_nvl_bytes, (
-            "the buffer is too small"
-        )
+        bytes_of_a_row = x.shape[1] * x.element_size()
+        assert bytes_of_a_row * self.group_size <= self.num_nvl_bytes, "the buffer is too small"
         if handle is not None:
             assert topk_idx is None and topk_weights is None and num_worst_tokens == 0
             sources, _, rows = handle
-            recv_x = self._redeliver(x, sources)
-            plain = hidden is None
-            recv_x = with_tail(recv_x, rows, GARBAGE) if plain else fp8_pair(recv_x, hidden, rows)
+            recv_x = self._arrived(self._redeliver(x, sources), hidden, rows)
             return recv_x, None, None, None, None, None
         assert num_tokens_per_rank.tolist() == is_token_in_rank.sum(0).tolist()
-        sources, recv_x, recv_idx, weights, counts = self._deliver(
-            x, topk_idx, topk_weights, len(num_tokens_per_expert)
-        )
+        delivery = self._deliver(x, topk_idx, topk_weights, len(num_tokens_per_expert))
+        sources, recv_x, recv_idx, weights, counts = delivery
         weights = torch.where(recv_idx >= 0, weights, 0.0)
         counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
         rows = num_worst_tokens or len(recv_x)
         handle = (sources, len(x), rows)
-        recv_x = (
-            with_tail(recv_x, rows, GARBAGE) if hidden is None else fp8_pair(recv_x, hidden, rows)
-        )
+        recv_x = self._arrived(recv_x, hidden, rows)
         if num_worst_tokens:
             weights = with_tail(weights, rows, GARBAGE)
             recv_idx, counts = with_tail(recv_idx, rows, -1), []
         return recv_x, recv_idx, weights, counts, handle, None
 
     def combine(
-        self,
-        x,
-        handle,
-        topk_weights=None,
-        bias=None,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
+        self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None,
+        async_finish=False, allocate_on_comm_stream=False,
+    ):  # fmt: skip
         sources, num_tokens, rows = handle
         assert len(x) == rows
         combined, per_rank = self._collect(x, topk_weights, sources, num_tokens)
@@ -224,69 +187,37 @@ class ElasticBuffer(_Emulation):
     TAIL = 5
 
     def __init__(
-        self,
-        group,
-        num_bytes=None,
-        num_cpu_bytes=0,
-        num_max_tokens_per_rank=0,
-        hidden=0,
-        num_topk=0,
-        use_fp8_dispatch=False,
-        deterministic=False,
-    ):
+        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0,
+        num_topk=0, use_fp8_dispatch=False, deterministic=False,
+    ):  # fmt: skip
         super().__init__(group)
         assert num_max_tokens_per_rank > 0 and hidden > 0 and num_topk > 0 and deterministic
         self.capacity = gathered(num_max_tokens_per_rank, group)
         assert len(set(self.capacity)) == 1, "all ranks must give the same maximum"
 
     def dispatch(
-        self,
-        x,
-        topk_idx=None,
-        topk_weights=None,
-        cumulative_local_expert_recv_stats=None,
-        num_experts=None,
-        num_max_tokens_per_rank=None,
-        expert_alignment=None,
-        handle=None,
-        do_handle_copy=True,
-        do_cpu_sync=None,
-        do_expand=False,
-        do_zero_padding=False,
-    ):
+        self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None,
+        num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, handle=None,
+        do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
+    ):  # fmt: skip
         assert num_experts is not None, "the number of SMs is computed from it, also with a handle"
         if handle is not None:
             assert topk_idx is None and not do_cpu_sync
-            return (
-                with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE),
-                None,
-                None,
-                handle,
-                None,
-            )
-        sources, recv_x, recv_idx, weights, counts = self._deliver(
-            x, topk_idx, topk_weights, num_experts
-        )
+            recv_x = with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE)
+            return recv_x, None, None, handle, None
+        delivery = self._deliver(x, topk_idx, topk_weights, num_experts)
+        sources, recv_x, recv_idx, weights, counts = delivery
         real = len(recv_x)
         rows = real if do_cpu_sync is not False else real + self.TAIL
         owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.group_size), -1)
+        running = [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)]
         handle = SimpleNamespace(
-            sources=sources,
-            num_tokens=len(x),
-            rows=rows,
-            owner=owner,
+            sources=sources, num_tokens=len(x), rows=rows, owner=owner,
             num_recv_tokens_per_expert_list=counts if do_cpu_sync is not False else [],
-            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(
-                [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)],
-                dtype=torch.int32,
-            ),
-        )
-        tail = (
-            with_tail(recv_x, rows, GARBAGE),
-            with_tail(recv_idx, rows, 0),
-            with_tail(weights, rows, GARBAGE),
-        )
-        return *tail, handle, None
+            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(running, dtype=torch.int32),
+        )  # fmt: skip
+        tails = ((recv_x, GARBAGE), (recv_idx, 0), (weights, GARBAGE))
+        return *(with_tail(part, rows, value) for part, value in tails), handle, None
 
     def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0):
         assert len(x) == handle.rows

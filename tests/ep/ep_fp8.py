@@ -1,14 +1,17 @@
-"""A layer wide enough for several scales per row, whose tokens travel in FP8."""
+"""A layer wide enough for several scales per row, whose tokens and gradients travel in FP8."""
 
 from __future__ import annotations
 
 import numpy as np
 from ep_cases import EXPERTS, Source, cases
-from ep_layer import gradient
-from framework import numpy, parameter, tensor, torch
+from ep_layer import deepep_transports, gradient, poisoned_fixed_size
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import TransportDispatcher
+from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import ConfigError
 
 HIDDEN, INTERMEDIATE = 256, 24
 FORMS = (True, "row")
@@ -38,6 +41,13 @@ def experts_of(first, count):
     return made
 
 
+def node_of(first, count, **options):
+    """A node of the reference engine over `experts_of`, and its weights."""
+    weights = experts_of(first, count)
+    config = SonicMoEConfig(engine="reference", **options)
+    return SonicMoEMlpNode.from_fused(*weights, config=config), weights
+
+
 class Spy:
     """A source that remembers what it has given."""
 
@@ -57,10 +67,7 @@ def code_bytes(codes):
 def run_fp8(dispatcher, source, rank, form, says=True, grads=False):
     """Everything one rank sees of one forward and backward, by name, in numpy."""
     count = dispatcher.num_local_experts
-    weights = experts_of(rank * count, count)
-    node = SonicMoEMlpNode.from_fused(
-        *weights, config=SonicMoEConfig(engine="reference", fp8_mode="perf")
-    )
+    node, weights = node_of(rank * count, count, fp8_mode="perf")
     leaf, probs = tensor(source.x, grad=True), tensor(source.weights, grad=True)
     x = leaf.to(torch.bfloat16)
     option = {"fp8": form, "fp8_grad": grads} if says else {}
@@ -91,3 +98,31 @@ def run_fp8(dispatcher, source, rank, form, says=True, grads=False):
         "down": numpy(weights[1].main_grad),
         **{name: array[here] for name, array in arrived.items()},
     }
+
+
+def results_in_fp8(exchange):
+    """What one of two ranks sees through every dispatcher, by name, and what an ElasticBuffer
+    refuses.
+    """
+    rank, refused = exchange.rank, ""
+    transports = {
+        "collective": CollectiveTransport(8, exchange),
+        "fixed size": poisoned_fixed_size(exchange),
+    }
+    if not IS_PADDLE:
+        made = deepep_transports()
+        transports |= {name: made[name] for name in ("legacy", "legacy worst case")}
+        for form, grads in ((True, False), (False, True)):
+            elastic = TransportDispatcher(made["elastic"])
+            try:
+                run_fp8(elastic, sources("uneven")[rank], rank, form, grads=grads)
+            except ConfigError as error:
+                refused += str(error)
+    arrays = {"refused": np.array(refused)}
+    for case in CASES:
+        for form, grads in BOTH:
+            for name, transport in transports.items():
+                dispatcher = TransportDispatcher(transport, form, grads)
+                found = run_fp8(dispatcher, sources(case)[rank], rank, form, grads=grads)
+                arrays |= {f"{name}/{form}/{grads}/{case}/{key}": a for key, a in found.items()}
+    return arrays

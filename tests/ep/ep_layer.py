@@ -1,5 +1,5 @@
-"""dispatch -> node -> combine and back, in the framework under test; used by worker processes and
-by the tests beside them.
+"""dispatch -> node -> combine and back, in the framework under test, and every transport over the
+ranks of a world; used by worker processes and by the tests beside them.
 """
 
 from __future__ import annotations
@@ -7,11 +7,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from ep_cases import HIDDEN, INTERMEDIATE, expert_weights
-from framework import numpy, parameter, tensor, torch
+from ep_cases import EXPERTS, HIDDEN, INTERMEDIATE, expert_weights
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import fixed_size
+from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.ep.row_limit import RowLimit
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+MOST_TOKENS = 41  # of any rank in any case, and one more
 
 
 def local_experts(first, count):
@@ -22,12 +27,8 @@ def local_experts(first, count):
         weights = [parameter(values[expert]) for values in (up, down)]
         for weight in weights:
             weight.main_grad = tensor(np.zeros(tuple(weight.shape), np.float32))
-        made.append(
-            SimpleNamespace(
-                up_gate_proj=SimpleNamespace(weight=weights[0]),
-                down_proj=SimpleNamespace(weight=weights[1]),
-            )
-        )
+        up_gate_proj, down_proj = (SimpleNamespace(weight=weight) for weight in weights)
+        made.append(SimpleNamespace(up_gate_proj=up_gate_proj, down_proj=down_proj))
     return made
 
 
@@ -61,3 +62,50 @@ def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False):
 def gradient(leaf):
     """The gradient, zeros where none arrived (no token, nothing to differentiate)."""
     return np.zeros(tuple(leaf.shape)) if leaf.grad is None else numpy(leaf.grad)
+
+
+def start(world, rank, directory):
+    """Join the world; returns the exchange of its ranks."""
+    if IS_PADDLE:
+        import paddle.distributed as dist
+
+        from sonicmoe.ep.exchange_paddle import PaddleExchange
+
+        dist.init_parallel_env()
+        return PaddleExchange()
+    import torch.distributed as dist
+
+    from sonicmoe.ep.exchange_torch import TorchExchange
+
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    return TorchExchange()
+
+
+def poisoned_fixed_size(exchange):
+    """The transport that waits for nothing, its memory full of NaN."""
+
+    def empty(shape, dtype, device):
+        poison = float("nan") if "float" in str(dtype) else 0x7F  # which is NaN in e4m3
+        return torch.full(list(shape), poison, dtype=dtype, device=device)
+
+    fixed_size.empty = empty
+    return FixedSizeTransport(EXPERTS, exchange, MOST_TOKENS)
+
+
+def deepep_transports():
+    """Every mode of the emulated library."""
+    import emulated_deepep
+    import torch.distributed as dist
+
+    from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
+    from sonicmoe.ep.exchange_torch import TorchExchange
+
+    limit = RowLimit(MOST_TOKENS, TorchExchange)
+    given, most = (EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY), {"max_tokens": 64}
+    return {
+        "legacy": LegacyTransport(*given),
+        "legacy worst case": LegacyTransport(*given, limit=limit),
+        "elastic": ElasticTransport(*given, **most),
+        "elastic without sync": ElasticTransport(*given, **most, wait_for_counts=False),
+    }

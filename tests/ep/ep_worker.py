@@ -1,25 +1,36 @@
-"""One rank of a world: runs every case through every transport and leaves the results in
-`<out>/<rank>.npz`. A world of two also has tokens in FP8, bounds that differ between ranks, and,
-under Paddle, reductions of `main_grad`: a world takes longer to start than to run.
+"""One rank of a world.
 
-Arguments: world size, rank, directory. The framework is the environment's SONICMOE_TEST_FRAMEWORK.
+    WORLD RANK DIRECTORY             every case through every transport; `<out>/<rank>.npz`. A world of
+                                     two also has tokens in FP8, bounds that differ between ranks, and,
+                                     under Paddle, reductions of `main_grad`: a world takes longer to
+                                     start than to run
+    WORLD RANK DIRECTORY dies CALL   the last rank kills itself when it comes to its exchange number
+                                     CALL of one layer's forward and backward, while the others are
+                                     inside that exchange or on their way to it
+    WORLD RANK DIRECTORY exceeds     the last rank dispatches more rows than the bound, in its second
+                                     dispatch, and ends
+
+The framework is the environment's SONICMOE_TEST_FRAMEWORK.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
-import fp8_worker
 import framework
 import numpy as np
-import row_limit_worker
-from ep_cases import EXPERTS, cases
-from ep_layer import run_layer
-from ep_transports import deepep_transports, poisoned_fixed_size, start
+from ep_cases import EXPERTS, cases, source
+from ep_fp8 import results_in_fp8
+from ep_layer import deepep_transports, poisoned_fixed_size, run_layer, start
 
 from sonicmoe.ep import TransportDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
+from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.ep.row_limit import RowLimit
+from sonicmoe.errors import ConfigError
 
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
 RECORDED_EXPERTS = 8
@@ -38,36 +49,91 @@ def recorded(exchange):
     }
 
 
-def main(world, rank, directory):
-    exchange = start(world, rank, directory)
+def refused_bounds(exchange):
+    """What every dispatch of this rank raises, where each rank was given another `max_tokens`: of
+    both transports that compare them.
+    """
+    rank, said = exchange.rank, []
+    transports = [FixedSizeTransport(EXPERTS, exchange, 12 + rank)]
+    if not framework.IS_PADDLE:
+        import emulated_deepep
+        import torch.distributed as dist
+
+        from sonicmoe.ep.deepep import LegacyTransport
+
+        limit = RowLimit(12 + rank, lambda: exchange)
+        given = EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY
+        transports.append(LegacyTransport(*given, limit=limit))
+    for transport in transports:
+        for _ in range(2):  # it is no better the second time
+            try:
+                run_layer(TransportDispatcher(transport), source(5, rank), rank, "bfloat16")
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+def results(exchange):
+    """Everything that this rank sees, by name."""
+    world, rank = exchange.world_size, exchange.rank
     collective = TransportDispatcher(CollectiveTransport(EXPERTS, exchange))
-    runs = {
-        "fp32": (collective, {}),
-        "again": (collective, {}),
-        "bf16": (collective, {"dtype": "bfloat16"}),
-    }
     fixed = TransportDispatcher(poisoned_fixed_size(exchange))
-    runs["fixed fp32"], runs["fixed bf16"] = (fixed, {}), (fixed, {"dtype": "bfloat16"})
-    runs["fixed fp8"] = (fixed, {"dtype": "bfloat16", "fp8": True})
-    runs["fp8"] = runs["fp8 again"] = (collective, {"dtype": "bfloat16", "fp8": True})
+    runs = {}
+    for prefix, dispatcher in (("", collective), ("fixed ", fixed)):
+        runs[f"{prefix}fp32"] = dispatcher, {}
+        runs[f"{prefix}bf16"] = dispatcher, {"dtype": "bfloat16"}
+        runs[f"{prefix}fp8"] = dispatcher, {"dtype": "bfloat16", "fp8": True}
+    runs["again"], runs["fp8 again"] = runs["fp32"], runs["fp8"]
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
-            runs[name] = (TransportDispatcher(transport), {"dtype": "bfloat16"})
-    results = {}
+            runs[name] = TransportDispatcher(transport), {"dtype": "bfloat16"}
+    found = {}
     for case, sources in cases(world).items():
         for name, (dispatcher, options) in runs.items():
             for key, array in run_layer(dispatcher, sources[rank], rank, **options).items():
-                results[f"{name}/{case}/{key}"] = array
+                found[f"{name}/{case}/{key}"] = array
     if world == 2:
-        results |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
-        results |= {f"in fp8/{name}": array for name, array in fp8_worker.results(exchange).items()}
-        results["bounds"] = np.array(row_limit_worker.refused(exchange))
+        found |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
+        found |= {f"in fp8/{name}": array for name, array in results_in_fp8(exchange).items()}
+        found["bounds"] = np.array(refused_bounds(exchange))
     if world == 2 and framework.IS_PADDLE:
         import main_grad_worker
 
-        results |= {f"main_grad/{name}": a for name, a in main_grad_worker.results(rank).items()}
-    np.savez(directory / f"{rank}.npz", **results)
+        found |= {f"main_grad/{name}": a for name, a in main_grad_worker.results(rank).items()}
+    return found
+
+
+def dies(exchange, fatal):
+    world, rank = exchange.world_size, exchange.rank
+    if rank == world - 1:
+        original, calls = exchange.exchange, iter(range(10**6))
+
+        def dying(*arguments):
+            if next(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments)
+
+        exchange.exchange = dying
+    dispatcher = TransportDispatcher(CollectiveTransport(EXPERTS, exchange))
+    run_layer(dispatcher, source(12, rank), rank)
+
+
+def exceeds(exchange):
+    rank = exchange.rank
+    dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
+    for tokens in (12, 12 + rank):
+        run_layer(dispatcher, source(tokens, rank), rank)
+
+
+def main(world, rank, directory, what="", fatal=""):
+    exchange = start(int(world), int(rank), directory)
+    if what == "dies":
+        dies(exchange, int(fatal))
+    elif what == "exceeds":
+        exceeds(exchange)
+    else:
+        np.savez(Path(directory) / f"{rank}.npz", **results(exchange))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(*sys.argv[1:])

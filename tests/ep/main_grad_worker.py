@@ -44,8 +44,10 @@ def main_grads(experts):
     return [numpy(weight.main_grad) for weight in weights_of(experts)]
 
 
-def data_parallel(rank, flush):
-    """`node.step()`, then the trainer's fused all-reduce."""
+def trained(rank, flush):
+    """Experts and their node: `node.step()` behind four backwards, then the trainer's fused
+    all-reduce.
+    """
     experts = make_experts()
     node = make_node(experts, flush=flush)
     kept = bind_main_grads(experts)
@@ -53,10 +55,13 @@ def data_parallel(rank, flush):
         Pending(node, batch).backward()
     node.step()
     fused_allreduce_gradients(weights_of(experts), None)
-    assert all(
-        weight.main_grad is main_grad
-        for weight, main_grad in zip(weights_of(experts), kept, strict=True)
-    )
+    pairs = zip(weights_of(experts), kept, strict=True)
+    assert all(weight.main_grad is main_grad for weight, main_grad in pairs)
+    return experts, node
+
+
+def data_parallel(rank, flush):
+    experts, _ = trained(rank, flush)
     return {f"data parallel, {flush}": error(main_grads(experts), mean_golden(experts, 4))}
 
 
@@ -86,10 +91,8 @@ class Overlap:
         self.experts, self.fired = experts, 0
         for weight in weights_of(experts):
             weight.main_grad = None
-        group = dist.get_group()
-        self.buffer = FusedCommBuffer(
-            0, weights_of(experts), group, acc_steps, act=act, use_main_grad=True
-        )
+        given = 0, weights_of(experts), dist.get_group(), acc_steps
+        self.buffer = FusedCommBuffer(*given, act=act, use_main_grad=True)
         for weight in weights_of(experts):
             weight._register_backward_hook(self._hook(weight))
 
@@ -129,10 +132,8 @@ def reduce_scatter(rank, flush):
     experts = make_experts()
     real, dist.reduce_scatter = dist.reduce_scatter, emulated
     try:
-        node, comm = (
-            make_node(experts, flush=flush),
-            Overlap(experts, 2, HOOK_ACTION.REDUCE_SCATTER),
-        )
+        node = make_node(experts, flush=flush)
+        comm = Overlap(experts, 2, HOOK_ACTION.REDUCE_SCATTER)
         for batch in batches_of(rank)[:2]:
             Pending(node, batch).backward()
         comm.buffer.scale_grads()
@@ -176,18 +177,11 @@ def delayed_loss_scale(rank, flush):
     """The pipeline's delayed scaling replaces `main_grad` by a scaled copy after `step()`; the next
     step adds to the copy.
     """
-    experts = make_experts()
-    node = make_node(experts, flush=flush)
-    bind_main_grads(experts)
-    for batch in batches_of(rank):
-        Pending(node, batch).backward()
-    node.step()
-    fused_allreduce_gradients(weights_of(experts), None)
+    experts, node = trained(rank, flush)
     for weight in weights_of(experts):
         weight.main_grad = weight.main_grad.scale(1 / len(SEEDS))
-    scaled = error(
-        main_grads(experts), [gradient / len(SEEDS) for gradient in mean_golden(experts, 4)]
-    )
+    wanted = [gradient / len(SEEDS) for gradient in mean_golden(experts, 4)]
+    scaled = error(main_grads(experts), wanted)
     for weight in weights_of(experts):
         weight.main_grad.zero_()
     Pending(node, batches_of(rank)[0]).backward()

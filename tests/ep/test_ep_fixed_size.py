@@ -5,8 +5,10 @@ waits. `test_ep_worlds.py` and `test_ep_fp8.py` have their bits.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
+import emulated_deepep as emulated
 import numpy as np
 import pytest
 import torch
@@ -18,15 +20,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from worlds import TESTS, finish, paddle_variables, start_world
+from worlds import finish
 
-from sonicmoe.ep import (
-    LocalDispatcher,
-    TransportDispatcher,
-    fixed_size,
-    make_dispatcher,
-    select,
-)
+from sonicmoe.ep import LocalDispatcher, TransportDispatcher, fixed_size, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport, RowExchange
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, worst_case_problem
 from sonicmoe.ep.fixed_size import FixedSizeTransport
@@ -97,11 +93,10 @@ class TestNothingWaits:
 
     def test_the_first_compares_bounds(self):
         """And so would every wait be seen here."""
-        for transport in (
-            FixedSizeTransport(EXPERTS, Echo(), MOST),
-            CollectiveTransport(EXPERTS, Echo()),
-        ):
-            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        waits = DataDependentOutputException, DynamicOutputShapeException
+        collective = CollectiveTransport(EXPERTS, Echo())
+        for transport in (FixedSizeTransport(EXPERTS, Echo(), MOST), collective):
+            with pytest.raises(waits):
                 self.run(transport, 5, {})
 
 
@@ -138,22 +133,14 @@ def select_ids(ids):
     return torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
 
 
-@pytest.fixture
-def library():
-    import emulated_deepep as emulated
+class BufferOfPaddle(emulated.Buffer):
+    """Of Paddle's build, which knows no worst case."""
 
-    return emulated.LIBRARY
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None):
+        raise AssertionError("nothing is sent here")
 
 
-def without_worst_case():
-    """Paddle's build of the Buffer."""
-    import emulated_deepep as emulated
-
-    class Buffer(emulated.Buffer):
-        def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None):
-            raise AssertionError("nothing is sent here")
-
-    return SimpleNamespace(Buffer=Buffer, ElasticBuffer=emulated.ElasticBuffer)
+PADDLES = SimpleNamespace(Buffer=BufferOfPaddle, ElasticBuffer=emulated.ElasticBuffer)
 
 
 BLIND = {"wait_for_counts": False, "max_tokens": MOST}
@@ -172,14 +159,10 @@ class TestTheChoice:
         assert isinstance(exact.transport, CollectiveTransport) and exact.transport.exact_rows
 
     @pytest.mark.parametrize("kind", ["auto", "deepep"])
-    def test_the_buffers_get_their_bounds(self, monkeypatch, library, kind):
-        monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
-        for offers, transport in (
-            (("legacy", "elastic"), LegacyTransport),
-            (("elastic",), ElasticTransport),
-        ):
-            found = select.DeepEPLibrary(library, offers)
-            monkeypatch.setattr(select, "find_library", lambda found=found: (found, ""))
+    def test_the_buffers_get_their_bounds(self, monkeypatch, kind):
+        both = {("legacy", "elastic"): LegacyTransport, ("elastic",): ElasticTransport}
+        for offers, transport in both.items():
+            gpu_world(monkeypatch, select.DeepEPLibrary(emulated.LIBRARY, offers))
             made = make_dispatcher(8, Group(), kind=kind, **BLIND).transport
             assert isinstance(made, transport) and not made.exact_rows
             waiting = make_dispatcher(8, Group(), kind=kind, max_tokens=MOST).transport
@@ -188,16 +171,17 @@ class TestTheChoice:
     @pytest.mark.parametrize(
         ("ranks", "module", "why"),
         [
-            (16, None, "wait_for_counts=False: it can within one NVLink domain, of 8 ranks"),
-            (2, without_worst_case(), "wait_for_counts=False: its dispatch takes no num_worst_tokens"),
+            (16, emulated.LIBRARY, "it can within one NVLink domain, of 8 ranks"),
+            (2, PADDLES, "its dispatch takes no num_worst_tokens"),
         ],
         ids=["between hosts", "a build without it"],
-    )  # fmt: skip
-    def test_a_buffer_that_cannot(self, monkeypatch, caplog, library, ranks, module, why):
-        module = module or library
+    )
+    def test_a_buffer_that_cannot(self, monkeypatch, caplog, ranks, module, why):
+        why = f"wait_for_counts=False: {why}"
         gpu_world(monkeypatch, select.DeepEPLibrary(module, ("legacy",)))
         assert worst_case_problem(module, ranks).endswith(why)
-        with pytest.raises(ConfigError, match=f"wait_for_counts is False, and DeepEP's Buffer.*{why}; needed: True, or"):  # fmt: skip
+        words = f"wait_for_counts is False, and DeepEP's Buffer.*{why}; needed: True, or"
+        with pytest.raises(ConfigError, match=words):
             make_dispatcher(16, Group(ranks), kind="deepep", **BLIND)
         with pytest.raises(ConfigError, match=f"DeepEP's Buffer.*{why}; needed"):
             LegacyTransport(16, Group(ranks), module, limit=SimpleNamespace(max_tokens=4))
@@ -212,7 +196,8 @@ class TestTheChoice:
         assert isinstance(make_dispatcher(16, Group(ranks)).transport, LegacyTransport)
 
     def test_fleet_always_waits(self, monkeypatch, caplog):
-        with pytest.raises(ConfigError, match="Fleet's fused_dispatch always waits for counts; needed: True, or kind"):  # fmt: skip
+        words = "Fleet's fused_dispatch always waits for counts; needed: True, or kind"
+        with pytest.raises(ConfigError, match=words):
             make_dispatcher(8, Group(), kind="fleet", **BLIND)
         monkeypatch.setattr(select, "IS_PADDLE", True)
         monkeypatch.setattr(select, "find_fleet", lambda: (FleetFunctions(None, None), ""))
@@ -237,22 +222,17 @@ class TestWhatIsRefused:
         with pytest.raises(ConfigError, match="wait_for_counts is 'no'; needed: True or False"):
             make_dispatcher(8, wait_for_counts="no", max_tokens=8)
 
-    def test_more_rows_than_the_bound_before_anything_is_sent(self, library):
+    @pytest.mark.parametrize("options", [{}, {"fp8": True}], ids=str)
+    def test_more_rows_than_the_bound_before_anything_is_sent(self, options):
         class Silent(Echo):
             exchange = gather = None
 
-        tokens = tokens_of(MOST + 1)
-        limit = FixedSizeTransport(8, Silent(), MOST)._limit
-        for transport in (
-            FixedSizeTransport(8, Silent(), MOST),
-            LegacyTransport(8, Group(), library, limit=limit),
-        ):
-            for options in ({}, {"fp8": True}):
-                wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
-                with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
-                    TransportDispatcher(transport).dispatch(
-                        wide, tokens.ids, tokens.weights, **options
-                    )
+        tokens, fixed = tokens_of(MOST + 1), FixedSizeTransport(8, Silent(), MOST)
+        legacy = LegacyTransport(8, Group(), emulated.LIBRARY, limit=fixed._limit)
+        wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
+        for transport in (fixed, legacy):
+            with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
+                TransportDispatcher(transport).dispatch(wide, tokens.ids, tokens.weights, **options)
 
     @pytest.mark.parametrize("framework", FRAMEWORKS)
     def test_bounds_that_differ_between_ranks(self, framework, world_results):
@@ -260,15 +240,13 @@ class TestWhatIsRefused:
         for rank, result in enumerate(world_results(framework, 2)):
             lines = result["bounds"].tolist()
             assert len(lines) == (2 if framework == "paddle" else 4)
-            words = f"max_tokens is {12 + rank} on rank {rank}, and the ranks 0 to 1 were given [12, 13]"
+            others = "and the ranks 0 to 1 were given [12, 13]"
+            words = f"max_tokens is {12 + rank} on rank {rank}, {others}"
             assert all(words in line for line in lines)
 
     @pytest.mark.parametrize("framework", FRAMEWORKS)
-    def test_the_others_learn_of_it_when_the_rank_ends(self, framework, tmp_path):
-        launch = paddle_variables(2) if framework == "paddle" else [{}] * 2
-        variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-        worker = TESTS / "ep" / "row_limit_worker.py"
-        processes = start_world(lambda rank: [worker, rank, tmp_path], variables)
+    def test_the_others_learn_of_it_when_the_rank_ends(self, framework, tmp_path, start_ranks):
+        processes = start_ranks(framework, 2, tmp_path, "exceeds")
         (first, _, waited), (second, _, raised) = finish(processes, 60)
         assert first not in (0, -9) and second not in (0, -9)
         assert "ShapeError: x has 13 rows; this dispatcher was made for max_tokens = 12" in raised
@@ -278,9 +256,6 @@ class TestWhatIsRefused:
 def test_a_node_takes_rows_that_are_nobodys():
     """Nothing but such rows, and no counts, as a rank gets them for which no token was meant."""
     tokens = source(MOST, 4)
-    nobodys = np.full_like(tokens.ids, -1)
-    found = run_layer(
-        TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)),
-        type(tokens)(tokens.x, nobodys, tokens.weights, tokens.dout),
-    )
+    nobodys = replace(tokens, ids=np.full_like(tokens.ids, -1))
+    found = run_layer(TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)), nobodys)
     assert not any(found[key].any() for key in ("y", "dx", "dweights", "up_gate", "down"))

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 from ep_cases import EXPERTS, joined
-from ep_fp8 import BOTH, CASES, Spy, experts_of, run_fp8, sources
+from ep_fp8 import BOTH, CASES, FORMS, Spy, node_of, run_fp8, sources
 from framework import relative_rmse
 from test_ep_dispatchers import Group
 
-from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher
 from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
 from sonicmoe.ep.fleet import FleetDispatcher, FleetFunctions
 from sonicmoe.ep.fp8_rows import quantised
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
@@ -52,24 +50,16 @@ def one_process(case, form, grads):
 
 @WAYS
 @pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(world, case, form, grads):
+def test_equals_one_process_and_unknown_counts_change_no_bit(world, case, form, grads):
     framework, results = world
     wanted = one_process(case, form, grads)
-    for name in TRANSPORTS[framework]:
-        for key in KEYS:
-            path = f"{name}/{form}/{grads}/{case}/{key}"
-            got = np.concatenate([rank[path] for rank in results])
+    for key in KEYS:
+        path = f"{form}/{grads}/{case}/{key}"
+        for name in TRANSPORTS[framework]:
+            got = np.concatenate([rank[f"{name}/{path}"] for rank in results])
             assert got.shape == wanted[key].shape and np.isfinite(got).all(), (name, key)
             assert relative_rmse(got, wanted[key]) <= BOUND, (name, key)
-
-
-@WAYS
-@pytest.mark.parametrize("case", CASES)
-def test_counts_that_nobody_knows_change_no_bit(world, case, form, grads):
-    _, results = world
-    for rank in results:
-        for key in KEYS:
-            path = f"{form}/{grads}/{case}/{key}"
+        for rank in results:
             assert rank[f"fixed size/{path}"].tobytes() == rank[f"collective/{path}"].tobytes(), key
 
 
@@ -92,23 +82,20 @@ def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
                 np.testing.assert_array_equal(scales, sent.scale_inv.numpy()[here])
 
 
-@pytest.mark.parametrize("case", CASES[:1])
-def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home(case):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home(form):
     """Bit for bit what the node makes of the gradient that its own process has quantised."""
-    source = joined(sources(case))
-    for form in (True, "row"):
-        sent = run_fp8(LocalDispatcher(EXPERTS, False, form), source, 0, False, grads=form)
-        node = SonicMoEMlpNode.from_fused(
-            *experts_of(0, EXPERTS), config=SonicMoEConfig(engine="reference", fp8_mode="perf")
-        )
-        x = torch.tensor(source.x, requires_grad=True)
-        probs = torch.tensor(source.weights, requires_grad=True)
-        dout = torch.tensor(source.dout).to(torch.bfloat16)
-        home = SimpleNamespace(take=lambda _, dout=dout, form=form: quantised(dout, form))
-        ids = torch.tensor(source.ids)
-        ids = torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
-        node(x.to(torch.bfloat16), None, ids, probs, dout_source=home).backward(dout)
-        np.testing.assert_array_equal(sent["dx"], x.grad.numpy())
+    source = joined(sources("uneven"))
+    sent = run_fp8(LocalDispatcher(EXPERTS, False, form), source, 0, False, grads=form)
+    node, _ = node_of(0, EXPERTS, fp8_mode="perf")
+    x = torch.tensor(source.x, requires_grad=True)
+    probs = torch.tensor(source.weights, requires_grad=True)
+    dout = torch.tensor(source.dout).to(torch.bfloat16)
+    home = SimpleNamespace(take=lambda _: quantised(dout, form))
+    ids = torch.tensor(source.ids)
+    ids = torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
+    node(x.to(torch.bfloat16), None, ids, probs, dout_source=home).backward(dout)
+    np.testing.assert_array_equal(sent["dx"], x.grad.numpy())
 
 
 def test_an_elastic_buffer_refuses_by_name(world):
@@ -118,48 +105,44 @@ def test_an_elastic_buffer_refuses_by_name(world):
         assert all(str(r["refused"]).count(words) == 2 for r in results)
 
 
+def one_slot(count=4):
+    """Tokens `[count, 256]`, all on expert 0."""
+    ids = torch.zeros(count, 1, dtype=torch.int64)
+    return torch.randn(count, 256), ids, torch.ones(count, 1)
+
+
 class TestDispatchers:
-    def test_the_dispatcher_or_the_call_decides(self):
-        x, ids, probs = torch.randn(4, 256), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-        for own, call, wanted in (
-            (False, None, 0),
-            (True, None, 2),
-            (True, False, 0),
-            (False, "row", 1),
-        ):
-            received = make_dispatcher(EXPERTS, fp8=own).dispatch(x, ids, probs, fp8=call)
-            assert (0 if received.x_scale is None else received.x_scale.shape[1]) == wanted
-            assert received.x.dtype == (torch.float8_e4m3fn if wanted else torch.float32)
-            assert received.dx_to is None
+    @pytest.mark.parametrize(
+        ("own", "call", "wanted"),
+        [(False, None, False), (True, None, True), (True, False, False), (False, "row", "row")],
+    )
+    def test_the_dispatcher_or_the_call_decides(self, own, call, wanted):
+        received = make_dispatcher(EXPERTS, fp8=own).dispatch(*one_slot(), fp8=call)
+        scales = 0 if received.x_scale is None else received.x_scale.shape[1]
+        assert scales == {False: 0, True: 2, "row": 1}[wanted]
+        assert received.x.dtype == (torch.float8_e4m3fn if wanted else torch.float32)
+        assert received.dx_to is None
+        dispatcher = make_dispatcher(EXPERTS, fp8_grad=own)
+        source = dispatcher.dispatch(*one_slot(), fp8_grad=call).dout_source
+        assert (False if source is None else source.form) == wanted
 
     def test_the_gradient_has_the_dtype_of_the_tokens(self):
-        x = torch.randn(4, 256, requires_grad=True)
-        received = LocalDispatcher(EXPERTS, True).dispatch(
-            x, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-        )
+        x, ids, probs = one_slot()
+        received = LocalDispatcher(EXPERTS, True).dispatch(x.requires_grad_(), ids, probs)
         assert received.dx_to.shape == x.shape and received.dx_to.untyped_storage().nbytes() == 2
         received.dx_to.backward(torch.full((4, 256), 1000.0, dtype=torch.bfloat16))
         assert x.grad.dtype == torch.float32 and (x.grad == 1000.0).all()
 
-    def test_the_dispatcher_or_the_call_decides_about_gradients(self):
-        x, ids, probs = torch.randn(4, 256), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-        for own, call, wanted in ((False, None, False), (True, None, True), (True, False, False), (False, "row", "row")):  # fmt: skip
-            made = make_dispatcher(EXPERTS, fp8_grad=own)
-            source = made.dispatch(x, ids, probs, fp8_grad=call).dout_source
-            assert (False if source is None else source.form) == wanted
-        with pytest.raises(ConfigError, match=r"fp8_grad is 'rows'; needed: one of"):
-            make_dispatcher(EXPERTS, fp8_grad="rows")
-
-    def test_unknown_forms_are_refused(self):
-        for fp8 in ("rows", 1, None):
-            with pytest.raises(
-                ConfigError, match=r"fp8 is .*; needed: one of \[False, True, 'row'\]"
-            ):
-                make_dispatcher(EXPERTS, fp8=fp8)
+    @pytest.mark.parametrize("name", ["fp8", "fp8_grad"])
+    def test_unknown_forms_are_refused(self, name):
+        for form in ("rows", 1, None):
+            words = rf"^{name} is {form!r}; needed: one of \[False, True, 'row'\]"
+            with pytest.raises(ConfigError, match=words):
+                make_dispatcher(EXPERTS, **{name: form})
 
     def test_those_that_send_bf16_only_say_so(self):
         fleet = FleetDispatcher(8, Group(2), FleetFunctions(None, None))
-        x, ids, probs = torch.randn(4, 256), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+        x, ids, probs = one_slot()
         for asked in ({"fp8": True}, {"fp8_grad": "row"}):
             with pytest.raises(ConfigError, match="Fleet's fused_dispatch in bfloat16 only"):
                 fleet.dispatch(x.to(torch.bfloat16), ids, probs, **asked)
@@ -168,21 +151,26 @@ class TestDispatchers:
         assert TransportDispatcher(elastic).bf16_only
         legacy = TransportDispatcher(LegacyTransport(8, Group(2), None))
         assert not legacy.bf16_only
-        with pytest.raises(ShapeError, match=r"x has 200 columns; DeepEP carries FP8 rows"):
-            legacy.dispatch(x[:, :200], ids, probs, fp8=True)
-        # A backward would be too late to say it.
-        with pytest.raises(ShapeError, match="x has 200 columns"):
-            legacy.dispatch(x[:, :200], ids, probs, fp8_grad=True)
+        # Also of gradients: a backward would be too late to say it.
+        for asked in ({"fp8": True}, {"fp8_grad": True}):
+            with pytest.raises(ShapeError, match=r"x has 200 columns; DeepEP carries FP8 rows"):
+                legacy.dispatch(x[:, :200], ids, probs, **asked)
 
 
 class TestAGradientPastAutograd:
     """Nobody takes what stands for the gradient for the gradient itself."""
 
     def received(self, **options):
-        x = torch.randn(6, 256).to(torch.bfloat16).requires_grad_()
-        ids, probs = torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1)
-        dispatcher = make_dispatcher(EXPERTS, fp8_grad=True)
-        return x, dispatcher, dispatcher.dispatch(x, ids, probs, **options)
+        x, ids, probs = one_slot(6)
+        x, dispatcher = x.to(torch.bfloat16), make_dispatcher(EXPERTS, fp8_grad=True)
+        received = dispatcher.dispatch(x.requires_grad_(), ids, probs, **options)
+        return x, dispatcher, received
+
+    def experts(self, received, source):
+        """The output of a node that asks `source` for its gradient, and its weights."""
+        node, weights = node_of(0, EXPERTS)
+        given = received.tokens_per_expert, received.indices, received.probs
+        return node(received.x.float(), *given, dout_source=source), weights
 
     def test_autograd_carries_two_bytes(self):
         _x, dispatcher, received = self.received()
@@ -211,11 +199,8 @@ class TestAGradientPastAutograd:
 
     @pytest.mark.parametrize("what", ["an operation", "a second use", "no combine"])
     def test_an_output_that_goes_elsewhere_is_refused(self, what):
-        weights = experts_of(0, EXPERTS)
-        node = SonicMoEMlpNode.from_fused(*weights, config=SonicMoEConfig(engine="reference"))
         _x, dispatcher, received = self.received()
-        given = received.tokens_per_expert, received.indices, received.probs
-        out = node(received.x.float(), *given, dout_source=received.dout_source)
+        out, weights = self.experts(received, received.dout_source)
         loss = dispatcher.combine(out * 2 if what == "an operation" else out, received.handle).sum()
         loss = out.sum() if what == "no combine" else loss
         loss = loss + out.sum() if what == "a second use" else loss
@@ -225,12 +210,8 @@ class TestAGradientPastAutograd:
         assert not any(weight.main_grad.any() for weight in weights)
 
     def test_a_second_backward_sends_it_again(self):
-        weights = experts_of(0, EXPERTS)
-        node = SonicMoEMlpNode.from_fused(*weights, config=SonicMoEConfig(engine="reference"))
         x, dispatcher, received = self.received()
-        spy = Spy(received.dout_source)
-        given = received.tokens_per_expert, received.indices, received.probs
-        out = node(received.x.float(), *given, dout_source=spy)
+        out, _ = self.experts(received, Spy(received.dout_source))
         y = dispatcher.combine(out, received.handle)
         found = []
         for _ in range(2):

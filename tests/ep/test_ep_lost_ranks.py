@@ -7,25 +7,22 @@ from __future__ import annotations
 import time
 
 import pytest
-from worlds import TESTS, finish, paddle_variables, start_world
+from worlds import finish
 
 from sonicmoe.ep.lost_ranks import is_lost_rank, raise_lost_rank
 from sonicmoe.errors import RankLostError, ShapeError
 
 # Exchange of a layer's step at which the last rank dies: the operation that the others are in.
 PLACES = {2: "dispatch", 3: "combine", 4: "dispatch of dout", 5: "combine of dx"}
-WORLDS = [("torch", 4, 2), ("torch", 2, 3), ("torch", 2, 4), ("torch", 4, 5)]
+WORLDS = [("torch", 4, 2), ("torch", 2, 3), ("torch", 2, 4), ("torch", 2, 5)]
 WORLDS += [pytest.param("paddle", 2, fatal, marks=pytest.mark.paddle) for fatal in (2, 5)]
 BOUND_S = 60  # of a loaded machine; a connection that closes shows at once
 
 
 @pytest.mark.parametrize("framework,world,fatal", WORLDS)
-def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path):
-    launch = paddle_variables(world) if framework == "paddle" else [{}] * world
-    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    worker = TESTS / "ep" / "lost_rank_worker.py"
+def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path, start_ranks):
     started = time.monotonic()
-    processes = start_world(lambda rank: [worker, world, rank, tmp_path, fatal], variables)
+    processes = start_ranks(framework, world, tmp_path, "dies", fatal)
     *survivors, victim = finish(processes, BOUND_S)
     assert time.monotonic() - started < BOUND_S
     assert victim[0] == -9
@@ -46,9 +43,8 @@ def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path):
     ],
 )
 def test_the_librarys_words_are_kept(said):
-    with pytest.raises(
-        RankLostError, match="rank 1 of 4 lost another rank in the combine"
-    ) as caught:
+    words = "rank 1 of 4 lost another rank in the combine"
+    with pytest.raises(RankLostError, match=words) as caught:
         raise_lost_rank(RuntimeError(f"a stack\n{said}\nmore"), "combine", "gloo", 1, 4)
     assert said in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
 

@@ -27,11 +27,10 @@ T, K, E, H, I = 12, 2, 4, 16, 8
 class Log(list):
     """What happened, in order."""
 
-    def spy(self, monkeypatch, owner, name, word):
+    def spy(self, monkeypatch, owner, name):
         original = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *arguments: (self.append(word), original(*arguments))[1]
-        )
+        watched = lambda *arguments: (self.append(name), original(*arguments))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, watched)
 
 
 @pytest.fixture
@@ -59,14 +58,13 @@ def log(monkeypatch):
         said.append(f"on {which.name}")
         yield
 
-    fake = SimpleNamespace(
-        Stream=Stream, stream=stream, current_stream=lambda device=None: Stream("caller")
-    )
+    current = lambda device=None: Stream("caller")  # noqa: E731
+    fake = SimpleNamespace(Stream=Stream, stream=stream, current_stream=current)
     monkeypatch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
     monkeypatch.setattr(late_wgrad, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(late_wgrad.WgradQueue, "_keep", lambda self, tensors, stream: None)
     for name in ("backward_dx", "backward_dw"):
-        said.spy(monkeypatch, ReferenceEngine, name, name)
+        said.spy(monkeypatch, ReferenceEngine, name)
     return said
 
 
@@ -110,9 +108,14 @@ def tokens(seed=2):
 LAUNCH = ["side waits until dx is there", "on side", "backward_dw"]
 
 
+def backward(node, log):
+    """Of one layer behind a dispatch."""
+    forward(node, Dispatch.apply(tokens(), log)).sum().backward()
+
+
 def test_the_combine_of_dx_is_launched_first(log):
     node, _ = make_node(split_wgrad=True)
-    forward(node, Dispatch.apply(tokens(), log)).sum().backward()
+    backward(node, log)
     assert log == ["backward_dx", "combine of dx", *LAUNCH]
     node.finish_wgrad()
     assert log[-1] == "caller waits for side" and log.count("backward_dw") == 1
@@ -165,11 +168,10 @@ def test_a_second_backward_launches_once_each(log):
 
 def test_operands_and_accumulators_are_kept_for_the_side_stream(monkeypatch, log):
     kept = []
-    monkeypatch.setattr(
-        late_wgrad.WgradQueue, "_keep", lambda self, tensors, stream: kept.extend(tensors)
-    )
+    keep = lambda self, tensors, stream: kept.extend(tensors)  # noqa: E731
+    monkeypatch.setattr(late_wgrad.WgradQueue, "_keep", keep)
     node, _ = make_node(split_wgrad=True)
-    forward(node, Dispatch.apply(tokens(), log)).sum().backward()
+    backward(node, log)
     held = node._state.gradients.held().values()
     addresses = {tensor.data_ptr() for tensor in kept}
     assert {tensor.data_ptr() for tensor in held} <= addresses
@@ -177,7 +179,7 @@ def test_operands_and_accumulators_are_kept_for_the_side_stream(monkeypatch, log
     assert len({id(tensor) for tensor in kept}) == len(kept)
 
 
-def test_without_an_allocator_that_helps_they_are_held_until_finish():
+def test_without_an_allocator_that_helps_they_are_held_until_finish(monkeypatch):
     class Tensor:
         """Of a framework without record_stream."""
 
@@ -186,14 +188,11 @@ def test_without_an_allocator_that_helps_they_are_held_until_finish():
     queue._keep([tensor], "side")
     del tensor
     assert alive() is not None
-    queue._on_stream = True
-    queue._stream = SimpleNamespace(device=None)
-    with pytest.MonkeyPatch.context() as patch:
-        fake = SimpleNamespace(
-            current_stream=lambda device: SimpleNamespace(wait_stream=lambda other: None)
-        )
-        patch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake))
-        queue.finish()
+    queue._on_stream, queue._stream = True, SimpleNamespace(device=None)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fake = SimpleNamespace(current_stream=lambda device: stream)
+    monkeypatch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake))
+    queue.finish()
     assert alive() is None
 
 
@@ -204,10 +203,11 @@ def test_on_a_host_accumulators_wait_with_the_work():
     queue, accumulators = late_wgrad.WgradQueue(), NativeBuffer.zeros(2, 4, 4, 2, False, "cpu")
     alive, seen = weakref.ref(accumulators), []
     pending = SimpleNamespace(x=None, dout=torch.ones(1))
-    queue.submit(
-        pending,
-        partial(lambda p, a: seen.append(a.dw1.add_(1).sum().item()), pending, accumulators),
-    )
+
+    def add(pending, accumulators):
+        seen.append(accumulators.dw1.add_(1).sum().item())
+
+    queue.submit(pending, partial(add, pending, accumulators))
     del accumulators
     gc.collect()
     assert alive() is not None and seen == []
