@@ -1,8 +1,5 @@
-"""What must hold of a layer that trains on FP8 copies without its weights' memory, on every device.
-PyTorch only.
-
-tests/gpu/test_copies_gpu.py runs these checks on the Hopper engine, test_node_copies_torch.py on a
-host.
+"""What must hold of a layer that trains on FP8 copies without its weights' memory on a GPU, for
+tests/gpu/test_copies_gpu.py; test_node_copies.py has the same of a host.
 """
 
 from __future__ import annotations

@@ -70,10 +70,9 @@ class Layer:
         sizes = p.num_experts, p.x.shape[1], p.intermediate
         return SonicMoEMlpNode(self.experts, *sizes, p.activation, **options)
 
-    def call(self, problem=None, *, x_grad=True, probs_grad=True, counts="list", index_dtype=None):
-        return Call(
-            self, problem or self.problem, x_grad, probs_grad, counts, index_dtype or torch.int64
-        )
+    def call(self, problem=None, **options):
+        """A forward; `options` of `Call`."""
+        return Call(self, problem or self.problem, **options)
 
     def run(self, problem=None, **options):
         """Forward and backward of one micro-batch."""
@@ -143,19 +142,32 @@ class Layer:
 
 
 class Call:
-    """One forward whose backward is still to come."""
+    """One forward whose backward is still to come.
 
-    def __init__(self, layer, problem, x_grad, probs_grad, counts, index_dtype):
+    counts: how `tokens_per_expert` is spelt. given: further arguments of the node.
+    """
+
+    def __init__(
+        self,
+        layer,
+        problem,
+        *,
+        x_grad=True,
+        probs_grad=True,
+        counts="list",
+        index_dtype=None,
+        **given,
+    ):
         self.problem = problem
         self.x = tensor(problem.x, torch.float32).to(layer.dtype)
         self.probs = tensor(problem.probs, torch.float32)
         for leaf, wanted in ((self.x, x_grad), (self.probs, probs_grad)):
             want_gradient(leaf, wanted)
-        self.indices = tensor(problem.indices).to(index_dtype)
+        self.indices = tensor(problem.indices).to(index_dtype or torch.int64)
         self.dout = tensor(problem.dout, torch.float32).to(layer.dtype)
-        given = counts_of(problem)
-        self.counts = {"list": given, "none": None, "empty": [], "tensor": tensor(given)}[counts]
-        self.out = layer.node(*self.arguments)
+        listed = counts_of(problem)
+        self.counts = {"list": listed, "none": None, "empty": [], "tensor": tensor(listed)}[counts]
+        self.out = layer.node(*self.arguments, **given)
 
     @property
     def arguments(self):

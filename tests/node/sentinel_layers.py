@@ -4,18 +4,14 @@ of 100 tokens without any of them.
 What a rank of an expert-parallel group of eight sees at its worst. NaN that leaks through one
 invalid slot reaches the loss, the router or a weight within a few optimizer steps, and every byte
 of memory that the framework hands out is NaN beforehand.
-
-As a program: `PYTHONPATH=.:tests python tests/node/sentinel_layers.py hopper` (or `bf16`, or
-`reference` on a host) prints the losses.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -68,13 +64,10 @@ class Expert(nn.Module):
         super().__init__()
         hidden, inner = scenario.hidden, scenario.intermediate
         self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        for module, shape in (
-            (self.up_gate_proj, (hidden, 2 * inner)),
-            (self.down_proj, (inner, hidden)),
-        ):
-            values = (
-                torch.randn(shape, generator=generator, device=scenario.device) * shape[0] ** -0.5
-            )
+        shapes = (hidden, 2 * inner), (inner, hidden)
+        for module, shape in zip((self.up_gate_proj, self.down_proj), shapes, strict=True):
+            values = torch.randn(shape, generator=generator, device=scenario.device)
+            values *= shape[0] ** -0.5
             module.weight = nn.Parameter(values)
             module.weight.main_grad = torch.zeros_like(values)
 
@@ -136,9 +129,9 @@ def train(scenario: Scenario, before_step: Callable[[], None] = lambda: None) ->
     """
     generator = torch.Generator(scenario.device).manual_seed(11)
     layers = nn.ModuleList(Layer(scenario, generator) for _ in range(scenario.layers))
-    x = torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
-    target = torch.randn(
-        (scenario.tokens, scenario.hidden), generator=generator, device=scenario.device
+    x, target = (
+        torch.randn((scenario.tokens, scenario.hidden), generator=generator, device=scenario.device)
+        for _ in range(2)
     )
     served = torch.stack([(~layer.invalid).any(1) for layer in layers]).any(0).to(torch.float32)
     parameters = dict(layers.named_parameters())
@@ -183,38 +176,23 @@ def train(scenario: Scenario, before_step: Callable[[], None] = lambda: None) ->
 
 def check_step(layers, parameters, idle, made, dx) -> None:
     """Everything is finite, what nobody computed is zero, and what nobody touched is as it was."""
-    assert_finite(
-        {f"{name} {number}": tensor for number, (name, tensor) in enumerate(made)}
-        | {"dx of the stack": dx}
-    )
-    assert_finite(
-        {f"gradient of {name}": getattr(p, "main_grad", p.grad) for name, p in parameters.items()}
-    )
+    assert_finite({f"{name} {number}": tensor for number, (name, tensor) in enumerate(made)})
+    gradients = {name: getattr(p, "main_grad", p.grad) for name, p in parameters.items()}
+    assert_finite({f"gradient of {name}": held for name, held in gradients.items()} | {"dx": dx})
     by_name = {
         name: [tensor for found, tensor in made if found == name]
         for name in ("out", "dx", "dprobs")
     }
     assert {len(tensors) for tensors in by_name.values()} == {len(layers)}
-    backwards = [
-        *zip(
-            layers,
-            reversed(by_name["dx"]),
-            reversed(by_name["dprobs"]),
-            by_name["out"],
-            strict=True,
-        )
-    ]
+    backwards = reversed(by_name["dx"]), reversed(by_name["dprobs"])
     leaks = []
-    for layer, dx_rows, dprobs, out in backwards:
+    for layer, out, dx_rows, dprobs in zip(layers, by_name["out"], *backwards, strict=True):
         alone = layer.invalid.all(1)
         leaks += [out[alone].any(), dx_rows[alone].any(), dprobs[layer.invalid].any()]
         leaks += [~dprobs[~layer.invalid].any()]  # and the gate does learn
     assert not bool(torch.stack(leaks).any()), torch.stack(leaks).nonzero().flatten().tolist()
     for name in idle:
-        gradient = parameters[name].main_grad
-        assert torch.equal(gradient, torch.full_like(gradient, UNTOUCHED)), (
-            f"main_grad of {name} was touched"
-        )
+        assert bool((gradients[name] == UNTOUCHED).all()), f"main_grad of {name} was touched"
 
 
 def assert_finite(tensors: dict[str, torch.Tensor]) -> None:
@@ -257,13 +235,9 @@ def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
     """
     traces = []
     for nan in (False, True):
+        overwrite = partial(overwrite_free_memory, 0xFF if nan else 0, scenario.device)
         with memory_full_of(nan, scenario.device):
-            traces.append(
-                train(
-                    scenario,
-                    lambda byte=0xFF if nan else 0: overwrite_free_memory(byte, scenario.device),
-                )
-            )
+            traces.append(train(scenario, overwrite))
     return traces[0], traces[1]
 
 
@@ -274,29 +248,8 @@ def overwrite_free_memory(byte: int, device: str) -> None:
         fill_free_memory(byte)
 
 
-CONFIGS = {
-    "hopper": SonicMoEConfig(
-        fp8_mode="perf", engine="hopper"
-    ),  # by name: a fallback would prove nothing
+CONFIGS = {  # by name: a fallback would prove nothing
+    "hopper": SonicMoEConfig(fp8_mode="perf", engine="hopper"),
     "bf16": SonicMoEConfig(fp8_mode="off", engine="bf16"),
     "reference": SonicMoEConfig(fp8_mode="perf", engine="reference"),
 }
-
-
-def main(engine: str) -> None:
-    """At full size, on the host with few tokens."""
-    small = {"device": "cpu", "tokens": 300, "hidden": 64, "intermediate": 32}
-    scenario = Scenario(CONFIGS[engine], **(small if engine == "reference" else {}))
-    started = time.perf_counter()
-    clean, poisoned = train_twice(scenario)
-    assert_same_bits(clean, poisoned)
-    print(
-        f"{engine}: losses {[round(loss, 4) for loss in clean.losses]}, the same bits in memory full of NaN"
-    )
-    print(
-        f"{scenario.layers} layers, {scenario.served} of {scenario.tokens} tokens served, {time.perf_counter() - started:.1f} s"
-    )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

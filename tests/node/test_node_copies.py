@@ -5,11 +5,21 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, relative_rmse, torch
-from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, make_problem, problems
+from node.node_harness import (
+    ARRANGEMENTS,
+    FP8,
+    FULL,
+    Layer,
+    assert_equal,
+    make_problem,
+    problems,
+    recomputed,
+)
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe.config import SonicMoEConfig
@@ -17,69 +27,91 @@ from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.errors import ConfigError, LayoutError, StaleWeightsError
 
-each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-RECOMPUTE = SonicMoEConfig(engine="reference", fp8_mode="perf", recompute_z=True)
-ISO = SonicMoEConfig(engine="reference", fp8_mode="perf", iso_weight=True)
+
+def perf(**changes):
+    return SonicMoEConfig(**{"engine": "reference", "fp8_mode": "perf"} | changes)
 
 
-def make_layer(problem, config=FP8, arrangement="native"):
-    layer = Layer(problem, arrangement=arrangement, dtype=torch.bfloat16, config=config)
-    layer.set_main_grad(0.0)
-    return layer
+RECOMPUTE, ISO = perf(recompute_z=True), perf(iso_weight=True)
+# Whether forward's order may go before the backwards.
+MODES = {
+    "two orders": (FP8, True),
+    "mem": (perf(fp8_mode="mem"), True),
+    "iso": (ISO, False),
+    "recompute": (RECOMPUTE, False),
+    "bf16 wgrad": (perf(fp8_wgrad=False), True),
+}
 
 
-class Step:
-    """Micro-batches whose forwards all come before the first backward, on copies or without."""
-
-    def __init__(self, layer, batches, copies=None):
-        self.layer, self.copies = layer, copies
-        node = layer.node
-        if copies is not None:
-            layer.node = lambda *arguments: node(*arguments, copies=copies)
-        try:
-            self.calls = [layer.call(batch) for batch in batches]
-        finally:
-            layer.node = node
-
-    def backward(self):
-        for call in self.calls:
-            call.backward()
-        return self
-
-    def arrays(self):
-        made = [array for c in self.calls for array in (numpy(c.out), c.dx, c.dprobs)]
-        return [*made, *self.layer.gradients("main_grad")]
+def make_layer(problem=None, config=FP8, arrangement="native"):
+    return Layer(
+        problem, arrangement=arrangement, dtype=torch.bfloat16, config=config, main_grad=0.0
+    )
 
 
-def assert_same_bits(one, other):
-    for left, right in zip(one, other, strict=True):
-        assert np.array_equal(left, right)
+def copied(problem=None, config=FP8, arrangement="native", freed=True):
+    """A layer and copies of its weights, whose own memory is gone."""
+    layer = make_layer(problem, config, arrangement)
+    copies = layer.node.make_copies()
+    if freed:
+        free(*layer.weights)
+    return layer, copies
 
 
-@each_arrangement
-@pytest.mark.parametrize("config", [FP8, ISO, RECOMPUTE], ids=["two orders", "iso", "recompute"])
-def test_training_without_memory_gives_the_bits_of_training_with_it(arrangement, config):
+def results(layer, calls):
+    """Everything that the backwards of these calls leave."""
+    for call in calls:
+        call.backward()
+    made = [array for call in calls for array in (numpy(call.out), call.dx, call.dprobs)]
+    return [*made, *layer.gradients()]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("early", [False, True], ids=["kept", "released"])
+@pytest.mark.parametrize(("config", "releases"), MODES.values(), ids=MODES)
+def test_training_without_memory_gives_the_bits_of_training_with_it(
+    config, releases, early, arrangement
+):
     batches = problems(3)
-    kept, freed = (make_layer(batches[0], config, arrangement) for _ in range(2))
-    expected = Step(kept, batches).backward().arrays()
-    copies = freed.node.make_copies()
-    free(*freed.weights)
-    step = Step(freed, batches, copies)
-    assert not any(map(holds_memory, freed.weights))
-    assert_same_bits(step.backward().arrays(), expected)
+    kept = make_layer(batches[0], config, arrangement)
+    expected = results(kept, [kept.call(batch) for batch in batches])
+    layer, copies = copied(batches[0], config, arrangement)
+    calls = [layer.call(batch, copies=copies) for batch in batches]
+    if early:
+        assert (copies.release_forward() == "") is copies.is_released is releases
+    assert_equal(results(layer, calls), expected)
+    assert not any(map(holds_memory, layer.weights))
     assert copies.iso_weight is (config is ISO)
-    assert freed.node.gradient_bytes == 0
+    assert layer.node.gradient_bytes == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recompute_reads_copies_again(use_reentrant):
+    kept = make_layer()
+    expected = results(kept, [kept.call()])
+    layer, copies = copied()
+    call = layer.call(copies=copies)
+    again = partial(layer.node, copies=copies)
+    call.out = recomputed(again, *call.arguments, use_reentrant=use_reentrant)
+    assert_equal(results(layer, [call]), expected)
+
+
+def test_inference_reads_copies():
+    layer, copies = copied(freed=False)
+    with torch.no_grad():
+        wanted = numpy(layer.call().out)
+        free(*layer.weights)
+        assert np.array_equal(numpy(layer.call(copies=copies).out), wanted)
 
 
 @pytest.mark.parametrize("config", [FULL, SonicMoEConfig(fp8_mode="off")])
 def test_copies_need_a_recipe(config):
-    layer = make_layer(make_problem(), config)
     with pytest.raises(ConfigError, match="reference engine computes without FP8 recipe"):
-        layer.node.make_copies()
+        copied(config=config)
 
 
 def test_a_forward_without_memory_and_without_copies_is_refused():
-    layer = make_layer(make_problem())
+    layer = make_layer()
     free(layer.weights[1])
     with pytest.raises(LayoutError, match=r"weights \[1\] of the experts hold no memory; .*copies"):
         layer.call()
@@ -88,14 +120,13 @@ def test_a_forward_without_memory_and_without_copies_is_refused():
 
 
 def test_a_configuration_without_fp8_reads_the_parameters():
-    layer = make_layer(make_problem())
-    copies = layer.node.make_copies()
-    layer.node = type(layer.node).from_native(*layer.weights, config=FULL)
+    layer, copies = copied(freed=False)
+    layer.node = layer.another_node(config=FULL)
     expected = numpy(layer.call().out)
-    assert np.array_equal(numpy(Step(layer, [layer.problem], copies).calls[0].out), expected)
+    assert np.array_equal(numpy(layer.call(copies=copies).out), expected)
     free(*layer.weights)
     with pytest.raises(LayoutError, match="hold no memory"):
-        Step(layer, [layer.problem], copies)
+        layer.call(copies=copies)
 
 
 ANNOUNCEMENTS = {
@@ -111,145 +142,122 @@ if not IS_PADDLE:
 
 @pytest.mark.parametrize("event", ANNOUNCEMENTS)
 def test_stale_copies_are_never_read_where_the_parameters_were_freed(event):
-    batch = make_problem()
-    layer = make_layer(batch)
-    copies = layer.node.make_copies()
+    layer, copies = copied(freed=False)
     values = [weight.detach().clone() for weight in layer.weights]
     ANNOUNCEMENTS[event](layer)
     free(*layer.weights)
-    with pytest.raises(
-        StaleWeightsError, match=rf"\(event {copies.version}\) are stale: .*{event}"
-    ):
-        Step(layer, [batch], copies)
+    words = rf"\(event {copies.version}\) are stale: .*{event}"
+    with pytest.raises(StaleWeightsError, match=words):
+        layer.call(copies=copies)
     # New copies, made while there is memory, are read again.
     for weight, value in zip(layer.weights, values, strict=True):
         restore(weight, value)
     fresh = layer.node.make_copies()
     assert fresh.version > copies.version
     free(*layer.weights)
-    Step(layer, [batch], fresh).backward()
+    layer.run(copies=fresh)
 
 
 def test_another_layers_events_leave_copies_alone():
-    batch = make_problem()
-    layer, other = make_layer(batch), make_layer(batch)
-    copies = layer.node.make_copies()
+    layer, copies = copied()
+    other = make_layer()
     other.node.step()
     if not IS_PADDLE:
         torch.optim.SGD(other.weights, lr=0.1).step()
-    free(*layer.weights)
-    Step(layer, [batch], copies).backward()
+    layer.run(copies=copies)
 
 
 @pytest.mark.parametrize("config", [FP8, ISO], ids=["two orders", "iso"])
 @pytest.mark.parametrize("announced", [False, True])
 def test_changed_weights_that_hold_memory_are_quantised_again_in_place(caplog, announced, config):
-    one, other = problems(1)[0], make_problem(seed=9)
-    layer, expected = make_layer(one, config), make_layer(one.but(up_gate=other.up_gate), config)
-    wanted = Step(expected, [one]).backward().arrays()
-    copies = layer.node.make_copies()
+    one, changed = make_problem(), make_problem().but(up_gate=make_problem(seed=9).up_gate)
+    expected = make_layer(changed, config)
+    wanted = results(expected, [expected.call(one)])
+    layer, copies = copied(one, config, freed=False)
     buffers = [copies.weights.w1.bytes, copies.weights.w2_dgrad.scale_inv]
-    layer.overwrite(one.but(up_gate=other.up_gate))
+    layer.overwrite(changed)
     if announced:
         layer.node.step()
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        step = Step(layer, [one], copies)
-    assert_same_bits(step.backward().arrays(), wanted)
+        call = layer.call(copies=copies)
+    assert_equal(results(layer, [call]), wanted)
     assert ("node.step()" in caplog.text) == announced
     assert buffers[0] is copies.weights.w1.bytes
     assert buffers[1] is copies.weights.w2_dgrad.scale_inv
     caplog.clear()
     free(*layer.weights)
-    Step(layer, [one], copies)
+    layer.call(copies=copies)
     assert not caplog.text, "the copies are current again"
 
 
 def test_a_late_backward_of_overwritten_copies_is_refused():
-    one, other = problems(1)[0], make_problem(seed=9)
-    layer = make_layer(one)
-    copies = layer.node.make_copies()
-    late = Step(layer, [one], copies)
-    layer.overwrite(one.but(up_gate=other.up_gate))
-    Step(layer, [one], copies)
+    layer, copies = copied(freed=False)
+    late = layer.call(copies=copies)
+    layer.overwrite(layer.problem.but(up_gate=make_problem(seed=9).up_gate))
+    layer.call(copies=copies)
     with pytest.raises(Exception, match="modified by an inplace operation, and read by another"):
         late.backward()
 
 
 def test_an_announcement_of_nothing_lets_outstanding_backwards_run():
-    batch = make_problem()
-    layer = make_layer(batch)
-    copies = layer.node.make_copies()
-    outstanding = Step(layer, [batch], copies)
+    layer, copies = copied(freed=False)
+    outstanding = layer.call(copies=copies)
     layer.node.invalidate_caches()
-    Step(layer, [batch], copies)
+    layer.call(copies=copies)
     outstanding.backward()
 
 
 def test_copies_of_other_weights_or_settings_are_refused():
-    batch = make_problem()
-    layer, other = make_layer(batch), make_layer(batch)
-    copies = other.node.make_copies()
+    _, copies = copied(freed=False)
     with pytest.raises(LayoutError, match="made of other parameters"):
-        Step(layer, [batch], copies)
-    rows = SonicMoEConfig(engine="reference", fp8_mode="perf", recipe="1x128")
-    layer = make_layer(batch, rows)
-    copies = make_layer(batch).node.make_copies()
-    with pytest.raises(
-        ConfigError, match=r"recipe 'dx256' and a gated .* computes with .* recipe '1x128'"
-    ):
-        Step(layer, [batch], copies)
+        make_layer().call(copies=copies)
+    words = r"recipe 'dx256' and a gated .* computes with .* recipe '1x128'"
+    with pytest.raises(ConfigError, match=words):
+        make_layer(config=perf(recipe="1x128")).call(copies=copies)
 
 
 class TestRelease:
     def test_backward_needs_its_own_order_alone(self):
         batches = problems(2)
-        kept, freed = make_layer(batches[0]), make_layer(batches[0])
-        expected = Step(kept, batches).backward().arrays()
-        copies = freed.node.make_copies()
-        free(*freed.weights)
-        step = Step(freed, batches, copies)
+        kept = make_layer(batches[0])
+        expected = results(kept, [kept.call(batch) for batch in batches])
+        layer, copies = copied(batches[0])
+        calls = [layer.call(batch, copies=copies) for batch in batches]
         forward = [weakref.ref(q) for q in (copies.weights.w1, copies.weights.w2)]
         assert copies.release_forward() == "" and copies.release_forward() == ""
         assert copies.is_released
         gc.collect()
         assert [reference() for reference in forward] == [None, None]
-        assert_same_bits(step.backward().arrays(), expected)
+        assert_equal(results(layer, calls), expected)
 
     def test_forwards_after_it_are_refused(self):
-        batch = make_problem()
-        layer = make_layer(batch)
-        copies = layer.node.make_copies()
+        layer, copies = copied(freed=False)
         copies.release_forward()
         with pytest.raises(StaleWeightsError, match="was released; needed: new copies"):
-            Step(layer, [batch], copies)
+            layer.call(copies=copies)
         free(*layer.weights)
         with pytest.raises(StaleWeightsError, match="was released"):
-            Step(layer, [batch], copies)
+            layer.call(copies=copies)
 
     def test_one_buffer_for_both_directions_is_kept(self):
-        layer = make_layer(make_problem(), ISO)
-        copies = layer.node.make_copies()
+        layer, copies = copied(config=ISO)
         assert "same buffers" in copies.release_forward()
-        free(*layer.weights)
-        Step(layer, [layer.problem], copies).backward()
+        layer.run(copies=copies)
 
     def test_it_is_kept_while_a_backward_will_recompute_z(self):
-        layer = make_layer(make_problem(), RECOMPUTE)
-        copies = layer.node.make_copies()
-        free(*layer.weights)
-        step = Step(layer, [layer.problem], copies)
+        layer, copies = copied(config=RECOMPUTE)
+        call = layer.call(copies=copies)
         assert "1 outstanding backward(s) recompute z" in copies.release_forward()
-        step.backward()
-        del step
+        call.backward()
+        del call
         gc.collect()
         assert copies.release_forward() == ""
 
 
 def test_copies_belong_to_their_holder():
     """A node keeps none: whoever drops his reference has the memory back."""
-    layer = make_layer(make_problem())
-    copies = layer.node.make_copies()
-    Step(layer, [layer.problem], copies).backward()
+    layer, copies = copied(freed=False)
+    layer.run(copies=copies)
     buffer = weakref.ref(copies.weights.w1)
     del copies
     gc.collect()
@@ -257,14 +265,11 @@ def test_copies_belong_to_their_holder():
 
 
 def test_the_nodes_own_cache_is_freed_when_copies_take_its_place(weights_on_a_gpu):
-    layer = make_layer(make_problem())
+    layer = make_layer()
     layer.node.step()
     layer.call()
-    own = layer.node._state.weights._prepared.weights
-    buffer = weakref.ref(own.w1)
-    del own
-    copies = layer.node.make_copies()
-    Step(layer, [layer.problem], copies)
+    buffer = weakref.ref(layer.node._state.weights._prepared.weights.w1)
+    layer.call(copies=layer.node.make_copies())
     gc.collect()
     assert buffer() is None
     layer.call()
@@ -274,32 +279,28 @@ def test_the_nodes_own_cache_is_freed_when_copies_take_its_place(weights_on_a_gp
 
 def test_a_node_is_made_of_parameters_that_were_freed_already():
     """Fleet quantises and frees before the first forward of the first step."""
-    batch = make_problem()
-    layer = make_layer(batch)
-    copies = layer.node.make_copies()
+    layer, copies = copied(freed=False)
     expected = numpy(layer.call().out)
     free(*layer.weights)
-    layer.node = type(layer.node).from_native(*layer.weights, config=FP8)
-    assert np.array_equal(numpy(Step(layer, [batch], copies).calls[0].out), expected)
+    layer.node = layer.another_node()
+    assert np.array_equal(numpy(layer.call(copies=copies).out), expected)
 
 
 @pytest.mark.parametrize("release", [False, True])
 def test_those_who_inspect_a_call_get_the_decoded_weights(tmp_path, release):
     """A dump, and the report of a NaN."""
-    batch = make_problem()
-    layer = make_layer(batch)
-    copies = layer.node.make_copies()
+    layer, copies = copied(freed=False)
     w1, w2 = (numpy(weight) for weight in layer.weights)
     free(*layer.weights)
     layer.node.dump(tmp_path / "step.npz")
-    step = Step(layer, [batch], copies)
+    call = layer.call(copies=copies)
     if release:
         copies.release_forward()
-    step.backward()
+    call.backward()
     found = load_dump(tmp_path / "step.npz")
     assert relative_rmse(found.w1, w1) < 0.04 and relative_rmse(found.w2, w2) < 0.04
-    x = batch.x.copy()
+    x = layer.problem.x.copy()
     x[3] = np.nan
     if not release:
         with pytest.raises(NonFiniteError, match="output is not finite"), detect_nonfinite():
-            Step(layer, [batch.but(x=x)], copies)
+            layer.call(layer.problem.but(x=x), copies=copies)

@@ -15,6 +15,7 @@ from faults import FULL_GPU, FULL_HOST, Allocations
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
 from node.sentinel_layers import memory_full_of
+from pairwise import pairwise
 from worlds import TESTS, run_world
 
 from sonicmoe import SonicMoEConfig
@@ -24,30 +25,22 @@ SETUPS = {
     "full": Setup(SonicMoEConfig(engine="reference", fp8_mode="off")),
     "fp8": Setup(SonicMoEConfig(engine="reference", fp8_mode="perf"), dtype=torch.bfloat16),
 }
-STAGEWISE = Setup(SonicMoEConfig(engine="reference", fp8_mode="mem"), dtype=torch.bfloat16)
 setups = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 arrangements = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 memories = pytest.mark.parametrize("memory", MEMORY)
+covered = pytest.mark.parametrize(
+    ("setup", "arrangement", "memory"), pairwise(SETUPS, ARRANGEMENTS, MEMORY)
+)
 
 
-@setups
-@arrangements
-@memories
+@covered
 def test_the_bits_of_step_mode(setup, arrangement, memory):
-    layers.check_same_bits_as_step_mode(setup, arrangement, memory)
+    layers.check_same_bits_as_step_mode(SETUPS[setup], arrangement, memory)
 
 
-@setups
-@arrangements
-@memories
+@covered
 def test_several_micro_batches(setup, arrangement, memory):
-    layers.check_several_micro_batches(setup, arrangement, memory)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("setup", [*SETUPS.values(), STAGEWISE], ids=[*SETUPS, "stagewise"])
-def test_recompute(setup, use_reentrant):
-    layers.check_recompute(setup, "per_expert", use_reentrant)
+    layers.check_several_micro_batches(SETUPS[setup], arrangement, memory)
 
 
 @setups

@@ -9,14 +9,20 @@ import weakref
 import numpy as np
 import pytest
 from engine.moe_golden import make_problem
-from framework import IS_PADDLE, NAME, numpy, torch
-from node.node_harness import ARRANGEMENTS, FP8, FULL, Layer, problems
+from framework import NAME, numpy, torch
+from node.node_harness import ARRANGEMENTS, CONFIGS, FP8, Layer, problems, recomputed
 
 from sonicmoe import observe
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.enums import ActivationType
-from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "step.npz"
 
 
 @pytest.fixture(autouse=True)
@@ -40,50 +46,41 @@ def assert_inputs(step, call, layer):
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-def test_holds_forward_then_backward_of_the_next_step(tmp_path, arrangement, config):
+@each_config
+def test_holds_forward_then_backward_of_the_next_step(path, arrangement, config):
     layer = Layer(arrangement=arrangement, config=config)
-    path = tmp_path / "step.npz"
     layer.node.dump(path)
     call = layer.call()
     step = load_dump(path)
     assert_inputs(step, call, layer)
     assert step.dout is None and step.framework == NAME
-    assert (
-        step.settings.recipe == ("dx256" if config is FP8 else None)
-        and step.settings.dtype == "float32"
-    )
+    assert step.settings.recipe == ("dx256" if config is FP8 else None)
+    assert step.settings.dtype == "float32"
     call.backward()
     step = load_dump(path)
     assert_inputs(step, call, layer)
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
 
 
-def test_what_was_in_the_memory_of_rows_that_nobody_reads_is_no_fault(tmp_path):
+def test_what_was_in_the_memory_of_rows_that_nobody_reads_is_no_fault(path):
     """As a dispatcher delivers them that does not wait for counts."""
     problem = make_problem()
     x, indices = problem.x.copy(), problem.indices.copy()
     indices[3:6], x[4:6] = -1, np.nan
     layer = Layer(problem.but(x=x, indices=indices))
-    layer.node.dump(tmp_path / "step.npz")
+    layer.node.dump(path)
     layer.run(counts="none")
-    step = load_dump(tmp_path / "step.npz")
+    step = load_dump(path)
     assert not step.x[4:6].any()
     rest = np.r_[:4, 6 : len(x)]
     np.testing.assert_array_equal(step.x[rest], x.astype(np.float32)[rest])
     assert bisect(step, "reference").healthy
 
 
-def test_a_layer_with_parameters_of_its_own_is_judged_by_them(tmp_path):
+def test_a_layer_with_parameters_of_its_own_is_judged_by_them(path):
     """The node computes with them, the dump keeps them, and bisect's golden uses them."""
     problem = make_problem(ActivationType.SWIGLU_OAI)
-    layer = Layer(problem)
-    sizes = problem.num_experts, problem.x.shape[1], problem.intermediate
-    layer.node = SonicMoEMlpNode(
-        layer.experts, *sizes, problem.activation, config=FULL,
-        activation_parameters={"limit": 0.25, "alpha": 1.702},
-    )  # fmt: skip
-    path = tmp_path / "step.npz"
+    layer = Layer(problem, activation_parameters={"limit": 0.25, "alpha": 1.702})
     layer.node.dump(path)
     own = layer.run()
     step = load_dump(path)
@@ -98,9 +95,8 @@ def test_a_dump_goes_to_a_path():
         Layer().node.dump(None)
 
 
-def test_takes_one_step_of_this_node_alone(tmp_path):
+def test_takes_one_step_of_this_node_alone(path):
     layer, other = Layer(), Layer(problems(2)[1])
-    path = tmp_path / "step.npz"
     layer.node.dump(str(path))
     other.run()
     assert not path.exists()
@@ -110,35 +106,25 @@ def test_takes_one_step_of_this_node_alone(tmp_path):
     assert_inputs(load_dump(path), first, layer)
 
 
-def recomputed(node, reentrant, *arguments):
-    """The forward runs twice: now, and again in backward. The re-entrant kind keeps no graph the
-    first time.
-    """
-    if IS_PADDLE:
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(node, *arguments, use_reentrant=reentrant)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(node, *arguments, use_reentrant=reentrant)
-
-
-def block(layer, call, reentrant):
-    """The layer behind other operations of one recomputed block: a first pass without a graph does
-    not see that x and probs want gradients.
+def block(layer, call, use_reentrant):
+    """The layer behind other operations of one recomputed block: the first pass of the re-entrant
+    kind, which keeps no graph, does not see that x and probs want gradients.
     """
 
     def forward(x, probs):
         return layer.node(x * 1, None, call.indices, probs * 1)
 
-    return recomputed(forward, reentrant, call.x, call.probs)
+    return recomputed(forward, call.x, call.probs, use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
-def test_a_recomputed_forward_is_completed_by_its_backward(tmp_path, reentrant, config):
+each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+@each_kind
+@each_config
+def test_a_recomputed_forward_is_completed_by_its_backward(path, reentrant, config):
     layer = Layer(config=config)
-    call, path = layer.call(), tmp_path / "step.npz"
+    call = layer.call()
     layer.node.dump(path)
     out = block(layer, call, reentrant)
     assert load_dump(path).dout is None
@@ -148,11 +134,11 @@ def test_a_recomputed_forward_is_completed_by_its_backward(tmp_path, reentrant, 
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-def test_the_backward_of_another_micro_batch_is_not_taken_for_it(tmp_path, reentrant):
+@each_kind
+def test_the_backward_of_another_micro_batch_is_not_taken_for_it(path, reentrant):
     first, second = problems(2)
     layer = Layer(first)
-    calls, path = [layer.call(first), layer.call(second)], tmp_path / "step.npz"
+    calls = [layer.call(first), layer.call(second)]
     layer.node.dump(path)
     outs = [block(layer, call, reentrant) for call in calls]
     outs[1].backward(calls[1].dout)
@@ -163,10 +149,9 @@ def test_the_backward_of_another_micro_batch_is_not_taken_for_it(tmp_path, reent
     np.testing.assert_array_equal(load_dump(path).dout, numpy(calls[0].dout))
 
 
-def test_inference_is_written_and_ends_with_the_step(tmp_path):
+def test_inference_is_written_and_ends_with_the_step(path):
     evaluated, trained = problems(2)
     layer, other = Layer(evaluated), Layer(evaluated)
-    path = tmp_path / "step.npz"
     layer.node.dump(path)
     layer.node.step()  # of the step before
     with torch.no_grad():
@@ -182,23 +167,22 @@ def test_inference_is_written_and_ends_with_the_step(tmp_path):
     layer.node.step()
 
 
-def test_a_dump_keeps_no_dropped_node(tmp_path):
+def test_a_dump_keeps_no_dropped_node(path):
     layer = Layer()
     state = weakref.ref(layer.node._state)
-    layer.node.dump(tmp_path / "step.npz")
+    layer.node.dump(path)
     del layer
     gc.collect()
     assert state() is None
     Layer().run()  # its first event finds the observer without a layer
 
 
-def test_a_dump_that_comes_too_late_says_so_at_the_end(tmp_path, monkeypatch, caplog):
+def test_a_dump_that_comes_too_late_says_so_at_the_end(path, monkeypatch, caplog):
     at_end = []
     monkeypatch.setattr(atexit, "register", at_end.append)
     monkeypatch.setattr(atexit, "unregister", at_end.remove)
     layer = Layer()
     layer.run()
-    path = tmp_path / "late.npz"
     layer.node.dump(path)
     with caplog.at_level("WARNING", "sonicmoe"):
         (say,) = at_end
