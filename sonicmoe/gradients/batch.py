@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -149,10 +150,7 @@ def direct_problem(
     assert isinstance(targets, ParameterTargets)
     (_, n1, hidden), (_, _, inner) = layer.native_shapes()
     problem = targets.problem(n1, hidden, inner, device_name(dout))
-
-    def check() -> None:
-        check_main_grads(layer, batch.parameters, batch.trained, dout)
-
+    check = partial(check_main_grads, layer, batch.parameters, batch.trained, dout)
     if problem is not None:
         check()  # names the parameter, where it can
         raise LayoutError(problem)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..engine.interface import NativeBuffer
-from ..errors import DTypeError, LayoutError, ShapeError
+from ..errors import LayoutError, ShapeError
 from ..interop import (
     IS_PADDLE,
     current_stream,
@@ -31,6 +31,7 @@ from ..interop import (
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
 from ..layouts import WeightLayout
+from ..refusals import need_dtype
 from ..routing.backends import arch_of
 from ..weights.parameters import ExpertParameters
 
@@ -54,54 +55,46 @@ class FlushKernel(Protocol):
     def gradient_format(self, dtype: str, fresh: bool) -> int: ...
 
 
-def check_main_grad(
-    parameter: Tensor, gradient: Tensor, name_of: Callable[[int], str], index: int
+def check_main_grads(
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor
 ) -> None:
-    """Check that a gradient on the device of `gradient` can be added into `parameter.main_grad`,
-    where there is one. `name_of(index)` names the parameter in messages; a function, because every
-    flush checks.
+    """Check that gradients on the device of `like` can be added into the `main_grad` of those
+    parameters that `trained` marks, where there is one.
 
     Raises:
         DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape
             (of stacked parameters in either layout), or on another device.
         LayoutError: it is the parameter's own memory, or was freed.
     """
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        return
-    # Messages are composed only where one is needed.
+    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+        main_grad = getattr(parameter, "main_grad", None)
+        if wanted and main_grad is not None:
+            _check_main_grad(parameter, main_grad, like, layer.name_of, index)
+
+
+def _check_main_grad(
+    parameter: Tensor, main_grad: Tensor, like: Tensor, name_of: Callable[[int], str], index: int
+) -> None:
+    # Messages are composed only where one is needed, because every flush checks.
     shape, found = tuple(parameter.shape), tuple(main_grad.shape)
     known = [shape, (shape[0], shape[2], shape[1])] if len(shape) == 3 else [shape]
     if main_grad.dtype != torch.float32:
-        raise DTypeError(
-            f"{name_of(index)}.main_grad is {dtype_name(main_grad.dtype)}; needed: float32"
-        )
+        need_dtype(f"{name_of(index)}.main_grad", main_grad, torch.float32)
     if found not in known:
         other = f", and {known[1]} in its other layout" if len(known) > 1 else ""
         raise ShapeError(
             f"{name_of(index)}.main_grad has shape {found}; the parameter's is {shape}{other}"
         )
-    if not same_device(main_grad, gradient):
-        require_same_device(
-            [("the gradient", gradient), (f"{name_of(index)}.main_grad", main_grad)]
-        )
+    if not same_device(main_grad, like):
+        require_same_device([("the gradient", like), (f"{name_of(index)}.main_grad", main_grad)])
     place = data_ptr(main_grad)
     if place == 0:
         raise LayoutError(f"{name_of(index)}.main_grad has no memory: it was freed")
     if parameter.dtype == torch.float32 and place == data_ptr(parameter):
         raise LayoutError(
-            f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients would change the weight; "
-            "needed: memory of its own"
+            f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients "
+            "would change the weight; needed: memory of its own"
         )
-
-
-def check_main_grads(
-    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor
-) -> None:
-    """`check_main_grad` of each parameter that `trained` marks."""
-    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-        if wanted:
-            check_main_grad(parameter, like, layer.name_of, index)
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
@@ -151,24 +144,22 @@ class Destination:
 
     @classmethod
     def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> Destination:
-        """The destination of one parameter: `main_grad` if it has that attribute, else `.grad`, or
-        fresh memory that autograd accumulates there.
-
-        Fresh memory is on `device`, because a parameter that was freed has no device to ask.
+        """`main_grad` of a parameter that has the attribute, else `.grad`, or fresh memory that
+        autograd accumulates there. Fresh memory is on `device`, because a parameter that was freed
+        has no device to ask.
         """
         # The presence of the attribute decides and not its value: a framework that sets `main_grad
         # = None` wants an fp32 gradient there.
-        if hasattr(parameter, "main_grad"):
-            if parameter.main_grad is None:
-                return cls(
-                    parameter, _empty_like(parameter, torch.float32, device), True, "main_grad"
-                )
-            return cls(parameter, parameter.main_grad, False)
-        if through_autograd:
-            return cls(parameter, _empty_like(parameter, parameter.dtype, device), True)
-        if parameter.grad is None:
-            return cls(parameter, _empty_like(parameter, parameter.dtype, device), True, "grad")
-        return cls(parameter, parameter.grad, False)
+        attribute = "main_grad" if hasattr(parameter, "main_grad") else "grad"
+        dtype = torch.float32 if attribute == "main_grad" else parameter.dtype
+        if attribute == "grad" and through_autograd:
+            held, attribute = None, ""
+        else:
+            held = getattr(parameter, attribute)
+        if held is not None:
+            return cls(parameter, held, False)
+        made = torch.empty(tuple(parameter.shape), dtype=dtype, device=device)
+        return cls(parameter, made, True, attribute)
 
     @property
     def returned(self) -> bool:
@@ -235,11 +226,8 @@ def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
     """
     for destination in destinations:
         tensor = destination.tensor
-        if (
-            tensor.dtype not in ITEM_BYTES
-            or device_name(tensor) != device
-            or not tensor.is_contiguous()
-        ):
+        is_known = tensor.dtype in ITEM_BYTES and device_name(tensor) == device
+        if not is_known or not tensor.is_contiguous():
             return False
     # In ascending order of addresses an overlap of any two shows between neighbours.
     extents = sorted(destination.extent for destination in destinations)
@@ -303,7 +291,3 @@ def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
             f"gradients on {device} are flushed by plain tensor operations: {reason}",
         )
         return None, [error]
-
-
-def _empty_like(parameter: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
-    return torch.empty(tuple(parameter.shape), dtype=dtype, device=device)

@@ -30,9 +30,6 @@ def flush_native(
 
     through_autograd: gradients of parameters without `main_grad` are returned, by position, and not
         added to `.grad`. Where it raises then, nothing was handed over.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, LayoutError: see `check_main_grad`; nothing is flushed.
     """
     # Before the first addition, so that a flush that raises may be repeated and adds nothing twice.
     destinations.check_main_grads(layer, parameters, trained, native.dw1)
@@ -40,9 +37,8 @@ def flush_native(
     with plain_ops():
         # Finding the kernel may compile and raise, so it comes before the first addition. The kernel
         # knows one layout for both projections.
-        kernel, found = None, None
-        if layer.keeps_layout(parameters):
-            kernel = destinations.kernel_for(native.dw1)
+        kernel = destinations.kernel_for(native.dw1) if layer.keeps_layout(parameters) else None
+        found = None
         if kernel is not None:
             found = destinations.destinations_of(parameters, trained, native, through_autograd)
         order.enter(native.dw1)

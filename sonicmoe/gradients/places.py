@@ -65,18 +65,17 @@ class Waiting:
         return self.trained == trained and all(map(is_, self.parameters, parameters))
 
     def check(self, name_of: Callable[[int], str]) -> None:
-        """Raise if a gradient's memory is another by now, or was written by somebody else.
-
-        Raises:
-            RuntimeError: naming the parameter.
+        """Raise a RuntimeError that names the parameter whose gradient's memory is another by now, or
+        was written by somebody else.
         """
         for index in self._places:
             happened = self._touched(index)
             if happened:
                 raise RuntimeError(
-                    f"{name_of(index)}.{happened} while gradients of {self.count} backward(s) wait in the node for step(); needed: "
-                    "node.step() before anybody replaces, clears, scales or reduces it; node.discard_grads() to skip what waits; "
-                    "or flush='auto', under which nothing waits"
+                    f"{name_of(index)}.{happened} while gradients of {self.count} backward(s) wait in "
+                    "the node for step(); needed: node.step() before anybody replaces, clears, scales "
+                    "or reduces it; node.discard_grads() to skip what waits; or flush='auto', under "
+                    "which nothing waits"
                 )
 
     def take_new_places(self) -> None:
@@ -155,33 +154,29 @@ class CapturedMemory:
         return CapturedMemory, ()
 
     def keep(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """A backward that adds to the `main_grad` of these is being captured.
-
-        Raises:
-            RuntimeError: one of them is None.
-        """
+        """A backward that adds to the `main_grad` of these is being captured; none may be None."""
         for parameter, wanted in zip(parameters, trained, strict=True):
             if wanted and hasattr(parameter, "main_grad"):
                 if parameter.main_grad is None:
                     raise RuntimeError(
-                        "main_grad is None while a backward is captured into a CUDA graph, and every replay would zero the memory "
-                        "made for it; needed: main_grad allocated before the capture"
+                        "main_grad is None while a backward is captured into a CUDA graph, and every "
+                        "replay would zero the memory made for it; needed: main_grad allocated before "
+                        "the capture"
                     )
                 self._held[id(parameter)] = (parameter, parameter.main_grad)
 
     def check(self) -> None:
-        """Raise if gradients of a replay are where no optimizer looks.
-
-        Raises:
-            RuntimeError: a parameter's `main_grad` is no longer the captured one.
+        """Raise if gradients of a replay are where no optimizer looks, because a parameter's
+        `main_grad` is no longer the captured one.
         """
         for parameter, memory in self._held.values():
             now = getattr(parameter, "main_grad", None)
             if now is not memory and (now is None or data_ptr(now) != data_ptr(memory)):
                 raise RuntimeError(
-                    "the main_grad of an expert weight was replaced after a backward that adds to it was captured into a CUDA "
-                    "graph, and replays add to the memory it had then; needed: main_grad that stays in place (zeroed and not "
-                    "rebound), or another capture; node.release_grads() forgets captured memory"
+                    "the main_grad of an expert weight was replaced after a backward that adds to it "
+                    "was captured into a CUDA graph, and replays add to the memory it had then; "
+                    "needed: main_grad that stays in place (zeroed and not rebound), or another "
+                    "capture; node.release_grads() forgets captured memory"
                 )
 
 

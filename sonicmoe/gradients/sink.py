@@ -26,7 +26,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import and_, attrgetter
+from itertools import compress
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -43,7 +44,7 @@ from ..engine.interface import (
 )
 from ..engine.settings import GradientTarget
 from ..enums import FlushMode
-from ..errors import ConfigError, LayoutError, expect
+from ..errors import ConfigError, LayoutError
 from ..interop import device_name, plain_ops
 from ..log import log_once
 from ..stream_order import StreamOrder
@@ -126,7 +127,7 @@ class GradientSink:
             dout: the gradient of the output, on whose device gradients are computed.
 
         Raises:
-            DTypeError, ShapeError, DeviceError: see `check_main_grad`.
+            DTypeError, ShapeError, DeviceError: see `check_main_grads`.
             LayoutError: a parameter is the result of an operation, and not of a module by now.
             RuntimeError: memory for a `main_grad` that is None would be made during a capture; or
                 gradients wait, and their places are others by now (`places.Waiting`).
@@ -138,12 +139,10 @@ class GradientSink:
         if not is_among(ABSENT, main_grads):
             return self._open_direct(engine, settings, parameters, trained, main_grads, dout)
         log_once(logging.INFO, _THROUGH_AUTOGRAD)
-        there = [m is not ABSENT for m in main_grads]
-        if not any(map(and_, there, trained)):
+        batch = None
+        if not any(map(_has_main_grad, compress(parameters, trained))):
             batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
-            if batch is not None:
-                return batch
-        return self._open_native(engine, parameters, trained, dout)
+        return batch or self._open_native(engine, parameters, trained, dout)
 
     def accepts(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
         """Whether gradients of these may join those that wait; else `flush` comes first."""
@@ -151,17 +150,14 @@ class GradientSink:
         return waiting is None or not waiting.count or waiting.is_for(parameters, trained)
 
     def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """Check that gradients can be given to a caller who wants none accumulated.
-
-        Raises:
-            RuntimeError: they would be added to `main_grad`, or wait for `step()`.
+        """Refuse to give gradients to a caller who wants none accumulated, where they would be added
+        to `main_grad` or wait for `step()`.
         """
-        here = (p for p, wanted in zip(parameters, trained, strict=True) if wanted)
-        if self.way is FlushMode.STEP or any(hasattr(p, "main_grad") for p in here):
+        if self.way is FlushMode.STEP or any(map(_has_main_grad, compress(parameters, trained))):
             raise RuntimeError(
-                "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, and this node adds it to "
-                "main_grad or keeps it for step(); nothing was added; needed: backward(), or weights without main_grad and "
-                "flush='auto'"
+                "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, "
+                "and this node adds it to main_grad or keeps it for step(); nothing was added; "
+                "needed: backward(), or weights without main_grad and flush='auto'"
             )
 
     def add(self, engine: Engine, pending: PendingWgrad, batch: Batch) -> None:
@@ -221,13 +217,13 @@ class GradientSink:
 
     def flush(self) -> None:
         """Add what waits into `main_grad` (or `.grad`) of every parameter that it is for, and have
-        the current stream wait for all additions.
+        the current stream wait for all additions. Where it raises, nothing was flushed.
 
         Raises:
             RuntimeError: a backward failed while it added; a captured backward adds to memory that no
                 parameter has; the layer has other parameters by now, or their gradients' places are
-                others (`places.Waiting`). Nothing is flushed.
-            DTypeError, ShapeError, DeviceError: see `check_main_grad`; nothing is flushed.
+                others (`places.Waiting`).
+            DTypeError, ShapeError, DeviceError: see `check_main_grads`.
         """
         # Additions straight into main_grad may run on another stream than the one that is about to
         # reduce it.
@@ -246,8 +242,8 @@ class GradientSink:
             waiting.check(self._layer.name_of)
             self._order.enter(native.dw1)
             try:
-                made = self._layer, waiting.parameters, waiting.trained, native
-                flush_native(*made, through_autograd=False)
+                given = self._layer, waiting.parameters, waiting.trained, native
+                flush_native(*given, through_autograd=False)
             finally:
                 self._order.leave()
             # Last: after a launch that failed the gradients still wait, and the flush may be
@@ -265,10 +261,8 @@ class GradientSink:
         self._waiting, self._incomplete = None, ""
 
     def release(self) -> None:
-        """Free the memory until the next backward, and forget captured memory.
-
-        Raises:
-            RuntimeError: gradients wait that were not flushed.
+        """Free the memory until the next backward, and forget captured memory; raises where gradients
+        wait that were not flushed.
         """
         if self.waiting or self._incomplete:
             raise RuntimeError(
@@ -347,9 +341,9 @@ class GradientSink:
         gone = sum(id(parameter) not in held for parameter in owners)
         if gone:
             raise RuntimeError(
-                f"weight gradients wait for {gone} expert parameters that the modules held in the forward and hold no longer "
-                "(replaced, or resharded as FSDP2 does); needed: step() before that, a node with flush='auto', or "
-                "discard_grads()"
+                f"weight gradients wait for {gone} expert parameters that the modules held in the "
+                "forward and hold no longer (replaced, or resharded as FSDP2 does); needed: step() "
+                "before that, a node with flush='auto', or discard_grads()"
             )
 
     def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
@@ -357,14 +351,17 @@ class GradientSink:
         if all(map(_IS_LEAF, parameters)):
             return
         for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-            if wanted and not parameter.is_leaf:
-                expect(
-                    self.way is not FlushMode.STEP and not hasattr(parameter, "main_grad"),
-                    LayoutError,
+            ends_here = self.way is FlushMode.STEP or _has_main_grad(parameter)
+            if wanted and ends_here and not parameter.is_leaf:
+                raise LayoutError(
                     f"{self._layer.name_of(index)} is the result of an operation (a parametrization, "
-                    "functional_call), which its gradient must be passed on to; needed: a parameter without main_grad and "
-                    "flush='auto', or a leaf",
+                    "functional_call), which its gradient must be passed on to; needed: a parameter "
+                    "without main_grad and flush='auto', or a leaf"
                 )
+
+
+def _has_main_grad(parameter: Tensor) -> bool:
+    return hasattr(parameter, "main_grad")
 
 
 _IS_LEAF: Callable[[Tensor], bool] = attrgetter("is_leaf")

@@ -55,11 +55,10 @@ class GradientSource(Protocol):
 
 
 class Arrivals(NamedTuple):
-    """The arguments of one call; see `SonicMoEMlpNode.forward`. is_stepped: the caller runs the
-    backward.
+    """What comes to one call beside its tokens x; see `SonicMoEMlpNode.forward`. is_stepped: the
+    caller runs the backward.
     """
 
-    x: Any
     tokens_per_expert: Any
     indices: Any
     probs: Any
@@ -70,14 +69,8 @@ class Arrivals(NamedTuple):
     recompute_z: bool | None = None
     is_stepped: bool = False
 
-    def check(self, experts: int, hidden: int) -> None:
-        """Refuse what does not fit a layer of E and H, without reading device memory.
-
-        Raises:
-            DTypeError, ShapeError, DeviceError, RoutingError, FrameworkError, TypeError: naming the
-                argument, what came and what is needed.
-        """
-        x = self.x
+    def check(self, x: Any, experts: int, hidden: int) -> None:
+        """Refuse what does not fit a layer of E and H, without reading device memory."""
         # First, because the outputs of other dispatch modes deserve a message of their own; the
         # general checks would call them a wrong shape.
         check_dispatched_tokens(x, self.indices, self.probs, self.tokens_per_expert, self.x_scale)
@@ -105,19 +98,19 @@ class Arrivals(NamedTuple):
             needed = "what make_copies() returned, or None"
             need_type("copies", self.copies, WeightCopies, needed)
 
-    def form(self) -> tuple[str, TokenFormat]:
+    def form(self, x: Tensor) -> tuple[str, TokenFormat]:
         """`(dtype that the tokens stand for, their format)`."""
         if self.x_scale is None:
-            return dtype_name(self.x.dtype), TokenFormat.PLAIN
-        return "bfloat16", token_format(checked_tokens(self.x, self.x_scale))
+            return dtype_name(x.dtype), TokenFormat.PLAIN
+        return "bfloat16", token_format(checked_tokens(x, self.x_scale))
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """Of `MlpCall.forward`; the first gets the gradient of the tokens."""
         if self.x_scale is None:
-            return self.x.contiguous(), self.probs
-        if self.dx_to is None or self.dx_to is self.x:
-            return self.x, self.probs, self.x_scale
-        return self.dx_to, self.probs, self.x_scale, self.x
+            return x.contiguous(), self.probs
+        if self.dx_to is None or self.dx_to is x:
+            return x, self.probs, self.x_scale
+        return self.dx_to, self.probs, self.x_scale, x
 
 
 def _check_token_gradient(x: Tensor, dx_to: Any) -> None:

@@ -247,15 +247,15 @@ class MlpCall(DifferentiableCall):
 
 
 def call_on(
-    arrived: Arrivals, state: LayerState, choices: Choices
+    x: Tensor, arrived: Arrivals, state: LayerState, choices: Choices
 ) -> tuple[MlpCall, tuple[Tensor, ...]]:
-    """One forward with everything that it and its backward need, and its inputs; the arguments are
-    checked first.
+    """One forward of the tokens x with everything that it and its backward need, and its inputs; the
+    arguments are checked first.
     """
     experts, hidden, _ = state.sizes
-    arrived.check(experts, hidden)
+    arrived.check(x, experts, hidden)
     with choices.scope() as scope:
-        chosen = choices.engine(device_name(arrived.x), *arrived.form(), arrived.recompute_z)
+        chosen = choices.engine(device_name(x), *arrived.form(x), arrived.recompute_z)
         engine, settings = chosen.engine, chosen.settings
         # Read once per call: modules may replace their weights between calls, and the list is at
         # once the input of autograd, the source of the engine weights and the destination of the
@@ -264,7 +264,7 @@ def call_on(
         with advising("forward", settings):
             reading = state.weights.read(engine, settings, parameters, arrived.copies)
     # Outside, so that autograd records the copy and gives the caller's x its gradient.
-    inputs = arrived.inputs()
+    inputs = arrived.inputs(x)
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
     call = MlpCall(
         state=state,

@@ -259,8 +259,8 @@ class SonicMoEMlpNode(NodeUpkeep):
         NaN in a token makes that token's rows NaN and no other token's.
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        arrived = Arrivals(x, *routed, x_scale, dx_to, dout_source, copies, recompute_z)
-        call, inputs = call_on(arrived, self._state, self._choices)
+        arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies, recompute_z)
+        call, inputs = call_on(x, arrived, self._state, self._choices)
         wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
         if wanted and grad_enabled():
             return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
@@ -289,11 +289,11 @@ class SonicMoEMlpNode(NodeUpkeep):
         )
         routed = tokens_per_expert, dispatched_indices, probs
         arrived = Arrivals(
-            tokens, *routed, x_scale, None, dout_source, copies, recompute_z, is_stepped=True
+            *routed, x_scale, None, dout_source, copies, recompute_z, is_stepped=True
         )
         # Weights are read as for training, also where the schedule has switched gradients off.
         with torch.enable_grad():
-            call, inputs = call_on(arrived, self._state, self._choices)
+            call, inputs = call_on(tokens, arrived, self._state, self._choices)
         out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}

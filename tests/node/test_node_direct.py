@@ -30,10 +30,9 @@ each_flush = pytest.mark.parametrize("flush", FLUSHES)
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
+def said(caplog):
     """Lines about gradients, with their level."""
     caplog.set_level(logging.INFO, "sonicmoe")
-    monkeypatch.setattr(sink, "_said", set())
     yield lambda: [
         (record.levelname, record.getMessage())
         for record in caplog.records
