@@ -5,7 +5,6 @@ files import the fixtures by name.
 from __future__ import annotations
 
 import copy
-import importlib.util
 
 import pytest
 from engine import fp8_layer, host_kernels
@@ -20,17 +19,12 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ZCode
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import quantize
 
-needs_nvcc = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
 FP8, ROW128 = (EngineSettings(recipe=RECIPES[name]) for name in ("dx256", "row128-dx256"))
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
 T, H, I = 70, 272, 320

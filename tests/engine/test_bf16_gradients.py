@@ -189,15 +189,12 @@ class TestRefused:
         assert problem(stacked(other_axis(E, H, N1), down, ERNIE)) is None
         assert problem(stacked(None, down, ERNIE)) is None
 
-    @pytest.mark.parametrize(("down", "words"), [
-        (lambda: zeros(E, H, 2 * I)[:, :, ::2], "needed: 1 in one axis of its matrices"),
-        (lambda: zeros(E, H, I + 2)[:, :, :I], "needed: multiples of 16 bytes in all axes but"),
-        (lambda: zeros(E * H * I + 1)[1:].reshape([E, H, I]), "needed: a multiple of 16 bytes"),
-        (lambda: zeros(E * (H * I + 1)).as_strided([E, H, I], [H * I + 1, I, 1]), "needed: multiples of 16 bytes"),
-    ], ids=("no axis", "row", "address", "expert"))  # fmt: skip
-    def test_what_the_copy_engine_cannot_address(self, down, words):
-        found = problem(stacked(zeros(E, N1, H), down()))
-        assert found.startswith("the gradient memory of the down-projections ") and words in found
+    def test_a_stride_that_the_copy_engine_cannot_address(self):
+        """From expert to expert; `test_targets.py` has the other ways."""
+        down = zeros(E * (H * I + 1)).as_strided([E, H, I], [H * I + 1, I, 1])
+        found = problem(stacked(zeros(E, N1, H), down))
+        assert found.startswith("the gradient memory of the down-projections ")
+        assert "needed: multiples of 16 bytes" in found
 
     def test_the_stride_of_one_expert_is_given_to_the_gemm_too(self):
         down = zeros(H * I).as_strided([1, H, I], [7, I, 1])

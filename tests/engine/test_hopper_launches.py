@@ -25,12 +25,12 @@ from engine.hopper_host import (  # noqa: F401
     T,
     host_passes,
     native_fixture,
-    needs_nvcc,
     parameter_targets,
     use_fixture,
 )
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
 from engine.host_kernels import KERNELS, STEADY_KERNELS
+from kernels.needs import NVCC
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
@@ -46,7 +46,7 @@ from sonicmoe.observe import listening, ranges_on
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
 
-pytestmark = needs_nvcc
+pytestmark = NVCC
 REAL = {
     "quantize_rows": quantize_source,
     "gather_gated_gemm": fp8_grouped_gemm_source,

@@ -28,9 +28,9 @@ from engine.hopper_host import (  # noqa: F401
     assert_close,
     host_passes,
     native_fixture,
-    needs_nvcc,
     parameter_targets,
 )
+from kernels.needs import NVCC
 from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine
@@ -44,7 +44,7 @@ from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize
 
-pytestmark = needs_nvcc
+pytestmark = NVCC
 FOLDING_MODES = {name: MODES[name] for name in MODES if not MODES[name].get("iso_weight")}
 
 

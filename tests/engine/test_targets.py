@@ -44,6 +44,12 @@ def problem(targets):
     return targets.problem(2 * I, H, I, "cpu")
 
 
+def assert_says(found, memory, words):
+    """One sentence about the memory that is wrong."""
+    assert found.startswith(f"the gradient memory of {memory} ")
+    assert words in found and "\n" not in found
+
+
 class TestProblem:
     def test_none(self):
         targets = per_expert(*fitting())
@@ -71,9 +77,7 @@ class TestProblem:
     def test_for_every_engine(self, tensor, words):
         ups, downs = fitting()
         ups[1] = tensor()
-        found = problem(per_expert(ups, downs))
-        assert found.startswith("the gradient memory of expert 1's up-projection ")
-        assert words in found and "\n" not in found
+        assert_says(problem(per_expert(ups, downs)), "expert 1's up-projection", words)
 
     def test_another_device(self):
         found = per_expert(*fitting()).problem(2 * I, H, I, "cuda:0")
@@ -90,9 +94,7 @@ class TestProblem:
         downs[2] = tensor()
         targets = per_expert(ups, downs)
         assert problem(targets) is None, "the reference engine adds there"
-        found = targets.copy_engine_problem()
-        assert found.startswith("the gradient memory of expert 2's down-projection ")
-        assert words in found and "\n" not in found
+        assert_says(targets.copy_engine_problem(), "expert 2's down-projection", words)
 
     def test_a_stacked_tensor_is_named_as_one(self):
         wrong = WeightTarget.stacked(zeros(E, H, 2 * I, dtype=torch.float16), E, ERNIE)
@@ -164,6 +166,11 @@ def arranged(kind, shape, experts):
     return [memory[:experts]], [memory], True
 
 
+def step(setup, targets):
+    _, saved = setup.forward()
+    setup.engine.backward(setup.dout, saved, setup.weights, targets)
+
+
 class TestReference:
     """Against accumulators that are added to the same memory afterwards."""
 
@@ -175,37 +182,32 @@ class TestReference:
         layout = WeightLayout(layout.transposed, layout.split_half and is_glu(activation))
         sums = setup.accumulators()
         shapes = [tuple(int(n) for n in held.shape[1:]) for held in (sums.dw1, sums.dw2)]
-        experts = int(sums.dw1.shape[0])
-        weights, memories = [], []
+        experts, weights, memories = int(sums.dw1.shape[0]), [], []
         for native in shapes:
             shape = native[::-1] if layout.transposed else native
             tensors, memory, stacked = arranged(kind, shape, experts)
             memories += memory
-            made = (
-                WeightTarget.stacked(tensors[0], experts, layout)
-                if stacked
-                else WeightTarget.per_expert(tensors, layout)
-            )
-            weights.append(made)
+            given = (tensors[0], experts) if stacked else (tensors,)
+            make = WeightTarget.stacked if stacked else WeightTarget.per_expert
+            weights.append(make(*given, layout))
         targets = ParameterTargets(*weights)
         (n1, hidden), (_, inner) = shapes
         assert targets.problem(n1, hidden, inner, "cpu") is None
         for memory in memories:
             memory.add_(torch.full_like(memory, 0.25))
         before = [memory.clone() for memory in memories]
-        for times in (1, 2):
-            for held in (sums, targets):
-                _, saved = setup.forward()
-                setup.engine.backward(setup.dout, saved, setup.weights, held)
-            if times == 1:
-                got = [memory.clone() for memory in memories]
-                for memory, value in zip(memories, before, strict=True):
-                    memory.copy_(value)
-                for name, total in (("dw1", sums.dw1), ("dw2", sums.dw2)):
-                    for expert in range(experts):
-                        targets.add(name, expert, targets.arranged(name, total[expert]))
-                for memory, value in zip(memories, got, strict=True):
-                    assert (numpy(memory) == numpy(value)).all(), "other bits, or a stranger's"
+        step(setup, sums)
+        step(setup, targets)
+        got = [memory.clone() for memory in memories]
+        for memory, value in zip(memories, before, strict=True):
+            memory.copy_(value)
+        for name, total in (("dw1", sums.dw1), ("dw2", sums.dw2)):
+            for expert in range(experts):
+                targets.add(name, expert, targets.arranged(name, total[expert]))
+        for memory, value in zip(memories, got, strict=True):
+            assert (numpy(memory) == numpy(value)).all(), "other bits, or a stranger's"
+        step(setup, sums)
+        step(setup, targets)
         first = numpy(targets.sums("dw1"))
         assert abs(first - 0.25 - numpy(sums.dw1)).max() < 1e-5 * abs(first).max()
 
@@ -216,9 +218,8 @@ class TestReference:
         inner = int(sums.dw2.shape[2])
         ups = [zeros(hidden, n1) if e else None for e in range(experts)]
         targets = per_expert(ups, [None] * experts)
-        for held in (sums, targets):
-            _, saved = setup.forward()
-            setup.engine.backward(setup.dout, saved, setup.weights, held)
+        step(setup, sums)
+        step(setup, targets)
         assert targets.sums("dw2") is None and next(iter(targets.named())) == "dw1[1]"
         assert targets.problem(n1, hidden, inner, "cpu") is None
         found = numpy(targets.sums("dw1"))
@@ -242,9 +243,8 @@ class TestReference:
                     return value * 2
                 return value
 
-            _, saved = setup.forward()
             with listening(listener):
-                setup.engine.backward(setup.dout, saved, setup.weights, held)
+                step(setup, held)
 
         run(sums, "native")
         run(targets, "parameters")

@@ -4,28 +4,24 @@ they are, and sizes that contradict each other are named with the field that say
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 
 import pytest
 from framework import torch
+from kernels.needs import NVCC
 
 from sonicmoe.bench.cost_terms import TILE_ROWS
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import Passes, _check_numbers, by_keyword
 from sonicmoe.errors import ConfigError, ShapeError
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.gpu import W1_BLOCK
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.routing.metadata import ROW_ALIGNMENT
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
+pytestmark = NVCC
 # No two of these are equal, nor is one a block count of another but for ALIKE.
 T, K, E, H, I, R = 70, 3, 5, 272, 448, 1152
 PASSES = ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")

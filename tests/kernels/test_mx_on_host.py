@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,23 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import host_cuda
-from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, values
+from kernels.needs import HOST_MODULE
+from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, user_matrices, values
 from worlds import ROOT, environment
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_mx import mx_quantize_source
-from sonicmoe.layouts import deinterleave_gate_up
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.routing.build import build_routing
 
-needs_compiler = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
 needs_quack = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
 )
@@ -140,14 +134,10 @@ def assert_rows(found, wanted, routing):
     assert torch.equal(found.bytes[:rows], wanted.codes.view(torch.uint8)[:rows])
     blocks = rows // 32
     for along in ("along_columns", "along_rows"):
-        one = {
-            name: getattr(found, name) if name == along else None
-            for name in ("along_columns", "along_rows")
-        }
+        one = {"along_columns": None, "along_rows": None} | {along: getattr(found, along)}
         read = mx.MxTensor.of(found.bytes, **one, padded_offsets=routing.padded_offsets)
-        assert torch.equal(
-            read.scale_inv[:blocks].view(torch.int32), wanted.scale_inv[:blocks].view(torch.int32)
-        ), along
+        got, scales = (q.scale_inv[:blocks].view(torch.int32) for q in (read, wanted))
+        assert torch.equal(got, scales), along
     atoms = mx.atom_of_tile(routing.padded_offsets, routing.num_rows)[: rows // 128]
     by_columns, by_rows = mx.scale_atoms(wanted)
     width = wanted.shape[1]
@@ -181,7 +171,7 @@ def module(session_folder):
 
 
 class TestKernels:
-    pytestmark = needs_compiler
+    pytestmark = HOST_MODULE
 
     @pytest.mark.parametrize(
         ("counts", "width"), [("spread", 144), ("one", 128), ("last is empty", 272)]
@@ -252,24 +242,17 @@ class TestKernels:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_weights(self, module, dtype, transposed, split_half):
         for experts, hidden, inner in ((2, 144, 80), (1, 256, 128)):
-            n1, element = 2 * inner, dtype_name(dtype)
-            w1, w2 = (
-                values((experts, n1, hidden), dtype, 1),
-                values((experts, hidden, inner), dtype, 2),
-            )
-            up = deinterleave_gate_up(w1) if split_half else w1
-            order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
-            matrices = [m.clone() for stacked in (order(up), order(w2)) for m in stacked]
-            table = torch.zeros(2 * experts, dtype=torch.int64)
-            module.store_addresses([matrix.data_ptr() for matrix in matrices], table, 0)
-            outputs = [unwritten_weight(w) for w in (w1, w2)]
+            shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+            native = [values(shape, dtype, seed) for seed, shape in enumerate(shapes, 1)]
+            held, table = user_matrices(module, native, transposed, split_half)
+            outputs = [unwritten_weight(weight) for weight in native]
             flat = [tensor for output in outputs for tensor in output]
             state = torch.tensor([1, 0], dtype=torch.int32)
-            flags = (transposed, split_half, element, state)
+            flags = (transposed, split_half, dtype_name(dtype), state)
             module.quantize_weights_iso32(table, *flat, *flags, False, 0)
             assert state.tolist() == [0, 0]
-            for native, (codes, along_columns, along_rows) in zip((w1, w2), outputs, strict=True):
-                wanted = square(native)
+            for weight, (codes, along_columns, along_rows) in zip(native, outputs, strict=True):
+                wanted = square(weight)
                 assert torch.equal(codes, wanted.codes.view(torch.uint8))
                 for found, atoms in zip(
                     (along_columns, along_rows), mx.scale_atoms(wanted), strict=True
@@ -278,7 +261,7 @@ class TestKernels:
                     assert torch.equal(mx.from_atoms(found)[live], mx.from_atoms(atoms)[live])
             flat[0].fill_(UNWRITTEN)
             module.quantize_weights_iso32(table, *flat, *flags, False, 0)  # nothing changed
-            assert bool((flat[0] == UNWRITTEN).all())
+            assert bool((flat[0] == UNWRITTEN).all()) and held
 
 
 def unwritten_weight(native):

@@ -7,13 +7,12 @@ tests/gpu/test_quantize_gpu.py.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import shutil
 
 import pytest
 import torch
 from kernels import host_cuda
+from kernels.needs import HOST_MODULE
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
@@ -30,11 +29,7 @@ BLOCKS = W1_BLOCK, W2_BLOCK
 STEADY_ROW = rows(128).along(Line.ROW)
 STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),
-]
+pytestmark = HOST_MODULE
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +57,7 @@ def values(shape, dtype, seed=0):
 
 def unwritten(shape, block):
     """Codes and scales of matrices that are stored in such blocks."""
-    scales = torch.full(
-        (shape[0], -(-shape[1] // block.rows), -(-shape[2] // block.cols)), float("nan")
-    )
+    scales = torch.full(scale_shape(shape, block), float("nan"))
     return torch.full(shape, UNWRITTEN, dtype=torch.uint8), scales
 
 
@@ -73,16 +66,18 @@ def assert_same(q, codes, scale_inv, label=""):
     assert torch.equal(q.scale_inv.view(torch.int32), scale_inv.view(torch.int32)), label
 
 
+def assert_rows(quantiser, x, block):
+    """What a kernel writes for rows is what the reference quantiser gives."""
+    codes = torch.full(tuple(x.shape), UNWRITTEN, dtype=torch.uint8)
+    scale_inv = torch.full((x.shape[0], -(-x.shape[1] // 128)), -1.0)
+    quantiser(x, codes, scale_inv, 0)
+    assert_same(quantize(x, block), codes, scale_inv)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 128), (1, 16), (5, 144), (37, 384), (9, 272)], ids=str)
 def test_rows(module, dtype, shape):
-    x = values(shape, dtype)
-    codes, scale_inv = (
-        torch.full(shape, UNWRITTEN, dtype=torch.uint8),
-        torch.full((shape[0], -(-shape[1] // 128)), -1.0),
-    )
-    module.quantize_rows(x, codes, scale_inv, 0)
-    assert_same(quantize(x, rows(128)), codes, scale_inv)
+    assert_rows(module.quantize_rows, values(shape, dtype), rows(128))
 
 
 def uneven(shape, dtype, seed=0):
@@ -111,24 +106,13 @@ def uneven(shape, dtype, seed=0):
 )
 def test_rows_that_keep_one_scale(module, dtype, shape):
     """Rows longer than a warp's registers too."""
-    x = uneven(shape, dtype)
-    codes, scale_inv = (
-        torch.full(shape, UNWRITTEN, dtype=torch.uint8),
-        torch.full((shape[0], -(-shape[1] // 128)), -1.0),
-    )
-    module.quantize_steady_rows(x, codes, scale_inv, 0)
-    assert_same(quantize(x, STEADY_ROW), codes, scale_inv)
+    assert_rows(module.quantize_steady_rows, uneven(shape, dtype), STEADY_ROW)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_bit_pattern(module, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(-1, 128)
-    codes, scale_inv = (
-        torch.full(tuple(x.shape), UNWRITTEN, dtype=torch.uint8),
-        torch.full((x.shape[0], 1), -1.0),
-    )
-    module.quantize_rows(x, codes, scale_inv, 0)
-    assert_same(quantize(x, rows(128)), codes, scale_inv)
+    assert_rows(module.quantize_rows, x, rows(128))
 
 
 @pytest.mark.parametrize("block", [W1_BLOCK, W2_BLOCK], ids=str)
@@ -142,86 +126,70 @@ def test_transposition(module, shape, block):
     assert_same(transpose_storage(q), codes, scale_inv)
 
 
-class Weights:
-    """Native weights, the user's matrices made of them, and everything a launch needs."""
+def user_matrices(module, stacked, transposed, split_half):
+    """The user's matrices of native w1 and w2, and the table of their addresses."""
+    w1, w2 = stacked
+    order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
+    up = deinterleave_gate_up(w1) if split_half else w1
+    matrices = [matrix.clone() for one in (order(up), order(w2)) for matrix in one]
+    table = torch.zeros(len(matrices), dtype=torch.int64)
+    module.store_addresses([matrix.data_ptr() for matrix in matrices], table, 0)
+    return matrices, table
 
-    def __init__(self, module, dtype, transposed, split_half, sizes, both=True, values=values):
-        experts, self.hidden, self.inner = sizes
-        self.module, self.element, self.n1 = module, dtype_name(dtype), 2 * self.inner
-        self.transposed, self.split_half = transposed, split_half
-        self.w1, self.w2 = (
-            values((experts, self.n1, self.hidden), dtype, 1),
-            values((experts, self.hidden, self.inner), dtype, 2),
-        )
-        up = deinterleave_gate_up(self.w1) if split_half else self.w1
-        order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
-        self.matrices = [
-            matrix.clone() for stacked in (order(up), order(self.w2)) for matrix in stacked
-        ]
-        self.table = torch.zeros(2 * experts, dtype=torch.int64)
-        module.store_addresses([matrix.data_ptr() for matrix in self.matrices], self.table, 0)
-        forward = (experts, self.n1, self.hidden), (experts, self.hidden, self.inner)
-        self.forward = [
-            unwritten(shape, block) for shape, block in zip(forward, BLOCKS, strict=True)
-        ]
-        self.dgrad = (
-            [
-                unwritten((shape[0], shape[2], shape[1]), block.transposed)
-                for shape, block in zip(forward, BLOCKS, strict=True)
-            ]
-            if both
-            else [(None, None)] * 2
-        )
+
+class Weights:
+    """Native weights, the user's matrices made of them, and everything a launch needs.
+
+    blocks: of w1 and w2 in forward, and in dgrad, where `both` orders are wanted. steady: scales stay
+    along the contraction.
+    """
+
+    def __init__(
+        self, module, dtype, transposed, split_half, sizes, both=True, steady=None, values=values
+    ):
+        experts, hidden, inner = sizes
+        self.module, self.n1, self.steady = module, 2 * inner, steady
+        shapes = (experts, self.n1, hidden), (experts, hidden, inner)
+        self.native = [values(shape, dtype, seed) for seed, shape in enumerate(shapes, 1)]
+        self.blocks = [BLOCKS, BLOCKS]
+        if steady is not None:
+            self.blocks = [(steady.w1, steady.w2), (steady.w1_dgrad, steady.w2_dgrad)]
+        matrices = user_matrices(module, self.native, transposed, split_half)
+        self.matrices, self.table = matrices
+        self.forward = list(map(unwritten, shapes, self.blocks[0]))
+        turned = ((e, columns, rows) for e, rows, columns in shapes)
+        dgrad = map(unwritten, turned, (block.transposed for block in self.blocks[1]))
+        self.dgrad = list(dgrad) if both else [(None, None)] * 2
         self.state = torch.zeros(2, dtype=torch.int32)
-        sizes = (self.n1, self.hidden, self.inner)
-        self.checksums = torch.full(
-            (int(module.num_checksums(self.table, *sizes, transposed, self.element)),),
-            -1,
-            dtype=torch.int32,
-        )
+        element = dtype_name(dtype)
+        self.where = self.table, self.n1, hidden, inner, transposed, element
+        self.flags = transposed, split_half, element
+        count = int(module.num_checksums(*self.where))
+        self.checksums = torch.full((count,), -1, dtype=torch.int32)
 
     def check_guard(self):
         """Whether the guard sees a change."""
-        where = (self.table, self.n1, self.hidden, self.inner, self.transposed, self.element)
-        self.module.check_weights(*where, self.checksums, self.state, 0)
+        self.module.check_weights(*self.where, self.checksums, self.state, 0)
         return bool(self.state[0])
 
     def update(self, force):
         """Whether the guard saw a change."""
         changed = self.check_guard()
         outputs = [tensor for pair in (*self.forward, *self.dgrad) for tensor in pair]
-        flags = (self.transposed, self.split_half, self.element)
-        self.module.quantize_weights(self.table, *outputs, *flags, self.state, force, 0)
+        quantise = self.module.quantize_weights
+        if self.steady is not None:
+            quantise = self.module.quantize_steady_weights
+            outputs += [torch.full((sum(s.numel() for _, s in self.forward),), float("nan"))]
+        quantise(self.table, *outputs, *self.flags, self.state, force, 0)
         assert self.state.tolist() == [0, 0]
         return changed
-
-    def update_steady(self, force):
-        """The same for a recipe whose scales stay along the contraction."""
-        changed = self.check_guard()
-        outputs = [tensor for pair in (*self.forward, *self.dgrad) for tensor in pair]
-        tiles = torch.full((sum(scale.numel() for _, scale in self.forward),), float("nan"))
-        flags = (self.transposed, self.split_half, self.element)
-        self.module.quantize_steady_weights(
-            self.table, *outputs, tiles, *flags, self.state, force, 0
-        )
-        assert self.state.tolist() == [0, 0]
-        return changed
-
-    def check_steady(self, recipe):
-        blocks = (recipe.w1, recipe.w2), (recipe.w1_dgrad, recipe.w2_dgrad)
-        for native, block, forward in zip((self.w1, self.w2), blocks[0], self.forward, strict=True):
-            assert_same(quantize(native, block), *forward)
-        for native, block, dgrad in zip((self.w1, self.w2), blocks[1], self.dgrad, strict=True):
-            assert_same(transpose_storage(quantize(native, block)), *dgrad)
 
     def check(self):
-        for native, block, forward, dgrad in zip(
-            (self.w1, self.w2), BLOCKS, self.forward, self.dgrad, strict=True
-        ):
-            q = quantize(native, block)
-            assert_same(q, *forward)
+        for native, block, forward in zip(self.native, self.blocks[0], self.forward, strict=True):
+            assert_same(quantize(native, block), *forward)
+        for native, block, dgrad in zip(self.native, self.blocks[1], self.dgrad, strict=True):
             if dgrad[0] is not None:
-                assert_same(transpose_storage(q), *dgrad)
+                assert_same(transpose_storage(quantize(native, block)), *dgrad)
 
 
 LAYOUTS = list(itertools.product([False, True], repeat=2))
@@ -248,21 +216,15 @@ def test_weights(module, dtype, transposed, split_half):
 def test_weights_that_keep_one_scale_along_the_contraction(
     module, dtype, transposed, split_half, recipe
 ):
-    sizes = (2, 400, 272)
-    weights = Weights(module, dtype, transposed, split_half, sizes, values=uneven)
-    # Scales of w1 in the recipe's blocks: H is 400 and N1 is 544.
-    for order, shape, block in (
-        (weights.forward, (2, 544, 400), recipe.w1),
-        (weights.dgrad, (2, 400, 544), recipe.w1_dgrad.transposed),
-    ):
-        order[0] = order[0][0], torch.full(scale_shape(shape, block), float("nan"))
-    assert weights.update_steady(force=False)
-    weights.check_steady(recipe)
+    made = module, dtype, transposed, split_half, (2, 400, 272)
+    weights = Weights(*made, steady=recipe, values=uneven)
+    assert weights.update(force=False)
+    weights.check()
     w1, w1_dgrad = weights.forward[0][0], weights.dgrad[0][0]
     assert not torch.equal(w1, w1_dgrad.transpose(1, 2)), "the two orders differ"
-    weights.forward[0][0].fill_(UNWRITTEN)
-    assert not weights.update_steady(force=False)
-    assert bool((weights.forward[0][0] == UNWRITTEN).all())
+    w1.fill_(UNWRITTEN)
+    assert not weights.update(force=False)
+    assert bool((w1 == UNWRITTEN).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -276,7 +238,7 @@ def test_guard(module, dtype):
     weights.check()
     scribbled.fill_(UNWRITTEN)
     weights.matrices[-1].neg_()
-    weights.w2[-1].neg_()
+    weights.native[1][-1].neg_()
     assert weights.update(force=False)
     weights.check()
     assert not weights.update(force=False)

@@ -5,22 +5,19 @@ to once, by the product it stands for, and nothing beside it.
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from kernels.needs import HOST_COMPILER
 
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.layouts import WeightLayout
 
-pytestmark = [
-    pytest.mark.skipif(find_toolkit() is None, reason="needs the CUDA headers"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-]
+pytestmark = HOST_COMPILER
 SOURCE = Path(__file__).with_name("wgrad_walk.cpp")
 EXPERTS = 3
 # (H, I): whole tiles, an odd number of 64s, H no multiple of 128, one box of each
