@@ -374,6 +374,51 @@ def _finish_wgrad(
         tl.store(places, acc.to(element), mask=inside)
 
 
+@triton.jit
+def _sums_of_rows(
+    left,
+    right,
+    index,
+    first,
+    last,
+    part,
+    row,
+    column,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEFT_GATHERED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """fp32 `[M, N]`: the tile of `left^T right` over one expert's rows; see `wgrad`."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    in_m, in_n = row + m < HEIGHT, column + n < WIDTH
+    left_columns = left + part * HEIGHT + row + m
+    right_columns = right + column + n
+    acc = tl.zeros([M, N], tl.float32)
+    # The padding rows of the side in expert order are zeros, and those of the gathered side
+    # repeat a row of the expert: no product needs a mask along the rows.
+    for at in range(first, last, K):
+        token = tl.load(index + at + k).to(tl.int64)
+        own = at + k.to(tl.int64)
+        left_row = (token if LEFT_GATHERED else own) * (PARTS * HEIGHT)
+        right_row = (own if LEFT_GATHERED else token) * WIDTH
+        left_at = left_columns[:, None] + left_row[None, :]
+        right_at = right_row[:, None] + right_columns[None, :]
+        left_tile = (
+            tl.load(left_at) if HEIGHT % M == 0 else tl.load(left_at, mask=in_m[:, None], other=0.0)
+        )
+        right_tile = (
+            tl.load(right_at)
+            if WIDTH % N == 0
+            else tl.load(right_at, mask=in_n[None, :], other=0.0)
+        )
+        acc = tl.dot(left_tile, right_tile, acc)
+    return acc
+
+
 @stored_jit(
     do_not_specialize=["num_experts", "tabled", "adds", "stride_expert", "stride_part", "pitch"],
     do_not_specialize_on_alignment=["addresses"],
@@ -429,31 +474,11 @@ def wgrad(
             address = tl.load(addresses + expert)
         # An expert without rows adds nothing, and its memory is left untouched.
         if (address != 0) & ((adds == 0) | (first < last)):
-            m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-            in_m, in_n = row + m < HEIGHT, column + n < WIDTH
-            left_columns = left + part * HEIGHT + row + m
-            right_columns = right + column + n
-            acc = tl.zeros([M, N], tl.float32)
-            # The padding rows of the side in expert order are zeros, and those of the gathered side
-            # repeat a row of the expert: no product needs a mask along the rows.
-            for at in range(first, last, K):
-                token = tl.load(index + at + k).to(tl.int64)
-                own = at + k.to(tl.int64)
-                left_row = (token if LEFT_GATHERED else own) * (PARTS * HEIGHT)
-                right_row = (own if LEFT_GATHERED else token) * WIDTH
-                left_at = left_columns[:, None] + left_row[None, :]
-                right_at = right_row[:, None] + right_columns[None, :]
-                left_tile = (
-                    tl.load(left_at)
-                    if HEIGHT % M == 0
-                    else tl.load(left_at, mask=in_m[:, None], other=0.0)
-                )
-                right_tile = (
-                    tl.load(right_at)
-                    if WIDTH % N == 0
-                    else tl.load(right_at, mask=in_n[None, :], other=0.0)
-                )
-                acc = tl.dot(left_tile, right_tile, acc)
+            acc = _sums_of_rows(
+                left, right, index, first, last, part, row, column,
+                HEIGHT, WIDTH, PARTS, LEFT_GATHERED, M, N, K,
+            )  # fmt: skip
+            in_m = row + tl.arange(0, M) < HEIGHT
             # The compiler knows of these products that they are multiples of 16 bytes.
             unit: tl.constexpr = 128 // element.primitive_bitwidth
             step = pitch * unit
