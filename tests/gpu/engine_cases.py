@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from gpu.activation_cases import OWN, gain_of, gated
+from gpu.device import DEVICE, raw
 from public_models import EXPERT_SIZES
 
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
@@ -31,7 +31,7 @@ from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
-DEVICE, ARCH = "cuda", "sm_90a"
+ARCH = "sm_90a"
 BF16, FP16 = torch.bfloat16, torch.float16
 SWIGLU = ActivationType.SWIGLU
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
@@ -305,11 +305,6 @@ def assert_same_bits(actual, wanted, names=None):
         assert torch.equal(raw(actual[name]), raw(wanted[name])), name
 
 
-def raw(tensor):
-    """As bytes, among which NaN equals itself."""
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
 def digest(engine, settings):
     """Of every bit of one forward and backward; another process must find the same."""
     named = run(make_case(900, seed=21), engine, settings)
@@ -348,28 +343,3 @@ def owned(value, rows, used):
     if value.orientation is Orientation.COLUMNS:
         return [(".codes", codes[:, :used]), (".scale_inv", scales[:, :used_scales])]
     return [(".codes", codes[:used]), (".scale_inv", scales[:used_scales])]
-
-
-def fill_free_memory(byte):
-    """Leave `byte` in what the allocator will hand out next, in large blocks and in small ones."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    held = [torch.full((2**30,), byte, dtype=torch.uint8, device="cuda")]
-    held += [
-        torch.full((2**size,), byte, dtype=torch.uint8, device="cuda")
-        for size in (12, 16, 19)
-        for _ in range(256)
-    ]
-    torch.cuda.synchronize()
-    del held
-
-
-@contextmanager
-def poisoned_allocator():
-    """Every fresh `torch.empty` is full of NaN and of the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert bool(torch.isnan(torch.empty(7, device=DEVICE)).all()), "the poison is not active"
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.activation_cases import OWN
+from gpu.device import fill_free_memory, poisoned_allocator, waiting_is_an_error
 from gpu.engine_cases import (
     BF16,
     FP16,
@@ -24,12 +25,9 @@ from gpu.engine_cases import (
     K,
     assert_same_bits,
     check_plain,
-    fill_free_memory,
     make_case,
-    poisoned_allocator,
     run,
 )
-from gpu.hopper_step import waiting_is_an_error
 from pairwise import pairwise
 from public_models import EXPERT_SIZES
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from gpu.engine_cases import raw
+from gpu.device import raw
 
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import ParameterTargets

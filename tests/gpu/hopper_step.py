@@ -4,29 +4,17 @@ enough for a sanitizer.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from gpu.device import DEVICE
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
-DEVICE = "cuda"
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="hopper")  # by name: a fallback would prove nothing
 E, H, I, K, T = 6, 512, 384, 3, 700
-
-
-@contextmanager
-def waiting_is_an_error():
-    """Inside the block a call that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Expert(nn.Module):

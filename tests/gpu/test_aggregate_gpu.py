@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.engine_cases import poisoned_allocator
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import poisoned_allocator, waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
 from sonicmoe.errors import DTypeError, ShapeError

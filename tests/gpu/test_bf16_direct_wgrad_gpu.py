@@ -9,17 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.engine_cases import (
-    ARCH,
-    FP8,
-    REFERENCE,
-    SWIGLU,
-    build,
-    fill_free_memory,
-    make_case,
-    raw,
-    relative,
-)
+from gpu.device import fill_free_memory, raw
+from gpu.engine_cases import ARCH, FP8, REFERENCE, SWIGLU, build, make_case, relative
 from gpu.gradient_memory import LAYOUTS, Memory, ids
 from pairwise import pairwise
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.engine_cases import FP8, fill_free_memory, make_case, raw
+from gpu.device import fill_free_memory, raw
+from gpu.engine_cases import FP8, make_case
 from gpu.gradient_memory import LAYOUTS, Memory, ids
 from pairwise import pairwise
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
-from gpu.engine_cases import fill_free_memory
+from gpu.device import fill_free_memory
 from gpu.hopper_step import E, H, I, K, make_batch, make_experts, make_node
 from node.sentinel_layers import memory_full_of
 from torch import nn

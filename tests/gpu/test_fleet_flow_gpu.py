@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import waiting_is_an_error
 
 from sonicmoe.fleet import carrier
 from sonicmoe.fleet.configuration import FP8Config

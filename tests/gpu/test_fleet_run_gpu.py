@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.device import waiting_is_an_error
 from gpu.engine_cases import make_case
-from gpu.hopper_step import waiting_is_an_error
 
 from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.layer import layer_of

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.activation_cases import OWN
+from gpu.device import raw
 from gpu.engine_cases import (
     ARCH,
     FP8,
@@ -25,7 +26,6 @@ from gpu.engine_cases import (
     errors,
     make_blocked_case,
     make_case,
-    raw,
     run_with_stages,
 )
 from gpu.engine_contract import EngineContract

@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from gpu.device import waiting_is_an_error
 from gpu.hopper_step import (
     FP8,
     E,
@@ -23,7 +24,6 @@ from gpu.hopper_step import (
     make_experts,
     make_node,
     run,
-    waiting_is_an_error,
 )
 
 from sonicmoe import MoE, SonicMoEConfig

@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 from callers_tensors import FACES, given
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import waiting_is_an_error
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import no_compile

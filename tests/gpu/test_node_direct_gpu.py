@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from faults import FULL_GPU, Allocations
-from gpu.engine_cases import fill_free_memory
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import fill_free_memory, waiting_is_an_error
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
 from node.sentinel_layers import memory_full_of

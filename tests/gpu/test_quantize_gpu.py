@@ -8,8 +8,7 @@ import itertools
 
 import pytest
 import torch
-from gpu.engine_cases import poisoned_allocator
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import poisoned_allocator, waiting_is_an_error
 from pairwise import pairwise
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError

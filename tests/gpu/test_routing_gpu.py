@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.engine_cases import poisoned_allocator
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import poisoned_allocator, waiting_is_an_error
 from kernels.routing_cases import (
     built_by,
     corpus,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import waiting_is_an_error
 from pairwise import pairwise
 
 from sonicmoe import KernelBackendMoE, MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer

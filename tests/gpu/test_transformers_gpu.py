@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.engine_cases import poisoned_allocator
+from gpu.device import poisoned_allocator
 
 pytest.importorskip("transformers", minversion="5.7")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.device import fill_free_memory
 from gpu.engine_cases import (
     ARCH,
     BF16,
@@ -21,7 +22,6 @@ from gpu.engine_cases import (
     assert_same_bits,
     build,
     check_plain,
-    fill_free_memory,
     kernels_of_the_contract,
     make_case,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.hopper_step import waiting_is_an_error
+from gpu.device import waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, topk_of
 
 from sonicmoe.interop import current_stream

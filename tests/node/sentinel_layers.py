@@ -243,7 +243,7 @@ def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
 
 def overwrite_free_memory(byte: int, device: str) -> None:
     if device == "cuda":
-        from gpu.engine_cases import fill_free_memory
+        from gpu.device import fill_free_memory
 
         fill_free_memory(byte)
 
