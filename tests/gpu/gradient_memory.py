@@ -1,16 +1,17 @@
 """Gradient memory of one layer within larger allocations of known bytes, in every arrangement that
-parameters come in, and what these must hold after additions.
+parameters come in; what it must hold after additions; and the additions that every engine is tested
+with.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
-from gpu.device import raw
+from gpu.device import captured, fill_free_memory, raw
 
-from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.interface import EngineSettings, ParameterTargets, WeightTarget
 from sonicmoe.layouts import WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
@@ -161,3 +162,77 @@ class Memory:
         """`expect`, then `check`."""
         self.expect(dw1, dw2, **options)
         self.check()
+
+
+def memory_of(case, layout, arrangement, dtype=torch.float32, kind=ParameterTargets):
+    """For the weights of a case."""
+    sizes = (*case.weights[0].shape, int(case.weights[1].shape[2]))
+    return Memory(sizes, layout, arrangement, dtype, kind)
+
+
+def pending_of(case, engine, settings=None):
+    """What `backward_dx` leaves for the weight gradients."""
+    settings = settings or EngineSettings(activation=case.activation)
+    weights = engine.prepare_weights(*case.weights, settings)
+    _, saved = engine.forward(case.x, case.routing(), weights, settings)
+    return engine.backward_dx(case.dout, saved, weights)[2]
+
+
+def accumulated(case, engine, pending):
+    """Native gradients; the operands are still there afterwards."""
+    sums = case.accumulators()
+    engine.backward_dw(replace(pending), sums)
+    assert sums.dw1.any() and sums.dw2.any()
+    return sums.dw1, sums.dw2
+
+
+def check_addition(case, memory, engine, settings=None):
+    """One backward adds what accumulating and flushing would, in memory that held NaN."""
+    pending = pending_of(case, engine, settings)
+    assert memory.targets.problem(*memory.native, "cuda:0") is None
+    assert engine.problem_of(memory.targets, pending.settings) is None
+    gradients = accumulated(case, engine, pending)
+    fill_free_memory(0xFF)
+    engine.backward_dw(pending, memory.targets)
+    assert not memory.targets.adding and pending.dz is None
+    memory.take(*gradients)
+
+
+def check_frozen_projections(case, memory, engine, settings=None):
+    """Either projection or both: nothing is added, and the operands are dropped all the same."""
+    for frozen in (("up",), ("down",), ("up", "down")):
+        pending = pending_of(case, engine, settings)
+        dw1, dw2 = accumulated(case, engine, pending)
+        nothing = WeightTarget.stacked(None, len(dw1), memory.layout)
+        wanted = {name: getattr(memory.targets, name) for name in ("up", "down")}
+        targets = ParameterTargets(**wanted | dict.fromkeys(frozen, nothing))
+        assert engine.problem_of(targets, pending.settings) is None
+        engine.backward_dw(pending, targets)
+        assert pending.x is None
+        memory.take(dw1 * ("up" not in frozen), dw2 * ("down" not in frozen))
+
+
+def check_replays(case, layout, arrangement, engine, settings=None):
+    """Each replay of a CUDA graph adds, also after other memory was added to."""
+    memory, other = (memory_of(case, layout, arrangement) for _ in range(2))
+    pending = pending_of(case, engine, settings)
+    gradients = accumulated(case, engine, pending)
+    engine.backward_dw(replace(pending), other.targets)  # loads the kernels
+    graph, _ = captured(lambda: engine.backward_dw(replace(pending), memory.targets))
+    memory.check()  # a capture adds nothing
+    engine.backward_dw(replace(pending), other.targets)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        memory.take(*gradients)
+
+
+def check_repeats(case, layout, arrangement, engine, settings=None):
+    """The same bits each time."""
+    results = []
+    for _ in range(5):
+        memory = memory_of(case, layout, arrangement)
+        engine.backward_dw(pending_of(case, engine, settings), memory.targets)
+        results.append([raw(allocation).clone() for allocation in memory.allocations])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

@@ -8,17 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.device import fill_free_memory, raw
 from gpu.engine_cases import FP8, make_case
-from gpu.gradient_memory import LAYOUTS, Memory, ids
+from gpu.gradient_memory import (
+    LAYOUTS,
+    Memory,
+    accumulated,
+    check_addition,
+    check_repeats,
+    check_replays,
+    ids,
+    pending_of,
+)
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
-from sonicmoe.engine.interface import NativeBuffer
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.interface import ParameterTargets, WeightTarget
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
@@ -150,16 +156,6 @@ def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrange
         memory.take(*(sums.to(dtype) for sums in given.native), over=True)
 
 
-def test_repeats_bit_for_bit(operands):
-    shape, results = (4096, 1024, 448, 8, 4), []
-    for _ in range(5):
-        memory = memory_of(shape, LAYOUTS[3], "own")
-        operands(shape).put(memory.targets)
-        results.append([raw(allocation).clone() for allocation in memory.allocations])
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
-
-
 def test_nobody_wants_any(operands, module):
     """Frozen all: nothing is launched, and sizes are not needed."""
     given = operands(SHAPES[0])
@@ -192,46 +188,35 @@ def test_wrong_destinations_are_named(operands, module):
     assert not buffer.any()
 
 
-def layer_case(seed=0):
-    tokens, hidden, inner, experts, topk = LAYER
+def layer_case(seed=0, shape=LAYER):
+    tokens, hidden, inner, experts, topk = shape
     sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
     return make_case(tokens, **sizes, seed=seed)
-
-
-def sums_of_layer():
-    return NativeBuffer.zeros(LAYER[3], 2 * LAYER[2], LAYER[1], LAYER[2], False, "cuda")
-
-
-def pending_of(case, settings):
-    weights = OURS.prepare_weights(*case.weights, settings)
-    _, saved = OURS.forward(case.x, case.routing(), weights, settings)
-    return OURS.backward_dx(case.dout, saved, weights)[2]
 
 
 @pytest.mark.parametrize(
     ("arrangement", "mode"), pairwise(["own", "slices", "stacked", "permuted"], MODES), ids=str
 )
 def test_a_backward_of_the_engine(arrangement, mode):
-    """Through the passes, in memory that held NaNs: as accumulate and flush."""
-    settings, memory = replace(FP8, **MODES[mode]), memory_of(LAYER, LAYOUTS[3], arrangement)
-    fill_free_memory(0xFF)
+    """Through the passes, two of them, in memory that held NaN."""
+    memory = memory_of(LAYER, LAYOUTS[3], arrangement)
     for seed in (0, 1):
-        sums = sums_of_layer()
-        OURS.backward_dw(pending_of(layer_case(seed), settings), sums)
-        assert OURS.problem_of(memory.targets, settings) is None
-        OURS.backward_dw(pending_of(layer_case(seed), settings), memory.targets)
-        memory.take(sums.dw1, sums.dw2)
+        check_addition(layer_case(seed), memory, OURS, replace(FP8, **MODES[mode]))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("order", ["up first", "down first"])
-def test_one_projection_at_a_time(order, mode):
+@pytest.mark.parametrize("first", [0, 1], ids=["up first", "down first"])
+def test_one_projection_at_a_time(mode, first):
     """As a schedule adds them that puts each off: the bits of adding both, and nothing is added to
     the other one in between. The projections lie in different layouts, as PaddleFleet's may.
     """
-    settings, (_, hidden, inner, experts, _) = replace(FP8, **MODES[mode]), LAYER
-    sums, pending = sums_of_layer(), pending_of(layer_case(), settings)
-    OURS.backward_dw(replace(pending), sums)
+    case, settings, (_, hidden, inner, experts, _) = (
+        layer_case(),
+        replace(FP8, **MODES[mode]),
+        LAYER,
+    )
+    pending = pending_of(case, OURS, settings)
+    dw1, dw2 = accumulated(case, OURS, pending)
     native, grouped = WeightLayout(), WeightLayout(True, True)
     memory = (
         torch.zeros(experts, 2 * inner, hidden, device="cuda"),
@@ -243,32 +228,21 @@ def test_one_projection_at_a_time(order, mode):
     )
     nobody = WeightTarget.stacked(None, experts, native)
     alone = [ParameterTargets(up, nobody), ParameterTargets(nobody, down)]
-    first, second = (0, 1) if order == "up first" else (1, 0)
     assert OURS.problem_of(alone[first], settings) is None
     OURS.backward_dw(replace(pending), alone[first])
-    assert memory[first].any() and not memory[second].any()
-    OURS.backward_dw(replace(pending), alone[second])
-    assert torch.equal(memory[0], sums.dw1)
-    assert torch.equal(memory[1], sums.dw2.transpose(1, 2))
+    assert memory[first].any() and not memory[1 - first].any()
+    OURS.backward_dw(replace(pending), alone[1 - first])
+    assert torch.equal(memory[0], dw1)
+    assert torch.equal(memory[1], dw2.transpose(1, 2))
+
+
+def test_repeats_bit_for_bit():
+    check_repeats(layer_case(shape=(4096, 1024, 448, 8, 4)), LAYOUTS[3], "own", OURS, FP8)
 
 
 @pytest.mark.parametrize("arrangement", ["own", "slices"])
 def test_replays_of_a_graph_add_each_time(arrangement):
-    """Also after the maps of other memory were made."""
-    case, memory = layer_case(3), memory_of(LAYER, LAYOUTS[3], arrangement)
-    pending, sums = pending_of(case, FP8), sums_of_layer()
-    OURS.backward_dw(replace(pending), sums)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        OURS.backward_dw(replace(pending), memory.targets)
-    memory.check()  # a capture adds nothing
-    OURS.backward_dw(replace(pending), memory_of(LAYER, LAYOUTS[3], arrangement).targets)
-    for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        memory.take(sums.dw1, sums.dw2)
+    check_replays(layer_case(3), LAYOUTS[3], arrangement, OURS, FP8)
 
 
 def test_maps_are_made_anew_only_where_memory_moved():
