@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
+from worlds import start_world
 
 from sonicmoe.jit import no_compile
 from sonicmoe.jit_warmup import warmup_jit
@@ -55,6 +57,13 @@ def captured(call, runs_before=0):
     with torch.cuda.graph(graph):
         results = call()
     return graph, results
+
+
+def start_two_ranks(worker, *arguments, **variables):
+    """`worker RANK ARGUMENTS` twice, for `worlds.finish`."""
+    # Packages may come from a path that only this process's `sys.path` knows.
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    return start_world(lambda rank: [worker, rank, *arguments], [variables] * 2)
 
 
 def raw(tensor):

@@ -6,10 +6,10 @@ emulation and fp64, and its whole contract, bit for bit. `test_quantize_gpu.py` 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
+import processes
 import pytest
 import torch
 from gpu.activation_cases import OWN
@@ -169,10 +169,7 @@ class TestHopperEngine(HopperContract):
             "HopperEngine; print(digest(HopperEngine(), FP8))"
         )
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
-        command, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=False, timeout=300
-        )
+        done = processes.run(["-c", code], os.environ | {"PYTHONPATH": path}, ROOT, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split()[-1] == digest(OURS, FP8)
 

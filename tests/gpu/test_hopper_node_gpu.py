@@ -4,13 +4,13 @@ stream, never with stale weights.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
-import os
 
 import pytest
 import torch
-from gpu.device import waiting_is_an_error
+from gpu.device import LONG, captured, compiled_beforehand, waiting_is_an_error
 from gpu.hopper_step import (
     FP8,
     E,
@@ -25,6 +25,7 @@ from gpu.hopper_step import (
     make_node,
     run,
 )
+from node.direct_layers import assert_same_bits, relative
 
 from sonicmoe import MoE, SonicMoEConfig
 from sonicmoe.engine.compile_plan import plan
@@ -33,10 +34,8 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.gradients import destinations
-from sonicmoe.jit import no_compile
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.kernels.sm90 import engine_sources
 from sonicmoe.quant import gpu
 from sonicmoe.routing import backends
@@ -51,14 +50,9 @@ BF16 = SonicMoEConfig(fp8_mode="off", engine="bf16")
 UNFIT = (2, 256, 96)  # E, H, I of a layer that the FP8 engine has no kernels for
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Everything warm-up plans for the layers of this file; nothing below may compile."""
-    for config in (FP8, PLAIN_WGRAD, BF16):
-        assert warmup_jit(E, H, I, "cuda", config=config, jobs=os.cpu_count()).complete
-    assert warmup_jit(*UNFIT, "cuda", precision="bf16", jobs=os.cpu_count()).complete
-    with no_compile():
-        yield
+compiled = compiled_beforehand(
+    *((config, (E, H, I)) for config in (FP8, PLAIN_WGRAD, BF16)), (BF16, UNFIT)
+)
 
 
 def layer(seed=0, config=FP8, **options):
@@ -68,20 +62,11 @@ def layer(seed=0, config=FP8, **options):
 
 
 def whole_step(node, experts, *batches):
-    """Results of every micro-batch, then every main_grad."""
+    """Results of every micro-batch, then every main_grad; no gradient waits for `step()`."""
     results = [tensor for batch in batches for tensor in run(node, batch)]
+    assert node.gradient_bytes == 0
     node.step()
     return results + main_grads(experts)
-
-
-def assert_same_bits(actual, wanted):
-    for index, (a, b) in enumerate(zip(actual, wanted, strict=True)):
-        assert torch.equal(a, b), index
-
-
-def relative(actual, wanted):
-    actual, wanted = actual.detach().double(), wanted.detach().double()
-    return float((actual - wanted).norm() / wanted.norm())
 
 
 def engine_lines(caplog):
@@ -212,43 +197,23 @@ def test_a_wait_would_be_seen(wait):
         wait(torch.ones(1, device="cuda"))
 
 
-def test_moe_waits_for_nothing():
-    moe = MoE(E, K, H, I).to("cuda", torch.bfloat16)
-    x = torch.randn(500, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dout = torch.randn_like(x)
-
-    def step():
-        torch.autograd.grad(moe(x, use_fp8=True)[0], (x, *moe.parameters()), dout)
-
-    with FP8.activate():
-        step()
-        with waiting_is_an_error():
-            step()
-
-
 def test_captured_in_a_cuda_graph():
     """Forward, backward and step; replayed with other tokens, other routing and other weights, all
     copied in place.
     """
     node, experts = layer()
     static = make_batch()
-    captured = []
 
     def step():
-        captured[:] = run(node, static)
+        results = run(node, static)
         node.step()
+        return results
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-        # so that the graph holds the check for changes, and no unconditional quantisation
-        node.prequantize_weights()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    for _ in range(3):
         step()
+    # so that the graph holds the check for changes, and no unconditional quantisation
+    node.prequantize_weights()
+    graph, results = captured(step)
     for seed in (1, 2, 2):
         fresh_node, fresh = layer(seed)
         batch = make_batch(seed=seed)
@@ -260,7 +225,7 @@ def test_captured_in_a_cuda_graph():
                 mine.copy_(its)
                 mine.main_grad.zero_()
         graph.replay()
-        assert_same_bits([*captured, *main_grads(experts)], wanted)
+        assert_same_bits([*results, *main_grads(experts)], wanted)
 
 
 def test_micro_batches_on_a_side_stream():
@@ -295,7 +260,7 @@ def test_two_streams_share_a_node(config):
     streams, results = [torch.cuda.Stream() for _ in batches], []
     torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(LONG)
     for stream, batch in zip(streams, batches, strict=True):
         with torch.cuda.stream(stream):
             results += run(node, batch)
@@ -323,17 +288,25 @@ def test_several_forwards_outstanding(config, order):
         assert relative(a, b) <= 1e-6  # three fp32 sums in another order
 
 
-def test_split_weight_gradients_are_the_same_bits():
+@pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+def test_split_weight_gradients_are_the_same_bits(config):
+    """Whatever the caller writes into memory that a backward has dropped."""
     batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 4096, 300))]
-    wanted = whole_step(*layer(), *batches)
-    assert_same_bits(whole_step(*layer(flush="step", split_wgrad=True), *batches), wanted)
+    wanted = whole_step(*layer(config=config), *batches)
+    for _ in range(3):
+        (node, experts), results = layer(config=config, split_wgrad=True), []
+        for batch in batches:
+            results += run(node, batch)
+            torch.full([len(batch.x) * K * 4, 2 * I], float("nan"), device="cuda")
+        node.step()
+        assert_same_bits(results + main_grads(experts), wanted)
 
 
 def test_split_weight_gradients_outlive_the_callers_memory():
     """The side stream is late, and the caller's goes on and takes every byte that the backward has
     dropped.
     """
-    (node, experts), batch = layer(flush="step", split_wgrad=True), make_batch()
+    (node, experts), batch = layer(**SPLIT), make_batch()
     wanted = whole_step(*layer(), batch)[3:]
     run(node, batch)
     node.step()
@@ -341,7 +314,7 @@ def test_split_weight_gradients_outlive_the_callers_memory():
         gradient.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(node._state.wgrad_queue._stream):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(LONG)
     run(node, batch)
     rows = num_rows_bound(len(batch.x) * K, E, 128)
     sizes = [n * rows for n in (I, 2 * I, H)] * 8
@@ -349,6 +322,26 @@ def test_split_weight_gradients_outlive_the_callers_memory():
     node.step()
     assert_same_bits(main_grads(experts), wanted)
     del held
+
+
+def test_accumulators_outlive_their_node():
+    """The node is gone while its side stream is still to add: the memory that the caller gets next
+    must not be added to.
+    """
+    (node, experts), batch = layer(config=AUTO, split_wgrad=True), make_batch()
+    run(node, batch)
+    node.step()
+    torch.cuda.synchronize()
+    bytes_held = node.gradient_bytes
+    with torch.cuda.stream(node._state.wgrad_queue._stream):
+        torch.cuda._sleep(2 * LONG)
+    run(node, batch)
+    del node, experts
+    gc.collect()
+    sizes = (bytes_held // 12, bytes_held // 6)
+    taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(8)]
+    torch.cuda.synchronize()
+    assert bytes_held > 0 and not any(bool(tensor.any()) for tensor in taken)
 
 
 class TestWeightsThatChange:

@@ -4,23 +4,27 @@ every kind, CUDA graphs, streams, recompute, memory that runs out or is poisoned
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from faults import FULL_GPU, Allocations
-from gpu.device import fill_free_memory, waiting_is_an_error
+from gpu.device import (
+    LONG,
+    captured,
+    compiled_beforehand,
+    fill_free_memory,
+    start_two_ranks,
+    waiting_is_an_error,
+)
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
 from node.sentinel_layers import memory_full_of
-from worlds import TESTS, environment, finish
+from worlds import TESTS, finish
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.jit import default_cache, no_compile
-from sonicmoe.jit_warmup import warmup_jit
+from sonicmoe.jit import default_cache
 from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
@@ -44,21 +48,15 @@ SETUPS["bf16, native"] = (BF16, "native")
 every_setup = pytest.mark.parametrize(("setup", "arrangement"), SETUPS.values(), ids=SETUPS)
 TWO = {name: SETUPS[name] for name in ("fp8, per_expert", "bf16, native")}
 two_setups = pytest.mark.parametrize(("setup", "arrangement"), TWO.values(), ids=TWO)
-LONG = 100_000_000  # cycles: a stream that sleeps so long is behind everything else
 
 
 def layer_of(setup, arrangement, memory="own", flush="auto"):
     return DirectLayer(setup, arrangement, memory, flush=flush)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Everything warm-up plans; nothing below may compile."""
-    for setup in (FP8, MEM, BF16, STAGEWISE):
-        for sizes in ((E, H, I), LARGE[:3]):
-            assert warmup_jit(*sizes, "cuda", config=setup.config, jobs=os.cpu_count()).complete
-    with no_compile():
-        yield
+compiled = compiled_beforehand(
+    *product((setup.config for setup in (FP8, MEM, BF16, STAGEWISE)), ((E, H, I), LARGE[:3]))
+)
 
 
 @every_setup
@@ -153,30 +151,23 @@ def test_holds_no_gradient(setup, arrangement):
 class TestGraphs:
     """Forward, backward and step in a CUDA graph."""
 
-    def captured(self, setup, arrangement, memory="slices"):
+    def layer_in_a_graph(self, setup, arrangement, memory="slices"):
         """`(layer, the static batch, its results, the graph)`; gradients are zero then."""
-        layer, results = layer_of(setup, arrangement, memory), []
+        layer = layer_of(setup, arrangement, memory)
         static = layer.batch(0)
 
         def step():
-            results[:] = layer.run(static)
+            results = layer.run(static)
             layer.node.step()
+            return results
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        graph, results = captured(step, runs_before=2)
         layer.clear()
         return layer, static, results, graph
 
     @every_setup
     def test_replays_have_the_bits_of_eager_steps(self, setup, arrangement):
-        layer, static, results, graph = self.captured(setup, arrangement)
+        layer, static, results, graph = self.layer_in_a_graph(setup, arrangement)
         for seed in (0, 0, 1):  # the last one with other tokens and other routing
             layer.clear()
             with torch.no_grad():
@@ -190,7 +181,7 @@ class TestGraphs:
 
     @two_setups
     def test_a_second_replay_adds_to_the_first(self, setup, arrangement):
-        layer, *_static, graph = self.captured(setup, arrangement)  # which the replays read
+        layer, *_static, graph = self.layer_in_a_graph(setup, arrangement)  # which the replays read
         graph.replay()
         once = [gradient.clone() for gradient in layer.main_grads]
         graph.replay()
@@ -199,7 +190,7 @@ class TestGraphs:
 
     @two_setups
     def test_step_raises_where_main_grad_was_replaced(self, setup, arrangement):
-        layer, *_static, graph = self.captured(setup, arrangement)
+        layer, *_static, graph = self.layer_in_a_graph(setup, arrangement)
         graph.replay()
         layer.node.step()
         held = layer.weights[1].main_grad
@@ -311,20 +302,8 @@ def test_every_allocation_may_fail(setup, arrangement, memory):
 def test_two_ranks_reduce_what_one_would_have(tmp_path):
     """The sum over ranks of a communication buffer that both have added to."""
     worker = TESTS / "node" / "direct_ranks_worker.py"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(tmp_path), "hopper"],
-            # Packages may come from a path that only this process's `sys.path` knows.
-            env=environment(
-                PYTHONPATH=os.pathsep.join(sys.path),
-                SONIC_MOE_CACHE_DIR=str(default_cache().root),
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    cache = str(default_cache().root)
+    processes = start_two_ranks(worker, tmp_path, "hopper", SONIC_MOE_CACHE_DIR=cache)
     for code, said, errors in finish(processes):
         assert code == 0, errors[-3000:]
         found = list(map(float, said.split()))

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from gpu.device import poisoned_allocator, waiting_is_an_error
+from gpu.device import captured, poisoned_allocator, waiting_is_an_error
 from pairwise import pairwise
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
@@ -63,7 +63,7 @@ def values(shape, dtype, seed=0, special=True):
 
 def assert_same(ours, wanted, label=""):
     assert ours.block == wanted.block and ours.orientation == wanted.orientation, label
-    assert torch.equal(ours.codes.view(torch.uint8), wanted.codes.view(torch.uint8)), label
+    assert torch.equal(ours.bytes, wanted.bytes), label
     assert torch.equal(ours.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32)), label
 
 
@@ -141,22 +141,15 @@ class TestRows:
         x = pattern.repeat(repeats, 1)
         assert x.numel() > 2**31
         q, wanted = gpu.quantize_rows(x), quantize(pattern, rows(128))
-        for piece in range(repeats):
-            part = slice(piece * tokens, (piece + 1) * tokens)
-            assert torch.equal(q.codes[part].view(torch.uint8), wanted.codes.view(torch.uint8)), (
-                piece
-            )
-            assert torch.equal(
-                q.scale_inv[part].view(torch.int32), wanted.scale_inv.view(torch.int32)
-            ), piece
+        assert bool((q.bytes.view(repeats, tokens, -1) == wanted.bytes).all())
+        scales = q.scale_inv.view(torch.int32).view(repeats, tokens, -1)
+        assert bool((scales == wanted.scale_inv.view(torch.int32)).all())
 
     def test_graph_and_no_sync(self):
         x = values((2048, 1024), torch.bfloat16, special=False)
         gpu.quantize_rows(x)
         with waiting_is_an_error():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                q = gpu.quantize_rows(x)
+            graph, q = captured(lambda: gpu.quantize_rows(x))
         x.mul_(-3)
         graph.replay()
         assert_same(q, quantize(x, rows(128)))
@@ -207,13 +200,11 @@ def check(weights, source, label="", recipe=RECIPES["dx256"]):
 
 def scribble(weights):
     """Spoil the codes, so that only a launch that quantises makes them right again."""
-    codes = weights.w1.codes.view(torch.uint8)
-    codes.fill_(UNWRITTEN)
-    return codes
+    weights.w1.bytes.fill_(UNWRITTEN)
 
 
 def untouched(weights):
-    return bool((weights.w1.codes.view(torch.uint8) == UNWRITTEN).all())
+    return bool((weights.w1.bytes == UNWRITTEN).all())
 
 
 STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
@@ -260,9 +251,8 @@ class TestWeights:
     def test_parameters_of_modules(self):
         """What the node hands over: leaves that want gradients."""
         source = user_weights((2, 256, 128), torch.bfloat16, True, True)
-        as_parameters = [
-            tuple(torch.nn.Parameter(m) for m in group) for group in (source.up, source.down)
-        ]
+        groups = (source.up, source.down)
+        as_parameters = [tuple(map(torch.nn.Parameter, group)) for group in groups]
         weights = gpu.QuantizedWeights()
         weights.update(WeightSource(*as_parameters, HALVES))
         check(weights, source)
@@ -317,14 +307,11 @@ class TestWeights:
     def test_border(self):
         source = user_weights((2, 256, 128), torch.bfloat16, True, True)
         off = torch.zeros(128 * 256 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(128, 256)
-        down, words = (
-            (source.down[0], off),
-            r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes",
-        )
+        words = r"down\[1\] starts at 0x\w+; needed: a multiple of 16 bytes"
         with pytest.raises(LayoutError, match=words):
-            gpu.QuantizedWeights().update(WeightSource(source.up, down, HALVES))
+            gpu.QuantizedWeights().update(WeightSource(source.up, (source.down[0], off), HALVES))
+        up = (source.up[0].t().contiguous().t(), source.up[1])
         with pytest.raises(LayoutError, match=r"up\[0\] is not contiguous"):
-            up = (source.up[0].t().contiguous().t(), source.up[1])
             gpu.QuantizedWeights().update(WeightSource(up, source.down, HALVES))
 
 
@@ -333,19 +320,25 @@ class TestGuard:
     def source(self, request):
         return user_weights((8, 1024, 384), request.param, True, True, special=False)
 
-    def test_unchanged_weights_are_left_alone(self, source):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        scribble(weights)
+    @pytest.fixture
+    def weights(self, source):
+        """Of the source; whatever does not quantise them anew leaves them spoilt."""
+        made = gpu.QuantizedWeights()
+        made.update(source)
+        scribble(made)
+        return made
+
+    @pytest.fixture
+    def moved(self, source):
+        return WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
+
+    def test_unchanged_weights_are_left_alone(self, source, weights):
         for _ in range(5):
             weights.update(source)
         assert untouched(weights)
 
     @pytest.mark.parametrize("matrix", [0, 5, 8, 15])
-    def test_a_change_of_one_matrix_is_seen(self, source, matrix):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        scribble(weights)
+    def test_a_change_of_one_matrix_is_seen(self, source, weights, matrix):
         changed = (*source.up, *source.down)[matrix]
         changed.add_(torch.randn(changed.shape, device="cuda").to(changed.dtype), alpha=1e-2)
         weights.update(source)
@@ -354,22 +347,18 @@ class TestGuard:
         weights.update(source)
         assert untouched(weights), "the flag was not cleared"
 
-    def test_every_optimizer_step_is_seen(self, source):
+    def test_every_optimizer_step_is_seen(self, source, weights):
         parameters = [torch.nn.Parameter(m) for m in (*source.up, *source.down)]
         optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-        weights = gpu.QuantizedWeights()
         for seed in range(5):
-            weights.update(source)
-            check(weights, source, seed)
-            scribble(weights)
             for parameter in parameters:
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
+            weights.update(source)
+            check(weights, source, seed)
+            scribble(weights)
 
-    def test_force_and_invalidate(self, source):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        scribble(weights)
+    def test_force_and_invalidate(self, source, weights):
         weights.update(source, force=True)
         check(weights, source)
         scribble(weights)
@@ -380,12 +369,14 @@ class TestGuard:
         weights.update(source)
         assert untouched(weights)
 
-    def test_moved_weights_are_quantised(self, source):
+    def test_moved_weights_are_quantised(self, weights, moved):
         """Even to equal bytes: the old address may belong to somebody else."""
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        scribble(weights)
-        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
+        weights.update(moved)
+        check(weights, moved)
+
+    def test_moved_weights_are_refused_in_a_capture(self, weights, moved):
+        with pytest.raises(Exception, match="have moved within a CUDA graph capture"):
+            captured(lambda: weights.update(moved))
         weights.update(moved)
         check(weights, moved)
 
@@ -398,12 +389,8 @@ class TestGuard:
             weights.update(source, force=True)
         check(weights, source)
 
-    def test_graph_follows_weight_updates(self, source):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            weights.update(source)
+    def test_graph_follows_weight_updates(self, source, weights):
+        graph, _ = captured(lambda: weights.update(source))
         for _ in range(3):
             scribble(weights)
             graph.replay()
@@ -413,28 +400,12 @@ class TestGuard:
             graph.replay()
             check(weights, source)
 
-    def test_moved_weights_are_refused_in_a_capture(self, source):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        moved = WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            pytest.raises(Exception, match="have moved within a CUDA graph capture"),
-            torch.cuda.graph(graph),
-        ):
-            weights.update(moved)
-        weights.update(moved)
-        check(weights, moved)
-
-    def test_repetition_is_bit_exact(self, source):
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-
+    def test_repetition_is_bit_exact(self, source, weights):
         def codes():
+            weights.update(source, force=True)
             held = weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad
-            return [q.codes.view(torch.uint8).clone() for q in held]
+            return [q.bytes.clone() for q in held]
 
         first = codes()
         for _ in range(10):
-            weights.update(source, force=True)
             assert all(map(torch.equal, first, codes()))
