@@ -336,7 +336,7 @@ def owned(value, rows, used):
     if rows not in value.codes.shape:
         return []
     codes, scales, used_scales = (
-        value.codes.view(torch.uint8),
+        value.bytes,
         value.scale_inv,
         used // value.block.rows,
     )

@@ -57,7 +57,7 @@ def assert_bits(got, want, rows):
     """Equal codes and scales of the first `rows` rows."""
     assert got.orientation is Orientation.COLUMNS
     assert got.shape[1] == want.shape[1]
-    ours, golden = (q.codes.view(torch.uint8)[:, :rows].cpu() for q in (got, want))
+    ours, golden = (q.bytes[:, :rows].cpu() for q in (got, want))
     assert torch.equal(ours, golden), f"{int((ours != golden).sum())} codes differ"
     ours, golden = (q.scale_inv[:, : rows // 128].cpu().view(torch.int32) for q in (got, want))
     assert torch.equal(ours, golden), f"{int((ours != golden).sum())} scales differ"
@@ -111,7 +111,7 @@ def quantised_case(shape, seed=0):
     x, routing = case(shape, torch.bfloat16, seed=seed)
     unused = torch.isnan(x).all(1)
     q = quantize(torch.where(unused.unsqueeze(1), 0, x).float(), rows(128))
-    codes, scale = q.codes.view(torch.uint8), q.scale_inv
+    codes, scale = q.bytes, q.scale_inv
     codes[unused], scale[unused] = 0x7F, float("nan")
     return codes, scale, routing
 
@@ -241,7 +241,7 @@ def test_special_values(dtype):
     tiny = 1e-40 if dtype is not torch.float16 else 6e-8
     x[:, 300:] = (draw[:, 300:] * 4 * tiny).to(dtype)
     want = on_host(x, routing)
-    used = want.codes.view(torch.uint8)[:, : used_rows(routing)]
+    used = want.bytes[:, : used_rows(routing)]
     assert bool((used == 0x7F).any()) and bool(torch.isinf(want.scale_inv).any())
     assert_bits(gathered(x, routing), want, used_rows(routing))
 
@@ -312,7 +312,7 @@ def test_tokens_out_of_range_are_zeros():
     row_token[:4] = torch.tensor([3, 4, 2**31 - 1, -(2**31)], dtype=torch.int32)
     offsets = torch.tensor([0, 128], device="cuda")
     (q,) = launched("gather_transpose_quantize", [x], row_token, offsets)
-    bits = q.codes.view(torch.uint8)
+    bits = q.bytes
     assert bool((bits[:, 0] == 0x7E).all()) and not bool(bits[:, 1:].any())
 
 
@@ -321,7 +321,7 @@ def test_transpose_codes(shape):
     q = quantize(torch.randn(shape, device="cuda"), iso(128))
     offsets = torch.tensor([0, 128, shape[0]], device="cuda")
     got = transpose_codes(q, offsets)
-    assert torch.equal(got.codes.view(torch.uint8), q.codes.view(torch.uint8).T)
+    assert torch.equal(got.bytes, q.bytes.T)
     assert torch.equal(got.scale_inv, q.scale_inv.T)
 
 
@@ -335,9 +335,7 @@ def test_past_two_to_the_31_elements():
     for first in (0, 2**31 // width // 128 * 128, rows - 128):
         block = row_token[first : first + 128]
         want = quantised_rows(x, block)
-        assert torch.equal(
-            q.codes.view(torch.uint8)[:, first : first + 128].cpu(), want.codes.view(torch.uint8)
-        ), first
+        assert torch.equal(q.bytes[:, first : first + 128].cpu(), want.bytes), first
         assert torch.equal(q.scale_inv[:, first // 128].cpu(), want.scale_inv[:, 0]), first
     del q
     codes = torch.randint(0, 120, (rows, width), dtype=torch.uint8, device="cuda").view(
@@ -345,7 +343,7 @@ def test_past_two_to_the_31_elements():
     )
     scale = torch.rand((rows // 128, width // 128), device="cuda")
     got = transpose_codes(BlockScaledTensor(codes, scale, iso(128), Code.E4M3), offsets)
-    assert torch.equal(got.codes.view(torch.uint8), codes.view(torch.uint8).T)
+    assert torch.equal(got.bytes, codes.view(torch.uint8).T)
     assert torch.equal(got.scale_inv, scale.T)
 
 

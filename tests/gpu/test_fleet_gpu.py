@@ -1,0 +1,348 @@
+"""What PaddleFleet calls, through PyTorch on the GPU engines: `run_sonic_moe` has the bits of a node of
+the same weights; its whole flow, with tokens and gradients in FP8, weight gradients straight into
+`main_grad` and weights whose BF16 memory is freed, on one GPU and on two; the metadata tuple and the
+layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import numpy as np
+import processes
+import pytest
+import torch
+from fleet.naive_metadata import by_definition, drawn
+from gpu.device import waiting_is_an_error
+from gpu.engine_cases import make_case
+from node.direct_layers import assert_same_bits
+from worlds import ROOT
+
+from sonicmoe.ep import LocalDispatcher
+from sonicmoe.fleet import carrier
+from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.fleet.layer import layer_of
+from sonicmoe.fleet.overlap import ExpertsStep
+from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
+from sonicmoe.fleet.run import run_sonic_moe
+from sonicmoe.fleet.twin import deepep_topk_to_sonic_metadata
+from sonicmoe.fleet.weight_layout import (
+    fused_grouped_w1_to_sonic,
+    fused_sonic_w1_to_grouped,
+    fused_transpose_w2_layout,
+)
+from sonicmoe.jit.cache import default_cache
+from sonicmoe.node.mlp_node import SonicMoEMlpNode
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.weights.pair import GROUPED
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from fleet_layer import (
+    ARMS,
+    Batch,
+    Experts,
+    Sizes,
+    call_fleet,
+    freed,
+    give_copies,
+    relative,
+    run,
+    take_copies,
+    to_sonic,
+    weights_of,
+)
+
+pytestmark = pytest.mark.gpu
+SIZES = Sizes(tokens=700, hidden=512, intermediate=384, experts=6, topk=3)
+# Two engines that quantise alike differ in the order of their sums, and in codes at the edge of two.
+BOUND = 0.025
+LARGE = [f"--{size}" for size in ("tokens=4096", "hidden=1024", "intermediate=512", "experts=16", "topk=4")]  # fmt: skip
+each_layout = pytest.mark.parametrize("layout", ["sonic", "grouped"])
+each_precision = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def undeclared(monkeypatch):
+    monkeypatch.setattr(carrier, "_declared", None)
+
+
+# ---- run_sonic_moe beside the node ----
+
+
+@pytest.fixture(scope="module")
+def case():
+    """With the sizes of `SIZES`, and an expert without tokens."""
+    return make_case(700, hidden=512, intermediate=384, experts=6, topk=3, empty=(4,))
+
+
+class Fleet:
+    """Two parameters; `w2.main_grad` is grouped in either layout."""
+
+    def __init__(self, case, layout, fp8):
+        self.case, self.fp8, self.config = case, fp8, FP8Config()
+        made = case.weights[:2]
+        grouped = fused_sonic_w1_to_grouped(made[0]), fused_transpose_w2_layout(made[1])
+        made = made if layout == "sonic" else grouped
+        self.weights = [torch.nn.Parameter(weight.clone()) for weight in made]
+        self.weights[0].main_grad = torch.zeros(made[0].shape, device="cuda")
+        self.weights[1].main_grad = torch.zeros(grouped[1].shape, device="cuda")
+        self.sonic = layout == "sonic"
+
+    @property
+    def state(self):
+        return layer_of(*self.weights, SIZES.hidden).state
+
+    def call(self, counts=None):
+        x, scores = (t.clone().requires_grad_() for t in (self.case.x, self.case.probs))
+        ids = self.case.indices.to(torch.int32)
+        arguments = (x, ids, scores, SIZES.topk, SIZES.experts, *self.weights, self.fp8, counts)
+        out = run_sonic_moe(*arguments, fp8_config=self.config)
+        out.backward(self.case.dout)
+        return out, x.grad, scores.grad
+
+    def gradients(self):
+        """In Sonic's layout."""
+        dw1, dw2 = (weight.main_grad for weight in self.weights)
+        if not self.sonic:
+            dw1 = GROUPED.native_w1(dw1)
+        return dw1, dw2.transpose(1, 2)
+
+
+def node_results(case, fp8):
+    weights = [torch.nn.Parameter(weight.clone()) for weight in case.weights[:2]]
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape, device="cuda")
+    config = FP8Config().node_config(fp8=fp8)
+    node = SonicMoEMlpNode.from_native(*weights, config=config)
+    for _ in range(2):
+        x, scores = (t.clone().requires_grad_() for t in (case.x, case.probs))
+        out = node(x, None, case.indices, scores)
+        out.backward(case.dout)
+    assert node.gradient_bytes == 0
+    return out, x.grad, scores.grad, *(weight.main_grad for weight in weights)
+
+
+@each_precision
+@each_layout
+def test_has_the_bits_of_the_node(case, layout, fp8):
+    """In BF16 the GEMMs cannot add to gate and up in halves; those gradients take the accumulators,
+    and none waits.
+    """
+    fleet = Fleet(case, layout, fp8)
+    buffers = [weight.main_grad for weight in fleet.weights]
+    for _ in range(2):
+        results = fleet.call()
+    assert all(w.main_grad is b for w, b in zip(fleet.weights, buffers, strict=True))
+    wanted = node_results(case, fp8)
+    assert_same_bits(results, wanted[:3])
+    # Sums over two backwards are rounded at other places where they take the accumulators.
+    for one, other in zip(fleet.gradients(), wanted[3:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
+    assert fleet.state.gradients.waiting == 0
+
+
+@each_precision
+@each_layout
+def test_nothing_waits_for_the_device(case, layout, fp8):
+    """Counts are a tensor on the GPU, as the allgather dispatcher gives them."""
+    fleet = Fleet(case, layout, fp8)
+    counts = torch.tensor(case.counts, dtype=torch.int32, device="cuda")
+    fleet.call(counts)
+    with waiting_is_an_error():
+        for again in (False, True, False):
+            fleet.config.recompute_z = again
+            fleet.call(counts)
+
+
+def test_recomputing_z_per_call_makes_no_second_copy_of_the_weights(case):
+    fleet = Fleet(case, "sonic", True)
+    fleet.call()
+    cache = fleet.state.weights._prepared
+    held = cache.weights
+    fleet.config.recompute_z = True
+    fleet.call()
+    assert cache.weights is held
+
+
+@each_precision
+def test_the_steps_of_a_schedule(case, fp8):
+    fleet, stepped = Fleet(case, "sonic", fp8), Fleet(case, "sonic", fp8)
+    wanted = fleet.call()
+    step = ExpertsStep(SIZES.topk, SIZES.experts, *stepped.weights, fp8)
+    out = step.forward(case.x, case.indices, case.probs)
+    assert_same_bits((out, *step.backward(case.dout)), wanted)
+    assert_same_bits(stepped.gradients(), fleet.gradients())
+
+
+# ---- the whole flow ----
+
+
+@pytest.fixture
+def batch():
+    return Batch.random(SIZES, "cuda", 0)
+
+
+@pytest.fixture
+def weights():
+    return weights_of(SIZES, "cuda")
+
+
+def clear(weights):
+    for weight in weights:
+        weight.main_grad.zero_()
+
+
+def kept(results):
+    return {name: value.clone() for name, value in results.items()}
+
+
+def assert_close(found):
+    """The engines' results."""
+    for key, wanted in found["reference"].items():
+        ours = found["hopper"][key]
+        assert bool(torch.isfinite(ours).all()) and relative(ours, wanted) <= BOUND, key
+
+
+def test_hopper_computes_as_the_reference(batch):
+    """And FP8 tokens give the bits of BF16 tokens: the sender quantises as the engine would have."""
+    outs = []
+    for name in ("bf16 dispatch", "fp8 dispatch"):
+        arm, dispatcher, found = ARMS[name], LocalDispatcher(SIZES.experts), {}
+        for engine in ("hopper", "reference"):
+            experts = Experts(weights_of(SIZES, "cuda"), arm, engine)
+            found[engine] = run(dispatcher, experts, batch, arm)
+        assert_close(found)
+        outs.append(found["hopper"]["y"])
+    assert torch.equal(*outs)
+
+
+@each_layout
+def test_fleets_call(batch, layout):
+    """Words and bytes of scales, a placeholder for the gradient, `main_grad` of weight2 in grouped
+    layout under either.
+    """
+    found = {}
+    for engine in ("hopper", "reference"):
+        weights = weights_of(SIZES, "cuda")
+        if layout == "sonic":
+            to_sonic(weights)
+        addresses = [weight.main_grad.data_ptr() for weight in weights]
+        found[engine] = kept(call_fleet(weights, batch, engine))
+        assert [weight.main_grad.data_ptr() for weight in weights] == addresses
+        assert all(weight.grad is None for weight in weights)
+        call_fleet(weights, batch, engine)
+        twice = weights[1].main_grad
+        assert relative(twice, 2 * found[engine]["dw2"]) < 1e-5, "a second micro-batch is added"
+    assert_close(found)
+
+
+@pytest.mark.parametrize("iso32", [True, False])
+def test_freed_weights(batch, weights, iso32):
+    """The bits of weights that hold memory, and no memory for theirs; nothing waits."""
+    config = FP8Config()
+    config.iso32_weight = iso32
+    held = kept(call_fleet(weights, batch, "hopper", config))
+    take_copies(weights)
+    give_copies(weights, iso32=iso32)
+    with freed(weights):
+        assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
+        for _ in range(2):
+            clear(weights)
+            found = call_fleet(weights, batch, "hopper", config)
+            for key, wanted in held.items():
+                assert torch.equal(found[key], wanted), key
+        with waiting_is_an_error():
+            found = call_fleet(weights, batch, "hopper", config)
+    assert bool(found["dw1"].any())
+    take_copies(weights)
+
+
+@pytest.mark.parametrize("form", ["packed", "one byte a word", "row"])
+def test_the_wire_waits_for_nothing(batch, form):
+    """The sender's quantiser and what the receiver makes of its words, in Fleet's three forms."""
+    carrier.declare_carrier("fp32_row" if form == "row" else "fp32_1x128")
+    options = {"pack_scale_words": True}
+    if form == "one byte a word":
+        options = {"scale_dtype": torch.int32}
+
+    def there_and_back():
+        codes, scale = quantize_activation_blockscaled_fast(batch.x, **options)
+        return carrier.tokens_from_carrier(codes, scale).tokens
+
+    there_and_back()
+    with waiting_is_an_error():
+        found = there_and_back()
+    assert relative(dequantize(found), batch.x) < 0.04
+
+
+def bench(*options):
+    """Figures of `benchmarks/fleet_bench.py`."""
+    program = ROOT / "benchmarks" / "fleet_bench.py"
+    variables = {**os.environ, "SONIC_MOE_CACHE_DIR": str(default_cache().root)}
+    command = [program, "--json", "--repeats=5", *LARGE, *options]
+    result = processes.run(command, variables, ROOT, timeout=400)
+    if "EngineUnavailableError" in result.stderr and "deepep" in options:
+        pytest.skip("DeepEP did NOT run: " + result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_host_and_memory():
+    figures = bench()
+    with_fleet = {name for name, arm in ARMS.items() if arm.fp8} | {"run_sonic_moe"}
+    assert set(figures["host_us"]) == with_fleet | {f"{name}, in a row" for name in with_fleet}
+    assert all(0 < us < 5000 for us in figures["host_us"].values())
+    memory = figures["memory_mib"]
+    # FP8 copies are there in both cases; BF16 weights in one.
+    assert memory["held_before"] - memory["freed_before"] > 0.9 * memory["bf16_weights"]
+    assert memory["freed_peak"] < memory["held_peak"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["collective", "deepep"])
+def test_two_gpus(kind):
+    figures = bench("--ranks=2", "--kind", kind)
+    assert figures["ranks"] == 2 and set(figures["stages_us"]) == set(ARMS)
+    errors = figures["errors"]
+    # Tokens and gradients in FP8 cost no more than the engine's own rounding of them.
+    for key, of_bf16 in errors["bf16 dispatch"].items():
+        assert errors["fp8 dispatch"][key] <= 1.2 * of_bf16, (key, errors)
+
+
+# ---- what it calls beside that ----
+
+
+@pytest.mark.parametrize("block", [1, 128])
+@pytest.mark.parametrize("shape", [(0, 2, 3), (1, 1, 1), (37, 4, 6), (200, 8, 16)], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_the_tuple_is_as_defined_whatever_is_known_of_the_counts(block, shape, share):
+    tokens, topk, experts = shape
+    indices, probs = drawn(tokens, topk, experts, seed=tokens, share=share)
+    counts = [int((indices == e).sum()) for e in range(experts)]
+    wanted = by_definition(indices, probs, experts, block)
+    on_gpu = torch.tensor(indices).cuda(), torch.tensor(probs).cuda()
+    for given in (counts, torch.tensor(counts, dtype=torch.int32).cuda(), None):
+        found = deepep_topk_to_sonic_metadata(*on_gpu, given, experts, "cuda", block)
+        for element, value in zip(found, wanted, strict=True):
+            if isinstance(element, torch.Tensor):
+                assert element.is_cuda and element.shape == (len(value),)
+                assert np.array_equal(element.cpu().double().numpy(), np.asarray(value, np.float64))
+            else:
+                assert element == value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_layouts_have_the_bits_of_the_host_and_take_one_copy(dtype):
+    weight = (torch.arange(8 * 256 * 512) % 251).reshape(8, 256, 512).float().to(dtype)
+    there = weight.cuda()
+    for move in (fused_grouped_w1_to_sonic, fused_sonic_w1_to_grouped, fused_transpose_w2_layout):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        moved = move(there)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak == moved.numel() * moved.element_size()
+        assert torch.equal(moved.cpu().view(torch.uint8), move(weight).view(torch.uint8))
