@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.device import waiting_is_an_error
+from gpu.device import captured
+from node.direct_layers import assert_same_bits, relative
 from pairwise import pairwise
 
 from sonicmoe import KernelBackendMoE, MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
@@ -26,19 +27,12 @@ def needs_a_gpu_engine(request):
     use_fp8 = request.node.callspec.params["use_fp8"]
     probe = torch.zeros(1, 256, device="cuda", dtype=torch.bfloat16)
     weights = (probe.new_zeros(1, 256, 256), probe.new_zeros(1, 256, 128), None, None)
-    if (
-        make_plan(ActivationType.SWIGLU, WeightLayout(), use_fp8).choose(probe, weights).name
-        == "reference"
-    ):
+    plan = make_plan(ActivationType.SWIGLU, WeightLayout(), use_fp8)
+    if plan.choose(probe, weights).name == "reference":
         pytest.skip("no GPU engine for this precision in this build")
 
 
-def layer(
-    seed: int = 0,
-    activation: str = "swiglu",
-    bias: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> MoE:
+def layer(seed=0, activation="swiglu", bias=False, dtype=torch.bfloat16) -> MoE:
     torch.manual_seed(seed)
     moe = MoE(8, 2, 256, 128, activation, bias, std=0.1).to("cuda", dtype)
     with torch.no_grad():
@@ -47,14 +41,9 @@ def layer(
 
 
 def batch(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, dout = torch.randn(2, tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(
-        "cuda", torch.bfloat16
-    )
+    generator = torch.Generator().manual_seed(tokens)
+    x, dout = torch.randn(2, tokens, 256, generator=generator).to("cuda", torch.bfloat16)
     return x.contiguous(), dout.contiguous()
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def gradients(
@@ -88,16 +77,8 @@ def whole_layer(moe: MoE):
     def forward(x, use_fp8):
         w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
         return moe_TC_softmax_topk_layer(
-            x,
-            moe.router.weight,
-            w1,
-            moe.c_fc.bias,
-            w2,
-            moe.c_proj.bias,
-            2,
-            moe.stream_id,
-            use_fp8=use_fp8,
-        )[:2]
+            x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, moe.stream_id, use_fp8=use_fp8,
+        )[:2]  # fmt: skip
 
     return forward
 
@@ -130,32 +111,14 @@ FACES = pytest.mark.parametrize(
 def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
     """A replay after the weights have changed computes with the new ones."""
     moe, other, (x, dout) = layer(), layer(seed=1), batch(512)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            gradients(moe, face(moe), x, dout, use_fp8)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients(moe, face(moe), x, dout, use_fp8)
+    graph, results = captured(lambda: gradients(moe, face(moe), x, dout, use_fp8), runs_before=3)
     for source in (moe, other):
         with torch.no_grad():
             for mine, its in zip(moe.parameters(), source.parameters(), strict=True):
                 mine.copy_(its)
         graph.replay()
         torch.cuda.synchronize()
-        for a, b in zip(captured, gradients(source, face(source), x, dout, use_fp8), strict=True):
-            assert torch.equal(a, b)
-
-
-@MODES
-@FACES
-def test_never_waits_for_the_gpu(face, use_fp8: bool) -> None:
-    moe, (x, dout) = layer(), batch(512)
-    gradients(moe, face(moe), x, dout, use_fp8)
-    with waiting_is_an_error():
-        gradients(moe, face(moe), x, dout, use_fp8)
+        assert_same_bits(results, gradients(source, face(source), x, dout, use_fp8))
 
 
 @pytest.mark.parametrize("use_fp8", [True], ids=["fp8"])
@@ -183,26 +146,22 @@ def test_weights_are_quantised_once_per_update(face, use_fp8: bool, monkeypatch)
         assert calls == [first, "guarded", "guarded"]
         fresh = layer(seed=9)
         fresh.load_state_dict(moe.state_dict())
-        for a, b in zip(found, gradients(fresh, face(fresh), x, dout, use_fp8), strict=True):
-            assert torch.equal(a, b), "stale codes"
+        wanted = gradients(fresh, face(fresh), x, dout, use_fp8)
+        assert_same_bits(found, wanted, "stale codes")
         for parameter, gradient in zip(moe.parameters(), found[2:], strict=True):
             parameter.grad = gradient
         optimizer.step()
         calls.clear()
 
 
-# Whatever engine takes them: the plain PyTorch layer's numbers
+def against_plain(moe, x, dout, use_fp8: bool, bound: float) -> None:
+    """Whatever engine takes them: the plain PyTorch layer's numbers."""
 
-
-def against_plain(
-    moe: MoE, x: torch.Tensor, dout: torch.Tensor, use_fp8: bool, bound: float
-) -> None:
     def plain(x, **_):
         return moe(x, KernelBackendMoE.torch)
 
-    for a, b in zip(
-        gradients(moe, moe, x, dout, use_fp8), gradients(moe, plain, x, dout, use_fp8), strict=True
-    ):
+    found = gradients(moe, moe, x, dout, use_fp8)
+    for a, b in zip(found, gradients(moe, plain, x, dout, use_fp8), strict=True):
         assert bool(torch.isfinite(a).all()) and relative(a, b) <= bound
 
 
@@ -211,12 +170,9 @@ def against_plain(
     pairwise([activation.value for activation in ActivationType], [False, True], [False, True]),
 )
 def test_every_activation(activation: str, bias: bool, use_fp8: bool) -> None:
-    fp8 = (
-        0.25 if "relu" in activation else 0.15
-    )  # z rounded across 0 turns a whole gradient on or off
-    against_plain(
-        layer(activation=activation, bias=bias), *batch(300), use_fp8, fp8 if use_fp8 else 0.05
-    )
+    # z rounded across 0 turns a whole gradient on or off.
+    bound = (0.25 if "relu" in activation else 0.15) if use_fp8 else 0.05
+    against_plain(layer(activation=activation, bias=bias), *batch(300), use_fp8, bound)
 
 
 @MODES
