@@ -43,15 +43,14 @@ def waiting_is_an_error():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(call, runs_before=0):
-    """`(graph, what the captured call gave)`; it runs some times before, on a stream of its own,
-    because a capture must not hold what is made once.
+def captured(call, before=lambda: None):
+    """`(graph, what the captured call gave)`. `before` runs first, on a stream of its own, because a
+    capture must not hold what is made once.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(runs_before):
-            call()
+        before()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.activation_cases import OWN
-from gpu.device import fill_free_memory, poisoned_allocator, waiting_is_an_error
+from gpu.device import captured, fill_free_memory, poisoned_allocator, waiting_is_an_error
 from gpu.engine_cases import (
     BF16,
     FP16,
@@ -351,11 +351,13 @@ class PlainEngineContract(EngineContract):
         case, settings = make_case(900), self.settings
         weights = self.engine.prepare_weights(*case.weights, settings)
         routing, wanted, accumulators = case.routing(), self.run(case), case.accumulators()
+
+        def step():
+            out, saved = self.engine.forward(case.x, routing, weights, settings)
+            return out, *self.engine.backward(case.dout, saved, weights, accumulators)
+
         with waiting_is_an_error():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out, saved = self.engine.forward(case.x, routing, weights, settings)
-                dx, dprobs = self.engine.backward(case.dout, saved, weights, accumulators)
+            graph, (out, dx, dprobs) = captured(step)
         graph.replay()
         assert_same_bits({"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}, wanted)
 

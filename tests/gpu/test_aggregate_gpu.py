@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.device import poisoned_allocator, waiting_is_an_error
+from gpu.device import captured, poisoned_allocator, waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
 from sonicmoe.errors import DTypeError, ShapeError
@@ -109,9 +109,7 @@ def test_graph_and_no_sync(kernels):
     rows = rows_of(routing, 1024, torch.bfloat16)
     want = summed_by(kernels, rows, routing, weighted=True).clone()
     with waiting_is_an_error():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = summed_by(kernels, rows, routing, weighted=True)
+        graph, out = captured(lambda: summed_by(kernels, rows, routing, weighted=True))
     graph.replay()
     assert torch.equal(out, want)
 

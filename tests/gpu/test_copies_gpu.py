@@ -5,11 +5,12 @@ the allocator has back, streams, CUDA graphs, and writes that only the device se
 from __future__ import annotations
 
 import gc
-import os
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from gpu.device import LONG, captured, compiled_beforehand
 from node import copies_layers as layers
 from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
 from weights.freed_memory import free, restore
@@ -23,8 +24,6 @@ from sonicmoe.fleet.weight_layout import (
     fused_sonic_w1_to_grouped,
     fused_transpose_w2_layout,
 )
-from sonicmoe.jit import no_compile
-from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.quant.gpu import release_scratch
 from sonicmoe.weights.pair import PairParameters
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.gpu
 
 E, H, I, K, T = 4, 272, 320, 2, 300  # H no multiple of 128, I an odd number of 64s
 LARGE = (8, 1024, 1024, 2)
-LONG = 100_000_000  # cycles: a stream that sleeps so long is behind everything else
 MIB = 1 << 20
 
 
@@ -53,14 +51,9 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Everything warm-up plans; nothing below may compile."""
-    for setup, _ in MODES.values():
-        for sizes in ((E, H, I), LARGE[:3]):
-            assert warmup_jit(*sizes, "cuda", config=setup.config, jobs=os.cpu_count()).complete
-    with no_compile():
-        yield
+compiled = compiled_beforehand(
+    *product((setup.config for setup, _ in MODES.values()), ((E, H, I), LARGE[:3]))
+)
 
 
 def codes_of(copies):
@@ -167,20 +160,21 @@ def test_released_memory_is_not_taken_while_another_stream_reads_it():
 
 
 class TestGraphs:
-    def captured(self, copies, layer, batch):
+    def in_a_graph(self, copies, layer, batch):
         x, indices, probs, dout = batch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made once
+
+        def once():
             layer.node(x, None, indices, probs, copies=copies).backward(dout)
-        torch.cuda.current_stream().wait_stream(stream)
-        layer.clear()
-        x.grad = probs.grad = None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+            layer.clear()
+            x.grad = probs.grad = None
+
+        def step():
             out = layer.node(x, None, indices, probs, copies=copies)
             kept = copies.release_forward()
             out.backward(dout)
+            return out, kept
+
+        graph, (out, kept) = captured(step, once)
         return graph, out, kept
 
     def test_a_graph_reads_the_copies_and_keeps_forwards_order(self):
@@ -189,7 +183,7 @@ class TestGraphs:
         copies = layer.node.make_copies()
         free(*layer.weights)
         batch = layer.batch(0)
-        graph, out, kept = self.captured(copies, layer, batch)
+        graph, out, kept = self.in_a_graph(copies, layer, batch)
         assert "CUDA graph that is being captured" in kept
         for _ in range(2):
             layer.clear()

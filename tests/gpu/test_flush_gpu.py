@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.device import waiting_is_an_error
+from gpu.device import captured, waiting_is_an_error
+from node.direct_layers import Expert
 from pairwise import pairwise
 from torch import nn
 
@@ -116,26 +117,14 @@ def test_past_two_to_the_31_elements(kernel, flush_gradients):
     assert not dw1.any()
 
 
-class Expert(nn.Module):
-    def __init__(self, hidden, width, intermediate, dtype):
-        super().__init__()
-        self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        self.up_gate_proj.weight = nn.Parameter(
-            torch.zeros((hidden, width), device="cuda", dtype=dtype)
-        )
-        self.down_proj.weight = nn.Parameter(
-            torch.zeros((intermediate, hidden), device="cuda", dtype=dtype)
-        )
-
-
 def source_of(kind, activation, dtype, experts=3, hidden=256, intermediate=96):
     width = intermediate * (2 if activation is ActivationType.SWIGLU else 1)
-    if kind == "per_expert":
-        modules = [Expert(hidden, width, intermediate, dtype) for _ in range(experts)]
-        return PerExpertParameters(modules, experts, hidden, intermediate, activation)
     shapes = (experts, hidden, width), (experts, intermediate, hidden)
-    weights = [nn.Parameter(torch.zeros(shape, device="cuda", dtype=dtype)) for shape in shapes]
-    return FusedParameters(*weights, activation)
+    up, down = (torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes)
+    if kind == "fused":
+        return FusedParameters(nn.Parameter(up), nn.Parameter(down), activation)
+    modules = [Expert(u.clone(), d.clone()) for u, d in zip(up, down, strict=True)]
+    return PerExpertParameters(modules, experts, hidden, intermediate, activation)
 
 
 def bind(source, kind):
@@ -234,9 +223,7 @@ def test_graph_and_no_sync(make):
         weights.flush()
         before = [weight.main_grad.clone() for weight in source.parameters()]
         fill(weights, 1)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            weights.flush()
+        graph, _ = captured(weights.flush)
     held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
     graph.replay()
     graph.replay()  # the accumulators are zero by now
@@ -261,13 +248,18 @@ def test_the_kernel_serves_gpu_accumulators(monkeypatch):
 def test_the_border(flush_gradients):
     dw1, dw2 = native_gradients(2, 8, 4, 4)
     stream = current_stream(dw1)
-    with pytest.raises(Exception, match="destinations has 4 numbers; needed: 8"):
-        flush_gradients(dw1, dw2, [0] * 4, True, True, stream)
-    with pytest.raises(Exception, match="dw1 has 7 rows"):
-        flush_gradients(dw1[:, :7].contiguous(), dw2, [0] * 8, True, True, stream)
-    with pytest.raises(Exception, match="dw2 must have 32-bit elements"):
-        flush_gradients(dw1, dw2.double(), [0] * 8, True, True, stream)
-    with pytest.raises(Exception, match="dw1 must be contiguous"):
-        flush_gradients(dw1.transpose(1, 2), dw2, [0] * 8, True, False, stream)
-    with pytest.raises(Exception, match="has format 3, which gradient_format did not return"):
-        flush_gradients(dw1, dw2, [dw1.data_ptr(), 3] * 4, True, True, stream)
+    for first, second, numbers, split, words in (
+        (dw1, dw2, [0] * 4, True, "destinations has 4 numbers; needed: 8"),
+        (dw1[:, :7].contiguous(), dw2, [0] * 8, True, "dw1 has 7 rows"),
+        (dw1, dw2.double(), [0] * 8, True, "dw2 must have 32-bit elements"),
+        (dw1.transpose(1, 2), dw2, [0] * 8, False, "dw1 must be contiguous"),
+        (
+            dw1,
+            dw2,
+            [dw1.data_ptr(), 3] * 4,
+            True,
+            "has format 3, which gradient_format did not return",
+        ),
+    ):
+        with pytest.raises(Exception, match=words):
+            flush_gradients(first, second, numbers, True, split, stream)

@@ -209,11 +209,13 @@ def test_captured_in_a_cuda_graph():
         node.step()
         return results
 
-    for _ in range(3):
-        step()
-    # so that the graph holds the check for changes, and no unconditional quantisation
-    node.prequantize_weights()
-    graph, results = captured(step)
+    def before():
+        for _ in range(3):
+            step()
+        # so that the graph holds the check for changes, and no unconditional quantisation
+        node.prequantize_weights()
+
+    graph, results = captured(step, before)
     for seed in (1, 2, 2):
         fresh_node, fresh = layer(seed)
         batch = make_batch(seed=seed)

@@ -161,7 +161,7 @@ class TestGraphs:
             layer.node.step()
             return results
 
-        graph, results = captured(step, runs_before=2)
+        graph, results = captured(step, lambda: (step(), step()))
         layer.clear()
         return layer, static, results, graph
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from gpu.device import poisoned_allocator, waiting_is_an_error
+from gpu.device import captured, poisoned_allocator, waiting_is_an_error
 from kernels.routing_cases import (
     built_by,
     corpus,
@@ -177,9 +178,7 @@ def test_repeats_are_bit_equal(kernels):
 def test_graph_replay_follows_its_inputs(kernels):
     indices, probs = torch.zeros((4096, 8), dtype=torch.int64).cuda(), torch.zeros(4096, 8).cuda()
     built_by(kernels, indices, probs, 48)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        routing = built_by(kernels, indices, probs, 48)
+    graph, routing = captured(lambda: built_by(kernels, indices, probs, 48))
     for seed in range(3):
         fresh = sentinels(topk_of(4096, 8, 64, seed), 48, seed)
         indices.copy_(fresh)
@@ -197,10 +196,7 @@ def test_many_streams_and_graphs_at_once(kernels):
     graphs = []
     for ids, probs in inputs[:2]:
         built_by(kernels, ids, probs, 16)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = built_by(kernels, ids, probs, 16)
-        graphs.append((graph, captured))
+        graphs.append(captured(partial(built_by, kernels, ids, probs, 16)))
     torch.cuda.synchronize()
     results = {}
     for _ in range(20):

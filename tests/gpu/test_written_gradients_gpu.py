@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from node.direct_layers import Expert
 from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
@@ -92,16 +93,11 @@ def test_node(both, dtype, own, frozen):
     x, ids, probs, dout = batch(300)
 
     def step():
-        stacked = list(weights(WeightLayout(True, True), dtype))
-        made = stacked
+        made = list(weights(WeightLayout(True, True), dtype))
         if own:
-            made = [torch.nn.Parameter(m.clone()) for w in stacked for m in w.detach()]
-            experts = [
-                torch.nn.ModuleDict({"up_gate_proj": module(up), "down_proj": module(down)})
-                for up, down in zip(made[:E], made[E:], strict=True)
-            ]
-            for expert in experts:
-                expert.up_gate_proj, expert.down_proj = expert["up_gate_proj"], expert["down_proj"]
+            pairs = zip(*(w.detach() for w in made), strict=True)
+            experts = [Expert(up.clone(), down.clone()) for up, down in pairs]
+            made = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
             node = SonicMoEMlpNode(experts, E, H, I, config=FP8)
         else:
             node = SonicMoEMlpNode.from_fused(*made, config=FP8)
@@ -118,24 +114,15 @@ def test_node(both, dtype, own, frozen):
     assert equal(*both(step))
 
 
-def module(weight):
-    made = torch.nn.Module()
-    made.weight = weight
-    return made
-
-
 def test_experts_that_share_a_parameter_are_summed(both):
     x, ids, probs, dout = batch(300)
 
     def step():
         w1, w2 = (w.detach() for w in weights(WeightLayout(True, True), torch.bfloat16))
-        shared = torch.nn.Parameter(w1[0].clone())
-        experts = []
-        for index in range(E):
-            expert = torch.nn.Module()
-            expert.up_gate_proj = module(shared)
-            expert.down_proj = module(torch.nn.Parameter(w2[index].clone()))
-            experts.append(expert)
+        experts = [Expert(up.clone(), down.clone()) for up, down in zip(w1, w2, strict=True)]
+        shared = experts[0].up_gate_proj.weight
+        for expert in experts:
+            expert.up_gate_proj.weight = shared
         SonicMoEMlpNode(experts, E, H, I, config=FP8)(x, None, ids, probs).backward(dout)
         return [shared.grad, *(expert.down_proj.weight.grad for expert in experts)]
 
