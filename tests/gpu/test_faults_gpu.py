@@ -7,31 +7,27 @@ call that runs out of memory is repeated.
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
-from gpu.device import fill_free_memory
-from gpu.hopper_step import E, H, I, K, make_batch, make_experts, make_node
+from gpu.device import compiled_beforehand, fill_free_memory
+from gpu.hopper_step import E, H, I, K, make_batch
+from node.direct_layers import DirectLayer, Setup
 from node.sentinel_layers import memory_full_of
-from torch import nn
 
 from sonicmoe import MoE, SonicMoEConfig
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.gradients.sink import GradientSink
-from sonicmoe.jit import no_compile
-from sonicmoe.jit_warmup import warmup_jit
 from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
 
-LARGE = {"experts": 8, "hidden": 1024, "inner": 1024}  # whose step takes hundreds of MiB
-LARGE_TOKENS = 4096
+SMALL, LARGE = (E, H, I, K), (8, 1024, 1024, K)  # a step of the second takes hundreds of MiB
 
 
 def hopper(**changes):
@@ -46,52 +42,47 @@ FP8, MEM, BF16 = hopper(), hopper(fp8_mode="mem"), bf16()
 LEAST = hopper(fp8_mode="mem", iso_weight=True, recompute_z=True)
 PLAIN_WGRAD, STAGEWISE = hopper(fp8_wgrad=False), bf16(stagewise_memory=True)
 STEP, SPLIT = {"flush": "step"}, {"flush": "step", "split_wgrad": True}
-FUSED, NATIVE = {"stacked": "fused"}, {"stacked": "native"}
+FUSED, NATIVE = {"arrangement": "fused"}, {"arrangement": "native"}
 
-# Name: (configuration, where gradients go, options of the node). "strided" gradients are flushed by
-# plain operations, "grad" is `.grad` without a `main_grad`. Where no mode is named, FP8 adds straight
-# into "bound" and "fresh" gradients, and per-expert BF16 has memory of its own.
+# Name: (configuration, where gradients go, options of the layer). `main_grad` is memory of its own or
+# none yet; where "strided", plain operations flush it; "grad" is `.grad` without a `main_grad`. Where
+# no mode is named, FP8 adds straight into the first two, and per-expert BF16 has memory of its own
+# for one backward.
 CASES = {
-    "fp8": (FP8, "bound", {}),
-    "bf16": (BF16, "bound", {}),
-    "fp8, step": (FP8, "bound", STEP),
-    "fp8, mem": (MEM, "bound", {}),
-    "bf16, native": (BF16, "bound", NATIVE),
-    "fp8, fresh": (FP8, "fresh", {}),
+    "fp8": (FP8, "own", {}),
+    "bf16": (BF16, "own", {}),
+    "fp8, step": (FP8, "own", STEP),
+    "fp8, mem": (MEM, "own", {}),
+    "bf16, native": (BF16, "own", NATIVE),
+    "fp8, fresh": (FP8, "none", {}),
     "fp8, grad": (FP8, "grad", {}),
     "fp8, strided": (FP8, "strided", {}),
-    "fp8, iso_weight": (hopper(iso_weight=True), "bound", {}),
-    "fp8, recompute_z": (hopper(recompute_z=True), "fresh", {}),
-    "fp8, least memory": (LEAST, "fresh", {}),
-    "fp8, plain wgrad": (PLAIN_WGRAD, "bound", {}),
-    "fp8, plain wgrad, mem": (hopper(fp8_mode="mem", fp8_wgrad=False), "bound", {}),
-    "fp8, plain wgrad, native": (PLAIN_WGRAD, "bound", NATIVE),
-    "fp8, plain wgrad, step": (PLAIN_WGRAD, "bound", STEP),
-    "fp8, stacked": (FP8, "fresh", FUSED),
-    "fp8, stacked, bound": (FP8, "bound", FUSED),
-    "fp8, native": (FP8, "bound", NATIVE),
-    "fp8, mem, step": (MEM, "fresh", STEP),
-    "fp8, split_wgrad": (FP8, "bound", SPLIT),
-    "fp8, mem, split_wgrad": (MEM, "bound", SPLIT),
-    "bf16, step": (BF16, "bound", STEP),
-    "bf16, stagewise": (STAGEWISE, "bound", {}),
-    "bf16, recompute_z": (bf16(recompute_z=True), "fresh", {}),
+    "fp8, iso_weight": (hopper(iso_weight=True), "own", {}),
+    "fp8, recompute_z": (hopper(recompute_z=True), "none", {}),
+    "fp8, least memory": (LEAST, "none", {}),
+    "fp8, plain wgrad": (PLAIN_WGRAD, "own", {}),
+    "fp8, plain wgrad, mem": (hopper(fp8_mode="mem", fp8_wgrad=False), "own", {}),
+    "fp8, plain wgrad, native": (PLAIN_WGRAD, "own", NATIVE),
+    "fp8, plain wgrad, step": (PLAIN_WGRAD, "own", STEP),
+    "fp8, stacked": (FP8, "none", FUSED),
+    "fp8, stacked, own": (FP8, "own", FUSED),
+    "fp8, native": (FP8, "own", NATIVE),
+    "fp8, mem, step": (MEM, "none", STEP),
+    "fp8, split_wgrad": (FP8, "own", SPLIT),
+    "fp8, mem, split_wgrad": (MEM, "own", SPLIT),
+    "bf16, step": (BF16, "own", STEP),
+    "bf16, stagewise": (STAGEWISE, "own", {}),
+    "bf16, recompute_z": (bf16(recompute_z=True), "none", {}),
     "bf16, grad": (BF16, "grad", {}),
-    "bf16, split_wgrad": (BF16, "bound", SPLIT),
-    "bf16, native, fresh": (BF16, "fresh", NATIVE),
-    "bf16, stagewise, native": (STAGEWISE, "bound", NATIVE),
+    "bf16, split_wgrad": (BF16, "own", SPLIT),
+    "bf16, native, fresh": (BF16, "none", NATIVE),
+    "bf16, stagewise, native": (STAGEWISE, "own", NATIVE),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Every kernel of the cases, at both sizes; nothing below may compile."""
-    sizes = (E, H, I), tuple(LARGE.values())
-    for config in dict.fromkeys(config for config, _, _ in CASES.values()):
-        for shape in sizes:
-            assert warmup_jit(*shape, "cuda", config=config, jobs=os.cpu_count()).complete
-    with no_compile():
-        yield
+compiled = compiled_beforehand(
+    *product(dict.fromkeys(config for config, _, _ in CASES.values()), (SMALL[:3], LARGE[:3]))
+)
 
 
 class Run:
@@ -101,26 +92,13 @@ class Run:
     freed: called before a call is repeated.
     """
 
-    def __init__(self, case, sizes=None, tokens=(700, 333), freed=lambda: None):
+    def __init__(self, case, sizes=SMALL, tokens=(700, 333), freed=lambda: None):
         config, self.gradient, options = CASES[case]
         release_scratch()  # else a run after the first would have fewer allocations
-        self.experts = make_experts(0, **(sizes or {}))
-        options = dict(options)
-        arrangement = options.pop("stacked", None)
-        if arrangement is not None:
-            self.weights = stacked_weights(self.experts, arrangement)
-            make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
-            self.node = make(*self.weights, config=config, **options)
-        else:
-            self.weights = list(self.experts.parameters())
-            self.node = make_node(self.experts, config, **options)
-        hidden = self.experts[0].up_gate_proj.weight.shape[0]
-        self.batches = [
-            make_batch(count, seed, hidden, len(self.experts)) for seed, count in enumerate(tokens)
-        ]
-        for weight in self.weights:
-            if hasattr(weight, "main_grad"):
-                del weight.main_grad
+        self.layer = DirectLayer(Setup(config, "cuda", torch.bfloat16, sizes), **options)
+        self.node, self.weights = self.layer.node, self.layer.weights
+        self.waits = "flush" in options
+        self.batches = [self.layer.batch(seed, count) for seed, count in enumerate(tokens)]
         self.bind_gradients()
         self.freed, self.results, self.errors = freed, [], []
         self.allocations = Allocations()
@@ -135,24 +113,23 @@ class Run:
         return self
 
     def bind_gradients(self):
+        if self.gradient in ("own", "none"):
+            self.layer.bind(self.gradient)
+            return
         for weight in self.weights:
-            shape = tuple(weight.shape)
-            if self.gradient == "bound":
-                weight.main_grad = torch.zeros(shape, device="cuda")
-            elif self.gradient == "strided":
-                weight.main_grad = torch.zeros((*shape, 2), device="cuda")[..., 0]
-            elif self.gradient == "fresh":
-                weight.main_grad = None
+            weight.grad = weight.main_grad = None
+            if self.gradient == "grad":
+                del weight.main_grad
             else:
-                weight.grad = None
+                weight.main_grad = torch.zeros((*weight.shape, 2), device="cuda")[..., 0]
 
     def micro_batch(self, batch):
         graph = []
 
         def forward():
-            x, probs = (t.detach().clone().requires_grad_() for t in (batch.x, batch.probs))
+            x, indices, probs, _ = leaves_of(batch)
             with self.allocations:
-                graph[:] = self.node(x, None, batch.indices, probs), x, probs
+                graph[:] = self.node(x, None, indices, probs), x, probs
 
         def backward():
             if not graph:
@@ -160,11 +137,12 @@ class Run:
             out, x, probs = graph
             graph.clear()
             with self.allocations:
-                out.backward(batch.dout)
+                out.backward(batch[3])
             self.results += [out.detach(), x.grad, probs.grad]
 
         self.repeated(forward)
         self.repeated(backward)
+        assert self.waits or self.node.gradient_bytes == 0
 
     def repeated(self, call):
         failed = False
@@ -197,16 +175,11 @@ class Run:
         self.bind_gradients()
 
 
-def stacked_weights(experts, arrangement):
-    """Two parameters, "fused" or "native"."""
-    up, down = (
-        torch.stack([getattr(e, name).weight.detach() for e in experts])
-        for name in ("up_gate_proj", "down_proj")
-    )
-    if arrangement == "native":
-        up = torch.stack(up.chunk(2, 2), 3).flatten(2).transpose(1, 2).contiguous()
-        down = down.transpose(1, 2).contiguous()
-    return [nn.Parameter(up), nn.Parameter(down)]
+def leaves_of(batch):
+    """Fresh leaves of x and of the probabilities."""
+    x, indices, probs, dout = batch
+    x, probs = (tensor.detach().clone().requires_grad_() for tensor in (x, probs))
+    return x, indices, probs, dout
 
 
 def comes_from_the_package(error):
@@ -243,16 +216,16 @@ def test_every_allocation_may_fail(case):
 @pytest.mark.parametrize("case", ["fp8, step", "fp8", "bf16", "bf16, native", "fp8, recompute_z"])
 def test_a_backward_that_found_no_memory_runs_again_on_the_same_graph(case):
     def gradients(fails_at):
-        run, batch = Run(case), make_batch()
-        x, probs = (t.detach().clone().requires_grad_() for t in (batch.x, batch.probs))
-        out = run.node(x, None, batch.indices, probs)
+        run = Run(case)
+        x, indices, probs, dout = leaves_of(run.batches[0])
+        out = run.node(x, None, indices, probs)
         allocations = Allocations(fails_at)
         if fails_at is not None:
             with pytest.raises(OutOfMemoryError), allocations:
-                out.backward(batch.dout)
+                out.backward(dout)
             allocations = Allocations()
         with allocations:
-            out.backward(batch.dout)
+            out.backward(dout)
         run.node.step()
         return [x.grad, probs.grad, *(w.main_grad for w in run.weights)], allocations.seen
 
@@ -286,7 +259,7 @@ def at_most(extra):
 )
 def test_a_gpu_that_is_full(case):
     """The allocator's own error, at memory limits from nothing to all that a run takes."""
-    options = {"sizes": LARGE, "tokens": (LARGE_TOKENS, LARGE_TOKENS // 2)}
+    options = {"sizes": LARGE, "tokens": (4096, 2048)}
     wanted = Run(case, **options)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -365,8 +338,8 @@ def test_the_memory_of_every_scratch_is_poisoned():
 @pytest.mark.parametrize(("case", "place"), [("fp8, step", "in the node"), ("fp8", "in main_grad")])
 def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, case, place):
     """Not for want of memory: the sums are incomplete, and step() says so."""
-    run, batch = Run(case), make_batch()
-    add = GradientSink.add
+    run, add = Run(case), GradientSink.add
+    x, indices, probs, dout = run.batches[0]
 
     def torn(store, engine, pending, targets):
         backward_dw = type(engine).backward_dw
@@ -380,11 +353,11 @@ def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, c
             patch.setattr(type(engine), "backward_dw", fail)
             add(store, engine, pending, targets)
 
-    out = run.node(batch.x, None, batch.indices, batch.probs)
+    out = run.node(x, None, indices, probs)
     with monkeypatch.context() as patch:
         patch.setattr(GradientSink, "add", torn)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            out.backward(batch.dout)
+            out.backward(dout)
     with pytest.raises(RuntimeError, match=f"left a part of them {place}"):
         run.node.step()
     run.node.discard_grads()
