@@ -19,11 +19,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(scope="module", params=["cuda", "triton"])
 def kernels(request):
-    return (
-        backends.CudaKernels(backends.arch_of("cuda:0"))
-        if request.param == "cuda"
-        else backends.TritonKernels()
-    )
+    if request.param == "triton":
+        return backends.TritonKernels()
+    return backends.CudaKernels(backends.arch_of("cuda:0"))
 
 
 def routing_of(tokens, topk, global_experts, experts, seed=0):
@@ -77,16 +75,11 @@ def test_empty(kernels, tokens, width):
 def test_rows_past_two_to_the_31_elements(kernels):
     tokens, width = 900_000, 2560
     indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
-    routing = build_routing(
-        indices, torch.ones((tokens, 1), device="cuda"), 2, [tokens // 2, tokens // 2]
-    )
+    probs, half = torch.ones((tokens, 1), device="cuda"), tokens // 2
+    routing = build_routing(indices, probs, 2, [half, half])
     assert routing.num_rows * width > 2**31
-    rows = (
-        torch.randint(-9, 9, (routing.num_rows, 1), device="cuda")
-        .to(torch.bfloat16)
-        .expand(-1, width)
-        .contiguous()
-    )
+    rows = torch.randint(-9, 9, (routing.num_rows, 1), device="cuda").to(torch.bfloat16)
+    rows = rows.expand(-1, width).contiguous()
     out = summed_by(kernels, rows, routing, weighted=False)
     assert torch.equal(out[:, 0], rows[routing.slot_row[:, 0], 0])
     assert torch.equal(out[-1], rows[routing.slot_row[-1, 0]])

@@ -67,12 +67,9 @@ def expected(indices, probs, num_experts, rows, alignment=128):
     """The reference's tensors, with padding rows up to `rows`."""
     built = build_routing(indices.cpu(), probs.cpu(), num_experts, alignment=alignment)
     tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, built.tensors(), strict=True))
-    for name in ("row_token", "row_prob"):
-        short = tensors[name]
-        padding = torch.full(
-            (rows - short.shape[0],), 0 if name == "row_prob" else -1, dtype=short.dtype
-        )
-        tensors[name] = torch.cat([short, padding])
+    for name, padding in (("row_token", -1), ("row_prob", 0)):
+        missing = rows - len(tensors[name])
+        tensors[name] = torch.nn.functional.pad(tensors[name], (0, missing), value=padding)
     return tensors, built
 
 
@@ -85,18 +82,16 @@ def assert_equal(routing, tensors, label):
 
 
 def check(indices, num_experts, kernels, label, alignment=128, counts_known=False):
+    """By the chosen kernels where None are given."""
     probs = distinct_probs(indices, num_experts)
-    device_indices, device_probs = indices.cuda(), probs.cuda()
     rows = num_rows_bound(indices.numel(), num_experts, alignment)
     tensors, built = expected(indices, probs, num_experts, rows, alignment)
     counts = list(built.host_counts) if counts_known else None
     if counts_known:
         tensors, _ = expected(indices, probs, num_experts, built.num_rows, alignment)
-    routing = (
-        build_routing(device_indices, device_probs, num_experts, counts, alignment=alignment)
-        if kernels is None
-        else built_by(kernels, device_indices, device_probs, num_experts, counts, alignment)
-    )
+    given = indices.cuda(), probs.cuda(), num_experts, counts
+    build = build_routing if kernels is None else partial(built_by, kernels)
+    routing = build(*given, alignment=alignment)
     assert routing.num_rows == (built.num_rows if counts_known else rows), label
     assert_equal(routing, tensors, label)
     return routing
@@ -122,10 +117,9 @@ def large_case(name):
         indices, experts = torch.arange(8).expand(524_288, 8).contiguous(), 8
     elif name == "99_percent_invalid":
         rare = torch.rand(524_288, 8, generator=generator) < 0.01
-        indices, experts = (
-            torch.where(rare, torch.randint(0, 64, (524_288, 8), generator=generator), -1),
-            64,
-        )
+        experts = 64
+        anywhere = torch.randint(0, experts, rare.shape, generator=generator)
+        indices = torch.where(rare, anywhere, -1)
     else:
         tokens, topk, experts = (int(part) for part in name.split("x"))
         local = torch.randint(0, experts + experts // 4 + 1, (tokens, topk), generator=generator)
@@ -135,18 +129,10 @@ def large_case(name):
     return indices, experts, probs, expected(indices, probs, experts, rows)[0]
 
 
-LARGE = [
-    "16384x8x8",
-    "16384x8x512",
-    "131072x8x32",
-    "524288x8x8",
-    "524288x8x128",
-    "524288x8x512",
-    "131072x32x64",
-]
-
-
-ALL_LARGE = (*LARGE, "all_on_one", "all_on_each", "99_percent_invalid")
+ALL_LARGE = (
+    *("16384x8x8", "16384x8x512", "131072x8x32", "524288x8x8", "524288x8x128", "524288x8x512"),
+    *("131072x32x64", "all_on_one", "all_on_each", "99_percent_invalid"),
+)
 MOST_USED = ("auto", "triton")
 
 
@@ -258,9 +244,8 @@ def test_sums_of_parts(shape, count, poisoned):
     rows = 640
     index = torch.randint(-2, rows + 5, shape, device="cuda")
     parts = torch.randn((count, rows), device="cuda") * torch.rand((count, 1), device="cuda") * 100
-    named = torch.zeros(rows + 5, dtype=torch.bool, device="cuda").index_fill(
-        0, index[index >= 0], True
-    )[:rows]
+    named = torch.zeros(rows + 5, dtype=torch.bool, device="cuda")
+    named = named.index_fill(0, index[index >= 0], True)[:rows]
     total = torch.zeros(rows, device="cuda")
     for part in parts:
         total = total + part
@@ -300,41 +285,34 @@ def test_one_launch():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         build_routing(indices, probs, 8)
         torch.cuda.synchronize()
-    launched = [
-        event.name
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    assert len(launched) == 1, launched
-    assert "build_metadata" in launched[0]
+    on_gpu = torch.autograd.DeviceType.CUDA
+    launched = [event.name for event in profile.events() if event.device_type == on_gpu]
+    assert len(launched) == 1 and "build_metadata" in launched[0], launched
 
 
-def test_automatic_choice_is_cuda_and_is_logged_once(caplog):
-    backends._choose.cache_clear()
-    indices, probs = topk_of(64, 2, 8, 0).cuda(), torch.rand(64, 2).cuda()
-    with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        build_routing(indices, probs, 8)
-        build_routing(indices, probs, 8)
-    lines = [
-        record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()
-    ]
-    assert lines == ["routing kernels on cuda:0: cuda (compiled for this GPU)"]
-
-
-def test_falls_back_to_triton_with_the_reason(monkeypatch, caplog):
-    def broken(device):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(backends, "_make_cuda", broken)
-    backends._choose.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            check(topk_of(500, 4, 16, 0), 8, None, "fallback")
-    finally:
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def undecided(self, caplog):
         backends._choose.cache_clear()
-    lines = [
-        record.getMessage() for record in caplog.records if "routing kernels" in record.getMessage()
-    ]
-    assert lines == [
-        "routing kernels on cuda:0: triton (CUDA kernels are unavailable: RuntimeError: no compiler here)"
-    ]
+        with caplog.at_level(logging.INFO, logger="sonicmoe"):
+            yield
+        backends._choose.cache_clear()
+
+    def check(self, caplog):
+        """Two batches; the lines that say which kernels were chosen."""
+        for seed in range(2):
+            check(topk_of(500, 4, 16, seed), 8, None, "chosen")
+        lines = (record.getMessage() for record in caplog.records)
+        return [line for line in lines if "routing kernels" in line]
+
+    def test_cuda_is_chosen_and_logged_once(self, caplog):
+        lines = self.check(caplog)
+        assert lines == ["routing kernels on cuda:0: cuda (compiled for this GPU)"]
+
+    def test_falls_back_to_triton_with_the_reason(self, monkeypatch, caplog):
+        def broken(device):
+            raise RuntimeError("no compiler here")
+
+        monkeypatch.setattr(backends, "_make_cuda", broken)
+        reason = "CUDA kernels are unavailable: RuntimeError: no compiler here"
+        assert self.check(caplog) == [f"routing kernels on cuda:0: triton ({reason})"]

@@ -63,22 +63,25 @@ def assert_bits(got, want, rows):
     assert torch.equal(ours, golden), f"{int((ours != golden).sum())} scales differ"
 
 
-def launched(name, matrices, row_token, padded_offsets):
-    """What a kernel of the module writes for each matrix."""
-    rows, width = row_token.shape[0], matrices[0].shape[1]
+def launched(name, inputs, row_token, padded_offsets, outputs=1):
+    """What a kernel of the module writes, `[C, R]`; the first of its inputs is `[.., C]`."""
+    shape = (inputs[0].shape[1], len(row_token))
     outs = [
-        BlockScaledTensor.empty((width, rows), iso(128), "cuda", orientation=Orientation.COLUMNS)
-        for _ in matrices
+        BlockScaledTensor.empty(shape, iso(128), "cuda", orientation=Orientation.COLUMNS)
+        for _ in range(outputs)
     ]
     flat = [tensor for out in outs for tensor in (out.bytes, out.scale_inv)]
     kernel = getattr(wgrad_operands_source("sm_90a").load(), name)
-    kernel(*matrices, row_token, padded_offsets, *flat, current_stream(row_token))
+    kernel(*inputs, row_token, padded_offsets, *flat, current_stream(row_token))
     return outs
 
 
+def places(routing):
+    return routing.row_token, routing.padded_offsets
+
+
 def gathered(x, routing):
-    arguments = routing.row_token, routing.padded_offsets
-    return launched("gather_transpose_quantize", [x], *arguments)[0]
+    return launched("gather_transpose_quantize", [x], *places(routing))[0]
 
 
 def quantised_rows(x, row_token):
@@ -117,14 +120,7 @@ def quantised_case(shape, seed=0):
 
 
 def requantised(codes, scale, routing):
-    arguments = routing.row_token, routing.padded_offsets
-    width = codes.shape[1]
-    out = BlockScaledTensor.empty(
-        (width, len(routing.row_token)), iso(128), "cuda", orientation=Orientation.COLUMNS
-    )
-    kernel = wgrad_operands_source("sm_90a").load().gather_transpose_requantize
-    kernel(codes, scale, *arguments, out.bytes, out.scale_inv, current_stream(codes))
-    return out
+    return launched("gather_transpose_requantize", [codes, scale], *places(routing))[0]
 
 
 def values_of(codes, scale):
@@ -159,23 +155,14 @@ def row_scales_of(x_scale, dout_scale, routing):
     """As the kernel leaves them, in memory that held NaN."""
     found = torch.full((len(routing.row_token), 2), float("nan"), device="cuda")
     kernel = wgrad_operands_source("sm_90a").load().gather_row_scales
-    arguments = routing.row_token, routing.padded_offsets
-    kernel(x_scale, dout_scale, *arguments, found, current_stream(found))
+    kernel(x_scale, dout_scale, *places(routing), found, current_stream(found))
     return found
 
 
 def kept_codes(codes, scale, row_scales, of_dout, routing):
     """Codes in units of their row's largest scale, `[C, R]`, and the scales beside them."""
-    out = BlockScaledTensor.empty(
-        (codes.shape[1], len(routing.row_token)),
-        iso(128),
-        "cuda",
-        orientation=Orientation.COLUMNS,
-    )
-    kernel = wgrad_operands_source("sm_90a").load().gather_transpose_codes
-    arguments = routing.row_token, routing.padded_offsets, out.bytes, out.scale_inv
-    kernel(codes, scale, row_scales, of_dout, *arguments, current_stream(codes))
-    return out
+    inputs = [codes, scale, row_scales, of_dout]
+    return launched("gather_transpose_codes", inputs, *places(routing))[0]
 
 
 def check_kept_codes(codes, scale, routing):
@@ -264,18 +251,9 @@ def test_no_rows(tokens):
 def test_pair_is_both():
     x, routing = case(SHAPES[4], torch.bfloat16)
     dout = x.flip(0).contiguous()
-    rows = used_rows(routing)
-    for got, source in zip(
-        launched(
-            "gather_transpose_quantize_pair",
-            [x, dout],
-            routing.row_token,
-            routing.padded_offsets,
-        ),
-        (x, dout),
-        strict=True,
-    ):
-        assert_bits(got, on_host(source, routing), rows)
+    pair = launched("gather_transpose_quantize_pair", [x, dout], *places(routing), outputs=2)
+    for got, source in zip(pair, (x, dout), strict=True):
+        assert_bits(got, on_host(source, routing), used_rows(routing))
 
 
 def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
