@@ -1,10 +1,14 @@
-"""What the kernel tests share: outputs that must be written, and the error of each block of 128
-rows.
+"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, and
+fp64 arithmetic on rows of experts.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
+
+from sonicmoe.quant.reference import dequantize
 
 
 def poisoned(shape, dtype):
@@ -19,3 +23,23 @@ def block_errors(actual, wanted):
     difference = (actual.double() - wanted).reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
     norm = wanted.reshape(-1, 128, wanted.shape[1]).norm(dim=(1, 2))
     return torch.where(norm > 0, difference / norm.clamp(min=1e-300), difference)
+
+
+def gathered(tokens, routing):
+    """Dequantised tokens in row order, zeros in padding rows."""
+    token = routing.row_token[: int(routing.padded_offsets[-1])].long()
+    return dequantize(tokens)[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
+
+
+def products(values, weights, routing):
+    """fp64 `values[rows of e] @ weights[e]^T` for the rows of every expert, padding included."""
+    weights, offsets = dequantize(weights).double(), routing.padded_offsets.tolist()
+    result = torch.zeros((offsets[-1], weights.shape[1]), dtype=torch.float64, device="cuda")
+    for e, (first, last) in enumerate(itertools.pairwise(offsets)):
+        result[first:last] = values[first:last].double() @ weights[e].T
+    return result
+
+
+def number_of(activation, module):
+    """By which the fused kernels know it."""
+    return [str(name) for name in module.activation_names()].index(activation.value)

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from gpu.activation_cases import gated
-from kernel_checks import block_errors, poisoned
+from gpu.kernel_checks import block_errors, gathered, number_of, poisoned, products
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
@@ -108,14 +108,7 @@ class Backward:
     def golden(self, activation):
         """fp64 `(dz, y1s, dprob)` of the used rows."""
         routing, used = self.routing, self.used
-        token = routing.row_token[:used].long()
-        rows_of_dout = dequantize(self.dout).double()[token.clamp(min=0)] * (token >= 0).unsqueeze(
-            1
-        )
-        weights = dequantize(self.w2).double()
-        dy1 = torch.zeros((used, weights.shape[1]), dtype=torch.float64, device="cuda")
-        for e, (first, last) in enumerate(itertools.pairwise(routing.padded_offsets.tolist())):
-            dy1[first:last] = rows_of_dout[first:last] @ weights[e].T
+        dy1 = products(gathered(self.dout, routing), self.w2, routing)
         z = self.z_values[:used].double().requires_grad_()
         y1 = gated(activation, z[:, ::2], z[:, 1::2], PARAMETERS_OF_ALL.get(activation, ()))
         prob = routing.row_prob[:used].double().unsqueeze(1)
@@ -178,7 +171,7 @@ def wide_outputs(case, shape):
 def test_dgated(shape, activation, z):
     code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
     case, module = Backward(shape, seed=10, z=z), fp8_dgated_source("sm_90a", z=code).load()
-    number = [str(name) for name in module.activation_names()].index(activation.value)
+    number = number_of(activation, module)
     case.run(module.gather_dgated_gemm, number)
     dz, y1s, dprob = case.golden(activation)
     got_dz, got_dz_t = check_outputs(case, dz, y1s)

@@ -4,13 +4,12 @@ and per 128-row block.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
 from gpu.activation_cases import gated
-from kernel_checks import block_errors, poisoned
+from gpu.kernel_checks import block_errors, gathered, number_of, poisoned, products
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ZCode
@@ -102,34 +101,15 @@ def grouped(module, a, w, routing, multiprocessors=0):
     return out
 
 
-def golden(values, w, routing):
-    """fp64 `values[rows of e] @ w[e]^T` for the rows of every expert, padding included."""
-    weights = dequantize(w).double()
-    result = torch.zeros(
-        (int(routing.padded_offsets[-1]), w.shape[1]), dtype=torch.float64, device="cuda"
-    )
-    offsets = routing.padded_offsets.tolist()
-    for e, (first, last) in enumerate(itertools.pairwise(offsets)):
-        result[first:last] = values[first:last].double() @ weights[e].T
-    return result
-
-
-def gathered(x, routing):
-    """Dequantised tokens in row order, zeros in padding rows."""
-    used = int(routing.padded_offsets[-1])
-    token = routing.row_token[:used].long()
-    return dequantize(x)[token.clamp(min=0)] * (token >= 0).unsqueeze(1)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
 def test_up_projection(module, module_z_in_bf16, shape, activation):
     """With z in INT8, in bf16, and without: the rows of experts and no others are written."""
-    number = [str(name) for name in module.activation_names()].index(activation.value)
+    number = number_of(activation, module)
     x, w1, _, routing = make_case(shape)
     xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     z, y1 = up_projection(module, xq, wq, routing, number)
-    wanted_z = golden(gathered(xq, routing), wq, routing)
+    wanted_z = products(gathered(xq, routing), wq, routing)
     pairs = wanted_z[:, ::2], wanted_z[:, 1::2]
     wanted_y1 = gated(activation, *pairs, PARAMETERS_OF_ALL.get(activation, ()))
     used = wanted_z.shape[0]
@@ -158,7 +138,7 @@ def test_up_projection(module, module_z_in_bf16, shape, activation):
     ):
         assert torch.equal(one[:used].view(torch.uint8), other[:used].view(torch.uint8))
     # The same y1 as beside INT8, but for the rounding of one product.
-    codes = [q.codes[:used].view(torch.uint8) for q in (y1, y1_beside)]
+    codes = [q.bytes[:used] for q in (y1, y1_beside)]
     assert float((codes[0] != codes[1]).float().mean()) < 1e-3
     with pytest.raises(Exception, match="z must have 16-bit elements"):
         launch()
@@ -181,7 +161,7 @@ def test_plain_gemm(module, shape):
         # Neighbouring scales that differ show which of them a k-block is given.
         values *= torch.exp2(torch.arange(weight.shape[2], device="cuda") // 128 % 5 * 2.0)
         a, w = quantize(values, of_a), quantize(weight, of_w)
-        out, wanted = grouped(module, a, w, routing), golden(dequantize(a), w, routing)
+        out, wanted = grouped(module, a, w, routing), products(dequantize(a), w, routing)
         assert float(block_errors(out[: wanted.shape[0]], wanted).max()) <= BF16_ROUNDING
         assert bool(torch.isnan(out[wanted.shape[0] :]).all()), (
             "rows that no expert owns were written"
@@ -207,7 +187,7 @@ def test_scales_that_differ_wildly(module):
     w1[:, :, 640:768] = 0
     xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     values = gathered(xq, routing)
-    wanted = golden(values, wq, routing)
+    wanted = products(values, wq, routing)
     z, _ = up_projection(module, xq, wq, routing)
     got = dequantize(z)[: wanted.shape[0]].double()
     assert bool(torch.isfinite(got).all())
@@ -238,7 +218,7 @@ def test_bit_exact_repetition(module):
     for multiprocessors in (0,) * 8 + (3, 37, 100, 1000):
         again = up_projection(module, xq, wq, routing, multiprocessors=multiprocessors)
         for a, b in zip(first, again, strict=True):
-            assert torch.equal(a.codes[:used].view(torch.uint8), b.codes[:used].view(torch.uint8))
+            assert torch.equal(a.bytes[:used], b.bytes[:used])
             assert torch.equal(a.scale_inv[:used], b.scale_inv[:used])
 
 
