@@ -21,6 +21,7 @@ from sonicmoe.observe import stage
 
 pytestmark = pytest.mark.gpu
 
+PRODUCTS = {"up", "down", "dgated", "dx_gemm", "dw2", "dw1"}
 SHAPE = Shape(1024, 512, 256, 8, 4)
 
 
@@ -32,23 +33,13 @@ def test_every_engine_of_this_machine_is_measured():
         assert set(result.busy) == {"forward", "backward", "step"} and min(result.busy.values()) > 0
         assert sum(result.stages.values()) == pytest.approx(sum(result.kernels.values()))
         assert sum(result.kernels.values()) >= 0.99 * sum(result.busy.values())
-        assert (
-            result.wall["pair"].most > 0.5 * result.pair_busy
-        )  # clocks differ a little, never by half
+        # Clocks differ a little, never by half.
+        assert result.wall["pair"].most > 0.5 * result.pair_busy
         assert 0 < result.mfu < 1
         assert result.saved_mib > 0 and result.peak_mib >= result.saved_mib
         assert result.steady_ratio > 0.9  # clocks of two runs; work that overlaps counts once
         assert 0.5 < result.steady_busy.median / result.pair_busy < 1.5
-        assert {
-            "up",
-            "down",
-            "dgated",
-            "dx_gemm",
-            "dw2",
-            "dw1",
-            "aggregate_out",
-            "aggregate_dx",
-        } <= set(result.stages)
+        assert {*PRODUCTS, "aggregate_out", "aggregate_dx"} <= set(result.stages)
         # Kernels of a flush run only where gradients wait in the node.
         assert ("flush" in result.stages) == (result.gradient_mib > 0)
 
@@ -126,8 +117,20 @@ def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed(monkeypat
     six, ours = deepgemm_bench.measure(shape, available_variants(device)[-1:], effort, device)
     assert set(six.busy) == {"forward", "backward"} and six.sustained.joules > 0
     # The launches of a product are all inside its range, and nothing else runs.
-    assert set(six.stages) == {"up", "down", "dgated", "dx_gemm", "dw2", "dw1"}
+    assert set(six.stages) == PRODUCTS
     assert sum(six.stages.values()) == pytest.approx(six.pair_busy)
     # Scales lie as the kernels read them: no kernel transposes them.
     assert all("gemm" in name for name in six.kernels)
     assert 0.5 < ours.pair_busy / six.pair_busy < 4
+
+
+@pytest.mark.parametrize("engine", ["hopper", "bf16"])
+def test_a_layer_is_timed_beside_a_copy(engine, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import shared_gpu_bench as bench
+
+    monkeypatch.setattr(bench, "COPY_BYTES", 16 << 20)
+    beside = bench.Beside(bench.Shape(512, 256, 128, 4, 2), bench.EngineName(engine), rounds=2)
+    row = beside.row(100)
+    assert min(row.layer, row.copy, row.layer_beside, row.copy_beside) > 0
+    assert torch.equal(beside._source, beside._target)

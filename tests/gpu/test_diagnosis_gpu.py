@@ -1,5 +1,5 @@
-"""Diagnosis of `MoE` on GPU engines: eager and compiled calls are observed, names are the model's,
-and a CUDA graph is captured as ever where nobody observes.
+"""Diagnosis on GPU engines: eager and compiled calls of `MoE` are observed, names are the model's, a
+CUDA graph is captured as ever where nobody observes; and `bisect`.
 """
 
 from __future__ import annotations
@@ -7,13 +7,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gpu.device import captured
 
 from sonicmoe import MoE
-from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.bench.workload import Variant, available_variants
+from sonicmoe.diagnostics.bisect import WGRAD_OPERANDS, bisect
 from sonicmoe.diagnostics.bisect_report import text_of
 from sonicmoe.diagnostics.capture import captured_calls
+from sonicmoe.diagnostics.cases import Sizes, make_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.step_dump import load_dump
+from sonicmoe.diagnostics.step_dump import StepDump, StepSettings, load_dump
+from sonicmoe.enums import EngineName
 
 pytestmark = pytest.mark.gpu
 
@@ -90,15 +94,68 @@ def test_a_graph_is_captured_where_nobody_observes(use_fp8, bias):
     with detect_nonfinite():
         made(x, use_fp8=use_fp8).sum().backward()
     x.grad = None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def step():
         made(x, use_fp8=use_fp8).sum().backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    wanted, x.grad = x.grad.clone(), None
-    made.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made(x, use_fp8=use_fp8).sum().backward()
+
+    results = []
+
+    def before():
+        step()
+        results.append(x.grad)
+        x.grad = None
+        made.zero_grad()
+
+    graph, _ = captured(step, before)
     graph.replay()
+    (wanted,) = results
     torch.testing.assert_close(x.grad, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+
+
+# ---- bisect: every engine's stages are what the reference engine makes of their inputs, and what it
+# makes of the step ----
+
+SIZES = Sizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
+
+
+# Stages that never exist in memory, or that quantise nothing where nothing is quantised.
+FUSED = {
+    # dz and y1s themselves are the operands of wgrad.
+    EngineName.HOPPER: {"dy1", "wgrad_dz", "wgrad_y1s"},
+    EngineName.BF16: {"dy1", "x_fp8", "dout_fp8", "dz_fp8", *WGRAD_OPERANDS},
+    EngineName.REFERENCE: set(),
+}
+
+
+def engines() -> list[Variant]:
+    references = [Variant(EngineName.REFERENCE, mode) for mode in ("perf", "off")]
+    return [*available_variants("cuda:0"), *references]
+
+
+def make_step(fp8: bool) -> StepDump:
+    case = make_case("gaussian", SIZES, seed=0)
+    indices = case.indices.copy()
+    indices[::3, 2], indices[1::7, 0] = -1, SIZES.experts
+    arrays = (case.x, indices, case.probs, case.w1, case.w2)
+    return StepDump("gpu", StepSettings(recipe="dx256" if fp8 else None), *arrays, dout=case.dout)
+
+
+@pytest.mark.parametrize("against", ["golden", "reference"])
+def test_every_engine_is_healthy(against):
+    for variant in engines():
+        report = bisect(make_step(variant.fp8), variant.engine.value, against, "cuda:0")
+        assert report.healthy, f"{variant}: {text_of(report)}"
+        assert set(report.missing) <= FUSED[variant.engine], variant
+        if variant.fp8:
+            named = {name for name in report.stats if name.endswith("_fp8")} | {"y1"}
+            quantised = named | (set(WGRAD_OPERANDS) & set(report.stats))
+            assert all(report.stats[name].saturation is not None for name in quantised), variant
+
+
+def test_a_bad_token_is_named_on_every_engine():
+    for variant in engines():
+        step = make_step(variant.fp8)
+        x = step.x.copy()
+        x[123, 45] = np.nan
+        fault = bisect(step.but(x=x), variant.engine.value, "golden", "cuda:0").fault
+        assert (fault.stage, fault.place.token, fault.place.column) == ("x", 123, 45), variant
