@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
+from typing import Any
 
 import torch
 
 from ..config import active_config
 from ..enums import (
-    ActivationParameters,
     ActivationType,
     is_glu,
     layer_parameters,
@@ -122,6 +122,7 @@ def moe_TC_softmax_topk_layer(
         layout=_layout(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
+        face=TOPK,
     )
 
 
@@ -134,15 +135,10 @@ def softmax_topk_layer(
     *,
     softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
-    parameters: ActivationParameters = (),
-    layout: WeightLayout | None = None,
-    inference: bool = False,
-    use_fp8: bool | None = None,
-    face: str = TOPK,
-    module: object = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory, and on tokens
-    `[..., H]`, whose shape the output has; other arguments as there and in `expert_mlp`.
+    `[..., H]`, whose shape the output has; `options` of `expert_mlp`.
     """
     experts = int(router_w.shape[0])
     expect(
@@ -154,19 +150,7 @@ def softmax_topk_layer(
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     logits = torch.nn.functional.linear(tokens, router_w)
     indices, probs = _choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
-    out = expert_mlp(
-        autocast(x),
-        indices,
-        probs,
-        *weights,
-        activation,
-        parameters=parameters,
-        layout=layout,
-        inference=inference,
-        use_fp8=use_fp8,
-        face=face,
-        module=module,
-    )
+    out = expert_mlp(autocast(x), indices, probs, *weights, activation, **options)
     return out, logits, frequency_of(indices.reshape(-1), experts)
 
 
