@@ -5,6 +5,7 @@ gradient; and how tests build and run one.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from engine.moe_golden import Problem, golden, native_order
 from framework import numpy, relative_rmse, torch
 
@@ -13,6 +14,8 @@ from sonicmoe.enums import ActivationType, is_glu
 
 PARAMETERS = ("router.weight", "c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 AUX_WEIGHT = 0.3
+FP8 = {"use_fp8": True}
+MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
 
 
 def make_layer(
@@ -49,6 +52,17 @@ def make_tokens(*shape, seed=1, dtype=None):
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     x[..., 0] = x[..., 0].abs() + 0.5
     return x.to(dtype or torch.float32)
+
+
+def batch(count=19, seed=1, dtype=None):
+    """Tokens and the gradient of the output."""
+    return (make_tokens(count, 32, seed=s, dtype=dtype) for s in (seed, seed + 100))
+
+
+def views(moe):
+    """The layer's weights as upstream takes them: `w1 [N1, H, E]`, `b1`, `w2 [H, I, E]`, `b2`."""
+    up, down = moe.c_fc, moe.c_proj
+    return up.weight.permute(1, 2, 0), up.bias, down.weight.permute(1, 2, 0), down.bias
 
 
 def native(weight):
