@@ -1,5 +1,5 @@
-"""`MoE` as a module: names and shapes, inference modes, activation checkpointing, autograd's rules,
-training, and the border.
+"""`MoE` as a module: names and shapes, inference modes, autograd's rules, training, and the border;
+activation checkpointing is in test_checkpointing.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pytest
 from framework import torch
 from functional.layer_golden import (
     AUX_WEIGHT,
+    MODES,
     assert_same_bits,
+    batch,
     flat,
     make_layer,
     make_tokens,
     run_layer,
+    views,
 )
-from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.enums import ActivationType
@@ -30,12 +32,6 @@ from sonicmoe.errors import (
     RoutingError,
     ShapeError,
 )
-
-MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-
-
-def tokens(seed=1):
-    return make_tokens(19, 32, seed=seed), make_tokens(19, 32, seed=seed + 100)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -86,7 +82,7 @@ def test_a_layer_sets_the_parameters_of_its_activation(activation, own):
     layer = MoE(4, 2, 32, 16, activation, std=0.5, activation_parameters=own)
     usual = MoE(4, 2, 32, 16, ActivationType(activation), std=0.5)
     usual.load_state_dict(layer.state_dict())
-    x, dout = tokens()
+    x, dout = batch()
     runs = {}
     for name, backend in (("engine", "sonicmoe"), ("plain", "torch")):
         layer.zero_grad()
@@ -126,15 +122,16 @@ def in_inference_mode(moe, x, **options):
 
 @MODES
 @pytest.mark.parametrize("infer", [asked_for, without_grad, in_inference_mode])
-def test_inference_keeps_nothing(infer, use_fp8, saves):
-    moe, (x, _) = make_layer(bias=True), tokens()
+def test_inference_keeps_nothing(infer, options, saves):
+    moe, (x, _) = make_layer(bias=True), batch()
     x.requires_grad_()
-    expected, expected_aux = moe(x, use_fp8=use_fp8)
-    out, aux = infer(moe, x, use_fp8=use_fp8)
-    assert saves == [True, False]
-    assert expected.requires_grad and not out.requires_grad
-    assert torch.equal(out, expected) and torch.equal(aux, expected_aux)
-    assert moe(x, use_fp8=use_fp8)[0].requires_grad, "the mode stuck to the layer"
+    expected, expected_aux = moe(x, **options)
+    for mode in (moe.train, moe.eval):
+        out, aux = infer(mode(), x, **options)
+        assert not out.requires_grad
+        assert torch.equal(out, expected) and torch.equal(aux, expected_aux)
+    assert saves == [True, False, False] and expected.requires_grad
+    assert moe(x, **options)[0].requires_grad, "the mode stuck to the layer"
 
 
 @pytest.mark.parametrize(
@@ -142,23 +139,15 @@ def test_inference_keeps_nothing(infer, use_fp8, saves):
 )
 def test_evaluation_differentiates_like_training(options):
     """As in any module: frozen adapters, probes and input gradients are taken in `eval()`."""
-    moe, (x, dout) = make_layer(bias=True), tokens()
+    moe, (x, dout) = make_layer(bias=True), batch()
     expected = run_layer(moe.train(), x, dout, **options)
     found = run_layer(moe.eval(), x, dout, **options)
     assert_same_bits(found, expected)
     assert found[2]["x"].any() and found[2]["c_fc.weight"].any() and not moe.training
 
 
-@MODES
-def test_evaluation_that_differentiates_nothing_keeps_nothing(use_fp8, saves):
-    moe, (x, _) = make_layer().eval(), tokens()
-    for infer in (asked_for, without_grad, in_inference_mode):
-        assert not infer(moe, x, use_fp8=use_fp8)[0].requires_grad
-    assert saves == [False] * 3
-
-
 def test_frozen_layer_keeps_nothing(saves):
-    moe, (x, _) = make_layer().requires_grad_(False), tokens()
+    moe, (x, _) = make_layer().requires_grad_(False), batch()
     assert not moe(x)[0].requires_grad
     assert moe(x.requires_grad_())[0].requires_grad
     assert saves == [False, True]
@@ -168,7 +157,7 @@ def test_training_memory_is_what_autograd_sees():
     """Every byte kept for backward passes through the saved-tensor hooks (offloading,
     checkpointing): the bytes of the 8-bit `z` among it.
     """
-    moe, (x, _) = make_layer(), tokens()
+    moe, (x, _) = make_layer(), batch()
     dtypes = []
 
     def keep(tensor):
@@ -180,32 +169,16 @@ def test_training_memory_is_what_autograd_sees():
     assert torch.uint8 in dtypes
 
 
-# Activation checkpointing and autograd
-
-
-@MODES
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpoint(reentrant, use_fp8, saves):
-    moe, (x, dout) = make_layer(bias=True), tokens()
-    expected = run_layer(moe, x, dout, use_fp8=use_fp8)
-    leaf = x.clone().requires_grad_()
-    out, aux = checkpoint(lambda h: moe(h, use_fp8=use_fp8), leaf, use_reentrant=reentrant)
-    ((out * dout).sum() + AUX_WEIGHT * aux).backward()
-    assert len(saves) == 3, "forward did not run again"
-    gradients = {
-        "x": leaf.grad,
-        **{name: parameter.grad for name, parameter in moe.named_parameters()},
-    }
-    assert_same_bits((out.detach(), aux.detach(), gradients), expected)
+# Autograd
 
 
 @MODES
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_forwards_before_backwards(order, use_fp8):
-    moe, batches = make_layer(bias=True), [tokens(seed) for seed in (1, 2, 3)]
-    alone = [flat(run_layer(moe, x, dout, use_fp8=use_fp8)) for x, dout in batches]
+def test_forwards_before_backwards(order, options):
+    moe, batches = make_layer(bias=True), [tuple(batch(seed=seed)) for seed in (1, 2, 3)]
+    alone = [flat(run_layer(moe, x, dout, **options)) for x, dout in batches]
     leaves = [x.clone().requires_grad_() for x, _ in batches]
-    outputs = [moe(leaf, use_fp8=use_fp8) for leaf in leaves]
+    outputs = [moe(leaf, **options) for leaf in leaves]
     for i in order:
         out, aux = outputs[i]
         ((out * batches[i][1]).sum() + AUX_WEIGHT * aux).backward()
@@ -217,10 +190,10 @@ def test_forwards_before_backwards(order, use_fp8):
 
 
 @MODES
-def test_backward_twice(use_fp8):
-    moe, (x, dout) = make_layer(), tokens()
+def test_backward_twice(options):
+    moe, (x, dout) = make_layer(), batch()
     with SonicMoEConfig(stagewise_memory=True).activate():
-        loss = (moe(x, use_fp8=use_fp8)[0] * dout).sum()
+        loss = (moe(x, **options)[0] * dout).sum()
     once = torch.autograd.grad(loss, list(moe.parameters()), retain_graph=True)
     again = torch.autograd.grad(loss, list(moe.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
@@ -229,7 +202,7 @@ def test_backward_twice(use_fp8):
 
 
 def test_second_derivatives_are_refused():
-    moe, x = make_layer(), tokens()[0].requires_grad_()
+    moe, x = make_layer(), make_tokens(19, 32).requires_grad_()
     for penalised in (lambda: moe(x)[0], lambda: moe(x)[0] + x, lambda: moe(x)[1]):
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(penalised().square().sum() + moe(x)[0].sum(), x, create_graph=True)
@@ -238,7 +211,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_gradient_of_any_stride():
-    moe, (x, _) = make_layer(), tokens()
+    moe, (x, _) = make_layer(), batch()
     wide = make_tokens(19, 64, seed=5)
     for dout in (wide[:, ::2], torch.ones(1, 1).expand(19, 32), wide[:, :32].t().contiguous().t()):
         assert not dout.is_contiguous()
@@ -250,7 +223,7 @@ def test_gradient_of_any_stride():
 
 
 def test_configuration_of_the_forward_serves_its_backward():
-    moe, (x, dout) = make_layer(), tokens()
+    moe, (x, dout) = make_layer(), batch()
     expected = run_layer(moe, x, dout, use_fp8=True)[2]
     with SonicMoEConfig(fp8_mode="perf").activate():
         loss = (moe(x)[0] * dout).sum()
@@ -316,51 +289,64 @@ def test_sizes_of_numpy_are_sizes():
     assert moe(torch.zeros(3, 8))[0].shape == (3, 8)
 
 
-def test_parameters_of_an_activation_come_by_name():
-    with pytest.raises(ConfigError, match=r"^activation_parameters is \[7.0\]; needed: numbers by"):
-        MoE(4, 1, 8, 8, "swiglu_clamp", activation_parameters=[7.0])
-
-
-@pytest.mark.parametrize("value", [None, np.zeros((4, 32), np.float32)], ids=["none", "numpy"])
-@pytest.mark.parametrize("backend", list(KernelBackendMoE)[1:], ids=lambda b: b.value)
-def test_tokens_that_are_no_tensor(backend, value):
-    with pytest.raises(TypeError, match=r"^hidden_states must be a torch tensor, got"):
-        make_layer()(value, backend)
-
-
-def test_unknown_activation():
-    with pytest.raises(
+ROUTER = "': its softmax is over the chosen .*moe_TC_softmax_topk_layer"
+REFUSED_BY_THE_CONSTRUCTOR = [
+    (
+        {"activation_parameters": [7.0]},
         ConfigError,
-        match=r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]",
-    ):
-        MoE(4, 1, 8, 8, "swish")
+        r"^activation_parameters is \[7.0\]; needed: num",
+    ),
+    (
+        {"activation_function": "swish"},
+        ConfigError,
+        r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]",
+    ),
+    *(
+        ({name: False}, TypeError, f"argument '{name}{ROUTER}")
+        for name in ("norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk")
+    ),
+    ({"num_heads": 2}, TypeError, r"unexpected keyword argument 'num_heads'$"),
+]
 
 
-@pytest.mark.parametrize("shape", [(4, 31), (31,), ()], ids=str)
-@pytest.mark.parametrize("backend", list(KernelBackendMoE)[1:], ids=lambda b: b.value)
-def test_wrong_hidden_size(backend, shape):
-    with pytest.raises(ShapeError, match=r"hidden_states has shape .*; needed: \[..., 32\]"):
-        make_layer()(torch.zeros(shape), backend)
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED_BY_THE_CONSTRUCTOR)
+def test_refused_by_the_constructor(given, error, words):
+    with pytest.raises(error, match=words):
+        MoE(4, 1, 8, 8, **{"activation_function": "swiglu_clamp"} | given)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["sonicmoe", "torch"])
+REFUSED_TOKENS = [
+    *(
+        (value, TypeError, "^hidden_states must be a torch tensor, got")
+        for value in (None, np.eye(32))
+    ),
+    *(
+        (torch.zeros(shape), ShapeError, r"hidden_states has shape .*; needed: \[..., 32\]")
+        for shape in ((4, 31), (31,), ())
+    ),
+]
+
+
+@BACKENDS
+@pytest.mark.parametrize(("value", "error", "words"), REFUSED_TOKENS)
+def test_refused_tokens(backend, value, error, words):
+    with pytest.raises(error, match=words):
+        make_layer()(value, backend)
 
 
 @pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonic", None], ids=str)
 def test_unsupported_backend(backend):
-    words = re.escape(
-        f"kernel_backend_moe={getattr(backend, 'value', backend)!r}; available: sonicmoe, torch"
-    )
+    value = getattr(backend, "value", backend)
+    words = re.escape(f"kernel_backend_moe={value!r}; available: sonicmoe, torch")
     with pytest.raises(EngineUnavailableError, match=words):
         make_layer()(torch.zeros(2, 32), backend)
 
 
-@pytest.mark.parametrize(
-    "backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch], ids=lambda b: b.value
-)
+@BACKENDS
 def test_a_backend_by_its_value(backend):
-    moe, (x, _) = make_layer(), tokens()
-    assert torch.equal(moe(x, backend.value)[0], moe(x, backend)[0])
-
-
-BACKENDS = pytest.mark.parametrize("backend", ["sonicmoe", "torch"])
+    moe, (x, _) = make_layer(), batch()
+    assert torch.equal(moe(x, backend)[0], moe(x, KernelBackendMoE(backend))[0])
 
 
 @BACKENDS
@@ -368,12 +354,12 @@ BACKENDS = pytest.mark.parametrize("backend", ["sonicmoe", "torch"])
 def test_use_fp8_is_a_bool_or_none(backend, use_fp8):
     """Strings are all true, and "off" must not turn it on."""
     with pytest.raises(ConfigError, match=f"use_fp8 is {use_fp8!r}; needed: True, False or None"):
-        make_layer()(tokens()[0], backend, use_fp8=use_fp8)
+        make_layer()(make_tokens(19, 32), backend, use_fp8=use_fp8)
 
 
 @BACKENDS
 def test_tokens_and_router_of_two_dtypes(backend):
-    moe, x = make_layer(), tokens()[0].bfloat16()
+    moe, x = make_layer(), make_tokens(19, 32).bfloat16()
     words = r"x \(hidden_states\) is bfloat16, router_w \(router.weight\) is float32; convert one, or use autocast"
     with pytest.raises(DTypeError, match=words):
         moe(x, backend)
@@ -382,63 +368,46 @@ def test_tokens_and_router_of_two_dtypes(backend):
     assert moe.bfloat16()(x, backend)[0].dtype == torch.bfloat16
 
 
-def test_unavailable_engine():
-    with (
-        SonicMoEConfig(engine="hopper").activate(),
-        pytest.raises(
-            EngineUnavailableError, match=r"'hopper' cannot run: no GPU.*able: \['reference'\]"
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (
+            {"engine": "hopper"},
+            EngineUnavailableError,
+            r"'hopper' cannot run: no GPU.*able: \['ref",
         ),
-    ):
-        make_layer()(torch.zeros(2, 32))
-
-
-def test_validation_finds_a_broken_router():
-    moe, (x, _) = make_layer(), tokens()
+        ({"validate_dispatch": True}, RoutingError, r"dispatched_probs\[0, "),
+    ],
+    ids=["no such engine here", "a broken router"],
+)
+def test_refused_under_a_configuration(config, error, words):
+    moe, (x, _) = make_layer(), batch()
     with torch.no_grad():
         moe.router.weight[1, 3] = float("nan")
-    with (
-        SonicMoEConfig(validate_dispatch=True).activate(),
-        pytest.raises(RoutingError, match=r"dispatched_probs\[0, "),
-    ):
+    with SonicMoEConfig(**config).activate(), pytest.raises(error, match=words):
         moe(x)
-
-
-@pytest.mark.parametrize("name", ["norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk"])
-def test_a_router_argument_of_a_model_is_answered_with_the_function_that_has_it(name):
-    words = rf"argument '{name}': its softmax is over the chosen .*moe_TC_softmax_topk_layer"
-    with pytest.raises(TypeError, match=words):
-        MoE(4, 2, 16, 16, **{name: False})
-
-
-def test_any_other_unknown_argument_is_refused_as_python_does():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_heads'$"):
-        MoE(4, 2, 16, 16, num_heads=2)
-    with pytest.raises(TypeError, match=r"^moe_TC_\S+ got an unexpected .* 'top_k'$"):
-        moe_TC_softmax_topk_layer(*LAYER, top_k=2)
-
-
-LAYER = (torch.zeros(3, 16), torch.zeros(4, 16), torch.zeros(32, 16, 4), None)
-LAYER = (*LAYER, torch.zeros(16, 16, 4), None, 2)
 
 
 def test_models_name_of_the_routers_normalisation_is_answered_with_the_functions_own():
     """The message's two equalities hold."""
+    moe, (x, _) = make_layer(), batch()
+    given = x, moe.router.weight, *views(moe), 2
+    with pytest.raises(TypeError, match=r"^moe_TC_\S+ got an unexpected .* 'top_k'$"):
+        moe_TC_softmax_topk_layer(*given, top_k=2)
     with pytest.raises(TypeError) as refused:
-        moe_TC_softmax_topk_layer(*LAYER, norm_topk_prob=False)
-    text = str(refused.value)
-    assert text.startswith(
+        moe_TC_softmax_topk_layer(*given, norm_topk_prob=False)
+    assert str(refused.value).startswith(
         "moe_TC_softmax_topk_layer() got an unexpected keyword argument 'norm_topk_prob': "
         "here it is norm_topk_probs, and it counts with is_softmax_over_topk=False alone."
     )
-    torch.manual_seed(0)
-    weights = torch.randn(32, 16, 4), None, torch.randn(16, 16, 4), None
-    x, router = torch.randn(5, 16), torch.randn(4, 16)
-    default, _, _ = moe_TC_softmax_topk_layer(x, router, *weights, 2)
-    over_all = {"is_softmax_over_topk": False}
-    divided, _, _ = moe_TC_softmax_topk_layer(
-        x, router, *weights, 2, **over_all, norm_topk_probs=True
+    default, divided, plain = (
+        moe_TC_softmax_topk_layer(*given, **options)[0]
+        for options in (
+            {},
+            {"is_softmax_over_topk": False, "norm_topk_probs": True},
+            {"is_softmax_over_topk": False},
+        )
     )
-    plain, _, _ = moe_TC_softmax_topk_layer(x, router, *weights, 2, **over_all)
     assert torch.allclose(default, divided, rtol=1e-5, atol=1e-4)
     assert not torch.allclose(default, plain, rtol=1e-2)
 
@@ -446,12 +415,8 @@ def test_models_name_of_the_routers_normalisation_is_answered_with_the_functions
 @pytest.mark.parametrize(
     ("inner", "dtype", "words"),
     [
-        (48, torch.bfloat16, "a GPU computes it without FP8 (not hopper: H is 64 and I is 48, and"),
-        (
-            64,
-            torch.float16,
-            "a GPU computes it without FP8 (not hopper: tokens are float16, and it",
-        ),
+        (48, torch.bfloat16, "computes it without FP8 (not hopper: H is 64 and I is 48, and"),
+        (64, torch.float16, "computes it without FP8 (not hopper: tokens are float16, and it"),
         (48, torch.float16, "and it takes bfloat16; not hopper: H is 64 and I is 48, and it needs"),
         (64, torch.bfloat16, None),
     ],
