@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import framework  # noqa: F401  before anything of sonicmoe
 import pytest
+import torch
 
 from sonicmoe.engine.reference import ReferenceEngine
 
@@ -34,3 +35,11 @@ def saves(monkeypatch):
 
     monkeypatch.setattr(ReferenceEngine, "forward", record)
     return asked
+
+
+@pytest.fixture
+def fresh_compiler():
+    """No graph is there before or after the test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

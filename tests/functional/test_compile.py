@@ -10,9 +10,11 @@ import sys
 import pytest
 import torch._dynamo.testing
 from framework import torch
-from functional.layer_golden import AUX_WEIGHT, assert_close, make_layer, make_tokens, run_layer
+from functional.layer_golden import FP8, MODES, assert_close, batch, make_layer, run_layer, views
+from pairwise import pairwise
 
 from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
 from sonicmoe.functional import call
@@ -20,10 +22,15 @@ from sonicmoe.functional.call import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 # The compiler warns of every cached function that it traces, and a correct program reads no warning.
-pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
-FP8 = {"use_fp8": True}
-MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+pytestmark = [
+    pytest.mark.filterwarnings("error:.*lru_cache"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
+BACKENDS = ["eager", "aot_eager"]
+# Every pair of the two is in `test_the_numbers_of_the_eager_layer`.
+WAYS = pytest.mark.parametrize(
+    ("backend", "options"), [("eager", {}), ("aot_eager", FP8)], ids=["eager-fp32", "aot_eager-fp8"]
+)
 SETTINGS = {
     "plain": SonicMoEConfig(),
     "int8 z": SonicMoEConfig(fp8_mode="perf"),
@@ -35,75 +42,54 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def tokens(count=19):
-    return make_tokens(count, 32), make_tokens(count, 32, seed=2)
+def compiled(layer, backend="aot_eager", **how):
+    return torch.compile(layer, fullgraph=True, backend=backend, **how)
 
 
 def run_compiled(moe, x, dout, backend="aot_eager", **options):
     """`run_layer` through one graph."""
-    layer = torch.compile(moe, fullgraph=True, backend=backend)
-    x = x.detach().clone().requires_grad_()
-    out, aux = layer(x, **options)
-    named = {"x": x, **dict(moe.named_parameters())}
-    loss = (out.float() * dout.float()).sum() + AUX_WEIGHT * aux
-    return (
-        out.detach(),
-        aux.detach(),
-        dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)),
-    )
+    layer = compiled(moe, backend)
+    layer.named_parameters = moe.named_parameters
+    return run_layer(layer, x, dout, **options)
 
 
-@BACKENDS
-@MODES
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "options", "bias"), pairwise(BACKENDS, [{}, FP8], [False, True])
+)
 def test_the_numbers_of_the_eager_layer(backend, options, bias):
-    moe, (x, dout) = make_layer(bias=bias, idle=2), tokens()
+    moe, (x, dout) = make_layer(bias=bias, idle=2), batch()
     assert_close(
         run_compiled(moe, x, dout, backend, **options), run_layer(moe, x, dout, **options), 1e-6
     )
 
 
-@pytest.mark.parametrize("activation", ActivationType)
-def test_every_activation(activation):
-    moe, (x, dout) = make_layer(activation), tokens()
-    assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
+class OneOfEach(torch.nn.Module):
+    """A layer for every activation, and one that sets the parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        own = MoE(5, 2, 32, 24, "swiglu_oai", std=0.5, activation_parameters={"limit": 0.5})
+        self.layers = torch.nn.ModuleList([*map(make_layer, ActivationType), own])
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in self.layers]
+        return torch.stack([out for out, _ in outputs]), sum(aux for _, aux in outputs)
 
 
-def test_parameters_of_the_activation():
-    moe = MoE(5, 2, 32, 24, "swiglu_oai", std=0.5, activation_parameters={"limit": 0.5})
-    x, dout = tokens()
-    assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
-
-
-def test_parameters_of_the_activation_of_a_function():
-    def layer(x, router, w1, w2):
-        own = {"beta": 4.0, "linear_beta": 25.0}
-        given = x, router, w1, None, w2, None, 2, None, "situ_glu"
-        return moe_TC_softmax_topk_layer(*given, activation_parameters=own)[0]
-
-    moe, (x, _) = make_layer("situ_glu"), tokens()
-    weights = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    found, wanted = (call(x, moe.router.weight, *weights) for call in (compiled, layer))
-    torch.testing.assert_close(found, wanted)
+def test_every_activation():
+    layers, (x, dout) = OneOfEach(), batch()
+    assert_close(run_compiled(layers, x, dout), run_layer(layers, x, dout), 1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_way_to_keep_z(settings):
-    moe, (x, dout) = make_layer(), tokens()
+    moe, (x, dout) = make_layer(), batch()
     with SETTINGS[settings].activate():
         assert_close(run_compiled(moe, x, dout), run_layer(moe, x, dout), 1e-6)
 
 
 def test_bf16_and_autocast():
-    moe, (x, dout) = make_layer(), tokens()
+    moe, (x, dout) = make_layer(), batch()
     with torch.autocast("cpu", torch.bfloat16):
         compiled_run, eager_run = run_compiled(moe, x, dout), run_layer(moe, x, dout)
     assert compiled_run[0].dtype == torch.bfloat16
@@ -113,15 +99,15 @@ def test_bf16_and_autocast():
 @MODES
 def test_one_graph_serves_every_batch(options):
     moe, counter = make_layer(), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    layer = torch.compile(moe, fullgraph=True, backend=counter, dynamic=True)
+    layer = compiled(moe, counter, dynamic=True)
     for count in (19, 64, 200, 7):
-        x, _ = tokens(count)
+        x, _ = batch(count)
         assert torch.equal(layer(x, **options)[0], moe(x, **options)[0])
     assert counter.frame_count == 1
 
 
-def test_no_tokens():
-    moe, (x, dout) = make_layer(), tokens(0)
+def test_no_batch():
+    moe, (x, dout) = make_layer(), batch(0)
     out, _, gradients = run_compiled(moe, x, dout)
     assert out.shape == (0, 32) and not gradients["c_fc.weight"].any()
 
@@ -131,21 +117,18 @@ def test_every_layer_of_a_deep_model_uses_its_own_weights():
     graph is refused.
     """
     layers = [make_layer(seed=seed) for seed in range(12)]
-    graphs = [
-        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True) for layer in layers
-    ]
-    x, _ = tokens()
+    graphs = [compiled(layer, dynamic=True) for layer in layers]
+    x, _ = batch()
     for _ in range(2):
         for layer, graph in zip(layers, graphs, strict=True):
             assert torch.equal(graph(x, **FP8)[0], layer(x, **FP8)[0])
 
 
-@BACKENDS
-@MODES
+@WAYS
 def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, options, saves):
     """The experts' output requires no gradient; the router's, and with it the loss, still does."""
-    moe, (x, _) = make_layer(), tokens()
-    layer, x = torch.compile(moe, fullgraph=True, backend=backend), x.requires_grad_()
+    moe, (x, _) = make_layer(), batch()
+    layer, x = compiled(moe, backend), x.requires_grad_()
     (out, aux), (expected, expected_aux) = (
         f(x, is_inference_mode=True, **options) for f in (layer, moe)
     )
@@ -158,25 +141,24 @@ def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, optio
     torch.testing.assert_close(*gradients)
 
 
-@BACKENDS
-@MODES
+@WAYS
 def test_evaluation_differentiates_like_training(backend, options, saves):
-    moe, (x, dout) = make_layer(bias=True).eval(), tokens()
+    moe, (x, dout) = make_layer(bias=True).eval(), batch()
     assert_close(
         run_compiled(moe, x, dout, backend, **options),
         run_layer(moe.train(), x, dout, **options),
         1e-6,
     )
-    layer = torch.compile(moe.eval(), fullgraph=True, backend=backend)
+    layer = compiled(moe.eval(), backend)
     with torch.no_grad():
         assert not layer(x, **options)[0].requires_grad
     assert saves == [True, True, False]
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_by_value_and_fp8_in_words(backend):
-    moe, (x, _) = make_layer(), tokens()
-    layer = torch.compile(moe, fullgraph=True, backend=backend)
+    moe, (x, _) = make_layer(), batch()
+    layer = compiled(moe, backend)
     assert torch.equal(layer(x, "sonicmoe")[0], moe(x)[0])
     with pytest.raises(
         (ConfigError, torch._dynamo.exc.InternalTorchDynamoError, torch._dynamo.exc.Unsupported),
@@ -185,17 +167,18 @@ def test_backends_by_value_and_fp8_in_words(backend):
         layer(x, use_fp8="off")
 
 
-def test_functional_layer():
-    moe, (x, _) = make_layer("geglu", bias=True), tokens()
+@pytest.mark.parametrize(
+    ("activation", "own", "backend"),
+    [("geglu", {}, "aot_eager"), ("situ_glu", {"beta": 4.0, "linear_beta": 25.0}, "eager")],
+)
+def test_functional_layer(activation, own, backend):
+    moe, (x, _) = make_layer(activation, bias=True), batch()
 
     def call(x):
-        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-        biases = moe.c_fc.bias, moe.c_proj.bias
-        return moe_TC_softmax_topk_layer(
-            x, moe.router.weight, w1, biases[0], w2, biases[1], 2, None, "geglu"
-        )[0]
+        given = x, moe.router.weight, *views(moe), 2, None, activation
+        return moe_TC_softmax_topk_layer(*given, activation_parameters=own)[0]
 
-    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    graph = compiled(call, backend)
     assert torch.equal(graph(x), call(x))
     with torch.no_grad():
         moe.c_fc.weight.mul_(-1.5)
@@ -206,19 +189,17 @@ def test_functional_layer():
 
 
 @pytest.mark.trained(compiled=True)
-@BACKENDS
-@MODES
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "compiled sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "backend", "options"),
+    pairwise(["sgd", "adamw fused", "compiled sgd"], BACKENDS, [{}, FP8]),
+)
 def test_trains_like_the_eager_layer(backend, options, optimizer):
     def train(moe, layer):
-        sgd = (
-            torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True)
-            if "adamw" in optimizer
-            else None
-        )
-        sgd = sgd or torch.optim.SGD(moe.parameters(), lr=0.1)
+        sgd = torch.optim.SGD(moe.parameters(), lr=0.1)
+        if "adamw" in optimizer:
+            sgd = torch.optim.AdamW(moe.parameters(), lr=0.05, fused=True)
         step = torch.compile(sgd.step, backend="aot_eager") if "compiled" in optimizer else sgd.step
-        x, dout = tokens()
+        x, dout = batch()
         for _ in range(3):
             out, aux = layer(x, **options)
             ((out * dout).sum() + aux).backward()
@@ -229,18 +210,17 @@ def test_trains_like_the_eager_layer(backend, options, optimizer):
     moe, twin = make_layer(bias=True), make_layer(bias=True)
     start = {name: weight.clone() for name, weight in moe.state_dict().items()}
     eager = train(twin, twin)
-    graph = train(moe, torch.compile(moe, fullgraph=True, backend=backend))
+    graph = train(moe, compiled(moe, backend))
     for name, weight in graph.items():
         # Both run the same operations in the same order: equal bits under every instruction set.
         torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, start[name]), f"{name} never trained"
 
 
-@BACKENDS
 @pytest.mark.parametrize("how", ["in place", "load_state_dict", "invalidate"])
-def test_changed_weights_are_seen(backend, how):
-    moe, (x, _) = make_layer(bias=True), tokens()
-    layer = torch.compile(moe, fullgraph=True, backend=backend)
+def test_changed_weights_are_seen(how):
+    moe, (x, _) = make_layer(bias=True), batch()
+    layer = compiled(moe)
     before = layer(x, **FP8)[0]
     if how == "in place":
         with torch.no_grad():
@@ -256,10 +236,10 @@ def test_changed_weights_are_seen(backend, how):
     assert not torch.equal(after, before) and torch.equal(after, fresh(x, **FP8)[0])
 
 
-@pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
+@MODES
 def test_backward_after_a_change_of_the_weights_is_refused(options):
-    moe, (x, dout) = make_layer(), tokens()
-    out, _ = torch.compile(moe, fullgraph=True, backend="aot_eager")(x, **options)
+    moe, (x, dout) = make_layer(), batch()
+    out, _ = compiled(moe)(x, **options)
     with torch.no_grad():
         moe.c_fc.weight.mul_(-1.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -270,8 +250,8 @@ def test_backward_after_a_change_of_the_weights_is_refused(options):
 
 
 def test_another_configuration_is_not_ignored():
-    moe, (x, _) = make_layer(), tokens()
-    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    moe, (x, _) = make_layer(), batch()
+    layer = compiled(moe)
     expected = layer(x)[0]
     with (
         pytest.raises(ConfigError, match="not the one this graph was compiled under"),
@@ -282,8 +262,8 @@ def test_another_configuration_is_not_ignored():
 
 
 def test_the_argument_beats_the_configuration_in_graphs_too():
-    moe, (x, _) = make_layer(), tokens()
-    layer = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    moe, (x, _) = make_layer(), batch()
+    layer = compiled(moe)
     with SETTINGS["e4m3 z"].activate():
         assert torch.equal(layer(x, use_fp8=False)[0], moe(x, use_fp8=False)[0])
         assert torch.equal(layer(x, use_fp8=True)[0], moe(x, use_fp8=True)[0])
@@ -291,7 +271,7 @@ def test_the_argument_beats_the_configuration_in_graphs_too():
 
 
 def test_border_checks_speak_while_compiling():
-    layer = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
+    layer = compiled(make_layer())
     with pytest.raises(
         (ShapeError, torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported),
         match="needed",
@@ -323,7 +303,7 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
     """Settings are known where a layer was traced; a program that was loaded from a file names them
     only.
     """
-    moe, (x, _) = make_layer(), tokens()
+    moe, (x, _) = make_layer(), batch()
     program = torch.export.export(moe, (x,)).module()
     expected = program(x)[0]
     monkeypatch.setattr(call, "_plans", {})  # as in a new process
@@ -339,13 +319,13 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
 
 
 def operator_inputs(options, save=True, trained=True):
-    moe, (x, _) = make_layer(bias=True), tokens()
+    moe, (x, _) = make_layer(bias=True), batch()
     indices = (
         torch.rand(19, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices - 1
     )  # -1 to 6, of 5 experts
     probs = torch.rand(19, 2, generator=torch.Generator().manual_seed(4)).requires_grad_(trained)
     plan = make_plan(ActivationType.SWIGLU, WeightLayout(), options.get("use_fp8"))
-    weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
+    weights = moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias
     return (x.requires_grad_(trained), indices, probs, *weights, number_of(plan), save)
 
 
@@ -358,8 +338,6 @@ def test_operators_keep_the_rules_of_the_library(options):
 
 
 def test_an_engine_with_another_z_is_named(monkeypatch):
-    from sonicmoe.engine.reference import ReferenceEngine
-
     original = ReferenceEngine.forward
 
     def forward(self, *arguments, save=True):

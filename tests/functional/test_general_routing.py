@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from engine.moe_golden import ALL_ACTIVATIONS, golden
 from framework import cosine, numpy, relative_rmse, torch
-from functional.layer_golden import make_layer, make_tokens, native, native_gradients, problem_of
+from functional.layer_golden import (
+    FP8,
+    MODES,
+    batch,
+    make_layer,
+    make_tokens,
+    native,
+    native_gradients,
+    problem_of,
+    views,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,16 +35,6 @@ TOKENS = [0, 0, 1, 3, 3, 3, 3, 3, 3, 4, 4, 6, 6, 6]
 EXPERT_IDS = [-1, 2, 0, 4, 1, 5, 0, 2, -1, 3, 3, 1, 99, 0]
 NUM_TOKENS = 8  # tokens 2, 5 and 7 have no triple
 DROPPED = [i for i, e in enumerate(EXPERT_IDS) if not 0 <= e < EXPERTS]
-
-
-def views(moe):
-    """The layer's weights as upstream takes them: `w1 [N1, H, E]`, `b1`, `w2 [H, I, E]`, `b2`."""
-    return (
-        moe.c_fc.weight.permute(1, 2, 0),
-        moe.c_fc.bias,
-        moe.c_proj.weight.permute(1, 2, 0),
-        moe.c_proj.bias,
-    )
 
 
 def triples(dtype=torch.float32, index=torch.int64):
@@ -107,7 +107,7 @@ def compare(run, expected, bound, least_norm=0.0):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.GELU], ids=lambda a: a.value)
 def test_against_the_golden(activation, bias, index):
-    moe, x, dout = make_layer(activation, bias=bias), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    moe, x, dout = make_layer(activation, bias=bias), *batch(8)
     inputs = triples(index=index)
     run, frequency = run_triples(moe, x, *inputs, dout)
     compare(run, golden_triples(moe, x, inputs[0], TOKENS, EXPERT_IDS, dout), 2e-6)
@@ -117,20 +117,19 @@ def test_against_the_golden(activation, bias, index):
     assert not run["out"][untouched].any() and not run["x"][untouched].any()
 
 
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_dropped_triples_leave_no_trace(use_fp8):
+@MODES
+def test_dropped_triples_leave_no_trace(options):
     """Poison where nothing may look: NaN scores of dropped triples reach neither output nor
     gradient, theirs is exactly 0.
     """
-    moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    moe, x, dout = make_layer(bias=True), *batch(8)
     scores, tokens, experts = triples()
     kept = [i for i in range(len(TOKENS)) if i not in DROPPED]
-    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
-        poisoned = scores.detach().clone()
-        poisoned[DROPPED] = float("nan")
-        run, _ = run_triples(moe, x, poisoned.requires_grad_(), tokens, experts, dout)
-        fewer = scores.detach()[kept].requires_grad_()
-        expected, _ = run_triples(moe, x, fewer, tokens[kept], experts[kept], dout)
+    poisoned = scores.detach().clone()
+    poisoned[DROPPED] = float("nan")
+    run, _ = run_triples(moe, x, poisoned.requires_grad_(), tokens, experts, dout, **options)
+    fewer = scores.detach()[kept].requires_grad_()
+    expected, _ = run_triples(moe, x, fewer, tokens[kept], experts[kept], dout, **options)
     gradient = run.pop("scores")
     assert gradient[DROPPED].tolist() == [0.0] * len(DROPPED)
     assert torch.equal(gradient[kept], expected.pop("scores")) and gradient[kept].all()
@@ -148,7 +147,7 @@ def test_any_routing(data):
         key=lambda pair: pair[0],
     )
     tokens, experts = [t for t, _ in drawn], [e for _, e in drawn]
-    moe, x, dout = make_layer(), make_tokens(num_tokens, 32), make_tokens(num_tokens, 32, seed=2)
+    moe, x, dout = make_layer(), *batch(num_tokens)
     scores = torch.linspace(-1, 2, len(drawn)).requires_grad_()
     ids = [torch.tensor(values, dtype=torch.int64) for values in (tokens, experts)]
     run, frequency = run_triples(moe, x, scores, *ids, dout)
@@ -157,14 +156,12 @@ def test_any_routing(data):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_no_triples(num_tokens, use_fp8):
+@MODES
+def test_no_triples(num_tokens, options):
     moe, x = make_layer(bias=True), make_tokens(num_tokens, 32)
     none = torch.zeros(0, dtype=torch.int64)
-    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
-        run, frequency = run_triples(
-            moe, x, torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32)
-        )
+    given = torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32)
+    run, frequency = run_triples(moe, x, *given, **options)
     assert run["out"].shape == (num_tokens, 32) and run["scores"].shape == (0,)
     assert not any(value.any() for value in run.values()) and frequency.tolist() == [0] * EXPERTS
 
@@ -173,7 +170,7 @@ def test_no_triples(num_tokens, use_fp8):
     "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
 )
 def test_score_dtypes(dtype):
-    moe, x, dout = make_layer(), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    moe, x, dout = make_layer(), *batch(8)
     scores, tokens, experts = triples(dtype)
     run, _ = run_triples(moe, x, scores, tokens, experts, dout)
     assert run["scores"].dtype == dtype and run["out"].dtype == torch.float32
@@ -190,28 +187,26 @@ def test_fp8_bounds_have_no_scale():
     scores, tokens, experts = triples()
     x = make_tokens(8, 256) * 2.0 ** torch.arange(-14.0, 2.0, 2.0).unsqueeze(-1)
     dout = 2.0**-15 * make_tokens(8, 256, seed=2)
-    with SonicMoEConfig(fp8_mode="perf").activate():
-        run, _ = run_triples(moe, x, scores, tokens, experts, dout)
+    run, _ = run_triples(moe, x, scores, tokens, experts, dout, **FP8)
     expected = golden_triples(moe, x, scores, TOKENS, EXPERT_IDS, dout)
     for name, got in run.items():
         assert 0.005 <= relative_rmse(numpy(got), expected[name]) <= 0.1, name
         assert cosine(numpy(got), expected[name]) >= 0.995, name
 
 
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
+@MODES
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
-def test_split_half_weights_equal_interleaved_ones(activation, use_fp8):
+def test_split_half_weights_equal_interleaved_ones(activation, options):
     """`concat_layout`: the same bits out, and every gradient in the order of its weight."""
     moe, split = (make_layer(activation, bias=True) for _ in range(2))
-    x, dout = make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    x, dout = batch(8)
     order = [*range(0, 48, 2), *range(1, 48, 2)] if is_glu(activation) else list(range(24))
     with torch.no_grad():
         split.c_fc.weight.copy_(moe.c_fc.weight[:, order])
         split.c_fc.bias.copy_(moe.c_fc.bias[:, order])
-    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
-        expected, _ = run_triples(moe, x, *triples(), dout)
-        run, _ = run_triples(split, x, *triples(), dout, concat_layout=True)
-        wrong, _ = run_triples(split, x, *triples(), dout, concat_layout=False)
+    expected, _ = run_triples(moe, x, *triples(), dout, **options)
+    run, _ = run_triples(split, x, *triples(), dout, concat_layout=True, **options)
+    wrong, _ = run_triples(split, x, *triples(), dout, concat_layout=False, **options)
     for name in ("c_fc.weight", "c_fc.bias"):
         expected[name] = expected[name][:, order]
     for name, got in run.items():
@@ -236,7 +231,7 @@ def test_inference_keeps_nothing(saves):
 )
 def test_one_wanted_gradient(wanted):
     """Frozen inputs get no gradient, and freezing them changes no bit of the others'."""
-    moe, x, dout = make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+    moe, x, dout = make_layer(bias=True), *batch(8)
     scores, tokens, experts = triples()
     expected, _ = run_triples(moe, x, scores, tokens, experts, dout)
     leaves = {"x": x, "scores": scores, **dict(moe.named_parameters())}
@@ -252,78 +247,39 @@ def ids(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-REFUSED = {
-    "unsorted tokens": (
-        {"token_indices": ids(0, 2, 1)},
-        RoutingError,
-        "token_indices is not ascending",
-    ),
-    "token beyond x": ({"token_indices": ids(0, 1, 8)}, RoutingError, r"1 ids outside \[0, 8\)"),
-    "negative token": ({"token_indices": ids(-2, -1, 3)}, RoutingError, r"2 ids outside \[0, 8\)"),
-    "fewer tokens": (
-        {"token_indices": ids(0, 1)},
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+REFUSED = [
+    # argument, value, error, message
+    ("token_indices", ids(0, 2, 1), RoutingError, "token_indices is not ascending"),
+    ("token_indices", ids(0, 1, 8), RoutingError, r"1 ids outside \[0, 8\)"),
+    ("token_indices", ids(-2, -1, 3), RoutingError, r"2 ids outside \[0, 8\)"),
+    (
+        "token_indices",
+        ids(0, 1),
         ShapeError,
-        r"token_indices has shape \(2,\); needed: that of router_scores, \(3,\)",
+        r"shape \(2,\); needed: that of router_scores, \(3,\)",
     ),
-    "more experts": (
-        {"expert_indices": ids(0, 1, 2, 3)},
-        ShapeError,
-        r"expert_indices has shape \(4,\)",
-    ),
-    "scores with two axes": (
-        {"router_scores": torch.ones(3, 1)},
-        ShapeError,
-        r"router_scores has shape \(3, 1\)",
-    ),
-    "integer scores": ({"router_scores": ids(1, 1, 1)}, DTypeError, "router_scores is int64"),
-    "float tokens": ({"token_indices": torch.zeros(3)}, DTypeError, "token_indices is float32"),
-    "float experts": ({"expert_indices": torch.zeros(3)}, DTypeError, "expert_indices is float32"),
-    "wrong E": (
-        {"E": 4},
-        ShapeError,
-        r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts",
-    ),
-    "w1 of fewer experts": ({"w1": torch.zeros(48, 32, 4)}, ShapeError, "w1 .* needed: 5 experts"),
-    "w1 with two axes": (
-        {"w1": torch.zeros(48, 5)},
-        ShapeError,
-        r"w1 has shape \(48, 5\); needed: \[N1, H, E\]",
-    ),
-    "w1 of another width": (
-        {"w1": torch.zeros(46, 32, 5)},
-        ShapeError,
-        "w1 has 46 rows per expert",
-    ),
-    "w2 of another hidden size": ({"w2": torch.zeros(16, 24, 5)}, ShapeError, "w2 has shape"),
-    "odd split-half": (
-        {"w1": torch.zeros(47, 32, 5), "concat_layout": True},
-        LayoutError,
-        "even number of rows",
-    ),
-    "one bias": ({"b1": torch.zeros(5, 48)}, ShapeError, "both or neither"),
-    "tokens of another hidden size": (
-        {"x": torch.zeros(8, 16)},
-        ShapeError,
-        r"x has shape \(8, 16\)",
-    ),
-    "double tokens": ({"x": torch.zeros(8, 32, dtype=torch.float64)}, DTypeError, "x is float64"),
-    "integer tokens": ({"x": torch.zeros(8, 32, dtype=torch.int32)}, DTypeError, "x is int32"),
-    "tokens with three axes": (
-        {"x": torch.zeros(2, 4, 32)},
-        ShapeError,
-        r"x has shape \(2, 4, 32\); needed: \[T, H\]",
-    ),
-    "unknown activation": (
-        {"activation_type": "swish"},
-        ConfigError,
-        r"activation_type is 'swish'; needed: one of \['swiglu'",
-    ),
-    "FP8 in words": (
-        {"use_fp8": "off"},
-        ConfigError,
-        "use_fp8 is 'off'; needed: True, False or None",
-    ),
-}
+    ("expert_indices", ids(0, 1, 2, 3), ShapeError, r"expert_indices has shape \(4,\)"),
+    ("router_scores", torch.ones(3, 1), ShapeError, r"router_scores has shape \(3, 1\)"),
+    ("router_scores", ids(1, 1, 1), DTypeError, "router_scores is int64"),
+    ("token_indices", zeros(3), DTypeError, "token_indices is float32"),
+    ("expert_indices", zeros(3), DTypeError, "expert_indices is float32"),
+    ("E", 4, ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts"),
+    ("w1", zeros(48, 32, 4), ShapeError, "w1 .* needed: 5 experts"),
+    ("w1", zeros(48, 5), ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]"),
+    ("w1", zeros(46, 32, 5), ShapeError, "w1 has 46 rows per expert"),
+    ("w2", zeros(16, 24, 5), ShapeError, "w2 has shape"),
+    ("b1", zeros(5, 48), ShapeError, "both or neither"),
+    ("x", zeros(8, 16), ShapeError, r"x has shape \(8, 16\)"),
+    ("x", zeros(8, 32, dtype=torch.float64), DTypeError, "x is float64"),
+    ("x", zeros(8, 32, dtype=torch.int32), DTypeError, "x is int32"),
+    ("x", zeros(2, 4, 32), ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    ("activation_type", "swish", ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
+    ("use_fp8", "off", ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
+]
 
 
 def three_triples():
@@ -341,13 +297,18 @@ def test_what_is_no_tensor_is_named(name):
         moe_general_routing_inputs(**three_triples() | {name: None})
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    changes, error, message = REFUSED[case]
+@pytest.mark.parametrize(("name", "value", "error", "message"), REFUSED)
+def test_refused(name, value, error, message):
     arguments = three_triples()
     moe_general_routing_inputs(**arguments)
     with pytest.raises(error, match=message):
-        moe_general_routing_inputs(**arguments | changes)
+        moe_general_routing_inputs(**arguments | {name: value})
+
+
+def test_split_half_weights_have_an_even_number_of_rows():
+    odd = {"w1": zeros(47, 32, 5), "concat_layout": True}
+    with pytest.raises(LayoutError, match="even number of rows"):
+        moe_general_routing_inputs(**three_triples() | odd)
 
 
 @pytest.mark.parametrize("saves", [False, True])
@@ -372,15 +333,6 @@ def test_validation_names_the_triple(changed, value, message, saves):
         SonicMoEConfig(validate_dispatch=True).activate(),
         torch.set_grad_enabled(saves),
         pytest.raises(RoutingError, match=message),
-    ):
-        moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
-
-
-def test_validation_names_a_repeated_expert():
-    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
-    with (
-        SonicMoEConfig(validate_dispatch=True).activate(),
-        pytest.raises(RoutingError, match="names expert 3 twice"),
     ):
         moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
 

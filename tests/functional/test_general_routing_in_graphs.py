@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from framework import torch
-from functional.layer_golden import make_layer, make_tokens
+from functional.layer_golden import MODES, batch, make_layer, views
 from functional.test_general_routing import DROPPED, TOKENS, run_triples, triples
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
@@ -16,14 +16,6 @@ from sonicmoe.functional import triples as triples_module
 MOST = max(TOKENS.count(token) for token in TOKENS)
 # The compiler warns of every cached function that it traces, and a correct program reads no warning.
 pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
-MODES = pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -38,25 +30,23 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, read)
 
 
-def batch():
-    return make_layer(bias=True), make_tokens(8, 32), make_tokens(8, 32, seed=2)
+def biased_layer():
+    return make_layer(bias=True), *batch(8)
 
 
 @MODES
 @pytest.mark.parametrize("most", [MOST, MOST + 3])
-def test_the_width_changes_no_bit(most, use_fp8):
-    moe, x, dout = batch()
-    expected, frequency = run_triples(moe, x, *triples(), dout, use_fp8=use_fp8)
-    found, again = run_triples(
-        moe, x, *triples(), dout, use_fp8=use_fp8, max_experts_per_token=most
-    )
+def test_the_width_changes_no_bit(most, options):
+    moe, x, dout = biased_layer()
+    expected, frequency = run_triples(moe, x, *triples(), dout, **options)
+    found, again = run_triples(moe, x, *triples(), dout, **options, max_experts_per_token=most)
     assert torch.equal(frequency, again) and not found["scores"][DROPPED].any()
     for name, got in found.items():
         assert torch.equal(got, expected[name]), name
 
 
 def test_use_fp8_beats_the_configuration():
-    moe, x, dout = batch()
+    moe, x, dout = biased_layer()
     plain, _ = run_triples(moe, x, *triples(), dout)
     with SonicMoEConfig(fp8_mode="perf").activate():
         fp8, _ = run_triples(moe, x, *triples(), dout)
@@ -78,20 +68,14 @@ def test_nothing_is_read_back(on_a_gpu):
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.every_variant)]
 )
-def test_one_full_graph(backend, use_fp8):
-    moe, x, dout = batch()
-    options = {"use_fp8": use_fp8, "max_experts_per_token": MOST}
+def test_one_full_graph(fresh_compiler, backend, options):
+    moe, x, dout = biased_layer()
+    options = options | {"max_experts_per_token": MOST}
     expected, frequency = run_triples(moe, x, *triples(), dout, **options)
     graph = torch.compile(moe_general_routing_inputs, fullgraph=True, backend=backend)
     x, (scores, tokens, experts) = x.clone().requires_grad_(), triples()
-    views = (
-        moe.c_fc.weight.permute(1, 2, 0),
-        moe.c_fc.bias,
-        moe.c_proj.weight.permute(1, 2, 0),
-        moe.c_proj.bias,
-    )
     out, again = graph(
-        x, scores, tokens, experts, *views, 5, None, moe.activation_function, **options
+        x, scores, tokens, experts, *views(moe), 5, None, moe.activation_function, **options
     )
     leaves = {
         "x": x,
@@ -116,14 +100,8 @@ WRONG = {
 def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
     """Where the call may not wait, by an assertion on the device (which the host raises at once)."""
     tokens, message = WRONG[case]
-    moe, x, _ = batch()
-    views = (
-        moe.c_fc.weight.permute(1, 2, 0),
-        moe.c_fc.bias,
-        moe.c_proj.weight.permute(1, 2, 0),
-        moe.c_proj.bias,
-    )
-    arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views)
+    moe, x, _ = biased_layer()
+    arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views(moe))
     if where != "on the host":
         monkeypatch.setattr(triples_module, "is_cuda", lambda _: True)
     error, words = (
@@ -139,6 +117,6 @@ def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
 
 
 def test_a_width_of_nothing_is_refused():
-    moe, x, dout = batch()
+    moe, x, dout = biased_layer()
     with pytest.raises(ShapeError, match="max_experts_per_token is 0; needed: at least 1"):
         run_triples(moe, x, *triples(), dout, max_experts_per_token=0)

@@ -9,8 +9,10 @@ import pytest
 from engine.moe_golden import ALL_ACTIVATIONS
 from framework import cosine, numpy, relative_rmse, torch
 from functional.layer_golden import (
+    MODES,
     assert_close,
     assert_same_bits,
+    batch,
     flat,
     golden_layer,
     make_layer,
@@ -36,11 +38,7 @@ def wide_layer(bias=True):
 @BIASES
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
 def test_both_backends_match_the_golden(activation, bias):
-    moe, x, dout = (
-        make_layer(activation, bias=bias, idle=3),
-        make_tokens(19, 32),
-        make_tokens(19, 32, seed=2),
-    )
+    moe, x, dout = make_layer(activation, bias=bias, idle=3), *batch()
     expected = golden_layer(moe, x, dout)
     engine, plain = run_layer(moe, x, dout), run_layer(moe, x, dout, **PLAIN)
     assert_close(engine, expected, 2e-6)
@@ -49,26 +47,22 @@ def test_both_backends_match_the_golden(activation, bias):
 
 
 def test_an_expert_without_tokens_gets_an_exactly_zero_gradient():
-    moe, x = make_layer(bias=True, idle=3), make_tokens(19, 32)
-    _, _, gradients = run_layer(moe, x, make_tokens(19, 32, seed=2))
+    moe, x, dout = make_layer(bias=True, idle=3), *batch()
+    _, _, gradients = run_layer(moe, x, dout)
     for name in ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"):
         quiet = [e for e in range(5) if not gradients[name][e].any()]
         assert quiet == [3], name
 
 
 def test_every_expert_chosen():
-    moe, x, dout = make_layer(experts=3, topk=3), make_tokens(11, 32), make_tokens(11, 32, seed=2)
+    moe, x, dout = make_layer(experts=3, topk=3), *batch(11)
     assert_close(run_layer(moe, x, dout), golden_layer(moe, x, dout), 2e-6)
 
 
 @pytest.mark.parametrize("experts", [1, 4])
 def test_one_expert_per_token(experts):
     """Its weight is 1 whatever its logit, so the router learns from the load-balancing loss alone."""
-    moe, x, dout = (
-        make_layer(experts=experts, topk=1),
-        make_tokens(11, 32),
-        make_tokens(11, 32, seed=2),
-    )
+    moe, x, dout = make_layer(experts=experts, topk=1), *batch(11)
     run, expected = flat(run_layer(moe, x, dout)), flat(golden_layer(moe, x, dout))
     for name, got in run.items():
         scale = np.abs(expected[name]).max() if name != "router.weight" else 1.0
@@ -84,7 +78,7 @@ def test_one_expert_per_token(experts):
 @BIASES
 def test_half_precision_parameters(dtype, bound, bias):
     moe = make_layer(bias=bias).to(dtype)
-    x, dout = make_tokens(19, 32, dtype=dtype), make_tokens(19, 32, seed=2, dtype=dtype)
+    x, dout = batch(dtype=dtype)
     run = run_layer(moe, x, dout)
     dtypes = {name: value.dtype for name, value in flat(run).items()}
     assert dtypes.pop("aux") == torch.float32
@@ -138,10 +132,10 @@ def test_any_leading_shape(backend):
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_no_tokens(shape, use_fp8):
+@MODES
+def test_no_tokens(shape, options):
     moe, x = make_layer(bias=True), torch.zeros(shape, requires_grad=True)
-    out, aux = moe(x, use_fp8=use_fp8)
+    out, aux = moe(x, **options)
     assert out.shape == shape and aux.item() == 0.0
     (out.sum() + aux).backward()
     assert x.grad.shape == shape
@@ -234,7 +228,7 @@ FP8_CASES = [
 def test_who_decides_about_fp8(activated, environment, use_fp8, wanted, monkeypatch, prepared):
     if environment is not None:
         monkeypatch.setenv("SONIC_MOE_FP8_MODE", environment)
-    moe, x, dout = make_layer(), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    moe, x, dout = make_layer(), *batch()
     with SonicMoEConfig(fp8_mode=activated).activate():
         run = run_layer(moe, x, dout, use_fp8=use_fp8)
     assert [recipe is not None for recipe in prepared] == ([True] if wanted else [False, False]), (
@@ -254,7 +248,7 @@ def test_use_fp8_keeps_the_rest_of_the_configuration(prepared):
     "options", [{"recompute_z": True}, {"fp8_mode": "mem"}, {"stagewise_memory": True}]
 )
 def test_memory_options_change_no_bit(options):
-    moe, x, dout = make_layer(bias=True), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    moe, x, dout = make_layer(bias=True), *batch()
     with SonicMoEConfig(**options).activate():
         run = run_layer(moe, x, dout, use_fp8=True)
     assert_same_bits(run, run_layer(moe, x, dout, use_fp8=True))
@@ -268,9 +262,7 @@ def test_fp8_needs_the_engine():
         assert relative_rmse(numpy(moe(x, **PLAIN)[0]), golden_layer(moe, x, x)[0]) < 1e-6
 
 
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_runs_repeat_bit_for_bit(use_fp8):
-    moe, x, dout = make_layer(bias=True), make_tokens(40, 32), make_tokens(40, 32, seed=2)
-    assert_same_bits(
-        run_layer(moe, x, dout, use_fp8=use_fp8), run_layer(moe, x, dout, use_fp8=use_fp8)
-    )
+@MODES
+def test_runs_repeat_bit_for_bit(options):
+    moe, x, dout = make_layer(bias=True), *batch(40)
+    assert_same_bits(run_layer(moe, x, dout, **options), run_layer(moe, x, dout, **options))

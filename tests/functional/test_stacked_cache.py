@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from framework import torch
 from functional.following import Following
-from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
+from functional.layer_golden import (
+    FP8,
+    MODES,
+    assert_same_bits,
+    batch,
+    make_layer,
+    make_tokens,
+    run_layer,
+    views,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_topk_layer
@@ -29,8 +38,6 @@ from sonicmoe.weights import stacked_cache
 from sonicmoe.weights.stacked_cache import _kept, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
-FP8 = {"use_fp8": True}
-MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "sgd foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
@@ -47,8 +54,26 @@ def following(monkeypatch):
     return engine
 
 
-def tokens():
-    return make_tokens(19, 32), make_tokens(19, 32, seed=2)
+@pytest.fixture
+def moe():
+    return make_layer()
+
+
+@pytest.fixture
+def x():
+    return make_tokens(19, 32)
+
+
+def write(weight):
+    """As PyTorch's in-place operations do."""
+    with torch.no_grad():
+        weight.mul_(-1.5)
+
+
+def kept_codes(moe):
+    """A weak reference to the codes of its only entry."""
+    (kept,) = _kept[moe.c_fc.weight].values()
+    return weakref.ref(kept.prepared.weights.w1.codes)
 
 
 def without_cache(moe, x, face=None, **options):
@@ -63,28 +88,21 @@ def read(engine, w1, w2, settings=SETTINGS):
     return read_weights(engine, weights, settings, WeightLayout(), torch.bfloat16).weights
 
 
-def views(moe):
-    up, down = (weight.permute(1, 2, 0) for weight in (moe.c_fc.weight, moe.c_proj.weight))
-    return up, moe.c_fc.bias, down, moe.c_proj.bias
-
-
 def module(moe, x):
     return moe(x, use_fp8=True)[0]
 
 
 def whole_layer(moe, x):
-    return moe_TC_softmax_topk_layer(
-        x, moe.router.weight, *views(moe), moe.top_k, None, use_fp8=True
-    )[0]
+    given = x, moe.router.weight, *views(moe), moe.top_k, None
+    return moe_TC_softmax_topk_layer(*given, use_fp8=True)[0]
 
 
 def general(moe, x):
     rows = torch.arange(len(x)).repeat_interleave(2)
     experts = torch.arange(2 * len(x)) % moe.num_experts
     scores = torch.full((2 * len(x),), 0.5)
-    return moe_general_routing_inputs(
-        x, scores, rows, experts, *views(moe), None, None, use_fp8=True
-    )[0]
+    given = x, scores, rows, experts, *views(moe), None, None
+    return moe_general_routing_inputs(*given, use_fp8=True)[0]
 
 
 FACES = pytest.mark.parametrize("face", [module, whole_layer, general])
@@ -94,7 +112,7 @@ class TestKeptCodes:
     """Of an engine that looks for writes."""
 
     def test_made_once(self, following):
-        moe, (x, dout) = make_layer(), tokens()
+        moe, (x, dout) = make_layer(), batch()
         runs = [run_layer(moe, x, dout, **FP8) for _ in range(3)]
         moe.eval()(x, **FP8)
         with torch.inference_mode():
@@ -104,9 +122,8 @@ class TestKeptCodes:
 
     @FACES
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_one_quantisation_per_update(self, face, name, following):
+    def test_one_quantisation_per_update(self, face, name, following, moe, x):
         """Fused optimizers move no version counter."""
-        moe, x = make_layer(), make_tokens(19, 32)
         optimizer = OPTIMIZERS[name](moe.parameters())
         for step in range(3):
             for _ in range(2):
@@ -120,15 +137,13 @@ class TestKeptCodes:
 
     @FACES
     @pytest.mark.parametrize("name", ["c_fc", "c_proj"])
-    def test_a_write_is_told_or_found(self, face, name, following):
+    def test_a_write_is_told_or_found(self, face, name, following, moe, x):
         """PyTorch's in-place operations are told of once; what is written through `.data` the engine
         finds by itself.
         """
-        moe, x = make_layer(), make_tokens(19, 32)
         weight = moe.get_parameter(f"{name}.weight")
         face(moe, x)
-        with torch.no_grad():
-            weight.mul_(-1.5)
+        write(weight)
         for event in ("remade", "found"):
             outputs = [face(moe, x) for _ in range(3)]
             assert following.events[-1] == event
@@ -138,9 +153,8 @@ class TestKeptCodes:
         assert following.events == ["made", "remade", "found"]
 
     @FACES
-    def test_a_write_that_the_sample_misses_needs_invalidation(self, face, following):
+    def test_a_write_that_the_sample_misses_needs_invalidation(self, face, following, moe, x):
         following.is_blind = True
-        moe, x = make_layer(), make_tokens(19, 32)
         before = face(moe, x)
         moe.c_fc.weight.data.mul_(-1.5)
         assert torch.equal(face(moe, x), before), "documented: `.data` leaves no trace"
@@ -149,27 +163,24 @@ class TestKeptCodes:
         assert not torch.equal(after, before)
         assert torch.equal(after, without_cache(moe, x, face))
 
-    def test_every_face_of_a_layer_shares_one_quantisation(self, following):
-        moe, x = make_layer(), make_tokens(19, 32)
+    def test_every_face_of_a_layer_shares_one_quantisation(self, following, moe, x):
         outputs = [face(moe, x) for face in (module, whole_layer, general, module)]
         assert following.events == ["made"]
         assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[3])
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_in_a_compiled_graph(self, backend, following):
+    def test_in_a_compiled_graph(self, backend, following, moe, x):
         torch._dynamo.reset()
-        moe, x = make_layer(), make_tokens(19, 32)
         graph = torch.compile(lambda x: whole_layer(moe, x), fullgraph=True, backend=backend)
         for _ in range(3):
             graph(x).square().sum().backward()
         assert following.events == ["made"]
-        with torch.no_grad():
-            moe.c_fc.weight.mul_(-1.5)
+        write(moe.c_fc.weight)
         assert torch.equal(graph(x), module(moe, x))
         assert following.events == ["made", "remade"]
 
     def test_prepared_in_inference_mode_used_in_training(self, following):
-        moe, (x, dout) = make_layer(), tokens()
+        moe, (x, dout) = make_layer(), batch()
         with torch.inference_mode():
             moe(x, **FP8)
         run = run_layer(moe, x, dout, **FP8)
@@ -179,37 +190,30 @@ class TestKeptCodes:
 
     @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
     def test_load_state_dict(self, assign, following):
-        moe, other, (x, _) = make_layer(), make_layer(seed=7), tokens()
+        moe, other, (x, _) = make_layer(), make_layer(seed=7), batch()
         moe(x, **FP8)
         expected = other(x, **FP8)[0]
         moe.load_state_dict(other.state_dict(), assign=assign)
         assert torch.equal(moe(x, **FP8)[0], expected)
         assert following.events == ["made", "made", "made" if assign else "remade"]
 
-    def test_a_switch_of_the_precision_drops_them(self, following):
-        moe, (x, _) = make_layer(), tokens()
+    def test_a_switch_of_the_precision_drops_them(self, following, moe, x):
         moe(x, **FP8)
         assert len(_kept[moe.c_fc.weight]) == 1
         read(ReferenceEngine(), moe.c_fc.weight, moe.c_proj.weight, EngineSettings())
         assert not _kept[moe.c_fc.weight]
 
     @pytest.mark.parametrize("face", [module, whole_layer])
-    def test_they_die_with_the_parameter(self, face, following):
-        moe, x = make_layer(), make_tokens(19, 32)
+    def test_they_die_with_the_parameter(self, face, following, x):
+        moe = make_layer()
         face(moe, x).square().sum().backward()
-        (kept,) = _kept[moe.c_fc.weight].values()
-        codes, memory = (
-            weakref.ref(kept.prepared.weights.w1.codes),
-            weakref.ref(moe.c_fc.weight),
-        )
-        del kept
+        codes, memory = kept_codes(moe), weakref.ref(moe.c_fc.weight)
         assert codes() is not None
         del moe
         gc.collect()
         assert codes() is None and memory() is None
 
-    def test_they_are_not_stored(self, following):
-        moe, (x, _) = make_layer(), tokens()
+    def test_they_are_not_stored(self, following, moe, x):
         size = len(pickle.dumps(moe))
         moe(x, **FP8)
         assert len(pickle.dumps(moe)) == size
@@ -254,11 +258,10 @@ class TestKeptCodes:
 class TestWhoseTheyAre:
     """Another place, another entry; and none for memory that was freed."""
 
-    def test_memory_given_again_gets_buffers_of_its_own(self, following):
+    def test_memory_given_again_gets_buffers_of_its_own(self, following, moe, x):
         """Address and version are those of weights whose outstanding forward has still to read its
         codes.
         """
-        moe, x = make_layer(), make_tokens(19, 32)
         block = moe.c_fc.weight.detach().numpy().copy()
         moe.c_fc.weight.data = torch.from_numpy(block)
         first = module(moe, x)
@@ -324,15 +327,13 @@ class TestWhoseTheyAre:
         read(engine, *anonymous)
         assert anonymous[0] not in _kept
 
-    def test_a_graph_keeps_what_it_reads(self, following, monkeypatch):
+    def test_a_graph_keeps_what_it_reads(self, following, monkeypatch, x):
         """A captured graph holds addresses only: other settings for the same weights must not free
         its buffers.
         """
-        moe, x = make_layer(), make_tokens(19, 32)
+        moe = make_layer()
         whole_layer(moe, x)
-        (kept,) = _kept[moe.c_fc.weight].values()
-        codes = weakref.ref(kept.prepared.weights.w1.codes)
-        del kept
+        codes = kept_codes(moe)
         with monkeypatch.context() as capture:
             capture.setattr(stacked_cache, "is_cuda", lambda _: True)
             capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -350,11 +351,9 @@ class TestBackward:
     """A forward is outstanding while the weights change."""
 
     @FACES
-    def test_over_overwritten_codes_is_refused(self, face, following):
-        moe, x = make_layer(), make_tokens(19, 32)
+    def test_over_overwritten_codes_is_refused(self, face, following, moe, x):
         stale = face(moe, x).sum()
-        with torch.no_grad():
-            moe.c_fc.weight.mul_(-1.5)
+        write(moe.c_fc.weight)
         fresh = face(moe, x).sum()
         with pytest.raises(RuntimeError, match="weights were modified by an inplace operation"):
             stale.backward()
@@ -364,7 +363,7 @@ class TestBackward:
     def test_before_the_next_forward_reads_the_codes_of_its_own(self, follows, request):
         if follows:
             request.getfixturevalue("following")
-        moe, (x, dout) = make_layer(bias=not follows), tokens()
+        moe, (x, dout) = make_layer(bias=not follows), batch()
         expected = run_layer(moe, x, dout, **FP8)[2]
         out, _ = moe(x, **FP8)
         with torch.no_grad():
@@ -377,15 +376,13 @@ class TestBackward:
                 assert torch.equal(gradient, expected[name]), name
 
     def test_of_plain_weights_is_refused_by_autograd(self):
-        moe, (x, dout) = make_layer(bias=True), tokens()
+        moe, (x, dout) = make_layer(bias=True), batch()
         out, _ = moe(x)
-        with torch.no_grad():
-            moe.c_fc.weight.mul_(-1.5)
+        write(moe.c_fc.weight)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (out * dout).sum().backward()
 
-    def test_several_forwards_of_the_same_weights_may_be_outstanding(self, following):
-        moe, x = make_layer(), make_tokens(19, 32)
+    def test_several_forwards_of_the_same_weights_may_be_outstanding(self, following, moe, x):
         outputs = [module(moe, x) for _ in range(3)]
         other = torch.nn.Parameter(torch.ones(3, requires_grad=True))
         other.grad = torch.ones(3)
@@ -403,7 +400,7 @@ class TestAnEngineThatDoesNotLook:
     @MODES
     @pytest.mark.parametrize("name", ["c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
     def test_every_write_counts(self, name, options, prepared):
-        moe, (x, _) = make_layer(bias=True), tokens()
+        moe, (x, _) = make_layer(bias=True), batch()
         before = moe(x, **options)[0]
         moe.get_parameter(name).data.mul_(-1.5)
         after = moe(x, **options)[0]
@@ -414,7 +411,7 @@ class TestAnEngineThatDoesNotLook:
     @MODES
     def test_layer_made_in_inference_mode(self, options):
         """Inference tensors have no version counter: writes must be seen all the same."""
-        x, _ = tokens()
+        x, _ = batch()
         expected = make_layer(bias=True)
         with torch.inference_mode():
             moe = make_layer(bias=True)
@@ -429,23 +426,22 @@ class TestAnEngineThatDoesNotLook:
     @pytest.mark.parametrize("kind", ["parameters", "views"])
     def test_rearranged_weights(self, kind, options):
         """Split-half weights are interleaved for the engine: the copy must follow its source."""
-        moe, (x, _) = make_layer(bias=True), tokens()
+        moe, (x, _) = make_layer(bias=True), batch()
         weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
         given = weights if kind == "parameters" else [weight.view_as(weight) for weight in weights]
         halves = WeightLayout(split_half=True)
+        activation = moe.activation_function
         for _ in range(3):
-            out = softmax_topk_layer(
-                x, moe.router.weight, given, 2, moe.activation_function, layout=halves, **options
-            )[0]
-            up, down = (weight.detach().clone().permute(1, 2, 0) for weight in weights[:2])
-            fresh = moe_TC_softmax_topk_layer(
-                x, moe.router.weight, up, weights[2], down, weights[3], 2, concat_layout=True,
-                **options,
-            )[0]  # fmt: skip
+            own = x, moe.router.weight, given, 2, activation
+            out = softmax_topk_layer(*own, layout=halves, **options)[0]
+            copies = (
+                weight if weight.dim() == 2 else weight.detach().clone() for weight in views(moe)
+            )
+            own = x, moe.router.weight, *copies, 2, None, activation
+            fresh = moe_TC_softmax_topk_layer(*own, concat_layout=True, **options)[0]
             assert torch.equal(out, fresh)
-            with torch.no_grad():
-                moe.c_fc.weight.mul_(-1.5)
-                moe.c_fc.bias.add_(0.5)
+            write(moe.c_fc.weight)
+            write(moe.c_fc.bias)
 
     def test_autocast_casts_plain_weights_only(self, monkeypatch):
         """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters
@@ -458,7 +454,7 @@ class TestAnEngineThatDoesNotLook:
             return original(self, w1, w2, *rest)
 
         monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
-        moe, (x, dout) = make_layer(bias=True), tokens()
+        moe, (x, dout) = make_layer(bias=True), batch()
         with torch.autocast("cpu", torch.bfloat16):
             out, _, gradients = run_layer(moe, x, dout)
             run_layer(moe, x, dout, **FP8)
@@ -486,7 +482,7 @@ def let_go(moe):
 def test_weights_that_a_model_left_are_freed_at_once(leave, options, follows, request):
     if follows and options:
         request.getfixturevalue("following")
-    moe, (x, dout) = make_layer(), tokens()
+    moe, (x, dout) = make_layer(), batch()
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in moe.parameters()]
     run_layer(moe, x, dout, **options)
     with torch.no_grad():
@@ -512,7 +508,7 @@ def reloaded(moe):
 
 @pytest.mark.parametrize("duplicate", [deep_copied, pickled, reloaded])
 def test_copies_are_equal_and_independent(duplicate, following):
-    moe, (x, dout) = make_layer(), tokens()
+    moe, (x, dout) = make_layer(), batch()
     expected = run_layer(moe, x, dout, **FP8)
     twin = duplicate(moe)
     assert_same_bits(run_layer(twin, x, dout, **FP8), expected)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from framework import numpy, relative_rmse, torch
-from functional.layer_golden import golden_layer, make_layer, make_tokens, run_layer
+from functional.layer_golden import (
+    MODES,
+    batch,
+    golden_layer,
+    make_layer,
+    make_tokens,
+    run_layer,
+    views,
+)
 
 import sonicmoe
 from sonicmoe import (
@@ -21,19 +29,12 @@ from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 
 
 def arguments(moe, x):
-    return {
-        "x": x,
-        "router_w": moe.router.weight,
-        "w1": moe.c_fc.weight.permute(1, 2, 0),
-        "b1": moe.c_fc.bias,
-        "w2": moe.c_proj.weight.permute(1, 2, 0),
-        "b2": moe.c_proj.bias,
-        "K": moe.top_k,
-    }
+    names = "x", "router_w", "w1", "b1", "w2", "b2", "K"
+    return dict(zip(names, (x, moe.router.weight, *views(moe), moe.top_k), strict=True))
 
 
 def test_what_it_returns():
-    moe, x, dout = make_layer(bias=True, idle=3), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    moe, x, dout = make_layer(bias=True, idle=3), *batch()
     out, logits, frequency = moe_TC_softmax_topk_layer(
         *arguments(moe, x).values(), 0, "swiglu", False
     )
@@ -58,17 +59,15 @@ def test_logits_pass_gradients_on():
     assert moe.c_fc.weight.grad is None or not moe.c_fc.weight.grad.any()
 
 
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_split_half_weights(use_fp8):
+@MODES
+def test_split_half_weights(options):
     moe, x = make_layer(bias=True), make_tokens(19, 32)
     order = [*range(0, 48, 2), *range(1, 48, 2)]
-    split = arguments(moe, x) | {
-        "w1": moe.c_fc.weight[:, order].permute(1, 2, 0),
-        "b1": moe.c_fc.bias[:, order],
-    }
-    with SonicMoEConfig(fp8_mode="perf" if use_fp8 else "off").activate():
-        out = moe_TC_softmax_topk_layer(**arguments(moe, x))[0]
-        same = moe_TC_softmax_topk_layer(**split, concat_layout=True)[0]
+    w1, b1 = moe.c_fc.weight[:, order].permute(1, 2, 0), moe.c_fc.bias[:, order]
+    split = arguments(moe, x) | {"w1": w1, "b1": b1, "concat_layout": True}
+    out, same = (
+        moe_TC_softmax_topk_layer(**given, **options)[0] for given in (arguments(moe, x), split)
+    )
     assert torch.equal(out, same)
     gradients = [torch.autograd.grad(y.square().sum(), list(moe.parameters())) for y in (out, same)]
     for one, other in zip(*gradients, strict=True):
@@ -78,7 +77,7 @@ def test_split_half_weights(use_fp8):
 @pytest.mark.parametrize("normalised", [False, True])
 def test_softmax_over_all_experts(normalised):
     """Arguments 11 and 12, by position as upstream has them."""
-    moe, x, dout = make_layer(), make_tokens(19, 32), make_tokens(19, 32, seed=2)
+    moe, x, dout = make_layer(), *batch()
     given = (*arguments(moe, x).values(), 0, "swiglu", False)
     out, logits, _ = moe_TC_softmax_topk_layer(*given, False, normalised)
     over_topk = moe_TC_softmax_topk_layer(*given)[0]
@@ -112,9 +111,8 @@ def test_the_activation_has_parameters(general):
     if general:
         chosen, ids = moe.router(x).topk(2, -1)
         rows = torch.arange(19).repeat_interleave(2)
-        _, w1, b1, w2, b2, _ = list(arguments(moe, x).values())[1:]
         triples = torch.softmax(chosen, -1).flatten(), rows, ids.flatten()
-        out, _ = moe_general_routing_inputs(x, *triples, w1, b1, w2, b2, **given)
+        out, _ = moe_general_routing_inputs(x, *triples, *views(moe), **given)
     else:
         out, _, _ = moe_TC_softmax_topk_layer(**arguments(moe, x), **given)
     torch.testing.assert_close(out, moe(x)[0])
@@ -130,35 +128,26 @@ def test_inference(saves):
     assert saves == [True, False] and torch.equal(out, quiet) and not quiet.requires_grad
 
 
-REFUSED = {
-    "K above E": ({"K": 6}, "K is 6; needed: 1 to 5"),
-    "K of nothing": ({"K": 0}, "K is 0; needed: 1 to 5"),
-    "K in words": ({"K": "2"}, "K is '2'; needed: 1 to 5"),
-    "half an expert": ({"K": 2.0}, "K is 2.0; needed: 1 to 5"),
-    "K as a flag": ({"K": True}, "K is True; needed: 1 to 5"),
-    "router of other tokens": (
-        {"router_w": torch.zeros(5, 31)},
-        r"router_w has shape \(5, 31\); needed: \[E, H\] with H = 32",
-    ),
-    "router of one expert": ({"router_w": torch.zeros(32)}, r"router_w has shape \(32,\)"),
-    "router of more experts": (
-        {"router_w": torch.zeros(6, 32)},
-        r"w1 .*needed: 6 experts \(the rows of router_w\)",
-    ),
-    "w2 of more experts": ({"w2": torch.zeros(32, 24, 6)}, "w2 .*needed: 5 experts"),
-    "one bias": ({"b2": torch.zeros(5, 32)}, "both or neither"),
-    "bias of another width": ({"b1": torch.zeros(5, 24), "b2": torch.zeros(5, 32)}, "b1 has shape"),
-    "tokens with three axes": (
-        {"x": torch.zeros(2, 4, 32)},
-        r"x has shape \(2, 4, 32\); needed: \[T, H\]",
-    ),
-    "one token": ({"x": torch.zeros(32)}, r"x has shape \(32,\); needed: \[T, H\]"),
-}
+def zeros(*shape):
+    return torch.zeros(shape)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    changes, message = REFUSED[case]
+REFUSED = [
+    # changed arguments, message
+    *(({"K": k}, f"K is {k!r}; needed: 1 to 5") for k in (6, 0, "2", 2.0, True)),
+    ({"router_w": zeros(5, 31)}, r"router_w has shape \(5, 31\); needed: \[E, H\] with H = 32"),
+    ({"router_w": zeros(32)}, r"router_w has shape \(32,\)"),
+    ({"router_w": zeros(6, 32)}, r"w1 .*needed: 6 experts \(the rows of router_w\)"),
+    ({"w2": zeros(32, 24, 6)}, "w2 .*needed: 5 experts"),
+    ({"b2": zeros(5, 32)}, "both or neither"),
+    ({"b1": zeros(5, 24), "b2": zeros(5, 32)}, "b1 has shape"),
+    ({"x": zeros(2, 4, 32)}, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
+    ({"x": zeros(32)}, r"x has shape \(32,\); needed: \[T, H\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused(changes, message):
     with pytest.raises(ShapeError, match=message):
         moe_TC_softmax_topk_layer(**arguments(make_layer(), make_tokens(4, 32)) | changes)
 
@@ -175,25 +164,16 @@ def test_what_is_no_tensor_is_named(name, value):
         moe_TC_softmax_topk_layer(**given)
 
 
-def test_counts_of_what_is_no_tensor_or_of_no_number_of_experts():
-    with pytest.raises(TypeError, match=r"^x must be a torch tensor, got list$"):
-        count_cumsum([0, 1], 2)
-    with pytest.raises(ShapeError, match=r"^E is -1; needed: at least 0$"):
-        count_cumsum(torch.zeros(3, dtype=torch.int32), -1)
-
-
 def test_values_and_dtypes_are_refused():
     given = arguments(make_layer(), make_tokens(4, 32))
-    with pytest.raises(
-        DTypeError, match=r"x .* is bfloat16, router_w .* is float32; convert one, or use autocast"
+    words = r"x .* is bfloat16, router_w .* is float32; convert one, or use autocast"
+    for changes, error, message in (
+        ({"x": given["x"].bfloat16()}, DTypeError, words),
+        ({"activation_type": "swish"}, ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
+        ({"use_fp8": "off"}, ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
     ):
-        moe_TC_softmax_topk_layer(**given | {"x": given["x"].bfloat16()})
-    with pytest.raises(
-        ConfigError, match=r"activation_type is 'swish'; needed: one of \['swiglu', .*\]"
-    ):
-        moe_TC_softmax_topk_layer(**given, activation_type="swish")
-    with pytest.raises(ConfigError, match="use_fp8 is 'off'; needed: True, False or None"):
-        moe_TC_softmax_topk_layer(**given, use_fp8="off")
+        with pytest.raises(error, match=message):
+            moe_TC_softmax_topk_layer(**given | changes)
 
 
 # count_cumsum
@@ -207,11 +187,8 @@ def test_counts_and_prefix_sum(dtype):
     assert counts.dtype == running.dtype == torch.int32
     assert torch.equal(count_cumsum(x, 4, do_cumsum=False), counts)
     assert count_cumsum(x[::2], 4)[0].tolist() == [0, 1, 0, 1]
-
-
-def test_counts_of_nothing():
-    for values in ([], [-1, 4]):
-        counts, running = count_cumsum(torch.tensor(values, dtype=torch.int64), 4)
+    for nobody in (x[:0], x[2:3]):
+        counts, running = count_cumsum(nobody, 4)
         assert counts.tolist() == running.tolist() == [0, 0, 0, 0]
 
 
@@ -223,11 +200,17 @@ def test_counts_of_many():
 
 
 def test_count_cumsum_refuses():
-    with pytest.raises(ShapeError, match=r"x has shape \(2, 2\); needed: one axis"):
-        count_cumsum(torch.zeros(2, 2, dtype=torch.int64), 4)
-    for dtype in (torch.float32, torch.int16, torch.bool):
-        with pytest.raises(DTypeError, match="needed: int32 or int64"):
-            count_cumsum(torch.zeros(2, dtype=dtype), 4)
+    for x, experts, error, message in (
+        ([0, 1], 2, TypeError, r"^x must be a torch tensor, got list$"),
+        (zeros(3).int(), -1, ShapeError, r"^E is -1; needed: at least 0$"),
+        (zeros(2, 2).long(), 4, ShapeError, r"x has shape \(2, 2\); needed: one axis"),
+        *((zeros(2).to(dtype), 4, DTypeError, "needed: int32 or int64") for dtype in NO_IDS),
+    ):
+        with pytest.raises(error, match=message):
+            count_cumsum(x, experts)
+
+
+NO_IDS = torch.float32, torch.int16, torch.bool
 
 
 # enable_quack_gemm
