@@ -18,17 +18,17 @@ SMALL = {
 }
 
 
-def run_small(
-    command: str, *arguments: str, cwd: Path, before: str = "", **environ: str
-) -> tuple[str, str]:
-    """stdout and stderr of `sonicmoe command`, in the directory `cwd`, with caches of its own;
-    `before`: Python source that runs first.
+def run_small(*commands, cwd, before=""):
+    """stdout and stderr of commands with these arguments, one after the other in one process, in
+    the directory `cwd`, with caches of its own; `before`: Python source that runs first.
     """
-    cwd.mkdir(exist_ok=True)
-    words = [command, *SMALL[command].split(), *arguments]
-    program = f"{before}\nfrom sonicmoe.cli.main import main; main({words!r})"
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environ}
-    variables |= {"SONIC_MOE_CACHE_DIR": str(cwd), "SONIC_MOE_LOCAL_CACHE_DIR": str(cwd)}
+    words = [[name, *SMALL[name].split(), *given] for name, *given in commands]
+    program = (
+        f"{before}\nfrom sonicmoe.cli.main import main\n"
+        f"for words in {words!r}: main(words, standalone_mode=False)"
+    )
+    caches = dict.fromkeys(("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR"), str(cwd))
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **caches}
     done = processes.run(["-c", program], variables, cwd, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

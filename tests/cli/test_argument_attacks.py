@@ -8,10 +8,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -56,7 +54,7 @@ class Reached(ConfigError):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """The working directory, with something of every kind in it."""
     work = tmp_path / "work"  # so that ".." is a directory of the test too
     for path in (work, work / "directory", work / "locked", tmp_path / "cache", tmp_path / "local"):
@@ -76,10 +74,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle(monkeypatch):
     """Commands end where their work would begin."""
 
-    def reached(*_: Any, **__: Any) -> Any:
+    def reached(*_, **__):
         raise Reached("it would begin to work here")
 
     import sonicmoe.bench.runner
@@ -99,12 +97,12 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Report().healthy
 
 
-_ALLOWED: list[Path] = []
-_WRITTEN_ELSEWHERE: list[str] = []
+_ALLOWED = []
+_WRITTEN_ELSEWHERE = []
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+def _watch(event, arguments):
     """An audit hook: collects every path outside `_ALLOWED` that is opened for writing, made,
     renamed or removed.
     """
@@ -119,7 +117,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def watched(*allowed: Path) -> Iterator[None]:
+def watched(*allowed):
     """Fail where something is written outside these directories."""
     _WRITTEN_ELSEWHERE.clear()
     _ALLOWED[:] = allowed
@@ -134,10 +132,10 @@ sys.addaudithook(_watch)
 
 
 @contextmanager
-def bounded(seconds: int, what: str) -> Iterator[None]:
+def bounded(seconds, what):
     """Fail where it takes longer; a test that hangs would hide which case it was."""
 
-    def ring(*_: object) -> None:
+    def ring(*_):
         pytest.fail(f"longer than {seconds} s: {what}")
 
     before = signal.signal(signal.SIGALRM, ring)
@@ -149,9 +147,9 @@ def bounded(seconds: int, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attack(command: click.Command, rng: random.Random) -> list[str]:
+def attack(command, rng):
     """A few of the command's own parameters with values of any kind."""
-    arguments: list[str] = []
+    arguments = []
     parameters = [one for one in command.params if one.name not in ("help", "list_only")]
     required = [one for one in parameters if one.required and rng.random() < 0.9]
     for parameter in [*required, *rng.sample(parameters, rng.randint(1, min(4, len(parameters))))]:
@@ -165,7 +163,7 @@ def attack(command: click.Command, rng: random.Random) -> list[str]:
     return arguments
 
 
-def value_for(parameter: click.Parameter, rng: random.Random) -> str:
+def value_for(parameter, rng):
     """Often something that its type takes, so that the attack gets past the first check."""
     if isinstance(parameter.type, click.Choice) and rng.random() < 0.6:
         return str(rng.choice(list(parameter.type.choices)))
@@ -176,9 +174,7 @@ def value_for(parameter: click.Parameter, rng: random.Random) -> str:
 
 @pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_any_argument_gives_a_result_or_one_line(
-    name: str, place: Path, request: pytest.FixtureRequest
-) -> None:
+def test_any_argument_gives_a_result_or_one_line(name, place, request):
     command = main.get_command(click.Context(main), name)
     assert command is not None
     rng = random.Random(name)
@@ -203,7 +199,7 @@ def test_any_argument_gives_a_result_or_one_line(
     ["numerics", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
     ["--no-such-option"],
 ])  # fmt: skip
-def test_an_error_of_usage_is_one_line(arguments: list[str]) -> None:
+def test_an_error_of_usage_is_one_line(arguments):
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()

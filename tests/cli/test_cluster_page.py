@@ -32,16 +32,16 @@ MISSING = missing_package(BF16.jobs(None, "sm_90a"))
 class Shell:
     """Runs the lines of a block: variables, and commands of this package in this process."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder, self.monkeypatch, self.ran = folder, monkeypatch, []
 
-    def here(self, word: str) -> str:
+    def here(self, word):
         """Paths of the page, below a temporary folder."""
         if word.startswith("/") or word.endswith(".pack"):
             return str(self.folder / word.lstrip("/"))
         return word
 
-    def run(self, line: str) -> None:
+    def run(self, line):
         name, *words = map(self.here, shlex.split(line))
         if name == "export":
             variable, _, value = words[0].partition("=")
@@ -56,9 +56,7 @@ class Shell:
             assert name == "torchrun", f"{line}: the test does not know how to run this"
 
 
-def test_the_commands_run_in_the_order_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_run_in_the_order_of_the_page(tmp_path, monkeypatch):
     (tmp_path / "fake").mkdir()
     field = Field(tmp_path / "fake")
     jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
@@ -78,7 +76,7 @@ def test_the_commands_run_in_the_order_of_the_page(
     assert not (tmp_path / "local" / "artefacts").exists()
 
 
-def test_doctors_lines_are_those_of_the_page(tmp_path: Path) -> None:
+def test_doctors_lines_are_those_of_the_page(tmp_path):
     block = re.search(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[1]
     cache, warmed, unpacked = re.split(
         r"\nwarmed +", " ".join(re.sub(r"\n {2,}", " ", block).split(" ")).strip()
@@ -106,13 +104,13 @@ def test_doctors_lines_are_those_of_the_page(tmp_path: Path) -> None:
     assert cache.startswith("cache ")
 
 
-def keys(precision: str = "both", **sizes: object) -> set[str]:
+def keys(precision="both", **sizes):
     spec = ModelSpec(**{"E": 8, "H": 3072, "I": 1536, **sizes})
     return {str(job.key()) for job in warm_up_plan(spec, precision).jobs}
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_models_share_the_kernels_that_the_page_says() -> None:
+def test_models_share_the_kernels_that_the_page_says():
     assert keys(E=32) == keys()
     other = [{"H": 2048, "I": 768}, {"H": 4096, "I": 4096}, {"H": 7168, "I": 2048}]
     for sizes in other:
@@ -124,7 +122,7 @@ def test_models_share_the_kernels_that_the_page_says() -> None:
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_a_kernel_depends_on_the_versions_of_the_page_and_no_others() -> None:
+def test_a_kernel_depends_on_the_versions_of_the_page_and_no_others():
     found = set()
     for job in warm_up_plan(ModelSpec(8, 3072, 1536), "both").jobs:
         found |= dict(job.key().fingerprint + job.key().toolchain).keys()
@@ -134,13 +132,13 @@ def test_a_kernel_depends_on_the_versions_of_the_page_and_no_others() -> None:
     assert versions_here()["abi"] in ("x86_64-glibc", "aarch64-glibc")
 
 
-def test_the_image_installs_the_version_that_is_pinned() -> None:
+def test_the_image_installs_the_version_that_is_pinned():
     pins = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (pinned,) = re.findall(r'"apache-tvm-ffi==([\w.]+)"', pins)
     assert f"apache-tvm-ffi=={pinned}\n" in PAGE
 
 
-def test_the_durations_are_those_of_their_page() -> None:
+def test_the_durations_are_those_of_their_page():
     measured = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     section = measured.split("### Cold start")[1].split("\n## ")[0]
     rows = re.findall(r"^\| .* \| ([\d.]+) \|$", section, flags=re.MULTILINE)

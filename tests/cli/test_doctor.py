@@ -6,13 +6,10 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import processes
@@ -35,7 +32,7 @@ from sonicmoe.diagnostics.doctor import (
     installed_versions,
 )
 from sonicmoe.diagnostics.doctor_report import Report
-from sonicmoe.diagnostics.selftest import SelfTest, TensorCheck
+from sonicmoe.diagnostics.selftest import SelfTest
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.host import install_hint
@@ -46,9 +43,7 @@ TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
 CACHES = ("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR")
 
 
-def run_doctor(
-    *arguments: str, without: tuple[str, ...] = (), **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run_doctor(*arguments, without=(), **environ):
     """`sonicmoe doctor` in a process of its own, with some modules made unimportable. The last
     line on stderr says whether it loaded PyTorch.
     """
@@ -60,19 +55,19 @@ def run_doctor(
     return processes.run(["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
 
 
-def messages(report: Report) -> list[tuple[str, str]]:
+def messages(report):
     return [(problem.severity.value, problem.what) for problem in report.problems]
 
 
 @pytest.fixture
-def in_empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def in_empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
     return tmp_path
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_healthy_machine_as_json() -> None:
+def test_healthy_machine_as_json():
     result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
     found = json.loads(result.stdout)
     assert result.exit_code == 0, found["problems"]
@@ -92,7 +87,7 @@ def test_healthy_machine_as_json() -> None:
     assert all(errors["fp8", tensor] > 0.03 > errors["bf16", tensor] for tensor in TENSORS)
 
 
-def test_screen_shows_every_section(in_empty_cache: Path) -> None:
+def test_screen_shows_every_section(in_empty_cache):
     """What was warmed among them: records of other layouts are left out."""
     warmed = in_empty_cache / "cache" / "warmed"
     warmed.mkdir(parents=True)
@@ -122,13 +117,13 @@ def test_screen_shows_every_section(in_empty_cache: Path) -> None:
     assert words.count("pass") == 2 * len(TENSORS) and len(lines) < 65
 
 
-def wrong(method: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def wrong(method, change):
     """A plant: the reference engine's `method` returns what `change` makes of its first result."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(monkeypatch):
         right = getattr(ReferenceEngine, method)
 
-        def planted(self: Any, *arguments: Any, **options: Any) -> Any:
+        def planted(self, *arguments, **options):
             first, *others = right(self, *arguments, **options)
             return change(first), *others
 
@@ -137,12 +132,12 @@ def wrong(method: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyP
     return plant
 
 
-def crashed(_: Any) -> None:
+def crashed(_):
     raise RuntimeError("CUDA error: misaligned address")
 
 
-def flags(**values: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+def flags(**values):
+    def plant(monkeypatch):
         for name, value in values.items():
             monkeypatch.setenv(f"SONIC_MOE_{name}", value)
 
@@ -163,7 +158,7 @@ def flags(**values: str) -> Callable[[pytest.MonkeyPatch], None]:
     ],
     ids=["2 % off", "NaN", "a crash", "settings that contradict", "an engine that cannot run"],
 )  # fmt: skip
-def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words: str) -> None:
+def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words):
     plant(monkeypatch)
     result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
     found = json.loads(result.stdout)  # also where a number is not finite
@@ -175,7 +170,7 @@ def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words: str
     assert found["self_test"] or "self-test: wrong" not in words
 
 
-def test_the_compiler_is_among_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_among_the_versions(monkeypatch):
     found = SimpleNamespace(version="13.0.88")
     monkeypatch.setattr(doctor_module, "find_toolkit", lambda: found)
     assert installed_versions()["nvcc"] == "13.0.88"
@@ -183,16 +178,16 @@ def test_the_compiler_is_among_the_versions(monkeypatch: pytest.MonkeyPatch) -> 
     assert installed_versions()["nvcc"] is None  # the screen lists it as not installed
 
 
-def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def on_a_hopper_gpu(monkeypatch):
     """A GPU for the doctor; returns the list of `(precision, engine)` of each self-test that ran."""
-    ran: list[tuple[str, str]] = []
+    ran = []
     for module in (select, selftest):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(select, "missing_tool", lambda *_: None)
     gpu = selftest.Device("cuda:0", "NVIDIA H200", "9.0")
     monkeypatch.setattr(doctor_engine, "find_device", lambda: gpu)
 
-    def run(test: SelfTest) -> list[TensorCheck]:
+    def run(test):
         ran.append((test.precision, test.choice.engine.name))
         return []
 
@@ -201,9 +196,7 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypatch):
     """The keys are those of the real kernels; only the GPU is made up."""
     ran = on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(doctor_engine, "warm_up", lambda *_, **__: pytest.fail("it compiles"))
@@ -222,9 +215,7 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, tmp_path):
     ran = on_a_hopper_gpu(monkeypatch)
     log = tmp_path / "log"
     jobs = (FakeJob(1, log), FakeJob(2, log))
@@ -244,9 +235,7 @@ def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(monkeypatch, tmp_path):
     ran = on_a_hopper_gpu(monkeypatch)
     jobs = (FakeJob(1, tmp_path / "log"), FailingJob(2, tmp_path / "log"))
     monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
@@ -257,11 +246,11 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
 
-    def needs_a_kernel(*_: object) -> None:
+    def needs_a_kernel(*_):
         default_cache().require_compiler(make_key(1), "not warmed")
 
     monkeypatch.setattr(SelfTest, "run", needs_a_kernel)
@@ -281,9 +270,7 @@ def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch: pytest.Mo
     ],
     ids=["plain", "fp8", "hopper", "bf16"],
 )
-def test_engine_in_force_on_a_hopper_gpu(
-    monkeypatch: pytest.MonkeyPatch, flags, engine, tested
-) -> None:
+def test_engine_in_force_on_a_hopper_gpu(monkeypatch, flags, engine, tested):
     """Each precision is tested on the engine that a run in it would get; one asked for by name, in
     its own precision.
     """
@@ -297,11 +284,11 @@ def test_engine_in_force_on_a_hopper_gpu(
 
 
 def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     """On a system that has no place for temporary files, and for a user without a home."""
 
-    def unknown(uid: int) -> None:
+    def unknown(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
@@ -337,9 +324,7 @@ def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
          "set SONIC_MOE_CACHE_DIR to a directory"),
     ],
 )  # fmt: skip
-def test_a_variable_and_its_problem(
-    tmp_path: Path, environ: dict[str, str], severity: str, what: str, remedy: str
-) -> None:
+def test_a_variable_and_its_problem(tmp_path, environ, severity, what, remedy):
     (tmp_path / "file").write_text("")
     given = {name: value.replace("TMP", str(tmp_path)) for name, value in environ.items()}
     report = Report()
@@ -366,9 +351,7 @@ def test_a_variable_and_its_problem(
         (True, 0o775, "can be written by its group (mode 775)"),
     ],
 )
-def test_cache_that_others_can_write_is_named(
-    tmp_path: Path, own: bool, mode: int, refused: str | None
-) -> None:
+def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(mode)
@@ -383,14 +366,12 @@ def test_cache_that_others_can_write_is_named(
         return
     assert [problem.what for problem in report.problems] == [f"{state.role} {folder} is not used"]
     assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.refused
-    trusting: Report = Report()
+    trusting = Report()
     examine_caches(trusting, examine_flags(trusting, environ | {"SONIC_MOE_TRUST_CACHE": "1"}))
     assert bool(trusting.problems) == own
 
 
-def test_cache_size_is_counted_and_nothing_is_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_size_is_counted_and_nothing_is_created(tmp_path, monkeypatch):
     kernels = tmp_path / "cache" / "kernels"
     kernels.mkdir(parents=True)
     (kernels / "a.bin").write_bytes(b"x" * 1000)
@@ -413,7 +394,7 @@ def test_cache_size_is_counted_and_nothing_is_created(
     assert ("warning", f"cache {kernels.parent} is not writable") in messages(report)
 
 
-def test_without_any_framework() -> None:
+def test_without_any_framework():
     result = run_doctor("--json", without=("torch", "paddle"))
     found = json.loads(result.stdout)
     assert result.returncode == 1
@@ -423,7 +404,7 @@ def test_without_any_framework() -> None:
     assert found["framework"] is None and found["device"] is None and found["self_test"] == []
 
 
-def test_framework_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_framework_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddle", None)
     result = CliRunner().invoke(doctor, ["--framework", "paddle"])
     words = " ".join(result.stdout.split())
@@ -432,9 +413,7 @@ def test_framework_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
-def test_hint_never_puts_a_cpu_build_over_a_gpu_build(
-    framework: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hint_never_puts_a_cpu_build_over_a_gpu_build(framework, monkeypatch):
     monkeypatch.setattr(host, "gpu_present", lambda: True)
     hint = install_hint(framework)
     assert "cuda]'" in hint and not re.search(r"pip install '[^']*paddle[^']*'", hint)
@@ -443,9 +422,7 @@ def test_hint_never_puts_a_cpu_build_over_a_gpu_build(
 
 
 @pytest.mark.parametrize("sign", ["device", "tool", "library", None])
-def test_a_gpu_is_recognised_by_any_part_of_its_driver(
-    sign: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_recognised_by_any_part_of_its_driver(sign, tmp_path, monkeypatch):
     tool = "/bin/nvidia-smi" if sign == "tool" else None
     library = "libcuda.so.1" if sign == "library" else None
     monkeypatch.setattr(host, "NVIDIA_DRIVER", tmp_path if sign == "device" else tmp_path / "none")
@@ -455,7 +432,7 @@ def test_a_gpu_is_recognised_by_any_part_of_its_driver(
     assert host.gpu_present() is (sign is not None)
 
 
-def test_other_framework_than_the_loaded_one() -> None:
+def test_other_framework_than_the_loaded_one():
     """This process runs on PyTorch; Paddle cannot be examined in it."""
     report = Report()
     assert doctor_module.load_framework(report, "paddle") is False
@@ -464,7 +441,7 @@ def test_other_framework_than_the_loaded_one() -> None:
 
 @pytest.mark.paddle
 @pytest.mark.parametrize("without", [(), ("torch",)], ids=["beside torch", "without torch"])
-def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
+def test_paddle(without, in_empty_cache):
     choice = "auto" if without else "paddle"
     result = run_doctor("--json", "--framework", choice, without=without)
     found = json.loads(result.stdout)
@@ -483,7 +460,7 @@ def test_paddle(without: tuple[str, ...], in_empty_cache: Path) -> None:
 
 
 @pytest.mark.paddle
-def test_paddle_without_the_torch_proxy() -> None:
+def test_paddle_without_the_torch_proxy():
     program = "import paddle, sys; del paddle.enable_compat; from sonicmoe.cli.main import main; main(['doctor', '--framework', 'paddle'])"
     result = processes.run(["-c", program], dict(os.environ), ROOT, timeout=240)
     assert result.returncode == 1

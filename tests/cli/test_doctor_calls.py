@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from sonicmoe.node import choices
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers"
 )
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "defaults": {},
     "perf": {"SONIC_MOE_FP8_MODE": "perf"},
     "mem, plain wgrad": {"SONIC_MOE_FP8_MODE": "mem", "SONIC_MOE_FP8_WGRAD": "0"},
@@ -49,7 +47,7 @@ MACHINES = {
 
 
 @pytest.fixture(params=MACHINES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request, monkeypatch):
     """Its name, on a machine that is made up; tensors stay on the host."""
     machine = MACHINES[request.param]
     if machine is None:
@@ -62,13 +60,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[list[tuple[str, str, str]]]:
+def chosen(monkeypatch, device):
     """Engine, precision and reason of every choice that calls make, as if their tensors lay on
     `device`. The reference engine then computes them.
     """
-    made: list[tuple[str, str, str]] = []
+    made = []
 
-    def ready(_: str, requested: Any, workload: Any) -> EngineChoice:
+    def ready(_, requested, workload):
         choice = choose_engine(device, requested, workload)
         recipe = (choice.settings or workload.settings).recipe
         precision = "bfloat16" if recipe is None else f"FP8 ({recipe.name})"
@@ -82,17 +80,17 @@ def chosen(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[list[tuple[
     call._choice.cache_clear()
 
 
-def node(config: SonicMoEConfig | None = None) -> None:
+def node(config=None):
     w1, w2 = (torch.randn(2, *s).bfloat16().requires_grad_() for s in ((2 * I, H), (H, I)))
     made = SonicMoEMlpNode.from_native(w1, w2, config=config)
     made(tokens(), None, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
 
 
-def layer(use_fp8: bool | None = None) -> None:
+def layer(use_fp8=None):
     MoE(2, 1, H, I).bfloat16()(tokens(), use_fp8=use_fp8)
 
 
-def model(implementation: str) -> None:
+def model(implementation):
     from integrations.hf_models import FAMILIES, build
 
     from sonicmoe.integrations.transformers import register
@@ -104,11 +102,11 @@ def model(implementation: str) -> None:
     made(input_ids=torch.arange(8).reshape(1, 8))
 
 
-def tokens() -> torch.Tensor:
+def tokens():
     return torch.randn(4, H).bfloat16()
 
 
-CALLS: dict[str, Callable[[], None]] = {
+CALLS = {
     "node": node,
     'node with fp8_mode="perf"': lambda: node(SonicMoEConfig(fp8_mode="perf")),
     "MoE and the functional API": layer,
@@ -120,9 +118,7 @@ CALLS: dict[str, Callable[[], None]] = {
 
 @needs_transformers
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_doctors_answer_is_what_runs(
-    settings: str, device: str, chosen: list[Any], set_flags: Callable[..., None]
-) -> None:
+def test_doctors_answer_is_what_runs(settings, device, chosen, set_flags):
     set_flags(**SETTINGS[settings])
     said = {state.call: state for state in calls_on(current_config(), device)}
     assert list(said) == list(CALLS)
@@ -139,9 +135,7 @@ def test_doctors_answer_is_what_runs(
         assert found == said[name]
 
 
-def test_the_answers_differ_where_they_should(
-    monkeypatch: pytest.MonkeyPatch, set_flags: Callable[..., None]
-) -> None:
+def test_the_answers_differ_where_they_should(monkeypatch, set_flags):
     """`doctor` said "FP8 off" on a machine where `use_fp8=True` runs in FP8."""
     set_flags()
     monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
@@ -161,10 +155,8 @@ def test_the_answers_differ_where_they_should(
     ("found", "words"),
     [(None, "transformers >= 5.7 is not installed"), ("5.6.2", "transformers is 5.6.2; needed: >= 5.7")],
 )  # fmt: skip
-def test_transformers_that_cannot_be_used(
-    found: str | None, words: str, monkeypatch: pytest.MonkeyPatch, set_flags: Callable[..., None]
-) -> None:
-    def version(name: str) -> str:
+def test_transformers_that_cannot_be_used(found, words, monkeypatch, set_flags):
+    def version(name):
         if found is None:
             raise doctor_calls.PackageNotFoundError(name)
         return found
@@ -174,9 +166,7 @@ def test_transformers_that_cannot_be_used(
     assert calls_on(current_config(), "cpu")[-1] == CallState("transformers", None, None, words)
 
 
-def test_every_call_is_on_the_screen(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, set_flags: Callable[..., None]
-) -> None:
+def test_every_call_is_on_the_screen(monkeypatch, tmp_path, set_flags):
     set_flags(SONIC_MOE_CACHE_DIR=str(tmp_path), SONIC_MOE_LOCAL_CACHE_DIR=str(tmp_path))
     monkeypatch.setattr(selftest.SelfTest, "run", lambda test: [])
     screen = CliRunner().invoke(doctor, ["--framework", "torch"], env={"COLUMNS": "400"}).stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,7 +16,7 @@ QUACK = PACKAGES["quack-kernels"]
 SONICMOE, OTHER_QUACK = "there is another sonicmoe", f"quack of another version than {QUACK}"
 
 
-def found() -> list[str]:
+def found():
     report = Report()
     examine_copies(report)
     assert report.healthy
@@ -34,9 +33,7 @@ def found() -> list[str]:
         ("quack", QUACK, None),
     ],
 )
-def test_an_importable_copy(
-    name: str, version: str, warning: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_importable_copy(name, version, warning, tmp_path, monkeypatch):
     """A package that raises if anybody imports it."""
     before = found()
     package = tmp_path.joinpath(*name.split("."))
@@ -50,7 +47,7 @@ def test_an_importable_copy(
     assert sorted(found()) == sorted(before + ([line] if warning else []))
 
 
-def test_a_loaded_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_copy(tmp_path, monkeypatch):
     copy = ModuleType("paddlefleet_ops.sonicmoe")
     copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
     copy.__path__ = [str(tmp_path)]
@@ -62,6 +59,6 @@ def test_a_loaded_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found() == [f"{SONICMOE}: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
 
 
-def test_installed_under_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_under_another_version(monkeypatch):
     monkeypatch.setattr(copies, "version", lambda name: "9.8")
     assert found()[0].startswith("sonicmoe 9.8 is installed, but ")

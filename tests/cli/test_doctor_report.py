@@ -6,7 +6,6 @@ import getpass
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -27,12 +26,12 @@ from sonicmoe.enums import EngineName
 OTHERS = [record for record in RECORDS.values() if record is not REFERENCE]
 
 
-def run(*arguments: str):
+def run(*arguments):
     return CliRunner().invoke(doctor, ["--framework", "torch", "--self-test", *arguments])
 
 
 @pytest.fixture
-def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def private(monkeypatch, tmp_path):
     """Names that a report must not hold."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17")
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
@@ -41,7 +40,7 @@ def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return ["node-17", "ada", "/home", str(tmp_path), str(Path(__file__).parents[2])]
 
 
-def test_on_a_host_it_says_that_nothing_was_tried(private: list[str], tmp_path: Path) -> None:
+def test_on_a_host_it_says_that_nothing_was_tried(private, tmp_path):
     done = run("--report", str(tmp_path / "report.json"))
     assert done.exit_code == 0, done.output
     text = (tmp_path / "report.json").read_text(encoding="utf-8")
@@ -54,14 +53,14 @@ def test_on_a_host_it_says_that_nothing_was_tried(private: list[str], tmp_path: 
     assert len(found["self_test"]) == 10 and "package_path" not in found and "caches" not in found
 
 
-def test_it_needs_the_self_test(tmp_path: Path) -> None:
+def test_it_needs_the_self_test(tmp_path):
     done = CliRunner().invoke(doctor, ["--report", str(tmp_path / "report.json")])
     assert done.exit_code == 2 and not list(tmp_path.iterdir())
     assert "--report is given without --self-test; needed: both" in done.output
 
 
 @pytest.fixture
-def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
+def somebodys_gpu(monkeypatch):
     """A GPU of another kind, and what each engine's trial finds there."""
     device = selftest.Device("cuda:0", "NVIDIA RTX", "12.0")
     gpu = Gpu("NVIDIA RTX", SM120.name, [], "580.0", "13.0", 32 << 30, 170)
@@ -70,8 +69,8 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
     wrong = Verdict(
         False, "training: dx is inf% away", ({**case, "errors": {"dx": [float("inf"), 1.0]}},)
     )
-    found: dict[str, Verdict | Exception] = {}
-    compiled: list[tuple[object, ...]] = []
+    found = {}
+    compiled = []
 
     def try_engine(subject):
         (jobs,) = compiled  # of all trials, once and before the first of them
@@ -91,7 +90,7 @@ def somebodys_gpu(monkeypatch: pytest.MonkeyPatch):
     return found, wrong
 
 
-def test_every_engine_is_tried(somebodys_gpu, tmp_path: Path) -> None:
+def test_every_engine_is_tried(somebodys_gpu, tmp_path):
     done = run("--report", str(tmp_path / "report.json"))
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -107,7 +106,7 @@ def test_every_engine_is_tried(somebodys_gpu, tmp_path: Path) -> None:
     assert f"{len(tried)} of {len(tried)}" in done.output and "0.17%" in done.output
 
 
-def test_what_fails_is_an_error_of_the_report(somebodys_gpu, tmp_path: Path) -> None:
+def test_what_fails_is_an_error_of_the_report(somebodys_gpu, tmp_path):
     found, wrong = somebodys_gpu
     first, second = map(words_of, workloads_of(RECORDS[EngineName.BF16])[:2])
     found |= {first: wrong, second: UndecidedError("no memory in /home/ada/job.py")}
@@ -121,7 +120,7 @@ def test_what_fails_is_an_error_of_the_report(somebodys_gpu, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("record", OTHERS, ids=lambda record: record.name.value)
-def test_workloads_show_everything_that_a_record_lists(record) -> None:
+def test_workloads_show_everything_that_a_record_lists(record):
     found = workloads_of(record)
     assert len(set(map(words_of, found))) == len(found)
     settings = [workload.settings for workload in found]
@@ -133,7 +132,7 @@ def test_workloads_show_everything_that_a_record_lists(record) -> None:
         assert {one.save_z for one in settings if one.recipe} == set(record.z_codes)
 
 
-def test_names_and_paths_are_taken_out() -> None:
+def test_names_and_paths_are_taken_out():
     assert "..." in scrub("/home/ada/x.py", ()) and "localhost" not in private_names()
     for text, wanted in {
         "error in /home/ada/work/train.py, line 3": "error in .../train.py, line 3",
@@ -147,12 +146,10 @@ def test_names_and_paths_are_taken_out() -> None:
 
 
 @pytest.mark.parametrize("self_test", [False, True])
-def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(
-    self_test: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(self_test, monkeypatch):
     """A fault of its kernels would end the doctor."""
-    did: list[str] = []
-    half: dict[str, Any] = {
+    did = []
+    half = {
         "untried": lambda test: "bf16" if test.precision == "bf16" else None,
         "make_ready": lambda test: did.append(f"tried for {test.precision}") or test,
         "run": lambda test: did.append(f"ran {test.precision}") or [],

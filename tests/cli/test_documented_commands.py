@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -69,7 +68,7 @@ def test_commands_and_options_exist(guide):
     assert [problem for invocation in found for problem in problems(invocation)] == []
 
 
-def problems(invocation: str) -> Iterator[str]:
+def problems(invocation):
     """Every reason why `sonicmoe <invocation>` would be refused; of what the user must fill in
     (`N`, `$seed`) any value will do.
     """
@@ -101,7 +100,7 @@ def problems(invocation: str) -> Iterator[str]:
                 yield f"{invocation}: {opt} {value}"
 
 
-def fits(option: click.Option, value: str) -> bool:
+def fits(option, value):
     """Whether an option takes this value; paths are not looked for."""
     if re.fullmatch(r"\$\w+|[A-Z]+", value) or isinstance(option.type, click.Path):
         return True
@@ -127,11 +126,8 @@ def test_a_wrong_command_is_seen():
     text = f"`sonicmoe trian`\n{fences}"
     assert invocations(text) == ["bench --no  ", "trian"]
     assert scripts(text) == [("benchmarks/jit_bench.py", ["--fast"])]
-    assert (
-        scripts(TEXTS["docs/performance.md"])
-        and scripts(TEXTS["docs/jit.md"])
-        and scripts(TEXTS["CONTRIBUTING.md"])
-    )
+    assert scripts(TEXTS["docs/performance.md"]) and scripts(TEXTS["docs/jit.md"])
+    assert scripts(TEXTS["CONTRIBUTING.md"])
 
 
 @pytest.mark.parametrize(("invocation", "wrong"), [
@@ -157,7 +153,8 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
             sizes = {letter: given[letter] for letter in "hiek"}
             measured |= set(chosen_shapes(given["names"], given["tokens"], sizes, "cuda:0"))
     rows = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+), (\d+) \|", section, flags=re.MULTILINE)
-    assert len(rows) == 18 and {tuple(map(int, row)) for row in rows} == {
+    assert len(rows) == 18
+    assert {tuple(map(int, row)) for row in rows} == {
         tuple(vars(shape).values()) for shape in measured
     }
 

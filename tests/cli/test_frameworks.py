@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import click
 import pytest
-from small_commands import SMALL, run_small
+from click.testing import CliRunner
 
 from sonicmoe import frameworks
 from sonicmoe.cli.framework import CHOICES, choice_line, preferring
@@ -20,10 +19,10 @@ from sonicmoe.host import install_hint
 COMPUTING = ("doctor", "train", "numerics", "bisect", "bench")
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *installed: str, paddle_gpu: bool = False) -> None:
+def machine(monkeypatch, *installed, paddle_gpu=False):
     """These frameworks are installed, and no module of `sonicmoe` is bound to one yet."""
 
-    def version(name: str) -> str:
+    def version(name):
         if not (name == "paddlepaddle-gpu" and paddle_gpu):
             raise PackageNotFoundError(name)
         return "3.3.1"
@@ -44,14 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, *installed: str, paddle_gpu: bool =
         (("torch", "paddle"), True, "paddle", "torch"),
     ],
 )
-def test_the_rule(
-    monkeypatch: pytest.MonkeyPatch,
-    requested: str | None,
-    installed: tuple[str, ...],
-    paddle_gpu: bool,
-    name: str,
-    other: str | None,
-) -> None:
+def test_the_rule(monkeypatch, requested, installed, paddle_gpu, name, other):
     machine(monkeypatch, *installed, paddle_gpu=paddle_gpu)
     choice = choose(requested)
     assert (choice.name, choice.other) == (name, other)
@@ -59,22 +51,19 @@ def test_the_rule(
     if other is None:
         assert line is None and choice.reason == "the only one installed"
     else:
-        assert (
-            line == f"framework: {name} (both are installed; --framework {other} takes the other)"
-        )
+        words = "both are installed; --framework"
+        assert line == f"framework: {name} ({words} {other} takes the other)"
 
 
 @pytest.mark.parametrize("name", ["torch", "paddle"])
-def test_the_option_overrides_the_rule_and_is_not_remarked_on(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_option_overrides_the_rule_and_is_not_remarked_on(monkeypatch, name):
     for paddle_gpu in (False, True):
         machine(monkeypatch, "torch", "paddle", paddle_gpu=paddle_gpu)
         assert choose(name) == FrameworkChoice(name, "asked for")
     assert choice_line(choose(name)) is None
 
 
-def test_what_is_missing_is_said_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_with_how_to_install_it(monkeypatch):
     machine(monkeypatch, "torch")
     with pytest.raises(FrameworkMissingError) as missing:
         choose("paddle")
@@ -85,7 +74,7 @@ def test_what_is_missing_is_said_with_how_to_install_it(monkeypatch: pytest.Monk
         choose()
 
 
-def test_a_process_stays_with_its_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_stays_with_its_framework(monkeypatch):
     """`CliRunner`, or a notebook: another choice by the rule would be refused a moment later."""
     import sonicmoe.interop
 
@@ -98,7 +87,7 @@ def test_a_process_stays_with_its_framework(monkeypatch: pytest.MonkeyPatch) -> 
         load(other)
 
 
-def test_directory_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_is_no_framework(tmp_path, monkeypatch):
     """`tests/paddle` on the module path must not look like an installed Paddle."""
     (tmp_path / "no_such_framework").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -107,7 +96,7 @@ def test_directory_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("command", COMPUTING)
-def test_every_command_that_computes_has_the_option(command: str) -> None:
+def test_every_command_that_computes_has_the_option(command):
     found = main.get_command(click.Context(main), command)
     assert found is not None
     option = next(option for option in found.params if option.name == "framework")
@@ -116,24 +105,7 @@ def test_every_command_that_computes_has_the_option(command: str) -> None:
     assert option.help is not None and (RULE in option.help or command == "bench")
 
 
-@pytest.mark.paddle  # both are installed
-@pytest.mark.parametrize("command", [name for name in SMALL if name != "bench"])
-def test_a_command_says_which_it_took(command: str, tmp_path: Path) -> None:
-    name, other = choose().name, "paddle"
-    assert name == "torch", "on this machine the rule picks PyTorch"
-    stdout, stderr = run_small(command, cwd=tmp_path)
-    words = f"{name} (both are installed; --framework {other} takes the other)"
-    if command == "doctor":  # its screen is the place
-        assert words in " ".join(stdout.split())
-    else:
-        assert f"framework: {words}\n" in stderr
-    _, asked = run_small(command, "--framework", "torch", cwd=tmp_path / "asked")
-    assert "both are installed" not in asked
-
-
-def test_bench_refuses_paddle_in_one_line() -> None:
-    from click.testing import CliRunner
-
+def test_bench_refuses_paddle_in_one_line():
     result = CliRunner().invoke(main, ["bench", "--framework", "paddle"])
     assert result.exit_code == 2
     assert result.output == (
@@ -141,7 +113,7 @@ def test_bench_refuses_paddle_in_one_line() -> None:
     )
 
 
-def test_the_framework_that_wrote_the_file_goes_before_the_rule() -> None:
+def test_the_framework_that_wrote_the_file_goes_before_the_rule():
     rule = FrameworkChoice("torch", "both are installed", "paddle")
     for name, other in (("torch", "paddle"), ("paddle", "torch")):
         line = f"framework: {name} (it wrote the file; --framework {other} takes the other)"

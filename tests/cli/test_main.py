@@ -19,12 +19,12 @@ from sonicmoe.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_module(*arguments):
     command = [sys.executable, "-m", "sonicmoe", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_help_lists_every_command_and_loads_none() -> None:
+def test_help_lists_every_command_and_loads_none():
     program = (
         "import sys; from sonicmoe.cli.main import COMMANDS, main\n"
         "try: main(['--help'])\n"
@@ -41,14 +41,14 @@ def test_help_lists_every_command_and_loads_none() -> None:
         assert line.split()[1] == summary.split()[0]
 
 
-def test_python_m_and_version() -> None:
+def test_python_m_and_version():
     result = run_module("--version")
     assert result.returncode == 0
     assert result.stdout.strip() == f"sonicmoe, version {sonicmoe.__version__}"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_listed_command_loads_and_has_help(name: str) -> None:
+def test_every_listed_command_loads_and_has_help(name):
     command = main.get_command(click.Context(main), name)
     assert command is not None
     assert command.name == name
@@ -57,20 +57,20 @@ def test_every_listed_command_loads_and_has_help(name: str) -> None:
     assert f"Usage: main {name}" in result.output
 
 
-def test_unknown_command_is_a_usage_error() -> None:
+def test_unknown_command_is_a_usage_error():
     result = CliRunner().invoke(main, ["trian"])
     assert result.exit_code == 2
     assert "No such command 'trian'" in result.output
 
 
-def test_a_misspelt_command_is_guessed() -> None:
+def test_a_misspelt_command_is_guessed():
     result = CliRunner().invoke(main, ["doctr"])
     assert result.exit_code == 2
     assert result.output == "Error: No such command 'doctr'; did you mean doctor?\n"
     assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).output
 
 
-def test_a_file_of_another_kind_is_no_dump(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_no_dump(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{}")
     result = CliRunner().invoke(main, ["bisect", str(path)])
@@ -78,9 +78,9 @@ def test_a_file_of_another_kind_is_no_dump(tmp_path: Path) -> None:
     assert f"{path} is no dump of sonicmoe: it is no .npz file" in result.output
 
 
-def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_one_line_and_exit_code_two(monkeypatch):
     @click.command()
-    def doctor() -> None:
+    def doctor():
         raise ConfigError("batch is 0; needed: at least 1")
 
     monkeypatch.setattr(
@@ -92,9 +92,7 @@ def test_refusal_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
-def test_a_flag_that_is_not_understood_stops_every_command(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flag_that_is_not_understood_stops_every_command(name, monkeypatch):
     """Before the command looks at its own options; its help is still there."""
     monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perff")
     refused = CliRunner().invoke(main, [name])
@@ -104,9 +102,7 @@ def test_a_flag_that_is_not_understood_stops_every_command(
     assert helped.exit_code == 0 and "Usage:" in helped.output
 
 
-def test_the_doctor_reports_a_flag_that_is_not_understood(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_doctor_reports_a_flag_that_is_not_understood(monkeypatch, tmp_path):
     monkeypatch.setenv("SONIC_MOE_ENGINE", "hoper")
     monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path))
@@ -127,9 +123,7 @@ def test_the_doctor_reports_a_flag_that_is_not_understood(
     ],
     ids=" ".join,
 )
-def test_output_that_cannot_be_written_is_one_line(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_that_cannot_be_written_is_one_line(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sonicmoe.diagnostics.doctor.load_framework", lambda *_: False)
     full = Path("/dev/full").open("w")  # noqa: SIM115  closing it would fail
     monkeypatch.setattr(sys, "stdout", full)
@@ -140,7 +134,7 @@ def test_output_that_cannot_be_written_is_one_line(
     assert capsys.readouterr().err == line
 
 
-def test_a_stream_that_cannot_be_written_never_raises(tmp_path: Path) -> None:
+def test_a_stream_that_cannot_be_written_never_raises(tmp_path):
     closed = (tmp_path / "closed").open("w")
     closed.close()
     full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  closing it would fail

@@ -16,17 +16,18 @@ from small_commands import ROOT, SMALL, run_small
 
 from sonicmoe.cli import screen
 from sonicmoe.cli.screen import Activity, duration
+from sonicmoe.frameworks import choose
 
 PATIENCE = "from sonicmoe.cli import screen; screen.PATIENCE_S = 0.02"
 SO_FAR = r": (\d+ of \d+, )?\d+ s so far(, about \d+ s left)?"
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(screen, "PATIENCE_S", 0.02)
 
 
-def work(steps: int) -> None:
+def work(steps):
     with Activity("numerics") as doing:
         doing.begin("measuring", total=steps)
         for name in range(steps):
@@ -35,16 +36,14 @@ def work(steps: int) -> None:
             doing.advance()
 
 
-def test_work_that_ends_soon_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_that_ends_soon_says_nothing(capsys):
     work(1)
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("variable", [None, "FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_in_a_pipe_lines_without_control_characters(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
+def test_in_a_pipe_lines_without_control_characters(capsys, monkeypatch, variable):
     """rich takes a pipe for a terminal where FORCE_COLOR is set, as build machines have it."""
     if variable is not None:
         monkeypatch.setenv(variable, "1")
@@ -58,7 +57,7 @@ def test_in_a_pipe_lines_without_control_characters(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_one_long_step_is_no_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_long_step_is_no_silence(capsys):
     with Activity("importing torch"):
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
@@ -67,7 +66,7 @@ def test_one_long_step_is_no_silence(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_failure_ends_the_lines_and_tells_no_duration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_ends_the_lines_and_tells_no_duration(capsys):
     with pytest.raises(ValueError, match="bad"), Activity("numerics"):
         time.sleep(0.1)
         raise ValueError("bad")
@@ -77,9 +76,7 @@ def test_a_failure_ends_the_lines_and_tells_no_duration(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("closed", ["stream", "descriptor"])
-def test_a_stderr_that_cannot_be_written_costs_nothing(
-    closed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_stderr_that_cannot_be_written_costs_nothing(closed, monkeypatch, tmp_path):
     path = Path("/dev/full") if closed == "descriptor" else tmp_path / "x"
     stream = path.open("w")
     if closed == "stream":
@@ -91,7 +88,7 @@ def test_a_stderr_that_cannot_be_written_costs_nothing(
     work(2)
 
 
-def on_a_terminal(program: str) -> tuple[str, str]:
+def on_a_terminal(program):
     """stdout, which is a pipe, and what a terminal on stderr gets."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", program]
@@ -112,7 +109,7 @@ def on_a_terminal(program: str) -> tuple[str, str]:
     return out, shown.decode()
 
 
-def test_a_bar_on_a_terminal_and_the_duration_at_its_end() -> None:
+def test_a_bar_on_a_terminal_and_the_duration_at_its_end():
     program = f"""{PATIENCE}
 import time
 with screen.Activity("numerics") as doing:
@@ -133,25 +130,42 @@ print("result")"""
     ("seconds", "words"),
     [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (185, "3 min 5 s"), (7500, "2 h 5 min")],
 )
-def test_durations(seconds: float, words: str) -> None:
+def test_durations(seconds, words):
     assert duration(seconds) == words
 
 
 @pytest.mark.parametrize("command", SMALL)
-def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(
-    command: str, tmp_path: Path
-) -> None:
-    stdout, stderr = run_small(command, "--json", cwd=tmp_path, before=PATIENCE)
-    assert isinstance(json.loads(stdout), dict)
+def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, tmp_path):
+    """And which framework it took, where both are installed."""
+    stdout, stderr = run_small([command, "--json"], cwd=tmp_path, before=PATIENCE)
+    found = json.loads(stdout)
+    assert isinstance(found, dict)
     assert "\x1b" not in stderr and "\r" not in stderr
     assert re.search(f"^.*{SO_FAR}$", stderr, re.MULTILINE)
     name = {"train": "importing torch and building the model"}.get(command, command)
     assert re.search(rf"^{name} took \d+ s$", stderr, re.MULTILINE)
+    choice = choose()
+    if choice.other is None or command == "bench":  # which measures with PyTorch alone
+        return
+    assert choice.name == "torch", "on this machine the rule picks PyTorch"
+    words = "both are installed; --framework paddle takes the other"
+    if command == "doctor":
+        assert (found["framework"], found["framework_reason"]) == ("torch", words)
+    else:
+        assert f"framework: torch ({words})\n" in stderr
 
 
-def test_training_in_a_pipe_prints_a_line_of_every_slow_step(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_framework_that_was_asked_for_is_not_remarked_on(tmp_path):
+    """By commands that follow each other in one process."""
+    # Training ends the process.
+    commands = [[name, "--framework", "torch"] for name in ("doctor", "numerics", "train")]
+    stdout, stderr = run_small(*commands, cwd=tmp_path)
+    assert "framework torch (asked for)" in " ".join(stdout.split())
+    assert "meets every bar" in stdout and "held-out loss" in stdout
+    assert "both are installed" not in stdout + stderr
+
+
+def test_training_in_a_pipe_prints_a_line_of_every_slow_step(capsys, monkeypatch):
     from ernie_compat import progress
     from ernie_compat.metrics import StepRecord
 

@@ -122,9 +122,8 @@ def test_nan_in_a_padding_row_is_a_fault_when_it_spreads(stage):
         report = bisect(step, "reference")
         with listening(plant("dw1", "nan", (0, 0, 0))):
             fault = bisect(step, "reference").fault
-    assert report.healthy and report.padding[0].startswith(
-        f"{stage} at expert 0, row {padding}, column 0: nan"
-    )
+    assert report.healthy
+    assert report.padding[0].startswith(f"{stage} at expert 0, row {padding}, column 0: nan")
     assert (fault.stage, fault.kind, fault.place.row, fault.place.expert) == (
         stage,
         "padding",
@@ -329,11 +328,8 @@ def test_use_of_codes():
     codes = np.array([[448.0, 0.0, -448.0, 1.0]], np.float32)
     wanted = np.array([[448.0, 0.001, -448.0, 0.0]])
     stats = stage_stats(StageValue(codes, codes, BlockShape(1, 4), 448.0), wanted)
-    assert (
-        stats.saturation == 0.5
-        and stats.underflow == pytest.approx(1 / 3)
-        and stats.octaves is None
-    )
+    assert stats.saturation == 0.5 and stats.underflow == pytest.approx(1 / 3)
+    assert stats.octaves is None
     assert octaves(np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]]), BlockShape(2, 2)) == (
         0.0,
         0.0,
@@ -420,11 +416,8 @@ def test_command(tmp_path):
         "first bad: input x at token 11, column 3, served by experts"
     )
     data = json.loads(run(tmp_path / "bad.npz", "--json").stdout)
-    assert (
-        data["fault"]["stage"] == "x"
-        and data["stages"]["x"]["nan"] == 1
-        and data["against"] == "golden"
-    )
+    assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1
+    assert data["against"] == "golden"
     assert run(tmp_path / "bad.npz", "--engine", "hopper").exit_code == 2
     assert "cannot read" in run(tmp_path / "absent.npz").output
 
@@ -441,9 +434,8 @@ def test_codes_are_counted_in_either_orientation():
     one, other = (recorder.run.stages[name] for name in ("dz", "y1s"))
     np.testing.assert_array_equal(one.codes, other.codes)
     stats = [stage_stats(value, values) for value in (one, other)]
-    assert (
-        stats[0].saturation == stats[1].saturation > 0 and stats[0].underflow == stats[1].underflow
-    )
+    assert stats[0].saturation == stats[1].saturation > 0
+    assert stats[0].underflow == stats[1].underflow
 
 
 def test_runs_show_every_stage():

@@ -48,9 +48,8 @@ def test_nothing_is_said_without_a_gpu(machine) -> None:
 
 def test_a_complete_machine(machine) -> None:
     machine(COMPLETE)
-    assert gpu_engines.lacking() == [] and "nothing that the GPU engines need is missing" in (
-        gpu_engines.report() or ""
-    )
+    assert gpu_engines.lacking() == []
+    assert "nothing that the GPU engines need is missing" in (gpu_engines.report() or "")
 
 
 def test_the_cpu_environment_on_a_machine_with_a_gpu(machine) -> None:

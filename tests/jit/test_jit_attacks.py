@@ -7,9 +7,6 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from forks import needs_root, start
@@ -18,7 +15,7 @@ from racers import Field
 from system_calls import SystemCalls
 
 from sonicmoe.errors import SonicMoEError
-from sonicmoe.jit import Artefact, CompileCache
+from sonicmoe.jit import CompileCache
 
 SEED = 20261122
 STRANGER = 54321
@@ -26,7 +23,7 @@ SWAPS, KILLS, MUTATIONS = 40, 24, 300
 KEY = make_key()
 
 
-def cache_of(field: Field) -> CompileCache:
+def cache_of(field):
     return CompileCache(
         field.root, field.local, lock_timeout_s=2, visibility_timeout_s=0.01, host="here"
     )
@@ -35,11 +32,11 @@ def cache_of(field: Field) -> CompileCache:
 class SwappingCalls(SystemCalls):
     """Runs `swap` right before the k-th system call instead of letting it fail."""
 
-    def __init__(self, swaps_before: int, swap: Callable[[], None]) -> None:
+    def __init__(self, swaps_before, swap):
         super().__init__()
         self.swaps_before, self.swap = swaps_before, swap
 
-    def pass_or_fail(self, name: str) -> None:
+    def pass_or_fail(self, name):
         if self.suspended:
             return
         if len(self.names) == self.swaps_before:
@@ -53,7 +50,7 @@ class Planted:
     and after the swap the attacker's, whose kernels are valid and evil.
     """
 
-    def __init__(self, folder: Path, sticky: bool, first: str) -> None:
+    def __init__(self, folder, sticky, first):
         self.field = Field(folder)
         self.link = folder / "open" / "local"
         self.field.local = self.link
@@ -70,7 +67,7 @@ class Planted:
         if first != "nothing":
             self.lead_to(first)
 
-    def lead_to(self, name: str) -> None:
+    def lead_to(self, name):
         partial = self.link.with_name("partial")
         partial.symlink_to(self.field.folder / name)
         if self.sticky:
@@ -80,7 +77,7 @@ class Planted:
         else:  # the victim's own directory, which a stranger cannot replace under a sticky bit
             partial.unlink()
 
-    def load(self, calls: SystemCalls) -> None:
+    def load(self, calls):
         """Use the cache as a victim on whose host the shared kernel does not load."""
         with calls.counted():
             try:
@@ -88,20 +85,20 @@ class Planted:
             except SonicMoEError as error:
                 assert str(self.link) in str(error) or "does not load" in str(error)
 
-    def _loader(self, artefact: Artefact) -> int:
+    def _loader(self, artefact):
         if artefact.path.is_relative_to(self.field.root):
             raise OSError("does not load here")
         self.ran.append(artefact.file("kernel.so").read_bytes())
         return 0
 
     @staticmethod
-    def _evil(folder: Path) -> None:
+    def _evil(folder):
         (folder / "kernel.so").write_bytes(b"evil")
 
 
 @pytest.mark.parametrize("first", ["innocent", "nothing"])
 @pytest.mark.parametrize("sticky", [False, pytest.param(True, marks=needs_root)])
-def test_directory_swapped_at_any_moment(memory: Path, sticky: bool, first: str) -> None:
+def test_directory_swapped_at_any_moment(memory, sticky, first):
     """An attacker who is always fast enough: the swap comes before the k-th system call."""
     chosen = random.Random(SEED)
     counting = SystemCalls()
@@ -120,17 +117,17 @@ def test_directory_swapped_at_any_moment(memory: Path, sticky: bool, first: str)
 class KillingCalls(SystemCalls):
     """Ends this process before the k-th system call."""
 
-    def __init__(self, kills_before: int) -> None:
+    def __init__(self, kills_before):
         super().__init__()
         self.kills_before = kills_before
 
-    def pass_or_fail(self, name: str) -> None:
+    def pass_or_fail(self, name):
         super().pass_or_fail(name)
         if not self.suspended and len(self.names) > self.kills_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build_three(field: Field, calls: SystemCalls) -> None:
+def build_three(field, calls):
     """A build, a repair of a damaged artefact, and a copy into the cache directory."""
     keys = [make_key(size) for size in (1, 2, 3)]
     with calls.counted():
@@ -142,19 +139,19 @@ def build_three(field: Field, calls: SystemCalls) -> None:
         assert cache_of(field).share(keys[2]) is not None
 
 
-def aside(calls: SystemCalls, compiler: FakeCompiler, folder: Path) -> None:
+def aside(calls, compiler, folder):
     with calls.elsewhere():
         compiler(folder)
 
 
-def prepare_three(field: Field) -> None:
+def prepare_three(field):
     damaged, local = make_key(2), make_key(3)
     path = cache_of(field).build(damaged, FakeCompiler(damaged, field.log)).path
     os.truncate(path / "kernel.so", 1)
     CompileCache(field.local, field.root).build(local, FakeCompiler(local, field.log))
 
 
-def test_kills_at_any_moment(memory: Path) -> None:
+def test_kills_at_any_moment(memory):
     """After each kill: what is visible is intact, no lock is left, and the next process gets all."""
     field, counting = Field(memory), SystemCalls()
     prepare_three(field)
@@ -179,7 +176,7 @@ def test_kills_at_any_moment(memory: Path) -> None:
         shutil.rmtree(folder)
 
 
-def mutated(text: str, chosen: random.Random) -> bytes:
+def mutated(text, chosen):
     """A manifest with one to three mutations: of its bytes, or of its values."""
     content = bytearray(text.encode())
     if chosen.random() < 0.5:
@@ -198,12 +195,12 @@ def mutated(text: str, chosen: random.Random) -> bytes:
     return bytes(content) or b" "
 
 
-ODD_VALUES: list[Any] = [
+ODD_VALUES = [
     None, True, 0, -1, 4096, 2**70, 1.5, "", "x", "a\0b", "../..", "\ud800", [], {}, [[[]]], {"size": 4096},
 ]  # fmt: skip
 
 
-def mutated_value(value: Any, chosen: random.Random) -> Any:
+def mutated_value(value, chosen):
     """The value with one place replaced, removed or renamed."""
     if isinstance(value, dict) and value and chosen.random() < 0.85:
         name = chosen.choice(sorted(value))
@@ -218,7 +215,7 @@ def mutated_value(value: Any, chosen: random.Random) -> Any:
     return chosen.choice(ODD_VALUES)
 
 
-def test_mutated_manifests(memory: Path) -> None:
+def test_mutated_manifests(memory):
     """Each is a miss or the right kernel, and is repaired by the next build."""
     field, chosen = Field(memory), random.Random(SEED)
     cache = cache_of(field)

@@ -6,28 +6,22 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from racer import FakeCompiler, load, make_key
-from racers import Field
+from racer import load, make_key
 
-from sonicmoe.jit import Artefact, CompileCache, CompileKey
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit.errors import ArtefactLoadError, ToolchainError
 
-Compilers = Callable[..., FakeCompiler]
 
-
-def quarantined(field: Field) -> list[Path]:
+def quarantined(field):
     return sorted((field.root / "quarantine").glob("*"))
 
 
-def test_build_is_idempotent(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
+def test_build_is_idempotent(cache, key, compiler, field):
     assert cache.try_load(key) is None
     first, second = cache.build(key, compiler(key)), cache.build(key, compiler(key))
     assert first.path == second.path == field.root / "artefacts" / "fake" / key.digest
@@ -36,16 +30,14 @@ def test_build_is_idempotent(
     assert [path.name for path in (field.root / "staging").iterdir()] == []
 
 
-def test_get_loads_once_and_threads_share(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
-    calls: list[Artefact] = []
+def test_get_loads_once_and_threads_share(cache, key, compiler, field):
+    calls = []
 
-    def loader(artefact: Artefact) -> object:
+    def loader(artefact):
         calls.append(artefact)
         return object()
 
-    found: list[object] = []
+    found = []
     threads = [
         threading.Thread(
             target=lambda: found.append(cache.get(key, compiler(key, seconds=0.1), loader))
@@ -60,36 +52,36 @@ def test_get_loads_once_and_threads_share(
     assert len(calls) == 1 and field.builds() == {1: 1}
 
 
-def damage_truncate(folder: Path) -> None:
+def damage_truncate(folder):
     os.truncate(folder / "kernel.so", 1000)
 
 
-def damage_flip(folder: Path) -> None:
+def damage_flip(folder):
     content = bytearray((folder / "kernel.so").read_bytes())
     content[2000] ^= 1
     (folder / "kernel.so").write_bytes(content)
 
 
-def damage_remove(folder: Path) -> None:
+def damage_remove(folder):
     (folder / "kernel.so").unlink()
 
 
-def damage_empty_manifest(folder: Path) -> None:
+def damage_empty_manifest(folder):
     (folder / "manifest.json").write_text("")
 
 
-def damage_torn_manifest(folder: Path) -> None:
+def damage_torn_manifest(folder):
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text[: len(text) // 2])
 
 
-def damage_foreign_manifest(folder: Path) -> None:
+def damage_foreign_manifest(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["key"]["arch"] = "sm_80"
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def damage_all(folder: Path) -> None:
+def damage_all(folder):
     for path in folder.iterdir():
         path.unlink()
 
@@ -99,10 +91,7 @@ def damage_all(folder: Path) -> None:
     [damage_truncate, damage_flip, damage_remove, damage_empty_manifest, damage_torn_manifest, damage_foreign_manifest,
      damage_all],
 )  # fmt: skip
-def test_damage_is_a_miss_then_quarantined_and_rebuilt(
-    damage: Callable[[Path], None], cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_damage_is_a_miss_then_quarantined_and_rebuilt(damage, cache, key, compiler, field, caplog):
     damage(cache.build(key, compiler(key)).path)
     assert cache.try_load(key) is None
     assert load(cache.build(key, compiler(key))) == 4096
@@ -111,9 +100,7 @@ def test_damage_is_a_miss_then_quarantined_and_rebuilt(
     assert "damaged artefact of fake[H=1" in caplog.text
 
 
-def test_quarantine_stays_small(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
+def test_quarantine_stays_small(cache, key, compiler, field):
     for _ in range(6):
         damage_truncate(cache.build(key, compiler(key)).path)
     cache.build(key, compiler(key))
@@ -128,24 +115,20 @@ def test_quarantine_stays_small(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["key", "files", "size", "x"]), inner),
     max_leaves=8,
 ).map(lambda value: json.dumps(value).encode())))  # fmt: skip
-def test_try_load_never_raises(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, content: bytes
-) -> None:
+def test_try_load_never_raises(cache, key, compiler, content):
     path = cache.build(key, compiler(key)).path
     (path / "manifest.json").write_bytes(content)
     assert cache.try_load(key) is None
 
 
-def test_try_load_survives_odd_directories(tmp_path: Path, key: CompileKey) -> None:
+def test_try_load_survives_odd_directories(tmp_path, key):
     a_file = tmp_path / "file"
     a_file.write_text("")
     for root in (a_file, tmp_path / "absent", a_file / "below", Path("/proc/1/mem"), Path("\0")):
         assert CompileCache(root, tmp_path / "local").try_load(key) is None
 
 
-def test_another_architecture_or_version_is_a_miss(
-    cache: CompileCache, compiler: Compilers, field: Field
-) -> None:
+def test_another_architecture_or_version_is_a_miss(cache, compiler, field):
     variants = [make_key(), make_key(arch="sm_100a"), make_key(compiler="2")]
     cache.build(variants[0], compiler(variants[0]))
     assert [cache.try_load(key) is not None for key in variants] == [True, False, False]
@@ -154,9 +137,7 @@ def test_another_architecture_or_version_is_a_miss(
     assert all(load(artefact) for key in variants if (artefact := cache.try_load(key)))
 
 
-def test_without_a_compiler_any_toolchain_loads_and_none_builds(
-    cache: CompileCache, compiler: Compilers
-) -> None:
+def test_without_a_compiler_any_toolchain_loads_and_none_builds(cache, compiler):
     here = make_key(compiler=None)
     with pytest.raises(ToolchainError, match=r"fake\[H=1.*no artefact in.*sonicmoe warmup"):
         cache.build(here, compiler(here))
@@ -166,10 +147,8 @@ def test_without_a_compiler_any_toolchain_loads_and_none_builds(
     assert cache.try_load(make_key(2, compiler=None)) is None
 
 
-def test_failed_build_publishes_nothing_and_next_one_succeeds(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
-    def fail(folder: Path) -> None:
+def test_failed_build_publishes_nothing_and_next_one_succeeds(cache, key, compiler, field):
+    def fail(folder):
         (folder / "kernel.so").write_bytes(b"half")
         raise ValueError("line 3: expected ';'")
 
@@ -181,8 +160,8 @@ def test_failed_build_publishes_nothing_and_next_one_succeeds(
     assert load(cache.build(key, compiler(key))) == 4096
 
 
-def test_scratch_is_not_published(cache: CompileCache, key: CompileKey) -> None:
-    def build(folder: Path) -> None:
+def test_scratch_is_not_published(cache, key):
+    def build(folder):
         (folder / ".scratch").mkdir()
         (folder / ".scratch" / "big.o").write_bytes(b"x" * 1000)
         (folder / "kernel.so").write_bytes(b"y")
@@ -194,15 +173,11 @@ def test_scratch_is_not_published(cache: CompileCache, key: CompileKey) -> None:
 
 
 def test_artefact_that_does_not_load_here_is_built_for_this_host_only(
-    cache: CompileCache,
-    key: CompileKey,
-    compiler: Compilers,
-    field: Field,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    cache, key, compiler, field, caplog
+):
     shared = cache.build(key, compiler(key)).path
 
-    def loader(artefact: Artefact) -> Path:
+    def loader(artefact):
         if artefact.path == shared:
             raise OSError("version `GLIBC_2.99' not found")
         return artefact.path
@@ -215,19 +190,15 @@ def test_artefact_that_does_not_load_here_is_built_for_this_host_only(
     assert field.builds() == {1: 2}
 
 
-def test_artefact_that_never_loads_is_explained(
-    cache: CompileCache, key: CompileKey, compiler: Compilers
-) -> None:
-    def loader(artefact: Artefact) -> None:
+def test_artefact_that_never_loads_is_explained(cache, key, compiler):
+    def loader(artefact):
         raise OSError("libcudart.so.13: cannot open shared object file")
 
     with pytest.raises(ArtefactLoadError, match=r"fake\[H=1.*libcudart"):
         cache.get(key, compiler(key), loader)
 
 
-def test_local_directory_that_others_can_write_is_refused(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_local_directory_that_others_can_write_is_refused(field, key, compiler):
     local_only = CompileCache(field.local, field.folder / "other")
     local_only.build(key, compiler(key))
     reader = CompileCache(field.root, field.local)
@@ -236,18 +207,14 @@ def test_local_directory_that_others_can_write_is_refused(
     assert reader.try_load(key) is None
 
 
-def test_published_files_are_what_the_manifest_says(
-    cache: CompileCache, key: CompileKey, compiler: Compilers
-) -> None:
+def test_published_files_are_what_the_manifest_says(cache, key, compiler):
     manifest = json.loads((cache.build(key, compiler(key)).path / "manifest.json").read_text())
     assert manifest["key"] == json.loads(json.dumps(key.record()))
     assert manifest["files"]["kernel.so"]["size"] == 4096
     assert manifest["built"]["pid"] == os.getpid()
 
 
-def test_hits_are_silent(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hits_are_silent(cache, key, compiler, caplog):
     cache.build(key, compiler(key))
     with caplog.at_level(logging.INFO):
         cache.build(key, compiler(key))

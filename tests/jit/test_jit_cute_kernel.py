@@ -23,14 +23,14 @@ HAS_CUTE = importlib.util.find_spec("cutlass") is not None and find_toolkit() is
 needs_cute = pytest.mark.skipif(not HAS_CUTE, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl and nvcc")
 
 
-def sample(threads: int = 128, name: str = "scale_add") -> CuteKernel:
+def sample(threads=128, name="scale_add"):
     return CuteKernel.make(
         name, "cute_sample:compile_scale_add", {"threads": threads}, SAMPLE, arch="sm_90a"
     )
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
+def warmed(tmp_path_factory):
     root = tmp_path_factory.mktemp("cute")
     cache = CompileCache(root / "cache", root / "local")
     sample().compile(cache)
@@ -38,7 +38,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> CompileCache:
 
 
 @needs_cute
-def test_artefact_loads_without_cute(warmed: CompileCache) -> None:
+def test_artefact_loads_without_cute(warmed):
     program = (
         "import sys; sys.modules['cutlass'] = None\n"
         "from pathlib import Path; from sonicmoe.jit import CompileCache, no_compile\n"
@@ -56,26 +56,26 @@ def test_artefact_loads_without_cute(warmed: CompileCache) -> None:
 
 
 @needs_cute
-def test_report_shows_the_architecture_and_no_spill(warmed: CompileCache) -> None:
+def test_report_shows_the_architecture_and_no_spill(warmed):
     (kernel,) = resource_usage(sample().compile(warmed))
     assert kernel.arch == "sm_90a" and kernel.registers > 0
     require_no_spills([kernel])
 
 
 @needs_cute
-def test_compile_error_ends_with_the_compilers_words(tmp_path: Path) -> None:
+def test_compile_error_ends_with_the_compilers_words(tmp_path):
     broken = CuteKernel.make("broken", "cute_sample:no_such_function", {}, SAMPLE, arch="sm_90a")
     with pytest.raises(CompileError, match=r"broken did not compile[\s\S]*no_such_function"):
         broken.compile(CompileCache(tmp_path / "cache", tmp_path / "local"))
 
 
 @pytest.mark.skipif(HAS_CUTE, reason="CuTe DSL is installed")
-def test_without_cute_a_miss_is_explained(tmp_path: Path) -> None:
+def test_without_cute_a_miss_is_explained(tmp_path):
     with pytest.raises(ToolchainError, match=r"scale_add\[.*threads=128.*sonicmoe warmup"):
         sample().load(CompileCache(tmp_path / "cache", tmp_path / "local"))
 
 
-def test_key_follows_statics_and_source(tmp_path: Path) -> None:
+def test_key_follows_statics_and_source(tmp_path):
     copy = tmp_path / "cute_sample.py"
     copy.write_text(SAMPLE.read_text())
     keys = {sample().key().family, sample(256).key().family}

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from sonicmoe.jit import CompileCache, CompileKey, decided
+from sonicmoe.jit import CompileKey, decided
 from sonicmoe.jit.decided import Decided, may_pass
 from sonicmoe.jit.errors import (
     ArtefactLoadError,
@@ -32,17 +32,17 @@ PASSING = [
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(decided.time, "monotonic", lambda: self.now)
 
 
-def failing(errors: list[Exception]) -> tuple[Decided[str], list[str]]:
+def failing(errors):
     """Falls back for each error in turn, then finds the kernel; and the devices it was asked for."""
-    asked: list[str] = []
+    asked = []
 
     @Decided
-    def choose(device: str) -> tuple[str, list[Exception]]:
+    def choose(device):
         asked.append(device)
         return ("fallback", [errors.pop(0)]) if errors else ("kernel", [])
 
@@ -50,7 +50,7 @@ def failing(errors: list[Exception]) -> tuple[Decided[str], list[str]]:
 
 
 @pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
-def test_what_cannot_change_is_decided_once(error: Exception) -> None:
+def test_what_cannot_change_is_decided_once(error):
     choose, asked = failing([error])
     assert [choose("cuda:0") for _ in range(3)] == ["fallback"] * 3 and asked == ["cuda:0"]
     choose.cache_clear()
@@ -58,13 +58,13 @@ def test_what_cannot_change_is_decided_once(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
-def test_what_may_pass_is_tried_again_at_the_next_call_then_kept(error: Exception) -> None:
+def test_what_may_pass_is_tried_again_at_the_next_call_then_kept(error):
     choose, asked = failing([error])
     assert [choose("cuda:0") for _ in range(4)] == ["fallback", "kernel", "kernel", "kernel"]
     assert choose("cuda:1") == "kernel" and asked == ["cuda:0", "cuda:0", "cuda:1"]
 
 
-def test_attempts_that_keep_failing_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_that_keep_failing_become_rare(monkeypatch):
     clock = Clock(monkeypatch)
     choose, asked = failing([RuntimeError("no C compiler")] * 1000)
     for _ in range(100_000):
@@ -73,7 +73,7 @@ def test_attempts_that_keep_failing_become_rare(monkeypatch: pytest.MonkeyPatch)
     assert 15 <= len(asked) <= 30, "in a thousand seconds"
 
 
-def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_said_is_not_said_again(caplog):
     choose, _ = failing([])
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         for text in ("100 % full", "100 % full", "other"):
@@ -81,9 +81,7 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == ["100 % full", "other"]
 
 
-def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(
-    cache: CompileCache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(cache, caplog):
     made = CompileKey.make(
         "fake", arch="sm_90a", statics={}, fingerprint={}, toolchain={"nvcc": "13.0"}
     )
@@ -91,7 +89,7 @@ def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compile
     key = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain=None)
     attempts = [OSError("cannot allocate memory")] * 2
 
-    def load(artefact: object) -> str:
+    def load(artefact):
         if attempts:
             raise attempts.pop()
         return "kernel"

@@ -10,9 +10,6 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from racer import FakeCompiler, load, make_key
@@ -20,7 +17,7 @@ from racers import Field
 from system_calls import SystemCalls
 
 from sonicmoe.errors import SonicMoEError
-from sonicmoe.jit import Artefact, CompileCache
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit import reader as reader_module
 
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
@@ -29,22 +26,20 @@ SEED = 20261122
 KEY = make_key()
 
 
-def open_cache(field: Field) -> CompileCache:
+def open_cache(field):
     return CompileCache(field.root, field.local, lock_timeout_s=0.2, visibility_timeout_s=0.01)
 
 
 class Scene:
     """A field prepared once and copied for each case, and a step of the cache on it."""
 
-    def __init__(
-        self, name: str, prepare: Callable[[Field], object], *, healthy: bool = False
-    ) -> None:
+    def __init__(self, name, prepare, *, healthy=False):
         self.name, self.prepare, self.healthy = name, prepare, healthy
 
-    def step(self, field: Field, calls: SystemCalls) -> Artefact:
+    def step(self, field, calls):
         compiler = FakeCompiler(KEY, field.log)
 
-        def build(folder: Path) -> None:
+        def build(folder):
             with calls.elsewhere():
                 compiler(folder)
 
@@ -54,7 +49,7 @@ class Scene:
 class ShareScene(Scene):
     """Warm-up copies an artefact of this node into the cache directory."""
 
-    def step(self, field: Field, calls: SystemCalls) -> Artefact:
+    def step(self, field, calls):
         artefact = open_cache(field).share(KEY)
         return artefact or super().step(field, calls)
 
@@ -62,33 +57,33 @@ class ShareScene(Scene):
 class UnloadableScene(Scene):
     """The shared artefact does not load here, so one is built for this host."""
 
-    def step(self, field: Field, calls: SystemCalls) -> Artefact:
-        def loader(artefact: Artefact) -> Artefact:
+    def step(self, field, calls):
+        def loader(artefact):
             if artefact.path.is_relative_to(field.root):
                 raise OSError("does not load here")
             return artefact
 
-        def build(folder: Path) -> None:
+        def build(folder):
             with calls.elsewhere():
                 FakeCompiler(KEY, field.log)(folder)
 
         return open_cache(field).get(KEY, build, loader)
 
 
-def publish(field: Field) -> None:
+def publish(field):
     open_cache(field).build(KEY, FakeCompiler(KEY, field.log))
 
 
-def publish_and_damage(field: Field) -> None:
+def publish_and_damage(field):
     publish(field)
     os.truncate(field.root / "artefacts" / "fake" / KEY.digest / "kernel.so", 1000)
 
 
-def publish_here(field: Field) -> None:
+def publish_here(field):
     CompileCache(field.local, field.root).build(KEY, FakeCompiler(KEY, field.log))
 
 
-def leave_staging(field: Field) -> None:
+def leave_staging(field):
     """Killed builds of this key, and an old one of another key."""
     publish(field)
     shutil.rmtree(field.root / "artefacts")
@@ -112,27 +107,27 @@ SCENES = [
 class Cases:
     """Fresh copies of a prepared field."""
 
-    def __init__(self, memory: Path, scene: Scene) -> None:
+    def __init__(self, memory, scene):
         self._memory, self._numbers = memory, itertools.count()
         self._original = Field(self._new())
         scene.prepare(self._original)
 
-    def _new(self) -> Path:
+    def _new(self):
         folder = self._memory / f"{next(self._numbers)}"
         folder.mkdir()
         return folder
 
-    def fresh(self) -> Field:
+    def fresh(self):
         folder = self._memory / f"{next(self._numbers)}"
         shutil.copytree(self._original.folder, folder, symlinks=True)
         return Field(folder)
 
     @staticmethod
-    def done(field: Field) -> None:
+    def done(field):
         shutil.rmtree(field.folder)
 
 
-def verdict(scene: Scene, field: Field, calls: SystemCalls) -> str:
+def verdict(scene, field, calls):
     """ "served" or "refused"; anything else fails the test."""
     where = f"{scene.name}: call {calls.fails} ({calls.failed}), errno {calls.number}"
     try:
@@ -158,11 +153,11 @@ def verdict(scene: Scene, field: Field, calls: SystemCalls) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch):
     monkeypatch.setattr(reader_module, "_PAUSES_S", (0.0, 0.0))
 
 
-def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
+def number_of_calls(scene, cases):
     calls, field = SystemCalls(), cases.fresh()
     with calls.counted():
         scene.step(field, calls)
@@ -171,7 +166,7 @@ def number_of_calls(scene: Scene, cases: Cases) -> list[str]:
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_one_failing_call(scene: Scene, memory: Path, pytestconfig: pytest.Config) -> None:
+def test_one_failing_call(scene, memory, pytestconfig):
     """Calls of the scene, each with one of the errors: a sample in the gate, all of them with
     `pytest --attacks 5000`.
     """
@@ -179,7 +174,7 @@ def test_one_failing_call(scene: Scene, memory: Path, pytestconfig: pytest.Confi
     cases = Cases(memory, scene)
     names = number_of_calls(scene, cases)
     chosen = random.Random(SEED)
-    outcomes: Counter[str] = Counter()
+    outcomes = Counter()
     for fails in sorted(chosen.sample(range(len(names)), round(share * len(names)))):
         field = cases.fresh()
         calls = SystemCalls(fails, chosen.choice(TRANSIENT))
@@ -191,7 +186,7 @@ def test_one_failing_call(scene: Scene, memory: Path, pytestconfig: pytest.Confi
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_errors_that_last(scene: Scene, memory: Path) -> None:
+def test_errors_that_last(scene, memory):
     """From one call on, all calls of its name fail: a disk that fills up, a server that is gone."""
     cases = Cases(memory, scene)
     names = number_of_calls(scene, cases)
@@ -204,7 +199,7 @@ def test_errors_that_last(scene: Scene, memory: Path) -> None:
             cases.done(field)
 
 
-def test_the_calls_are_those_of_the_cache(memory: Path) -> None:
+def test_the_calls_are_those_of_the_cache(memory):
     """Injection that reaches nothing would pass every test above."""
     cases = Cases(memory, SCENES[0])
     found = set(number_of_calls(SCENES[0], cases))
@@ -212,11 +207,11 @@ def test_the_calls_are_those_of_the_cache(memory: Path) -> None:
     assert wanted <= found
 
 
-def test_short_descriptor_limit(memory: Path) -> None:
+def test_short_descriptor_limit(memory):
     """The process has no file left to open: nothing hangs, and nothing healthy is lost."""
     field = Field(memory)
     publish(field)
-    limits: Any = __import__("resource")
+    limits = __import__("resource")
     before = limits.getrlimit(limits.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     try:

@@ -8,35 +8,30 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import filelock
 import pytest
 from late_files import LateFiles
-from racer import FakeCompiler, load, make_key
-from racers import Field
+from racer import load, make_key
 
-from sonicmoe.jit import CompileCache, CompileKey
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit.errors import CacheUnwritableError
-from sonicmoe.jit.files import FileFacts, StoreFiles
+from sonicmoe.jit.files import StoreFiles
 from sonicmoe.jit.place import Place, Trust
 
-Compilers = Callable[..., FakeCompiler]
 PROCESSES = 8
 
 
-def shell(prefix: tuple[str, ...], setup: str) -> tuple[str, ...]:
+def shell(prefix, setup):
     """Run `setup`, then the rest of the command, in a mount namespace of its own."""
     return (*prefix, f'{setup} && exec "$@"', "sh")
 
 
-def read_only(folder: Path) -> str:
+def read_only(folder):
     return f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
 
 
-def small(folder: Path, kib: int) -> str:
+def small(folder, kib):
     folder.mkdir(exist_ok=True)
     return f"mount -t tmpfs -o size={kib}k,mode=755 none {folder}"
 
@@ -44,16 +39,14 @@ def small(folder: Path, kib: int) -> str:
 # Real mounts
 
 
-def test_read_only_prewarmed_works_in_silence(field: Field, mounts: tuple[str, ...]) -> None:
+def test_read_only_prewarmed_works_in_silence(field, mounts):
     field.run()
     result = field.run(prefix=shell(mounts, read_only(field.root)))
     assert result["bytes"] == 4096 and result["log"] == ""
     assert result["path"].startswith(str(field.root)) and not field.local.exists()
 
 
-def test_read_only_miss_is_explained_and_goes_to_the_node(
-    field: Field, mounts: tuple[str, ...]
-) -> None:
+def test_read_only_miss_is_explained_and_goes_to_the_node(field, mounts):
     field.run(size=1)
     prefix = shell(mounts, read_only(field.root))
     results = field.race([{"size": 2, "seconds": 0.2, "prefix": prefix} for _ in range(PROCESSES)])
@@ -68,7 +61,7 @@ def test_read_only_miss_is_explained_and_goes_to_the_node(
     assert again["bytes"] == 4096 and again["log"] == ""
 
 
-def test_nowhere_to_write_is_one_clear_error(field: Field, mounts: tuple[str, ...]) -> None:
+def test_nowhere_to_write_is_one_clear_error(field, mounts):
     field.root.mkdir()
     field.local.mkdir(mode=0o700)
     setup = f"{read_only(field.root)} && {read_only(field.local)}"
@@ -85,9 +78,7 @@ def test_nowhere_to_write_is_one_clear_error(field: Field, mounts: tuple[str, ..
         assert part in result["message"]
 
 
-def test_full_disk_is_found_before_anything_is_compiled(
-    field: Field, mounts: tuple[str, ...]
-) -> None:
+def test_full_disk_is_found_before_anything_is_compiled(field, mounts):
     result = field.run(prefix=shell(mounts, small(field.root, 128)))
     assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
     assert "the file system is full (ENOSPC)" in result["log"]
@@ -95,9 +86,7 @@ def test_full_disk_is_found_before_anything_is_compiled(
 
 
 @pytest.mark.parametrize("own_words", [False, True])
-def test_disk_that_fills_up_in_a_compile_goes_to_the_node(
-    field: Field, mounts: tuple[str, ...], own_words: bool
-) -> None:
+def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, mounts, own_words):
     """`own_words`: the compiler meets the full disk and reports an error that says nothing of it."""
     prefix = shell(mounts, small(field.root, 9 << 10))
     result = field.run(prefix=prefix, bytes=10 << 20, own_words=own_words)
@@ -106,15 +95,13 @@ def test_disk_that_fills_up_in_a_compile_goes_to_the_node(
     assert field.builds() == {1: 2}
 
 
-def test_full_disk_without_a_fallback_is_one_clear_error(
-    field: Field, mounts: tuple[str, ...]
-) -> None:
+def test_full_disk_without_a_fallback_is_one_clear_error(field, mounts):
     setup = f"{small(field.root, 128)} && {small(field.local, 128)}"
     result = field.run(prefix=shell(mounts, setup), bytes=1 << 20)
     assert result["error"] == "CacheUnwritableError" and result["message"].count("ENOSPC") == 2
 
 
-def test_disk_without_room_for_a_lock(field: Field, mounts: tuple[str, ...]) -> None:
+def test_disk_without_room_for_a_lock(field, mounts):
     setup = f"{small(field.root, 64)} && dd if=/dev/zero of={field.root}/filler bs=1k count=64 2>/dev/null; true"
     result = field.run(prefix=shell(mounts, setup))
     assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
@@ -126,26 +113,26 @@ def test_disk_without_room_for_a_lock(field: Field, mounts: tuple[str, ...]) -> 
 class FailingFiles(StoreFiles):
     """Raises `error` from one operation on paths below `root`."""
 
-    def __init__(self, root: Path, operation: str, number: int) -> None:
+    def __init__(self, root, operation, number):
         self.root, self.operation, self.number = root, operation, number
 
-    def _check(self, operation: str, place: Place) -> None:
+    def _check(self, operation, place):
         if operation == self.operation and place.path.is_relative_to(self.root):
             raise OSError(self.number, os.strerror(self.number), str(place))
 
-    def make_dir(self, folder: Place) -> None:
+    def make_dir(self, folder):
         self._check("make_dir", folder)
         super().make_dir(folder)
 
-    def write_text(self, file: Place, text: str) -> None:
+    def write_text(self, file, text):
         self._check("write_text", file)
         super().write_text(file, text)
 
-    def sync_tree(self, folder: Place) -> dict[str, FileFacts]:
+    def sync_tree(self, folder):
         self._check("sync_tree", folder)
         return super().sync_tree(folder)
 
-    def publish(self, source: Place, target: Place) -> None:
+    def publish(self, source, target):
         self._check("publish", source)
         super().publish(source, target)
 
@@ -155,13 +142,8 @@ class FailingFiles(StoreFiles):
     "number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE]
 )
 def test_any_storage_fault_at_any_step_goes_to_the_node(
-    field: Field,
-    key: CompileKey,
-    compiler: Compilers,
-    operation: str,
-    number: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    field, key, compiler, operation, number, caplog
+):
     files = FailingFiles(field.root, operation, number)
     cache = CompileCache(field.root, field.local, visibility_timeout_s=0.02, files=files)
     artefact = cache.build(key, compiler(key))
@@ -174,9 +156,7 @@ def test_any_storage_fault_at_any_step_goes_to_the_node(
     assert not leftovers.exists() or list(leftovers.iterdir()) == []
 
 
-def test_both_directories_failing_is_one_clear_error(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_both_directories_failing_is_one_clear_error(field, key, compiler):
     cache = CompileCache(
         field.root, field.local, files=FailingFiles(field.folder, "make_dir", errno.ENOSPC)
     )
@@ -186,7 +166,7 @@ def test_both_directories_failing_is_one_clear_error(
         assert part in str(raised.value)
 
 
-def test_rename_visible_late_is_waited_for(field: Field) -> None:
+def test_rename_visible_late_is_waited_for(field):
     """Eight hosts; what one publishes the others see a second later, although they already hold the
     lock.
     """
@@ -205,7 +185,7 @@ def test_rename_visible_late_is_waited_for(field: Field) -> None:
     )
 
 
-def test_rename_that_never_shows_is_not_waited_for_without_bound(field: Field) -> None:
+def test_rename_that_never_shows_is_not_waited_for_without_bound(field):
     ledger = field.folder / "ledger"
     ledger.mkdir()
     late = {"late": str(ledger), "late_s": 1000.0, "visibility": 0.3}
@@ -215,9 +195,7 @@ def test_rename_that_never_shows_is_not_waited_for_without_bound(field: Field) -
     assert field.builds() == {1: 2} or field.builds() == {1: 3}
 
 
-def test_removed_artefact_costs_no_wait_on_the_same_host(
-    cache: CompileCache, key: CompileKey, compiler: Compilers
-) -> None:
+def test_removed_artefact_costs_no_wait_on_the_same_host(cache, key, compiler):
     slow_to_give_up = CompileCache(cache.root, cache.local_root, visibility_timeout_s=60)
     artefact = slow_to_give_up.build(key, compiler(key))
     for path in artefact.path.iterdir():
@@ -231,10 +209,10 @@ def test_removed_artefact_costs_no_wait_on_the_same_host(
     assert done.wait(5)
 
 
-def publish_first(field: Field, key: CompileKey, compiler: Compilers) -> Callable[[Path], None]:
+def publish_first(field, key, compiler):
     """A compiler during whose work another process, whose lock was lost, publishes the same key."""
 
-    def build(folder: Path) -> None:
+    def build(folder):
         compiler(key)(folder)
         rival = CompileCache(field.folder / "rival", field.local).build(key, compiler(key))
         target = field.root / "artefacts" / "fake" / key.digest
@@ -247,23 +225,19 @@ def publish_first(field: Field, key: CompileKey, compiler: Compilers) -> Callabl
     return build
 
 
-def test_loser_of_a_race_uses_the_winners_artefact(
-    cache: CompileCache, field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_loser_of_a_race_uses_the_winners_artefact(cache, field, key, compiler):
     artefact = cache.build(key, publish_first(field, key, compiler))
     assert artefact.manifest["built"]["host"] == "winner" and load(artefact) == 4096
     assert list((field.root / "staging").iterdir()) == []
 
 
-def test_rename_that_worked_and_reports_an_error(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_rename_that_worked_and_reports_an_error(field, key, compiler):
     """A repeated network request: the first one did it, the answer to the second says that the
     source is gone.
     """
 
     class Repeating(StoreFiles):
-        def publish(self, source: Place, target: Place) -> None:
+        def publish(self, source, target):
             super().publish(source, target)
             if target.name == key.digest:
                 raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
@@ -272,14 +246,12 @@ def test_rename_that_worked_and_reports_an_error(
     assert artefact.path.is_relative_to(field.root) and load(artefact) == 4096
 
 
-def test_staging_swept_by_a_new_holder_ends_well(
-    cache: CompileCache, field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_staging_swept_by_a_new_holder_ends_well(cache, field, key, compiler):
     """This process's lock was lost (a network lease ran out): the next holder removed our directory
     and published.
     """
 
-    def build(folder: Path) -> None:
+    def build(folder):
         publish_first(field, key, compiler)(folder)
         for path in folder.iterdir():
             path.unlink()
@@ -298,14 +270,9 @@ def test_staging_swept_by_a_new_holder_ends_well(
     ],
 )
 def test_file_system_without_locks_still_publishes(
-    field: Field,
-    key: CompileKey,
-    compiler: Compilers,
-    fault: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
-) -> None:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+    field, key, compiler, fault, monkeypatch, caplog
+):
+    def refuse(self, *args, **kwargs):
         raise fault
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
@@ -314,7 +281,7 @@ def test_file_system_without_locks_still_publishes(
     assert "no file locks" in caplog.text
 
 
-def test_late_files_really_hides(tmp_path: Path) -> None:
+def test_late_files_really_hides(tmp_path):
     writer, reader = (LateFiles(tmp_path / "ledger", host, 1000.0) for host in ("a", "b"))
     (tmp_path / "ledger").mkdir()
     here = Place.of(tmp_path, Trust.SHARED)

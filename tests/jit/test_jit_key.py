@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from racer import make_key
@@ -17,7 +15,7 @@ from sonicmoe.jit import CompileKey
 from sonicmoe.jit.errors import KeyFieldError
 from sonicmoe.jit.key import source_fingerprint
 
-BASE: dict[str, Any] = {
+BASE = {
     "arch": "sm_90a",
     "statics": {
         "H": 3072,
@@ -31,7 +29,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_digest_is_the_same_in_every_process_and_order() -> None:
+def test_digest_is_the_same_in_every_process_and_order():
     key = CompileKey.make("gemm", **BASE)
     reordered = dict(reversed(BASE["statics"].items()))
     assert CompileKey.make("gemm", **{**BASE, "statics": reordered}).digest == key.digest
@@ -59,14 +57,14 @@ def test_digest_is_the_same_in_every_process_and_order() -> None:
         {"toolchain": {"nvcc": "13.1.0"}},
     ],
 )
-def test_every_part_counts(change: dict[str, Any]) -> None:
+def test_every_part_counts(change):
     assert (
         CompileKey.make("gemm", **{**BASE, **change}).digest
         != CompileKey.make("gemm", **BASE).digest
     )
 
 
-def test_toolchain_does_not_change_the_family() -> None:
+def test_toolchain_does_not_change_the_family():
     other = CompileKey.make("gemm", **{**BASE, "toolchain": {"nvcc": "13.1.0"}})
     unknown = CompileKey.make("gemm", **{**BASE, "toolchain": None})
     key = CompileKey.make("gemm", **BASE)
@@ -78,7 +76,7 @@ def test_toolchain_does_not_change_the_family() -> None:
 
 
 @pytest.mark.parametrize("value", [1.5, object(), {"a": 1}, [1, 2.0], b"x"])
-def test_values_without_a_stable_spelling_are_refused(value: Any) -> None:
+def test_values_without_a_stable_spelling_are_refused(value):
     with pytest.raises(KeyFieldError, match=r"gemm\.alpha"):
         CompileKey.make("gemm", **{**BASE, "statics": {"alpha": value}})
 
@@ -87,12 +85,12 @@ def test_values_without_a_stable_spelling_are_refused(value: Any) -> None:
     ("kernel", "arch"),
     [("../evil", "sm_90a"), ("Gemm", "sm_90a"), ("", "sm_90a"), ("gemm", "../x")],
 )
-def test_names_cannot_leave_the_cache(kernel: str, arch: str) -> None:
+def test_names_cannot_leave_the_cache(kernel, arch):
     with pytest.raises(KeyFieldError):
         CompileKey.make(kernel, **{**BASE, "arch": arch})
 
 
-def test_fingerprint_follows_quoted_headers(tmp_path: Path) -> None:
+def test_fingerprint_follows_quoted_headers(tmp_path):
     include = tmp_path / "include"
     include.mkdir()
     source, near, far = tmp_path / "k.cu", tmp_path / "near.cuh", include / "far.cuh"
@@ -105,6 +103,6 @@ def test_fingerprint_follows_quoted_headers(tmp_path: Path) -> None:
     assert source_fingerprint([source], [include]) != before
 
 
-def test_message_names_kernel_fields_and_key() -> None:
+def test_message_names_kernel_fields_and_key():
     key = make_key(7)
     assert str(key) == f"fake[H=7, arch=sm_90a] key {key.digest}"

@@ -6,15 +6,12 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from fake_jobs import FakeJob
 from racer import FakeCompiler, load, make_key
-from racers import Field
 
 from sonicmoe.cli.main import main
 from sonicmoe.engine import compile_plan
@@ -24,7 +21,6 @@ from sonicmoe.jit.errors import PackError
 from sonicmoe.jit.pack import (
     CHECKSUM,
     LIST,
-    Pack,
     matching,
     read_pack,
     refusal,
@@ -39,7 +35,7 @@ MUTATIONS = 120
 
 
 @pytest.fixture
-def packed(field: Field, cache: CompileCache) -> Path:
+def packed(field, cache):
     """A pack of three artefacts."""
     path = field.folder / "kernels.pack"
     made = [FakeJob(size, field.log).compile(cache) for size in (1, 2, 3)]
@@ -48,16 +44,16 @@ def packed(field: Field, cache: CompileCache) -> Path:
 
 
 @pytest.fixture
-def elsewhere(field: Field) -> CompileCache:
+def elsewhere(field):
     """The empty cache of another machine."""
     return CompileCache(field.folder / "elsewhere", field.folder / "elsewhere-local")
 
 
-def is_empty(cache: CompileCache) -> bool:
+def is_empty(cache):
     return not (cache.root / "artefacts").exists() and not cache.local_root.exists()
 
 
-def test_round_trip(packed: Path, elsewhere: CompileCache, field: Field) -> None:
+def test_round_trip(packed, elsewhere, field):
     with no_compile():
         pack = unpack(packed, elsewhere)
     assert pack.model == SPEC and pack.precision == "fp8" and pack.architectures == ("sm_90a",)
@@ -70,7 +66,7 @@ def test_round_trip(packed: Path, elsewhere: CompileCache, field: Field) -> None
     assert line.startswith("3 kernels for sm_90a from 'kernels.pack', 2")
 
 
-def test_a_pack_is_an_ordinary_tar_file(packed: Path) -> None:
+def test_a_pack_is_an_ordinary_tar_file(packed):
     with tarfile.open(packed) as archive:
         members = archive.getmembers()
         names = [member.name for member in members]
@@ -79,9 +75,7 @@ def test_a_pack_is_an_ordinary_tar_file(packed: Path) -> None:
     assert names[1] == f"artefacts/fake/{make_key(1).digest}/kernel.so"
 
 
-def test_a_machine_without_the_compiler_packs_and_unpacks(
-    packed: Path, elsewhere: CompileCache, tmp_path: Path
-) -> None:
+def test_a_machine_without_the_compiler_packs_and_unpacks(packed, elsewhere, tmp_path):
     unpack(packed, elsewhere)
     found = elsewhere.try_load(make_key(1, compiler=None))
     assert found is not None
@@ -89,9 +83,7 @@ def test_a_machine_without_the_compiler_packs_and_unpacks(
     assert again.artefacts[0].key == make_key(1)
 
 
-def test_no_pack_carries_a_verdict_of_another_machine(
-    cache: CompileCache, elsewhere: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pack_carries_a_verdict_of_another_machine(cache, elsewhere, field, monkeypatch):
     """Neither is one written, nor is one of an earlier build taken over."""
     key = CompileKey.make(
         "verdict", arch="sm_90a", statics={}, fingerprint={"driver": "580.0"}, toolchain={}
@@ -113,9 +105,7 @@ def test_no_pack_carries_a_verdict_of_another_machine(
         write_pack(path, [verdict])
 
 
-def test_a_full_cache_directory_falls_back_to_the_node(
-    packed: Path, field: Field, mounts: object
-) -> None:
+def test_a_full_cache_directory_falls_back_to_the_node(packed, field, mounts):
     del mounts  # root writes anywhere, so only a file in the place of the directory stops it
     (field.folder / "file").write_text("")
     cache = CompileCache(field.folder / "file" / "cache", field.folder / "node")
@@ -123,9 +113,7 @@ def test_a_full_cache_directory_falls_back_to_the_node(
     assert cache.try_load(make_key(2)) is not None
 
 
-def test_what_cannot_be_written_leaves_nothing(
-    cache: CompileCache, field: Field, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_leaves_nothing(cache, field, monkeypatch):
     artefact = FakeJob(1, field.log).compile(cache)
     (artefact.path / "kernel.so").write_bytes(b"changed")
     path = field.folder / "kernels.pack"
@@ -138,7 +126,7 @@ def test_what_cannot_be_written_leaves_nothing(
         write_pack(path, [])
 
 
-def test_every_byte_counts(packed: Path, elsewhere: CompileCache) -> None:
+def test_every_byte_counts(packed, elsewhere):
     """Seeded mutations: bytes changed, removed, added, blocks exchanged, ends cut off."""
     chance, whole = random.Random(20261122), packed.read_bytes()
     for number in range(MUTATIONS):
@@ -151,7 +139,7 @@ def test_every_byte_counts(packed: Path, elsewhere: CompileCache) -> None:
     unpack(packed, elsewhere)
 
 
-def mutated(whole: bytes, chance: random.Random, number: int) -> bytes:
+def mutated(whole, chance, number):
     at = chance.randrange(len(whole))
     kind = number % 6
     if kind == 0:
@@ -171,10 +159,10 @@ def mutated(whole: bytes, chance: random.Random, number: int) -> bytes:
     return b"".join(blocks)
 
 
-def rebuilt(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+def rebuilt(path, change):
     """Write a pack again with another list, its checksum made right: what an attacker would do."""
     with tarfile.open(path) as archive:
-        contents = {m.name: archive.extractfile(m).read() for m in archive.getmembers()}  # type: ignore[union-attr]
+        contents = {m.name: archive.extractfile(m).read() for m in archive.getmembers()}
     listed = json.loads(contents[LIST])
     change(listed)
     text = json.dumps(listed, indent=1).encode()
@@ -186,8 +174,8 @@ def rebuilt(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore
         out.write(bytes(1024))
 
 
-def renamed(to: str) -> Callable[[dict], None]:  # type: ignore[type-arg]
-    def change(listed: dict) -> None:  # type: ignore[type-arg]
+def renamed(to):
+    def change(listed):
         files = listed["artefacts"][0]["files"]
         files[to] = files.pop("kernel.so")
 
@@ -198,18 +186,18 @@ def renamed(to: str) -> Callable[[dict], None]:  # type: ignore[type-arg]
     "../kernel.so", "/etc/passwd", "a/../../kernel.so", "..", ".", "", "a//b", "a\\..\\b", "a\0b",
     "manifest.json", ".scratch/x", "-" * 200,
 ])  # fmt: skip
-def test_a_path_that_leads_elsewhere(packed: Path, elsewhere: CompileCache, name: str) -> None:
+def test_a_path_that_leads_elsewhere(packed, elsewhere, name):
     rebuilt(packed, renamed(name))
     with pytest.raises(PackError, match="is damaged"):
         unpack(packed, elsewhere)
     assert is_empty(elsewhere)
 
 
-def set_in(*path: str | int, value: object) -> Callable[[dict], None]:  # type: ignore[type-arg]
-    def change(listed: dict) -> None:  # type: ignore[type-arg]
+def set_in(*path, value):
+    def change(listed):
         for name in path[:-1]:
-            listed = listed[name]  # type: ignore[index]
-        listed[path[-1]] = value  # type: ignore[index]
+            listed = listed[name]
+        listed[path[-1]] = value
 
     return change
 
@@ -235,20 +223,14 @@ FILE = ("artefacts", 0, "files", "kernel.so")
     set_in("precision", value="fp4"),
     set_in("versions", value=None),
 ])  # fmt: skip
-def test_a_list_that_says_something_else(
-    packed: Path,
-    elsewhere: CompileCache,
-    change: Callable[[dict], None],  # type: ignore[type-arg]
-) -> None:
+def test_a_list_that_says_something_else(packed, elsewhere, change):
     rebuilt(packed, change)
     with pytest.raises(PackError, match=f"its {LIST} is damaged"):
         unpack(packed, elsewhere)
     assert is_empty(elsewhere)
 
 
-def test_another_format_and_another_kernel_under_a_name(
-    packed: Path, elsewhere: CompileCache
-) -> None:
+def test_another_format_and_another_kernel_under_a_name(packed, elsewhere):
     whole = packed.read_bytes()
     rebuilt(packed, set_in("format", value=2))
     with pytest.raises(PackError, match="it has format 2; this version reads 1"):
@@ -259,7 +241,7 @@ def test_another_format_and_another_kernel_under_a_name(
         unpack(packed, elsewhere)
 
 
-def foreign(kind: bytes, name: str, link: str = "") -> bytes:
+def foreign(kind, name, link=""):
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as out:
         member = tarfile.TarInfo(name)
@@ -274,14 +256,14 @@ def foreign(kind: bytes, name: str, link: str = "") -> bytes:
     foreign(tarfile.REGTYPE, "../../evil"), foreign(tarfile.REGTYPE, LIST), b"", b"\0" * 4096,
     b"PK\x03\x04" * 300,
 ], ids=["link", "hard link", "device", "fifo", "directory", "path", "no list", "empty", "zeros", "zip"])  # fmt: skip
-def test_an_archive_that_is_no_pack(tmp_path: Path, content: bytes) -> None:
+def test_an_archive_that_is_no_pack(tmp_path, content):
     path = tmp_path / "other.tar"
     path.write_bytes(content)
     with pytest.raises(PackError):
         read_pack(path)
 
 
-def test_a_link_beside_the_files_is_another_header(packed: Path, elsewhere: CompileCache) -> None:
+def test_a_link_beside_the_files_is_another_header(packed, elsewhere):
     whole = bytearray(packed.read_bytes())
     at = whole.index(b"artefacts/fake/", 1024 + whole.index(b'"artefacts"'))
     at -= at % 512
@@ -294,12 +276,10 @@ def test_a_link_beside_the_files_is_another_header(packed: Path, elsewhere: Comp
     assert is_empty(elsewhere)
 
 
-def test_a_pack_that_changes_while_it_is_unpacked(
-    packed: Path, elsewhere: CompileCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_that_changes_while_it_is_unpacked(packed, elsewhere, monkeypatch):
     whole, install = packed.read_bytes(), CompileCache.install
 
-    def overwrite(cache: CompileCache, key: CompileKey, builder: Callable[[Path], None]) -> object:
+    def overwrite(cache, key, builder):
         packed.write_bytes(whole[:-3000] + b"0123456789" + whole[-2990:])
         return install(cache, key, builder)
 
@@ -310,7 +290,7 @@ def test_a_pack_that_changes_while_it_is_unpacked(
 
 
 @pytest.fixture
-def pack(packed: Path) -> Pack:
+def pack(packed):
     return read_pack(packed)
 
 
@@ -322,29 +302,25 @@ def pack(packed: Path) -> Pack:
     ("nvcc", "absent", None),
     ("triton", "absent", None),
 ])  # fmt: skip
-def test_versions_that_differ(
-    pack: Pack, name: str, version: str, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_differ(pack, name, version, words, monkeypatch):
     here = pack.versions | {"nvcc": "13.0.88"}
     monkeypatch.setattr(pack_module, "versions_here", lambda: here)
     reason = refusal(replace(pack, versions=here | {name: version}))
     assert reason is None if words is None else str(reason).startswith(words)
 
 
-def test_a_machine_without_compilers_takes_any(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_compilers_takes_any(pack, monkeypatch):
     here = pack.versions | dict.fromkeys(("nvcc", "triton", "quack-kernels"), "absent")
     monkeypatch.setattr(pack_module, "versions_here", lambda: here)
     assert refusal(pack) is None
 
 
-def test_another_architecture(pack: Pack) -> None:
+def test_another_architecture(pack):
     assert refusal(pack, "sm_90a") is None
     assert refusal(pack, "sm_100a") == "its kernels are for sm_90a, and sm_100a is needed"
 
 
-def test_the_whole_cache_without_what_other_versions_left(
-    cache: CompileCache, field: Field
-) -> None:
+def test_the_whole_cache_without_what_other_versions_left(cache, field):
     FakeJob(1, field.log).compile(cache)
     old = make_key(2)
     old = CompileKey.make(
@@ -359,7 +335,7 @@ def test_the_whole_cache_without_what_other_versions_left(
 
 class TestCommand:
     @pytest.fixture
-    def environment(self, field: Field, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+    def environment(self, field, monkeypatch):
         """A model whose kernels are fake jobs."""
         jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
         sources = tuple(lambda arch, job=job: job for job in jobs)
@@ -368,11 +344,11 @@ class TestCommand:
         monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(field.local))
         yield field
 
-    def run(self, *arguments: object) -> tuple[int, str]:
+    def run(self, *arguments):
         result = CliRunner().invoke(main, ["warmup", *map(str, arguments)])
         return result.exit_code, result.output
 
-    def test_from_one_cache_to_another(self, environment: Field) -> None:
+    def test_from_one_cache_to_another(self, environment):
         path, target = environment.folder / "model.pack", environment.folder / "target"
         sizes = ("--E", 8, "--H", 64, "--I", 64)
         code, said = self.run(*sizes, "--cache-dir", environment.root, "--pack", path)
@@ -384,7 +360,7 @@ class TestCommand:
         code, said = self.run("--pack", path, "--cache-dir", target)
         assert code == 0 and "2 kernels packed" in said
 
-    def test_errors_are_one_line(self, environment: Field, tmp_path: Path) -> None:
+    def test_errors_are_one_line(self, environment, tmp_path):
         absent = tmp_path / "absent.pack"
         for arguments, words in (
             (("--unpack", absent), f"{absent}: No such file or directory"),

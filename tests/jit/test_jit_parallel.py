@@ -9,22 +9,20 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_jobs import DyingJob, FailingJob, FakeJob
 from racer import make_key
-from racers import TIMEOUT_S, Field, environment
+from racers import TIMEOUT_S, environment
 from test_jit_races import hold
 
-from sonicmoe.jit import CompileCache
 from sonicmoe.jit.parallel import Outcomes, ParallelBuild, longest_first
 from sonicmoe.jit.slots import HostSlots
 
 RANKS, JOBS, LIMIT = 4, 6, 3
 
 
-def start(field: Field, number: int, **request: Any) -> subprocess.Popen[str]:
+def start(field, number, **request):
     """A rank in a process group of its own, which a test can kill with its workers."""
     request = {
         "root": str(field.root), "local": str(field.local), "log": str(field.log),
@@ -43,14 +41,14 @@ def start(field: Field, number: int, **request: Any) -> subprocess.Popen[str]:
     )
 
 
-def result(rank: subprocess.Popen[str]) -> dict[str, str]:
+def result(rank):
     out, err = rank.communicate(timeout=TIMEOUT_S)
     assert rank.returncode == 0, err
-    outcomes: dict[str, str] = json.loads(out)
+    outcomes = json.loads(out)
     return outcomes
 
 
-def most_at_once(times: Path) -> int:
+def most_at_once(times):
     """How many compiles ran at the same moment, at most."""
     events = []
     for line in times.read_text().splitlines():
@@ -62,7 +60,7 @@ def most_at_once(times: Path) -> int:
     return max(running)
 
 
-def test_ranks_share_the_jobs_and_the_places_of_their_host(field: Field) -> None:
+def test_ranks_share_the_jobs_and_the_places_of_their_host(field):
     ranks = [start(field, number) for number in range(RANKS)]
     (field.folder / "go").touch()
     outcomes = [result(rank) for rank in ranks]
@@ -74,7 +72,7 @@ def test_ranks_share_the_jobs_and_the_places_of_their_host(field: Field) -> None
     assert 1 <= most_at_once(field.log.with_suffix(".times")) <= LIMIT
 
 
-def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field: Field) -> None:
+def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field):
     (field.folder / "go").touch()
     victim = start(field, 0, seconds=60.0)
     field.until(lambda: sum(field.builds().values()) == LIMIT)
@@ -85,7 +83,7 @@ def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field
     assert sum(field.builds().values()) == JOBS + LIMIT
 
 
-def test_workers_of_a_killed_rank_keep_their_places_and_finish(field: Field) -> None:
+def test_workers_of_a_killed_rank_keep_their_places_and_finish(field):
     (field.folder / "go").touch()
     victim = start(field, 0, limit=1, seconds=2.0)
     field.until(lambda: field.builds() == {1: 1})
@@ -97,7 +95,7 @@ def test_workers_of_a_killed_rank_keep_their_places_and_finish(field: Field) -> 
     assert other == {"fake_1": "cached"} and field.builds() == {1: 1}
 
 
-def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field: Field) -> None:
+def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field):
     (field.folder / "go").touch()
     lock = field.root / "locks" / f"fake-{make_key(2).digest}.lock"
     lock.parent.mkdir(parents=True)
@@ -112,15 +110,13 @@ def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field: Field) -> No
     assert failed.startswith("failed waited 0.5 s for fake[H=2"), failed
 
 
-def build(field: Field, cache: CompileCache, jobs: list[FakeJob], limit: int = 2) -> Outcomes:
+def build(field, cache, jobs, limit=2):
     collected = Outcomes()
     ParallelBuild(jobs, cache, HostSlots(field.local, limit), collected).run()
     return collected
 
 
-def test_a_failing_or_dying_job_costs_no_other_job_and_no_place(
-    field: Field, cache: CompileCache
-) -> None:
+def test_a_failing_or_dying_job_costs_no_other_job_and_no_place(field, cache):
     bad = [FailingJob(1, field.log), DyingJob(2, field.log)]
     outcomes = build(field, cache, [*bad, FakeJob(3, field.log), FakeJob(4, field.log)]).outcomes
     states = {outcome.kernel: outcome.state for outcome in outcomes}
@@ -131,19 +127,17 @@ def test_a_failing_or_dying_job_costs_no_other_job_and_no_place(
     assert slots.take() and slots.take() and slots.take() is None
 
 
-def test_the_longest_job_begins_first(field: Field) -> None:
+def test_the_longest_job_begins_first(field):
     jobs = [FakeJob(1, field.log, 1.0), FakeJob(2, field.log, 3.0), FakeJob(3, field.log, 2.0)]
     assert [job.size for job in longest_first(jobs)] == [2, 3, 1]
 
 
-def test_an_interrupt_ends_the_workers(
-    field: Field, cache: CompileCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):
     running = ParallelBuild(
         [FakeJob(1, field.log, 60.0)], cache, HostSlots(field.local, 1), Outcomes()
     )
 
-    def interrupt() -> None:
+    def interrupt():
         field.until(lambda: field.builds() == {1: 1})
         raise KeyboardInterrupt
 
@@ -154,7 +148,7 @@ def test_an_interrupt_ends_the_workers(
     assert cache.try_load(make_key(1)) is None
 
 
-def test_unusable_cache_is_explained_once_for_all_workers(field: Field) -> None:
+def test_unusable_cache_is_explained_once_for_all_workers(field):
     """And every kernel is compiled once, for the directory that takes it."""
     field.root.write_text("not a directory")
     field.folder.joinpath("go").touch()

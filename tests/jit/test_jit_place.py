@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def made(path: Path, mode: int, owner: int | None = None) -> Path:
+def made(path, mode, owner=None):
     path.mkdir()
     path.chmod(mode)
     if owner is not None:
@@ -29,11 +28,11 @@ def made(path: Path, mode: int, owner: int | None = None) -> Path:
     return path
 
 
-def below(folder: Path, mode: int, owner: int | None = None) -> Path:
+def below(folder, mode, owner=None):
     return made(made(folder / "above", mode, owner) / "cache", 0o755)
 
 
-def linked(folder: Path, owner: int | None = None) -> Path:
+def linked(folder, owner=None):
     """A cache behind a link that lies where every user can make one."""
     link = made(folder / "open", 0o1777) / "link"
     link.symlink_to(made(folder / "real", 0o755))
@@ -42,13 +41,13 @@ def linked(folder: Path, owner: int | None = None) -> Path:
     return link
 
 
-def with_link_inside(folder: Path) -> Path:
+def with_link_inside(folder):
     cache = made(folder / "cache", 0o755)
     (cache / "artefacts").symlink_to(made(folder / "elsewhere", 0o755))
     return cache
 
 
-SCENES: dict[str, Callable[[Path], Path]] = {
+SCENES = {
     "mine, mode 755": lambda folder: made(folder / "cache", 0o755),
     "mine, mode 700": lambda folder: made(folder / "cache", 0o700),
     "mine, mode 2775": lambda folder: made(folder / "cache", 0o2775),
@@ -68,7 +67,7 @@ SCENES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def table() -> dict[str, tuple[str, ...]]:
+def table():
     """First column → the three others."""
     text = PAGE.read_text(encoding="utf-8").split("| directory | cache directory |", 1)[1]
     lines = text.split("\n\n", 1)[0].splitlines()[2:]
@@ -76,11 +75,11 @@ def table() -> dict[str, tuple[str, ...]]:
     return {row[0]: tuple(row[1:]) for row in cells}
 
 
-def scene_of(row: str) -> str:
+def scene_of(row):
     return max((name for name in SCENES if row.startswith(name)), key=len)
 
 
-def test_every_row_has_its_scene_and_every_scene_its_row() -> None:
+def test_every_row_has_its_scene_and_every_scene_its_row():
     assert sorted(map(scene_of, table())) == sorted(SCENES)
     assert {cell for row in table().values() for cell in row} == {"used", "refused"}
 
@@ -89,7 +88,7 @@ def test_every_row_has_its_scene_and_every_scene_its_row() -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=needs_root if "another" in row else []) for row in table()]
 )
-def test_the_page_says_what_happens(tmp_path: Path, row: str, trust: Trust) -> None:
+def test_the_page_says_what_happens(tmp_path, row, trust):
     root = SCENES[scene_of(row)](tmp_path)
     place = Place.of(root, trust)
     found = "used"
@@ -104,7 +103,7 @@ def test_the_page_says_what_happens(tmp_path: Path, row: str, trust: Trust) -> N
     assert found == table()[row][COLUMNS.index(trust)]
 
 
-def test_commands_of_the_page_make_a_group_cache(tmp_path: Path) -> None:
+def test_commands_of_the_page_make_a_group_cache(tmp_path):
     """The modes in its example are those that let a group in and nobody else."""
     (mode,) = re.findall(r"chmod (2\d{3}) /shared/sonicmoe", PAGE.read_text(encoding="utf-8"))
     root = made(tmp_path / "cache", int(mode, 8))
@@ -113,7 +112,7 @@ def test_commands_of_the_page_make_a_group_cache(tmp_path: Path) -> None:
     assert "written by this user and group" in who_can_write(root, Trust.SHARED)[1]
 
 
-def test_new_directories_are_closed_whatever_the_umask(tmp_path: Path) -> None:
+def test_new_directories_are_closed_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         for trust, mode in ((Trust.OWNER, 0o700), (Trust.SHARED, 0o775)):
@@ -126,12 +125,12 @@ def test_new_directories_are_closed_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_root_of_the_host_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_root_of_the_host_in_a_container(monkeypatch, tmp_path):
     """Its directories appear as those of `nobody`. They pass above a cache, and nowhere else."""
     nobody = STRANGER
     monkeypatch.setattr(place_module, "_unmapped_user", lambda: nobody)
 
-    def judged(inside: bool, anybody_makes: bool) -> bool:
+    def judged(inside, anybody_makes):
         status = os.stat_result((0o40755, 1, 1, 1, nobody, 0, 0, 0, 0, 0))
         try:
             place_module._judge(
@@ -146,7 +145,7 @@ def test_root_of_the_host_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not judged(inside=False, anybody_makes=True)
 
 
-def test_directory_that_may_be_entered_and_not_read_leads_on(tmp_path: Path) -> None:
+def test_directory_that_may_be_entered_and_not_read_leads_on(tmp_path):
     """Home directories of mode 711 are usual."""
     made(tmp_path / "above", 0o755)
     made(tmp_path / "above" / "cache", 0o755)
@@ -155,7 +154,7 @@ def test_directory_that_may_be_entered_and_not_read_leads_on(tmp_path: Path) -> 
         assert os.listdir(folder) == []
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_no_descriptor_is_left_open(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
     made(tmp_path / "open", 0o777)

@@ -9,26 +9,22 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from racer import FakeCompiler, load, make_key
-from racers import Field
+from racer import load, make_key
 
-from sonicmoe.jit import Artefact, CompileCache, CompileKey
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit.errors import CacheUnwritableError, CompileError
 
-Compilers = Callable[..., FakeCompiler]
 OPEN_TO_OTHERS = [0o775, 0o757, 0o777, 0o1777]
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
+def within(seconds, work):
     """The result of `work`, which must not hang."""
-    results: list[Any] = []
+    results = []
 
-    def run() -> None:
+    def run():
         try:
             results.append(work())
         except Exception as error:
@@ -44,7 +40,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def planted(field: Field, key: CompileKey, compiler: Compilers) -> CompileKey:
+def planted(field, key, compiler):
     """An artefact in the node's own directory and nowhere else."""
     CompileCache(field.local, field.folder / "unused").build(key, compiler(key))
     return key
@@ -54,9 +50,7 @@ def planted(field: Field, key: CompileKey, compiler: Compilers) -> CompileKey:
 
 
 @pytest.mark.parametrize("mode", OPEN_TO_OTHERS, ids=oct)
-def test_own_directory_that_others_can_write_is_not_used(
-    field: Field, planted: CompileKey, mode: int
-) -> None:
+def test_own_directory_that_others_can_write_is_not_used(field, planted, mode):
     reader = CompileCache(field.root, field.local)
     assert reader.try_load(planted) is not None
     field.local.chmod(mode)
@@ -65,17 +59,13 @@ def test_own_directory_that_others_can_write_is_not_used(
 
 @pytest.mark.parametrize("below", ["artefacts", "artefacts/fake"])
 @pytest.mark.parametrize("mode", OPEN_TO_OTHERS, ids=oct)
-def test_a_part_of_it_that_others_can_write_is_not_used(
-    field: Field, planted: CompileKey, below: str, mode: int
-) -> None:
+def test_a_part_of_it_that_others_can_write_is_not_used(field, planted, below, mode):
     (field.local / below).chmod(mode)
     assert CompileCache(field.root, field.local).try_load(planted) is None
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777], ids=oct)
-def test_own_directory_below_one_that_others_can_write_is_not_used(
-    field: Field, compiler: Compilers, key: CompileKey, mode: int
-) -> None:
+def test_own_directory_below_one_that_others_can_write_is_not_used(field, compiler, key, mode):
     above = field.folder / "above"
     local = above / "between" / "local"
     local.mkdir(parents=True)
@@ -88,9 +78,7 @@ def test_own_directory_below_one_that_others_can_write_is_not_used(
     assert reader.try_load(key) is not None
 
 
-def test_refused_directory_gives_its_reason(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_refused_directory_gives_its_reason(field, key, compiler):
     field.root.write_text("not a directory")
     field.local.mkdir(mode=0o700)
     field.local.chmod(0o770)
@@ -101,9 +89,7 @@ def test_refused_directory_gives_its_reason(
     assert "EPERM" not in str(raised.value)
 
 
-def test_copy_for_this_host_lies_in_a_checked_directory_too(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_copy_for_this_host_lies_in_a_checked_directory_too(field, key, compiler):
     """A kernel that does not load is built again below the node's directory."""
     host = CompileCache(field.root, field.local, host="here")
     shared = host.build(key, compiler(key)).path
@@ -113,7 +99,7 @@ def test_copy_for_this_host_lies_in_a_checked_directory_too(
     field.local.chmod(0o777)
     loaded = []
 
-    def loader(artefact: Artefact) -> None:
+    def loader(artefact):
         loaded.append(artefact.path)
         raise OSError("does not load")
 
@@ -127,9 +113,7 @@ def test_copy_for_this_host_lies_in_a_checked_directory_too(
 
 @pytest.mark.parametrize("mode", [0o757, 0o777, 0o1777], ids=oct)
 @pytest.mark.parametrize("part", ["cache", "cache/artefacts", "cache/artefacts/fake"])
-def test_cache_that_every_user_can_write_is_not_used(
-    field: Field, key: CompileKey, compiler: Compilers, caplog: Any, mode: int, part: str
-) -> None:
+def test_cache_that_every_user_can_write_is_not_used(field, key, compiler, caplog, mode, part):
     CompileCache(field.root, field.local).build(key, compiler(key))
     (field.folder / part).chmod(mode)
     cache = CompileCache(field.root, field.local)
@@ -142,9 +126,7 @@ def test_cache_that_every_user_can_write_is_not_used(
     assert trusting is not None and trusting.path.is_relative_to(field.root)
 
 
-def test_cache_that_a_group_can_write_is_used(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
+def test_cache_that_a_group_can_write_is_used(cache, key, compiler, field):
     field.root.mkdir()
     field.root.chmod(0o2770)
     assert cache.build(key, compiler(key)).path.is_relative_to(field.root)
@@ -155,8 +137,8 @@ def test_cache_that_a_group_can_write_is_used(
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077], ids=oct)
 def test_umask_decides_of_a_new_cache_and_opens_it_to_nobody_else(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, umask: int
-) -> None:
+    cache, key, compiler, field, umask
+):
     before = os.umask(umask)
     try:
         artefact = cache.build(key, compiler(key))
@@ -170,12 +152,11 @@ def test_umask_decides_of_a_new_cache_and_opens_it_to_nobody_else(
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
 def test_file_system_without_modes_and_without_counts(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field,
-    monkeypatch: pytest.MonkeyPatch, number: int,
-) -> None:  # fmt: skip
+    cache, key, compiler, field, monkeypatch, number
+):
     """As some network file systems are: modes cannot be set, and no free space is reported."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise OSError(number, os.strerror(number))
 
     field.root.mkdir()
@@ -186,13 +167,10 @@ def test_file_system_without_modes_and_without_counts(
 
 
 @pytest.mark.parametrize("free", [0, 1, (8 << 20) // 4096 - 1])
-def test_full_disk_costs_no_compile_and_one_line(
-    cache: CompileCache, compiler: Compilers, field: Field, monkeypatch: pytest.MonkeyPatch,
-    caplog: Any, free: int,
-) -> None:  # fmt: skip
+def test_full_disk_costs_no_compile_and_one_line(cache, compiler, field, monkeypatch, caplog, free):
     real = os.statvfs
 
-    def few(folder: int) -> os.statvfs_result:
+    def few(folder):
         inside = os.readlink(f"/proc/self/fd/{folder}").startswith(str(field.root))
         counts = (4096, 4096, 10**6, free, free, 0, 0, 0, 0, 255)
         return os.statvfs_result(counts) if inside else real(folder)
@@ -206,10 +184,8 @@ def test_full_disk_costs_no_compile_and_one_line(
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO"])
-def test_build_that_leaves_other_things_than_files_fails(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, kind: str
-) -> None:
-    def build(folder: Path) -> None:
+def test_build_that_leaves_other_things_than_files_fails(cache, key, compiler, field, kind):
+    def build(folder):
         compiler(key)(folder)
         if kind == "link":
             (folder / "other").symlink_to("kernel.so")
@@ -224,9 +200,7 @@ def test_build_that_leaves_other_things_than_files_fails(
 # Links
 
 
-def test_link_in_the_way_to_a_cache_is_followed(
-    field: Field, key: CompileKey, compiler: Compilers
-) -> None:
+def test_link_in_the_way_to_a_cache_is_followed(field, key, compiler):
     (field.folder / "disk" / "deep").mkdir(parents=True)
     (field.folder / "one").symlink_to("disk/deep/../two")
     (field.folder / "disk" / "two").symlink_to(field.folder / "disk" / "deep")
@@ -239,7 +213,7 @@ def test_link_in_the_way_to_a_cache_is_followed(
     assert sorted(os.listdir(field.folder / "disk" / "deep")) == ["cache", "local"]
 
 
-def test_circle_of_links_is_a_miss(field: Field, key: CompileKey, compiler: Compilers) -> None:
+def test_circle_of_links_is_a_miss(field, key, compiler):
     field.root.symlink_to(field.root)
     cache = CompileCache(field.root, field.local)
     assert cache.try_load(key) is None
@@ -247,9 +221,7 @@ def test_circle_of_links_is_a_miss(field: Field, key: CompileKey, compiler: Comp
 
 
 @pytest.mark.parametrize("name", ["artefacts", "artefacts/fake", "artefacts/fake/{digest}"])
-def test_link_below_the_cache_is_refused(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str
-) -> None:
+def test_link_below_the_cache_is_refused(cache, key, compiler, field, name):
     cache.build(key, compiler(key))
     path = field.root / name.format(digest=key.digest)
     path.rename(field.folder / "elsewhere")
@@ -258,9 +230,7 @@ def test_link_below_the_cache_is_refused(
 
 
 @pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
-def test_link_in_place_of_a_file_is_damage(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str
-) -> None:
+def test_link_in_place_of_a_file_is_damage(cache, key, compiler, field, name):
     path = cache.build(key, compiler(key)).path / name
     path.rename(field.folder / "elsewhere")
     path.symlink_to(field.folder / "elsewhere")
@@ -270,9 +240,7 @@ def test_link_in_place_of_a_file_is_damage(
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO"])
-def test_note_beside_a_lock_writes_to_nobody_elses_file(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, kind: str
-) -> None:
+def test_note_beside_a_lock_writes_to_nobody_elses_file(cache, key, compiler, field, kind):
     victim = field.folder / "victim"
     victim.write_text("precious")
     note = field.root / "locks" / f"fake-{key.digest}.json"
@@ -289,9 +257,7 @@ def test_note_beside_a_lock_writes_to_nobody_elses_file(
     assert json.loads(note.read_text())["state"] == "published" and not note.is_symlink()
 
 
-def test_lock_is_no_link(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
+def test_lock_is_no_link(cache, key, compiler, field):
     lock = field.root / "locks" / f"fake-{key.digest}.lock"
     lock.parent.mkdir(parents=True)
     lock.symlink_to(field.folder / "made by the victim")
@@ -304,9 +270,7 @@ def test_lock_is_no_link(
 
 @pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket"])
-def test_other_things_in_place_of_a_file_are_damage(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, name: str, kind: str
-) -> None:
+def test_other_things_in_place_of_a_file_are_damage(cache, key, compiler, field, name, kind):
     path = cache.build(key, compiler(key)).path / name
     path.unlink()
     if kind == "FIFO":
@@ -326,9 +290,7 @@ def test_other_things_in_place_of_a_file_are_damage(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device files")
-def test_device_in_place_of_a_file_is_damage(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field
-) -> None:
+def test_device_in_place_of_a_file_is_damage(cache, key, compiler, field):
     path = cache.build(key, compiler(key)).path / "kernel.so"
     path.unlink()
     os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
@@ -339,7 +301,7 @@ def test_device_in_place_of_a_file_is_damage(
 # Manifests
 
 
-def odd_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def odd_manifests(manifest):
     facts = manifest["files"]["kernel.so"]
     yield "deeply nested", "[" * 100_000 + "]" * 100_000
     yield (
@@ -355,9 +317,7 @@ def odd_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", range(14))
-def test_odd_manifest_is_damage(
-    cache: CompileCache, key: CompileKey, compiler: Compilers, field: Field, number: int
-) -> None:
+def test_odd_manifest_is_damage(cache, key, compiler, field, number):
     path = cache.build(key, compiler(key)).path / "manifest.json"
     _, text = list(odd_manifests(json.loads(path.read_text())))[number]
     path.write_text(text, errors="surrogateescape")
@@ -375,14 +335,13 @@ def test_odd_manifest_is_damage(
 @pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
 @pytest.mark.parametrize("times", [1, 4, 1000])
 def test_file_that_cannot_be_read_is_not_thrown_away(
-    field: Field, key: CompileKey, compiler: Compilers, monkeypatch: pytest.MonkeyPatch,
-    number: int, name: str, times: int,
-) -> None:  # fmt: skip
+    field, key, compiler, monkeypatch, number, name, times
+):
     CompileCache(field.root, field.local).build(key, compiler(key))
     left = [times]
 
-    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(path: Any, *args: Any, **options: Any) -> Any:
+    def failing(real):
+        def opened(path, *args, **options):
             if str(path).endswith(name) and left[0]:
                 left[0] -= 1
                 raise OSError(number, os.strerror(number))

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from racers import TIMEOUT_S, Field, environment
+from racers import TIMEOUT_S, environment
 
 from sonicmoe.jit import cpus, slots
 from sonicmoe.jit.slots import AUTO, HostSlots
 
 
-def groups(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+def groups(tmp_path, membership, files):
     own, mount = tmp_path / "cgroup", tmp_path / "mount"
     own.write_text(membership)
     for name, text in files.items():
@@ -38,21 +37,17 @@ def groups(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path
     ("0::/\n", {"cpu.max": "rubbish"}, None),
     ("rubbish\n", {}, None),
 ])  # fmt: skip
-def test_quota(
-    tmp_path: Path, membership: str, files: dict[str, str], expected: float | None
-) -> None:
+def test_quota(tmp_path, membership, files, expected):
     found = cpus.quota(*groups(tmp_path, membership, files))
     assert (None if found is None else found.cpus) == expected
 
 
-def test_no_control_groups(tmp_path: Path) -> None:
+def test_no_control_groups(tmp_path):
     assert cpus.quota(tmp_path / "absent", tmp_path) is None
 
 
 @pytest.mark.parametrize(("cpu_quota", "expected"), [(None, 4), (1.5, 2), (0.2, 1), (64.0, 4)])
-def test_a_place_per_cpu_unless_the_quota_is_smaller(
-    cpu_quota: float | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_per_cpu_unless_the_quota_is_smaller(cpu_quota, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(cpus, "affinity", lambda: (0, 1, 2, 3))
     limit = None if cpu_quota is None else cpus.Quota(cpu_quota, "7")
     monkeypatch.setattr(cpus, "quota", lambda: limit)
@@ -60,13 +55,11 @@ def test_a_place_per_cpu_unless_the_quota_is_smaller(
     held = [places.take() for _ in range(expected)]
     assert cpus.usable_cpus() == places.count == expected and all(held)
     assert places.take() is None
-    held[0].release()  # type: ignore[union-attr]
+    held[0].release()
     assert places.take() is not None
 
 
-def test_pinned_ranks_add_up_and_share_a_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_ranks_add_up_and_share_a_quota(tmp_path, monkeypatch):
     ranks = []
     monkeypatch.setattr(cpus, "quota", lambda: cpus.Quota(3.0, "7"))
     for affinity in ((0, 1), (2, 3)):
@@ -76,7 +69,7 @@ def test_pinned_ranks_add_up_and_share_a_quota(
     assert sum(place is not None for place in taken) == 3, "four CPUs, and a quota of three"
 
 
-def test_a_place_ends_with_the_last_process_that_has_it(tmp_path: Path) -> None:
+def test_a_place_ends_with_the_last_process_that_has_it(tmp_path):
     places = HostSlots(tmp_path, 1)
     held = places.take()
     assert held is not None
@@ -92,7 +85,7 @@ def test_a_place_ends_with_the_last_process_that_has_it(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_claim_belongs_to_one(tmp_path: Path) -> None:
+def test_a_claim_belongs_to_one(tmp_path):
     first, second = HostSlots(tmp_path, 4), HostSlots(tmp_path, 4)
     claim = first.claim("kernel")
     assert claim is not None and second.claim("kernel") is None
@@ -102,9 +95,7 @@ def test_a_claim_belongs_to_one(tmp_path: Path) -> None:
     assert second.claim("kernel") is not None
 
 
-def test_a_directory_of_somebody_else_is_not_used_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_somebody_else_is_not_used_and_that_is_said(tmp_path, caplog, monkeypatch):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     for _ in range(2):
@@ -114,7 +105,7 @@ def test_a_directory_of_somebody_else_is_not_used_and_that_is_said(
     assert list((tmp_path / "open").iterdir()) == []
 
 
-def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path):
     folder, target = tmp_path / "slots", tmp_path / "target"
     folder.mkdir()
     (folder / "kernel.lock").symlink_to(target)
@@ -135,14 +126,14 @@ sys.stdin.read()
 """
 
 
-def rank(field: Field) -> subprocess.Popen[str]:
+def rank(field):
     return subprocess.Popen(
         [sys.executable, "-c", RANK, str(field.root), str(field.local)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
 
 
-def explanations(ranks: list[subprocess.Popen[str]]) -> int:
+def explanations(ranks):
     """All of them lived until the last one had asked."""
     said = 0
     for process in ranks:
@@ -156,19 +147,19 @@ def explanations(ranks: list[subprocess.Popen[str]]) -> int:
     return said
 
 
-def test_ranks_of_a_host_explain_an_unusable_cache_once(field: Field) -> None:
+def test_ranks_of_a_host_explain_an_unusable_cache_once(field):
     """And the next run explains it again: nothing that a rank leaves behind keeps it silent."""
     field.root.write_text("not a directory")
     for _ in range(2):
         assert explanations([rank(field) for _ in range(3)]) == 1
 
 
-def test_each_rank_explains_where_the_nodes_own_directory_is_unusable_too(field: Field) -> None:
+def test_each_rank_explains_where_the_nodes_own_directory_is_unusable_too(field):
     for place in (field.root, field.local):
         place.write_text("not a directory")
     assert explanations([rank(field) for _ in range(2)]) == 2
 
 
-def test_ranks_with_different_problems_each_explain_theirs(tmp_path: Path) -> None:
+def test_ranks_with_different_problems_each_explain_theirs(tmp_path):
     assert slots.may_say(tmp_path / "local", "full") and slots.may_say(tmp_path / "local", "old")
     assert not slots.may_say(tmp_path / "local", "full")

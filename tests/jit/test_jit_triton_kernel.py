@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from racers import NOT_RUN, environment
@@ -32,18 +29,18 @@ VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block
 class AbsentGPU:
     """Stands in for the driver up to the point of the launch."""
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         return triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warmed(tmp_path_factory):
     """A cache directory filled by worker processes."""
     root = tmp_path_factory.mktemp("triton")
     with SonicMoEConfig(cache_dir=root / "cache", local_cache_dir=root / "local").activate():
@@ -53,7 +50,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launches(warmed: Path) -> Iterator[None]:
+def launches(warmed):
     driver = triton.runtime.driver
     before = driver._active
     driver.set_active(AbsentGPU())
@@ -63,18 +60,18 @@ def launches(warmed: Path) -> Iterator[None]:
     driver._active = before
 
 
-def launch(num_tokens: int, block: int = 256, kernel: Any = triton_sample.scale_add) -> Any:
+def launch(num_tokens, block=256, kernel=triton_sample.scale_add):
     pointer = triton.runtime.jit.MockTensor(tl.float32)
     return kernel.run(pointer, pointer, 3.0, num_tokens, BLOCK=block, grid=(1,), warmup=True)
 
 
-def test_warmed_kernel_is_what_a_launch_looks_for_at_any_token_count(launches: None) -> None:
+def test_warmed_kernel_is_what_a_launch_looks_for_at_any_token_count(launches):
     with no_compile():
         kernels = {id(launch(count)) for count in (0, 1, 15, 16, 1000, 65536)}
     assert len(kernels) == 1
 
 
-def test_cold_variant_raises_under_no_compile(launches: None) -> None:
+def test_cold_variant_raises_under_no_compile(launches):
     with (
         no_compile(),
         pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90a\]"),
@@ -82,7 +79,7 @@ def test_cold_variant_raises_under_no_compile(launches: None) -> None:
         launch(1000, block=512)
 
 
-def test_artefact_is_complete_and_for_the_architecture(warmed: Path) -> None:
+def test_artefact_is_complete_and_for_the_architecture(warmed):
     (artefact,) = (warmed / "cache" / "artefacts" / "triton_scale_add").iterdir()
     assert {"scale_add.cubin", "scale_add.json", "scale_add.ptx", "manifest.json"} <= {
         path.name for path in artefact.iterdir()
@@ -90,9 +87,7 @@ def test_artefact_is_complete_and_for_the_architecture(warmed: Path) -> None:
     assert ".target sm_90a" in (artefact / "scale_add.ptx").read_text()
 
 
-def test_other_triton_users_keep_their_cache(
-    launches: None, warmed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_triton_users_keep_their_cache(launches, warmed, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     before = sorted(path.name for path in (warmed / "cache" / "artefacts").iterdir())
     launch(1000, kernel=triton.jit(triton_sample.scale_add.fn, do_not_specialize=["num_tokens"]))
@@ -100,7 +95,7 @@ def test_other_triton_users_keep_their_cache(
     assert list(tmp_path.rglob("*.cubin")) != []
 
 
-def test_interpreter_runs_the_same_kernel() -> None:
+def test_interpreter_runs_the_same_kernel():
     pytest.importorskip("torch")
     program = (
         "import torch, triton_sample\n"

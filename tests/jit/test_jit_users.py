@@ -8,7 +8,6 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from forks import User, end, needs_root, run_as, start
 from racer import FakeCompiler, load, make_key
 from racers import Field
 
-from sonicmoe.jit import Artefact, CompileCache, CompileKey
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit import child as child_module
 
 pytestmark = needs_root
@@ -30,7 +29,7 @@ NO_LOG = Path(os.devnull)
 
 
 @pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
+def field(tmp_path):
     """A field that other users can reach, which pytest's own directories are not."""
     rehearse(Field(tmp_path))
     folder = Path(tempfile.mkdtemp())
@@ -39,7 +38,7 @@ def field(tmp_path: Path) -> Iterator[Field]:
     shutil.rmtree(folder)
 
 
-def rehearse(field: Field) -> None:
+def rehearse(field):
     """Import what the children need: another user may not be able to read the standard library."""
     os.truncate(Path(build(field), "kernel.so"), 1000)
     build(field)
@@ -47,36 +46,36 @@ def rehearse(field: Field) -> None:
     build(field)
 
 
-def member(number: int, umask: int) -> User:
+def member(number, umask):
     return User(30_000 + number, (30_100 + number, GROUP), umask)
 
 
-def group_cache(field: Field) -> None:
+def group_cache(field):
     """As docs/security.md says."""
     field.root.mkdir()
     os.chown(field.root, 0, GROUP)
     field.root.chmod(0o2770)
 
 
-def cache_of(field: Field) -> CompileCache:
+def cache_of(field):
     local = field.folder / f"local-{os.geteuid()}"
     return CompileCache(field.root, local, lock_timeout_s=2, visibility_timeout_s=0.1)
 
 
-def build(field: Field, key: CompileKey = KEY) -> str:
+def build(field, key=KEY):
     artefact = cache_of(field).build(key, FakeCompiler(key, NO_LOG))
     assert load(artefact) == 4096
     return str(artefact.path)
 
 
-def only_shared(field: Field) -> str:
+def only_shared(field):
     """The cache directory alone: a problem of it is an error here."""
     store = cache_of(field)._shared
     return str(store.build(KEY, FakeCompiler(KEY, NO_LOG)).path)
 
 
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_a_group_shares_what_its_members_build(field: Field, umask: int) -> None:
+def test_a_group_shares_what_its_members_build(field, umask):
     group_cache(field)
     one, two = member(1, umask), member(2, umask)
     path = run_as(one, lambda: build(field))
@@ -87,7 +86,7 @@ def test_a_group_shares_what_its_members_build(field: Field, umask: int) -> None
 
 
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_a_member_repairs_what_another_one_built(field: Field, umask: int) -> None:
+def test_a_member_repairs_what_another_one_built(field, umask):
     group_cache(field)
     one, two = member(1, umask), member(2, umask)
     path = Path(run_as(one, lambda: build(field)), "kernel.so")
@@ -100,18 +99,18 @@ def test_a_member_repairs_what_another_one_built(field: Field, umask: int) -> No
 
 
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_a_member_removes_what_a_killed_build_of_another_left(field: Field, umask: int) -> None:
+def test_a_member_removes_what_a_killed_build_of_another_left(field, umask):
     group_cache(field)
     one, two = member(1, umask), member(2, umask)
 
-    def stuck(folder: Path) -> None:
+    def stuck(folder):
         scratch = folder / ".scratch"
         scratch.mkdir()
         # A real build, whose compiler makes intermediate files and directories of its own.
         script = field.folder / "compiler.py"
         child_module.run_build_script("fake", script, {"build_directory": str(scratch)}, {})
 
-    def begin() -> None:
+    def begin():
         cache_of(field)._shared.build(KEY, stuck)
 
     # The interpreter may be out of reach for another user, so a shell plays the compiler.
@@ -131,12 +130,12 @@ def test_a_member_removes_what_a_killed_build_of_another_left(field: Field, umas
     assert list((field.root / "staging").iterdir()) == []
 
 
-def test_old_staging_of_kernels_that_nobody_builds_any_more_is_removed(field: Field) -> None:
+def test_old_staging_of_kernels_that_nobody_builds_any_more_is_removed(field):
     group_cache(field)
     one, two = member(1, 0o022), member(2, 0o022)
     keys = [make_key(size) for size in range(2, 8)]
 
-    def hang(folder: Path) -> None:
+    def hang(folder):
         (folder / "half").write_bytes(b"half")
         os.kill(os.getpid(), 9)
 
@@ -157,7 +156,7 @@ def test_old_staging_of_kernels_that_nobody_builds_any_more_is_removed(field: Fi
     assert sorted((field.root / "staging").iterdir()) == [left[0], *left[4:]]
 
 
-def hold(lock: Path) -> None:
+def hold(lock):
     with open(lock, "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         (lock.parents[1] / "held").touch()
@@ -165,9 +164,7 @@ def hold(lock: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700], ids=oct)
-def test_others_use_what_they_can_read_and_build_the_rest_for_themselves(
-    field: Field, mode: int
-) -> None:
+def test_others_use_what_they_can_read_and_build_the_rest_for_themselves(field, mode):
     owner, other = User(30_001, (30_101,), 0o777 & ~mode), User(30_002, (30_102,))
     field.folder.chmod(0o1777)
     field.root.mkdir()
@@ -185,37 +182,38 @@ def test_others_use_what_they_can_read_and_build_the_rest_for_themselves(
     assert sorted(path.name for path in field.root.iterdir()) == ["artefacts", "locks", "staging"]
 
 
-def evil_cache(folder: Path) -> Path:
+def evil_cache(folder):
     """A valid cache whose kernel is the attacker's."""
     store = CompileCache(folder / "evil", folder / "unused")
 
-    def evil(target: Path) -> None:
+    def evil(target):
         (target / "kernel.so").write_bytes(b"evil")
 
     store.build(KEY, evil)
     return folder / "evil"
 
 
-def test_a_stranger_in_the_temporary_directory_gains_nothing(field: Field) -> None:
-    """Somebody makes, links, swaps and removes the victim's directory while the victim publishes
-    and loads: the node's directory lies where every user can make names, as in /tmp.
-    """
-    field.folder.chmod(0o1777)
-    innocent = field.folder / "innocent"
-    (innocent / "rebuilt-here").mkdir(mode=0o700, parents=True)
-    stranger, target = User(30_009, (30_009,)), field.folder / "local"
+class Stranger:
+    """Makes, links, swaps and removes the victim's directory without end."""
 
-    def flip(evil: Path) -> None:
+    def __init__(self, field):
+        self.field, self.target = field, field.folder / "local"
+        self.home = field.folder / "home"
+        self.innocent = field.folder / "innocent"
+        (self.innocent / "rebuilt-here").mkdir(mode=0o700, parents=True)
+
+    def flip(self, evil):
         """Let a link lead to a directory of the victim's, which passes every check, and to the
         attacker's, so that a check and a use by name may see different ones.
         """
         for number in range(60):
-            link = field.folder / "link"
-            link.symlink_to(evil if number % 2 else innocent)
-            link.rename(target)
+            link = self.field.folder / "link"
+            link.symlink_to(evil if number % 2 else self.innocent)
+            link.rename(self.target)
             time.sleep(0.001)
 
-    def squat(evil: Path) -> None:
+    def squat(self, evil):
+        target = self.target
         for make in (
             lambda: shutil.copytree(evil, target),
             lambda: target.mkdir(0o777),
@@ -224,36 +222,42 @@ def test_a_stranger_in_the_temporary_directory_gains_nothing(field: Field) -> No
             make()
             shutil.rmtree(target) if target.is_dir() else target.unlink()
 
-    def attack() -> None:
-        home = field.folder / "home"
-        home.mkdir()
-        evil = evil_cache(home)
+    def attack(self):
+        self.home.mkdir()
+        evil = evil_cache(self.home)
         (evil / "rebuilt-here").mkdir()
         shutil.copytree(evil / "artefacts", evil / "rebuilt-here" / "artefacts")
-        (home / "ready").touch()
+        (self.home / "ready").touch()
         while True:
-            for trick in (flip, squat):
+            for trick in (self.flip, self.squat):
                 with suppress(OSError):
-                    target.unlink(missing_ok=True)
+                    self.target.unlink(missing_ok=True)
                 with suppress(OSError):
                     trick(evil)
 
-    def loader(artefact: Artefact) -> bytes:
+
+def test_a_stranger_in_the_temporary_directory_gains_nothing(field):
+    """While the victim publishes and loads: the node's directory lies where every user can make
+    names, as in /tmp.
+    """
+    field.folder.chmod(0o1777)
+    stranger = Stranger(field)
+    ran, outcomes = [], {"loaded": 0, "refused": 0}
+
+    def loader(artefact):
         content = artefact.file("kernel.so").read_bytes()
         ran.append(content)
         if artefact.path.is_relative_to(field.root):
             raise OSError("does not load here")
         return content
 
-    attacker = start(attack, stranger)
-    ran: list[bytes] = []
-    outcomes = {"loaded": 0, "refused": 0}
+    attacker = start(stranger.attack, User(30_009, (30_009,)))
     try:
-        Field.until((field.folder / "home" / "ready").exists)
+        Field.until((stranger.home / "ready").exists)
         for attempt in range(ATTEMPTS):
             root = field.root if attempt % 4 else Path("/proc/1/mem")
             cache = CompileCache(
-                root, target, lock_timeout_s=2, visibility_timeout_s=0, host="here"
+                root, stranger.target, lock_timeout_s=2, visibility_timeout_s=0, host="here"
             )
             try:
                 cache.get(KEY, FakeCompiler(KEY, field.log), loader)
@@ -262,8 +266,8 @@ def test_a_stranger_in_the_temporary_directory_gains_nothing(field: Field) -> No
                 assert type(error).__name__ in {"CacheUnwritableError", "ArtefactLoadError"}, error
                 outcomes["refused"] += 1
             with suppress(FileNotFoundError):  # the attacker moves it away at any moment
-                if target.lstat().st_uid == 0:
-                    shutil.rmtree(target)
+                if stranger.target.lstat().st_uid == 0:
+                    shutil.rmtree(stranger.target)
     finally:
         end(attacker)
     assert ran.count(b"evil") == 0, "the attacker's code ran"
