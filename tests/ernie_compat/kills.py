@@ -9,7 +9,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -42,18 +41,18 @@ class Kill:
 class Victim:
     """One run in one directory, started anew or continued as often as needed."""
 
-    def __init__(self, directory: Path, framework: str = "torch", steps: int = 100_000) -> None:
+    def __init__(self, directory, framework="torch", steps=100_000):
         """`steps` is the length of the run; a short one may end before it is killed."""
         directory.mkdir(parents=True, exist_ok=True)
         self.out, self.text = directory / "run", write_text(directory / "text")
         self._framework, self._steps = framework, steps
 
     @property
-    def checkpoint(self) -> Path:
+    def checkpoint(self):
         return self.out / "checkpoint.npz"
 
     @property
-    def saved_step(self) -> int:
+    def saved_step(self):
         """Of the checkpoint, which has to be whole; 0 before the first."""
         if not self.checkpoint.exists():
             return 0
@@ -65,7 +64,7 @@ class Victim:
         assert done[:step] == list(range(1, step + 1))
         return step
 
-    def start(self, steps: int | None = None) -> subprocess.Popen[str]:
+    def start(self, steps=None):
         """Continue it where there is a checkpoint; start it anew where there is none."""
         options = ["--steps", str(steps or self._steps)]
         if self.checkpoint.exists():
@@ -76,7 +75,7 @@ class Victim:
         command = ["-m", "sonicmoe.cli.train", *options, "--out", str(self.out)]
         return processes.start(command, environment(), ROOT)
 
-    def kill(self, number: signal.Signals, rng: random.Random) -> Kill:
+    def kill(self, number, rng):
         """Start it, and send the signal at a random moment: while it starts, or in some step."""
         before, metrics = self.saved_step, self.out / "metrics.jsonl"
         lines = metrics.read_text().count("\n") if metrics.exists() else 0
@@ -98,7 +97,7 @@ class Victim:
         return Kill(number, process.returncode, before, self.saved_step)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=15)

@@ -47,7 +47,7 @@ def scenario_config(name, framework="torch"):
 
 
 def run_scenario(name, framework, corpus, directory, parallel=None):
-    """Train, recording the reduced gradients of the first step."""
+    """Train; a resumed run leaves what it has loaded."""
     config = scenario_config(name, framework)
     if parallel is None:
         config = run_config(
@@ -57,10 +57,26 @@ def run_scenario(name, framework, corpus, directory, parallel=None):
     trainer = (Trainer.resume if resume else Trainer.start)(config, corpus, directory, parallel)
     if resume:
         write(directory / "loaded.npz", trainer.learners[MAIN].state(), trainer)
-    gradients = record_gradients(trainer.learners[MAIN])
     trainer.train(should_stop=lambda: trainer.step >= stop_after)
-    write(directory / "gradients.npz", gradients, trainer)
     return trainer
+
+
+def watch_every_training():
+    """Each leaves the gradients of its first step, and the losses that this rank has seen, beside
+    its checkpoint.
+    """
+    train = Trainer.train
+
+    def watched(trainer, *arguments, **options):
+        gradients = record_gradients(trainer.learners[MAIN])
+        done = train(trainer, *arguments, **options)
+        write(trainer.directory / "gradients.npz", gradients, trainer)
+        losses = json.dumps([record.loss for record in trainer.records])
+        rank = trainer.parallel.layout.rank
+        (trainer.directory / f"losses{rank}.json").write_text(losses)
+        return done
+
+    Trainer.train = watched
 
 
 def record_gradients(learner):
@@ -72,14 +88,8 @@ def record_gradients(learner):
     def watched():
         reduce()
         if not seen:
-            attribute = (
-                "main_grad"
-                if hasattr(next(iter(learner.parameters.values())), "main_grad")
-                else "grad"
-            )
-            local = {
-                n: np.array(getattr(p, attribute).numpy()) for n, p in learner.parameters.items()
-            }
+            named = learner.parameters.items()
+            local = {n: np.array(getattr(p, learner.gradient).numpy()) for n, p in named}
             seen.update(gather_state(local, learner.parallel, learner.model.num_experts))
 
     learner._reduce_gradients = watched
@@ -92,6 +102,7 @@ def write(path, arrays, trainer):
 
 
 def main(framework, text, directory, scenarios):
+    watch_every_training()
     corpus = load_corpus([text])
     for scenario in scenarios:
         name, _, port = scenario.partition("=")
@@ -99,9 +110,7 @@ def main(framework, text, directory, scenarios):
         layout = RankLayout(read_launch(), SCENARIOS[name][0])
         waits = scenario_config(name, framework).wait_for_counts
         parallel = make_parallel(framework, layout, 1024, waits)
-        trainer = run_scenario(name, framework, corpus, directory / name, parallel)
-        losses = [record.loss for record in trainer.records]
-        (directory / name / f"losses{layout.rank}.json").write_text(json.dumps(losses))
+        run_scenario(name, framework, corpus, directory / name, parallel)
         parallel.close()
 
 

@@ -8,8 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,36 +20,30 @@ from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from sonicmoe.frameworks import load
+from sonicmoe.log import forget_what_was_said
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SIZES = ModelConfig(
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_experts=4,
-    topk=2,
-    intermediate_size=32,
-    seq_len=16,
-)
+    hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16
+)  # fmt: skip
 SIZE_OPTIONS = "--hidden 32 --layers 2 --heads 2 --experts 4 --topk 2 --intermediate 32 --seq-len 16 --batch 4".split()  # noqa: SIM905
 SENTENCES = "the node adds, the router picks; every expert learns what the others leave. {} tokens went by.\n"
 
 
-def train_config(**changes: Any) -> TrainConfig:
+def train_config(**changes):
     """Four sequences a step, no checkpoint but the last."""
-    return TrainConfig(
-        **{"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1, **changes}
-    )
+    given = {"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1}
+    return TrainConfig(**(given | changes))
 
 
-def run_config(**changes: Any) -> RunConfig:
+def run_config(**changes):
     """A `RunConfig` of the small model; keyword `train` replaces fields of its `TrainConfig`."""
     train = train_config(**changes.pop("train", {}))
     return RunConfig(**{"model": SIZES, "train": train, "framework": "torch", **changes})
 
 
-def write_text(directory: Path) -> Path:
+def write_text(directory):
     """Some twenty kilobytes of text in two files; returns their directory."""
     directory.mkdir(exist_ok=True)
     for name in ("a.txt", "b.txt"):
@@ -59,7 +51,7 @@ def write_text(directory: Path) -> Path:
     return directory
 
 
-def environment() -> dict[str, str]:
+def environment():
     """The caller's, with the checkout importable and one computing thread, so that parallel test
     workers do not trip over each other.
     """
@@ -71,24 +63,24 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_train(*arguments):
     """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
     return run_python(["-m", "sonicmoe.cli.train", *arguments])
 
 
-def run_python(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_python(command):
     """`python COMMAND` to its end."""
     return processes.run(command, environment(), ROOT, timeout=300)
 
 
-def run_program(program: str, *arguments: str) -> Any:
+def run_program(program, *arguments):
     """Run Python source in a process of its own and return the JSON of its last line of output."""
     result = run_python(["-c", program, *arguments])
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def first_steps(framework: str, precision: str, text: str | Path) -> dict[str, Any]:
+def first_steps(framework, precision, text):
     """Held-out loss of the initial weights and the figures of four steps, plain values."""
     corpus, train = load_corpus([text]), train_config()
     learner = make_learner(framework, SIZES, train, precision, "auto")
@@ -112,7 +104,7 @@ def first_steps(framework: str, precision: str, text: str | Path) -> dict[str, A
     }
 
 
-def trained_by(framework: str, text: str | Path, flush: str | None, parts: int) -> dict[str, Any]:
+def trained_by(framework, text, flush, parts):
     """Three FP8 steps of `parts` micro-batches: losses, a digest of what was learned, bytes of
     gradients that the nodes hold, and what the log says of gradients. flush: of every node; None
     as the model has it.
@@ -120,11 +112,10 @@ def trained_by(framework: str, text: str | Path, flush: str | None, parts: int) 
     corpus, train = load_corpus([text]), train_config(micro_batches=parts)
     load(framework)
     from ernie_compat import decoder
-    from sonicmoe.gradients import sink
 
     lines: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sink, "_said", set()))  # once per process
+        forget_what_was_said()  # as in a new process
         stack.enter_context(heard(lines))
         if flush is not None:
             made = partial(decoder.SonicMoEMlpNode, flush=flush)
@@ -143,7 +134,7 @@ def trained_by(framework: str, text: str | Path, flush: str | None, parts: int) 
 
 
 @contextmanager
-def heard(lines: list[str]) -> Iterator[None]:
+def heard(lines):
     """Appends every line of the package's log."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

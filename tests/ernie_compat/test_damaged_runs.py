@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -22,7 +20,7 @@ from sonicmoe.errors import SonicMoEError
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """The directory of a run of two steps beside its twin."""
     place = tmp_path_factory.mktemp("run")
     corpus = load_corpus([write_text(place / "text")])
@@ -33,9 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "out"
 
 
-def survivors(
-    damaged: Iterator[tuple[str, bytes]], path: Path, read: Callable[[], object]
-) -> tuple[int, int]:
+def survivors(damaged, path, read):
     """Write each variant to `path` and read it: how many were read, how many refused. Any other
     exception fails the test with the kind of damage.
     """
@@ -53,9 +49,7 @@ def survivors(
     return good, bad
 
 
-def test_a_damaged_checkpoint_is_read_or_refused(
-    run: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_damaged_checkpoint_is_read_or_refused(run, tmp_path, request):
     header, arrays = load_checkpoint(run / "checkpoint.npz")
     del header["format"]
     # A few of the arrays, because every case reads all of them.
@@ -65,7 +59,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(
     shapes = {name: array.shape for name, array in kept.items()}
     config = SavedRun.read(whole).config
 
-    def read() -> None:
+    def read():
         SavedRun.read(path).require_resumable(config)
         require_matching_arrays(load_checkpoint(path)[1], shapes)
 
@@ -76,9 +70,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
-def test_damaged_results_are_read_or_refused(
-    run: Path, tmp_path: Path, request: pytest.FixtureRequest, name: str
-) -> None:
+def test_damaged_results_are_read_or_refused(run, tmp_path, request, name):
     out = tmp_path / "out"
     shutil.copytree(run, out)
     count = request.config.getoption("--attacks")
@@ -87,46 +79,32 @@ def test_damaged_results_are_read_or_refused(
     assert bad > 0 and good + bad == count
 
 
-DEEP = "[" * 1500 + "]" * 1500
+HEAD = "main/weight/lm_head.weight"
+# What makes a checkpoint, sound as a file, no run: changes of its header and arrays.
+FOREIGN = {
+    "no step": lambda header, arrays: header.pop("step"),
+    "text step": lambda header, arrays: header.update(step="two"),
+    "negative step": lambda header, arrays: header.update(step=-1),
+    "null config": lambda header, arrays: header.update(config=None),
+    "null model": lambda header, arrays: header["config"].update(model=None),
+    "text size": lambda header, arrays: header["config"]["model"].update(hidden_size="32"),
+    "size for a supercomputer": lambda header, arrays: header["config"]["model"].update(hidden_size=2**40),
+    "layers without end": lambda header, arrays: header["config"]["model"].update(num_layers=10**20),
+    "infinite schedule": lambda header, arrays: header["config"]["train"].update(min_lr_ratio=float("inf")),
+    "text schedule": lambda header, arrays: header["config"]["train"].update(warmup_ratio="0.1"),
+    "data of numbers": lambda header, arrays: header.update(data=[1]),
+    "text that is gone": lambda header, arrays: header.update(data=["/no/such/text"]),
+    "other dtype": lambda header, arrays: arrays.update({HEAD: arrays[HEAD].astype("f8")}),
+    "arrays of text": lambda header, arrays: arrays.update({HEAD: arrays[HEAD].astype("U8")}),
+    "no moments": lambda header, arrays: arrays.pop("main/moment1/lm_head.weight"),
+}  # fmt: skip
 
 
-def foreign(run: Path, kind: str) -> tuple[dict, dict]:
-    """The header and arrays of a checkpoint that is sound as a file, and no run."""
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_resuming_a_foreign_checkpoint_is_one_line(run, tmp_path, kind):
     header, arrays = load_checkpoint(run / "checkpoint.npz")
     del header["format"]
-    config = header["config"]
-    changes = {
-        "no step": lambda: header.pop("step"),
-        "text step": lambda: header.update(step="two"),
-        "negative step": lambda: header.update(step=-1),
-        "null config": lambda: header.update(config=None),
-        "null model": lambda: config.update(model=None),
-        "text size": lambda: config["model"].update(hidden_size="32"),
-        "size for a supercomputer": lambda: config["model"].update(hidden_size=2**40),
-        "layers without end": lambda: config["model"].update(num_layers=10**20),
-        "infinite schedule": lambda: config["train"].update(min_lr_ratio=float("inf")),
-        "text schedule": lambda: config["train"].update(warmup_ratio="0.1"),
-        "data of numbers": lambda: header.update(data=[1]),
-        "text that is gone": lambda: header.update(data=["/no/such/text"]),
-        "other dtype": lambda: arrays.update(
-            {"main/weight/lm_head.weight": arrays["main/weight/lm_head.weight"].astype("f8")}
-        ),
-        "arrays of text": lambda: arrays.update(
-            {"main/weight/lm_head.weight": arrays["main/weight/lm_head.weight"].astype("U8")}
-        ),
-        "no moments": lambda: arrays.pop("main/moment1/lm_head.weight"),
-    }
-    changes[kind]()
-    return header, arrays
-
-
-@pytest.mark.parametrize("kind", [
-    "no step", "text step", "negative step", "null config", "null model", "text size", "size for a supercomputer",
-    "layers without end", "infinite schedule", "text schedule", "data of numbers", "text that is gone", "other dtype",
-    "arrays of text", "no moments",
-])  # fmt: skip
-def test_resuming_a_foreign_checkpoint_is_one_line(run: Path, tmp_path: Path, kind: str) -> None:
-    header, arrays = foreign(run, kind)
+    FOREIGN[kind](header, arrays)
     save_checkpoint(tmp_path / "checkpoint.npz", header, arrays)
     result = CliRunner().invoke(main, ["train", "--resume", "--out", str(tmp_path)])
     line = result.stderr.splitlines()[-1]
@@ -137,9 +115,7 @@ def test_resuming_a_foreign_checkpoint_is_one_line(run: Path, tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("content", [NESTED, "", "null", "[]", "{", '{"step": 1}'])
-def test_a_header_that_is_no_object_is_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
+def test_a_header_that_is_no_object_is_refused(run, tmp_path, monkeypatch, content):
     monkeypatch.setattr("ernie_compat.checkpoint.json.dumps", lambda _: content)
     save_checkpoint(tmp_path / "checkpoint.npz", {}, {})
     monkeypatch.undo()
@@ -147,18 +123,10 @@ def test_a_header_that_is_no_object_is_refused(
         SavedRun.read(tmp_path / "checkpoint.npz")
 
 
-def test_sizes_of_the_command_are_refused_with_an_estimate(tmp_path: Path) -> None:
+def test_sizes_of_the_command_are_refused_with_an_estimate(tmp_path):
     for options in (["--hidden", str(10**12)], ["--layers", "9" * 20], ["--batch", str(10**12)]):
-        arguments = [
-            "train",
-            "--framework",
-            "torch",
-            *SIZE_OPTIONS,
-            *options,
-            "--out",
-            str(tmp_path),
-        ]
-        result = CliRunner().invoke(main, arguments)
+        arguments = ["train", "--framework", "torch", *SIZE_OPTIONS, *options]
+        result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path)])
         assert result.exit_code == 2, result.output
         (line,) = result.stderr.splitlines()
         assert "GiB of memory, and this machine has" in line

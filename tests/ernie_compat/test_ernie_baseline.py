@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from small_run import SIZES, run_config
 
 from ernie_compat import trainer as trainer_module
 from ernie_compat.checkpoint import CheckpointError, read_header
-from ernie_compat.corpus import Corpus
 from ernie_compat.learner import make_learner
 from ernie_compat.metrics import StepResult
 from ernie_compat.precision import engine_in_use
@@ -22,7 +19,7 @@ from ernie_compat.trainer import (
     TrainingError,
     baseline_for,
 )
-from sonicmoe.errors import ConfigError, EngineUnavailableError
+from sonicmoe.errors import EngineUnavailableError
 
 
 class Recorded:
@@ -30,28 +27,25 @@ class Recorded:
 
     device, num_parameters = "cuda:0", 1
 
-    def __init__(self, precision: str, engine: str, loss: float = 2.0) -> None:
+    def __init__(self, precision, engine, loss=2.0):
         self.precision, self.loss = precision, loss
-        self.engine = (
-            {"fp8": "hopper", "bf16": "bf16"}.get(precision, "reference")
-            if engine == "auto"
-            else engine
-        )
+        chosen = {"fp8": "hopper", "bf16": "bf16"}.get(precision, "reference")
+        self.engine = chosen if engine == "auto" else engine
 
-    def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+    def train_step(self, tokens, learning_rate):
         return StepResult(self.loss, 1.0, 1.0, 1.0, np.ones((1, SIZES.num_experts), dtype=np.int64))
 
-    def evaluate(self, tokens: np.ndarray) -> float:
+    def evaluate(self, tokens):
         return self.loss
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self):
         return {}
 
     load_state = state
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     """As where `auto` is the Hopper engine for FP8 and the BF16 engine for bf16."""
     monkeypatch.setattr(
         trainer_module, "make_learner", lambda framework, model, train, precision, engine, parallel: Recorded(precision, engine)
@@ -70,9 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bf16", "auto", None, ("fp32", "reference")),
     ],
 )
-def test_baseline_and_its_engine(
-    corpus: Corpus, tmp_path: Path, precision, engine, against, wanted
-) -> None:
+def test_baseline_and_its_engine(corpus, tmp_path, precision, engine, against, wanted):
     config = run_config(precision=precision, engine=engine, compare=True, against=against)
     trainer = Trainer.start(config, corpus, tmp_path)
     twin = trainer.learners[FULL_PRECISION]
@@ -84,15 +76,13 @@ def test_baseline_and_its_engine(
     assert summary["engine_used"] == trainer.learners[MAIN].engine and summary["engine"] == engine
 
 
-def test_baseline_for() -> None:
+def test_baseline_for():
     assert {engine: baseline_for(engine) for engine in ("hopper", "bf16", "reference")} == {
         "hopper": "bf16", "bf16": "fp32", "reference": "fp32",
     }  # fmt: skip
 
 
-def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(corpus, tmp_path):
     alone = Trainer.start(run_config(precision="bf16"), corpus, tmp_path / "alone")
     compared = Trainer.start(
         run_config(compare=True, against="bf16"), corpus, tmp_path / "compared"
@@ -103,15 +93,11 @@ def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(
     summary, own = compared.summary(), alone.summary()
     assert summary["loss_end_full_precision"] == own["loss_end"] != summary["loss_end"]
     assert summary["held_out_loss_full_precision"] == own["held_out_loss"]
-    assert (
-        own["loss_end_full_precision"]
-        is own["seconds_per_step_full_precision"]
-        is own["against"]
-        is None
-    )
+    of_twin = "loss_end_full_precision", "seconds_per_step_full_precision", "against"
+    assert [own[name] for name in of_twin] == [None] * 3
 
 
-def test_a_resumed_run_keeps_its_baseline(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_baseline(corpus, tmp_path):
     config = run_config(compare=True, against="bf16")
     first = Trainer.start(config, corpus, tmp_path)
     first.train(should_stop=lambda: first.step >= 3)
@@ -121,28 +107,22 @@ def test_a_resumed_run_keeps_its_baseline(corpus: Corpus, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_twin_that_diverges_stops_the_run(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_twin_that_diverges_stops_the_run(corpus, tmp_path):
     trainer = Trainer.start(run_config(compare=True), corpus, tmp_path)
     trainer.learners[FULL_PRECISION].loss = float("nan")
-    with pytest.raises(
-        TrainingError, match=r"step 1: loss nan, gradient norm 1\.0 of the run in full precision"
-    ):
+    words = r"step 1: loss nan, gradient norm 1\.0 of the run in full precision"
+    with pytest.raises(TrainingError, match=words):
         trainer.train()
 
 
-def test_unknown_baseline() -> None:
-    with pytest.raises(ConfigError, match="against is 'fp16'"):
-        run_config(compare=True, against="fp16")
-
-
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
-def test_the_engine_named_is_the_one_the_nodes_chose(precision: str) -> None:
+def test_the_engine_named_is_the_one_the_nodes_chose(precision):
     learner = make_learner("torch", SIZES, run_config().train, precision, "auto")
     chosen = {node._choices.latest.engine.name for node in learner.decoder.nodes}
     assert chosen == {learner.engine} == {"reference"}
 
 
-def test_an_engine_that_cannot_run_is_never_named() -> None:
+def test_an_engine_that_cannot_run_is_never_named():
     with pytest.raises(EngineUnavailableError, match="hopper"):
         engine_in_use(SIZES, "fp8", "hopper", "cpu")
     with pytest.raises(EngineUnavailableError, match="bf16"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ ARRAYS = {
 }
 
 
-def test_round_trip_is_exact(tmp_path: Path) -> None:
+def test_round_trip_is_exact(tmp_path):
     path = tmp_path / "made" / "checkpoint.npz"
     odd = {"w": np.array([np.nan, -0.0, 1e-45, 3.4e38], dtype=np.float32), **ARRAYS}
     save_checkpoint(path, {"step": 3, "config": {"a": [1]}}, odd)
@@ -37,9 +36,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
-def test_a_failure_keeps_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch, moment):
     path = tmp_path / "checkpoint.npz"
     save_checkpoint(path, {"step": 1}, ARRAYS)
     before = path.read_bytes()
@@ -64,7 +61,7 @@ def test_a_failure_keeps_the_old_checkpoint(
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "other zip", "missing", "directory"])
-def test_damage_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+def test_damage_is_one_clear_error(tmp_path, damage):
     path = tmp_path / "checkpoint.npz"
     save_checkpoint(path, {"step": 1}, ARRAYS)
     content = path.read_bytes()
@@ -84,7 +81,7 @@ def test_damage_is_one_clear_error(tmp_path: Path, damage: str) -> None:
         load_checkpoint(path)
 
 
-def test_unknown_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_format_is_named(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.npz"
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
     save_checkpoint(path, {}, ARRAYS)
@@ -93,7 +90,7 @@ def test_unknown_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_header(path)
 
 
-def zeros(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+def zeros(**shapes):
     return {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
@@ -109,6 +106,6 @@ def zeros(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
         (zeros(a=(2, 3), b=(2,), c=(1,)), "'c' has no place"),
     ],
 )
-def test_mismatching_arrays_are_named(arrays: dict[str, np.ndarray], message: str) -> None:
+def test_mismatching_arrays_are_named(arrays, message):
     with pytest.raises(CheckpointError, match=message):
         require_matching_arrays(arrays, {"a": (2, 3), "b": (2,)})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from ernie_compat.corpus import FILE_SEPARATOR, CorpusError, load_corpus, standard_library_files
 
 
-def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path: Path) -> None:
+def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"second" * 20)
     (tmp_path / "a.txt").write_bytes(b"first" * 20)
     corpus = load_corpus([tmp_path])
@@ -19,7 +17,7 @@ def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path: P
     assert corpus.num_files == 2
 
 
-def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path: Path) -> None:
+def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path):
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "site-packages").mkdir()
     for name in (".hidden/x", "site-packages/y", ".z"):
@@ -32,21 +30,21 @@ def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path: Path)
     assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == b"kept"
 
 
-def test_a_file_named_directly_is_read_whatever_it_holds(tmp_path: Path) -> None:
+def test_a_file_named_directly_is_read_whatever_it_holds(tmp_path):
     path = tmp_path / ".raw"
     path.write_bytes(bytes(range(256)))
     corpus = load_corpus([path])
     assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == bytes(range(256))
 
 
-def test_default_is_the_standard_library_without_its_tests() -> None:
+def test_default_is_the_standard_library_without_its_tests():
     files = list(standard_library_files())
     assert {"abc.py", "argparse.py"} <= {path.name for path in files}
     assert all(path.suffix == ".py" and "site-packages" not in path.parts for path in files)
     assert not any("test" in path.parts[-2:] for path in files)
 
 
-def test_batches_depend_on_seed_and_step_only(corpus) -> None:
+def test_batches_depend_on_seed_and_step_only(corpus):
     batch = corpus.batch(step=7, batch_size=5, seq_len=16, seed=3)
     assert batch.shape == (5, 17) and batch.dtype == np.int64
     corpus.batch(step=8, batch_size=5, seq_len=16, seed=3)
@@ -55,7 +53,7 @@ def test_batches_depend_on_seed_and_step_only(corpus) -> None:
     assert not np.array_equal(batch, corpus.batch(step=7, batch_size=5, seq_len=16, seed=4))
 
 
-def test_batches_are_windows_of_their_own_part(corpus) -> None:
+def test_batches_are_windows_of_their_own_part(corpus):
     training, held_out = corpus.train.tobytes(), corpus.held_out.tobytes()
     for row in corpus.batch(step=1, batch_size=20, seq_len=30, seed=0):
         assert bytes(row.tolist()) in training
@@ -63,7 +61,7 @@ def test_batches_are_windows_of_their_own_part(corpus) -> None:
         assert bytes(row.tolist()) in held_out
 
 
-def test_text_exactly_one_window_long_is_enough_and_one_byte_less_is_not(tmp_path: Path) -> None:
+def test_text_exactly_one_window_long_is_enough_and_one_byte_less_is_not(tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes(b"0123456789" * 100)
     corpus = load_corpus([path])
@@ -74,7 +72,7 @@ def test_text_exactly_one_window_long_is_enough_and_one_byte_less_is_not(tmp_pat
         corpus.require_length(50)
 
 
-def test_reading_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reading_stops_at_the_limit(tmp_path, caplog):
     (tmp_path / "a").write_bytes(b"a" * 60)
     (tmp_path / "b").write_bytes(b"b" * 60)
     (tmp_path / "c").write_bytes(b"c" * 60)
@@ -86,7 +84,7 @@ def test_reading_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "passes 100 bytes" in caplog.text
 
 
-def test_same_text_same_fingerprint(tmp_path: Path) -> None:
+def test_same_text_same_fingerprint(tmp_path):
     (tmp_path / "x").write_text("some text")
     before = load_corpus([tmp_path]).sha256
     assert load_corpus([tmp_path]).sha256 == before
@@ -95,7 +93,7 @@ def test_same_text_same_fingerprint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["missing", "empty file", "empty directory"])
-def test_no_text_is_refused_by_name(tmp_path: Path, make: str) -> None:
+def test_no_text_is_refused_by_name(tmp_path, make):
     path = tmp_path / "here"
     if make == "empty file":
         path.touch()

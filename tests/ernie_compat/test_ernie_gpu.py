@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ import torch
 from small_run import SIZES, run_config
 
 from ernie_compat import decoder
-from ernie_compat.corpus import Corpus
 from ernie_compat.learner import make_learner
-from ernie_compat.model_config import RunConfig
 from ernie_compat.precision import node_config
 from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -40,7 +37,7 @@ SCHEDULE = {"steps": 12, "batch_size": 8, "micro_batches": 2, "lr": 5e-4}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def compiled():
     for precision in ("fp8", "bf16"):
         assert warmup_jit(
             E, H, I, "cuda", config=node_config(precision, "auto"), jobs=os.cpu_count()
@@ -48,13 +45,11 @@ def compiled() -> None:
 
 
 @pytest.fixture
-def config() -> RunConfig:
+def config():
     return run_config(model=MODEL, precision="fp8", engine="hopper", compare=True, train=SCHEDULE)
 
 
-def test_compared_with_bf16_on_its_engine(
-    config: RunConfig, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_compared_with_bf16_on_its_engine(config, corpus, tmp_path):
     trainer = Trainer.start(config, corpus, tmp_path)
     assert {name: learner.engine for name, learner in trainer.learners.items()} == {
         MAIN: "hopper", FULL_PRECISION: "bf16",
@@ -76,8 +71,8 @@ def test_compared_with_bf16_on_its_engine(
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_straight_into_main_grad_teach_what_collected_ones_do(
-    config: RunConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, parts: int
-) -> None:
+    config, corpus, monkeypatch, parts
+):
     """Equal bits, because gradients are zero before the first micro-batch."""
     train = replace(config.train, micro_batches=parts)
     found = []
@@ -97,9 +92,7 @@ def test_gradients_straight_into_main_grad_teach_what_collected_ones_do(
     assert [name for name in wanted if not np.array_equal(learned[name], wanted[name])] == []
 
 
-def test_stopped_and_resumed_it_ends_with_the_same_bits(
-    config: RunConfig, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_it_ends_with_the_same_bits(config, corpus, tmp_path):
     whole, first = (Trainer.start(config, corpus, tmp_path / name) for name in ("whole", "parts"))
     assert whole.train() and not first.train(should_stop=lambda: first.step >= 7)
     second = Trainer.resume(config, corpus, tmp_path / "parts")
@@ -114,7 +107,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_a_step_waits_for_nothing(config: RunConfig, corpus: Corpus, precision: str) -> None:
+def test_a_step_waits_for_nothing(config, corpus, precision):
     learner = make_learner("torch", MODEL, config.train, precision, "auto")
     tokens = corpus.batch(1, 8, MODEL.seq_len, 0)
     batches = [learner._inputs_and_targets(part) for part in np.split(tokens, 2)]
@@ -129,7 +122,7 @@ def test_a_step_waits_for_nothing(config: RunConfig, corpus: Corpus, precision: 
     assert figures[1][0] < figures[0][0]
 
 
-def test_fp32_is_fp32_throughout(config: RunConfig, corpus: Corpus) -> None:
+def test_fp32_is_fp32_throughout(config, corpus):
     """On the reference engine, with plain products around it: the host's numbers."""
     tokens = corpus.batch(1, 8, MODEL.seq_len, 0)
     learner = make_learner("torch", MODEL, config.train, "fp32", "reference")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,24 +22,24 @@ from ernie_compat.model_config import smoothing_window
 from ernie_compat.plots import binned, plot_expert_load, plot_loss
 
 
-def record(step: int, loss: float = 3.0, reference: float | None = None) -> StepRecord:
+def record(step, loss=3.0, reference=None):
     load = ((0.5, 0.25, 0.25), (0.2, 0.2, 0.6))
     return StepRecord(step, loss, 1.0, 2.0, 0.5, 1e-3, 1000.0, 0.1, 1.65, load, reference)
 
 
-def test_expert_load_and_imbalance() -> None:
+def test_expert_load_and_imbalance():
     counts = np.array([[4, 0, 0, 0], [1, 1, 1, 1]])
     assert expert_load(counts) == ((1.0, 0.0, 0.0, 0.0), (0.25, 0.25, 0.25, 0.25))
     assert load_imbalance(counts) == pytest.approx((4 + 1) / 2)
     assert load_imbalance(np.zeros((1, 4))) == 0
 
 
-def test_smoothing_is_the_mean_of_what_is_there() -> None:
+def test_smoothing_is_the_mean_of_what_is_there():
     assert smoothed([4.0, 2.0, 0.0, 6.0], window=2).tolist() == [4.0, 3.0, 1.0, 3.0]
     assert smoothed([4.0, 2.0], window=25).tolist() == [4.0, 3.0]
 
 
-def test_short_runs_are_smoothed_over_a_quarter() -> None:
+def test_short_runs_are_smoothed_over_a_quarter():
     windows = {1: 1, 7: 1, 8: 2, 20: 5, 99: 24, 100: 25, 10_000: 25}
     assert {steps: smoothing_window(steps) for steps in windows} == windows
     losses = [*(15 * [9.0]), *(5 * [1.0])]
@@ -52,7 +51,7 @@ def test_short_runs_are_smoothed_over_a_quarter() -> None:
     )
 
 
-def test_loss_gap_is_the_mean_relative_difference_of_the_tail() -> None:
+def test_loss_gap_is_the_mean_relative_difference_of_the_tail():
     reference = [2.0] * 8
     assert loss_gap(reference, reference) == 0
     assert loss_gap([9.0] * 6 + [2.02, 1.96], reference, window=1, tail=0.25) == pytest.approx(
@@ -64,12 +63,12 @@ def test_loss_gap_is_the_mean_relative_difference_of_the_tail() -> None:
         loss_gap([1.0] * 3, reference)
 
 
-def test_recorded_gap_needs_a_twin() -> None:
+def test_recorded_gap_needs_a_twin():
     assert recorded_loss_gap([record(1)]) is None
     assert recorded_loss_gap([record(1, 3.0, 2.0)]) == pytest.approx(0.5)
 
 
-def test_metrics_file_round_trip_and_restart(tmp_path: Path) -> None:
+def test_metrics_file_round_trip_and_restart(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [record(step, reference=2.5) for step in (1, 2, 3)]
     with MetricsFile(path) as metrics:
@@ -82,7 +81,7 @@ def test_metrics_file_round_trip_and_restart(tmp_path: Path) -> None:
     assert [(item.step, item.loss) for item in read_metrics(path)] == [(1, 3.0), (2, 3.0), (3, 9.0)]
 
 
-def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path: Path) -> None:
+def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, [record(1), record(2)]):
         pass
@@ -94,25 +93,25 @@ def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path: Pa
         read_metrics(path)
 
 
-def test_binning_keeps_means() -> None:
+def test_binning_keeps_means():
     assert binned([[1.0], [3.0], [5.0], [7.0]], 2).tolist() == [[2.0], [6.0]]
     assert binned([[1.0], [3.0]], 150).tolist() == [[1.0], [3.0]]
 
 
-def colours(path: Path) -> np.ndarray:
+def colours(path):
     """RGB of a PNG, fp32 `[H, W, 3]`."""
     from matplotlib.image import imread
 
     return imread(path)[:, :, :3]
 
 
-def share_near(image: np.ndarray, colour: str) -> float:
+def share_near(image, colour):
     from matplotlib.colors import to_rgb
 
     return float((np.abs(image - np.array(to_rgb(colour))).max(axis=-1) < 0.1).mean())
 
 
-def test_loss_plot_shows_both_curves_and_the_gap(tmp_path: Path) -> None:
+def test_loss_plot_shows_both_curves_and_the_gap(tmp_path):
     alone, both = tmp_path / "alone.png", tmp_path / "both.png"
     plot_loss([record(step, 5 - step / 20) for step in range(1, 41)], alone, "fp8")
     plot_loss([record(step, 5 - step / 20, 4 - step / 20) for step in range(1, 41)], both, "fp8")
@@ -127,7 +126,7 @@ def test_loss_plot_shows_both_curves_and_the_gap(tmp_path: Path) -> None:
     assert dark > 2e-3  # axes, ticks and labels
 
 
-def test_load_plot_is_bright_where_an_expert_is_busy(tmp_path: Path) -> None:
+def test_load_plot_is_bright_where_an_expert_is_busy(tmp_path):
     path = tmp_path / "load.png"
     plot_expert_load([record(step) for step in range(1, 200)], path)
     image = colours(path)

@@ -10,9 +10,8 @@ import torch
 from small_run import SIZES, train_config
 
 from ernie_compat import torch_backend
-from ernie_compat.corpus import Corpus
 from ernie_compat.learner import make_learner
-from ernie_compat.torch_backend import TorchLearner, dense_dtype_on
+from ernie_compat.torch_backend import dense_dtype_on
 
 # Relative distance of two trainings, one with bf16 products around its experts, over 8 steps. It is
 # what the rounding of each step adds up to, so it is another one for every seed and every
@@ -21,19 +20,19 @@ from ernie_compat.torch_backend import TorchLearner, dense_dtype_on
 FIRST_STEP, TRAINED = 1e-3, 2e-2
 
 
-def learner(precision: str = "fp8") -> TorchLearner:
+def learner(precision="fp8"):
     return make_learner("torch", SIZES, train_config(micro_batches=2), precision, "auto")
 
 
 @pytest.fixture
-def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def mixed(monkeypatch):
     """As on a GPU."""
     monkeypatch.setattr(
         torch_backend, "dense_dtype_on", lambda device, precision: dense_dtype_on("cuda", precision)
     )
 
 
-def losses(made: TorchLearner, corpus: Corpus) -> list[float]:
+def losses(made, corpus):
     return [
         made.train_step(corpus.batch(step, 4, SIZES.seq_len, 0), 1e-2).loss for step in range(1, 9)
     ]
@@ -49,12 +48,12 @@ def losses(made: TorchLearner, corpus: Corpus) -> list[float]:
         ("cuda", "fp32", torch.float32),
     ],
 )
-def test_dense_dtype(device: str, precision: str, dtype: torch.dtype) -> None:
+def test_dense_dtype(device, precision, dtype):
     assert dense_dtype_on(device, precision) == dtype
 
 
 @pytest.mark.usefixtures("mixed")
-def test_only_the_wide_products_are_narrow() -> None:
+def test_only_the_wide_products_are_narrow():
     made, seen = learner(), {}
     for name, module in made.decoder.named_modules():
         module.register_forward_hook(lambda _, inputs, out, name=name: seen.update({name: out}))
@@ -80,7 +79,7 @@ def test_only_the_wide_products_are_narrow() -> None:
 
 
 @pytest.mark.usefixtures("mixed")
-def test_weights_gradients_and_moments_stay_fp32(corpus: Corpus) -> None:
+def test_weights_gradients_and_moments_stay_fp32(corpus):
     made = learner()
     losses(made, corpus)
     tensors = [
@@ -90,9 +89,7 @@ def test_weights_gradients_and_moments_stay_fp32(corpus: Corpus) -> None:
 
 
 @pytest.mark.trained
-def test_trains_as_fp32_products_do_and_the_same_bits_again(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus, monkeypatch):
     exact = losses(learner(), corpus)
     monkeypatch.setattr(torch_backend, "dense_dtype_on", lambda device, precision: torch.bfloat16)
     first, second = learner(), learner()
@@ -104,7 +101,7 @@ def test_trains_as_fp32_products_do_and_the_same_bits_again(
     assert exact[0] - exact[-1] > 0.5  # 2.0 to 2.4 over 12 seeds
 
 
-def test_one_copy_brings_every_figure_of_a_step(corpus: Corpus) -> None:
+def test_one_copy_brings_every_figure_of_a_step(corpus):
     """`launch_step` is all of a step but the copy to the device before it and the one back after
     it.
     """

@@ -1,59 +1,51 @@
-"""Impossible settings are refused by name; the schedule; the round trip through JSON."""
+"""Impossible settings are refused by name; the schedule; the round trip through JSON; the estimate of
+memory, which counts what is there and refuses nothing that could run.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
-from small_run import run_config
+from small_run import SIZES, run_config
 
+from ernie_compat.initial_weights import parameter_shapes
+from ernie_compat.memory import least_memory, parameters, require_room
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from sonicmoe.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("settings", "field", "value", "message"),
     [
-        ("topk", 9, "topk 9 exceeds num_experts 8"),
-        ("num_heads", 3, "hidden_size 128 is not a multiple of num_heads 3"),
-        ("num_heads", 128, "rotary"),
-        ("num_layers", 1, "dense_layers 1 leaves no MoE layer"),
-        ("vocab_size", 0, "vocab_size is 0"),
-        ("intermediate_size", -1, "intermediate_size is -1"),
-        ("seq_len", 1.5, "seq_len is 1.5"),
-        ("hidden_size", True, "hidden_size is True"),
-        ("aux_loss_coef", float("nan"), "aux_loss_coef is nan"),
+        (ModelConfig, "topk", 9, "topk 9 exceeds num_experts 8"),
+        (ModelConfig, "num_heads", 3, "hidden_size 128 is not a multiple of num_heads 3"),
+        (ModelConfig, "num_heads", 128, "rotary"),
+        (ModelConfig, "num_layers", 1, "dense_layers 1 leaves no MoE layer"),
+        (ModelConfig, "vocab_size", 0, "vocab_size is 0"),
+        (ModelConfig, "intermediate_size", -1, "intermediate_size is -1"),
+        (ModelConfig, "seq_len", 1.5, "seq_len is 1.5"),
+        (ModelConfig, "hidden_size", True, "hidden_size is True"),
+        (ModelConfig, "aux_loss_coef", float("nan"), "aux_loss_coef is nan"),
+        (TrainConfig, "steps", 0, "steps is 0"),
+        (TrainConfig, "micro_batches", 3, "batch_size 8 is not a multiple of micro_batches 3"),
+        (TrainConfig, "lr", 0.0, "lr is 0.0"),
+        (TrainConfig, "lr", float("inf"), "lr is inf"),
+        (TrainConfig, "checkpoint_every", -1, "checkpoint_every is -1"),
+        (TrainConfig, "seed", -1, "seed is -1"),
+        (RunConfig, "precision", "fp4", "precision is 'fp4'"),
+        (RunConfig, "framework", "jax", "framework is 'jax'"),
+        (RunConfig, "against", "fp16", "against is 'fp16'"),
     ],
 )
-def test_impossible_model(field: str, value: object, message: str) -> None:
+def test_impossible_settings(settings, field, value, message):
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(**{field: value})
+        settings(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("steps", 0, "steps is 0"),
-        ("micro_batches", 3, "batch_size 8 is not a multiple of micro_batches 3"),
-        ("lr", 0.0, "lr is 0.0"),
-        ("lr", float("inf"), "lr is inf"),
-        ("checkpoint_every", -1, "checkpoint_every is -1"),
-        ("seed", -1, "seed is -1"),
-    ],
-)
-def test_impossible_run(field: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(**{field: value})
-
-
-def test_unknown_names() -> None:
-    with pytest.raises(ConfigError, match="precision is 'fp4'"):
-        RunConfig(precision="fp4")
-    with pytest.raises(ConfigError, match="framework is 'jax'"):
-        RunConfig(framework="jax")
-
-
-def test_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
+def test_schedule_warms_up_linearly_and_ends_at_its_floor():
     train = TrainConfig(steps=100, lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
     rates = [train.learning_rate(step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
@@ -61,18 +53,44 @@ def test_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
     assert rates[-1] == pytest.approx(0.2)
 
 
-def test_json_round_trip() -> None:
+def test_json_round_trip():
     config = run_config(precision="bf16", compare=True, train={"lr": 0.25}, capture_layers=(1,))
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize("layers", [(0,), (1, 2), ("1",), (True,), (-1,), 1, "1"])
-def test_layers_to_capture_are_moe_layers(layers: object) -> None:
+def test_layers_to_capture_are_moe_layers(layers):
     written = run_config().to_json() | {"capture_layers": layers}
     with pytest.raises(ConfigError, match=r"capture_layers has|not readable"):
         RunConfig.from_json(written)
 
 
-def test_unreadable_json_is_a_config_error() -> None:
+def test_unreadable_json_is_a_config_error():
     with pytest.raises(ConfigError, match="not readable"):
         RunConfig.from_json({"model": {"no_such_field": 1}, "train": {}})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [SIZES, ModelConfig(), ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)],
+)
+def test_parameters_are_those_of_the_model(model):
+    assert parameters(model) == sum(map(math.prod, parameter_shapes(model).values()))
+
+
+def test_the_bound_grows_with_the_run_and_shrinks_with_the_ranks():
+    plain = run_config(train={"batch_size": 8})
+    alone = least_memory(plain, 1, on_gpu=False)
+    assert least_memory(replace(plain, compare=True), 1, on_gpu=False) > alone
+    assert least_memory(plain, 4, on_gpu=False) < alone
+    assert least_memory(plain, 1, on_gpu=True) < alone
+    without = replace(plain, compare=True, train=replace(plain.train, checkpoint=False))
+    # One learner's initial weights after the other's, and no copy of the moments.
+    assert least_memory(without, 1, on_gpu=True) < least_memory(plain, 1, on_gpu=True)
+    assert least_memory(without, 1, on_gpu=False) > alone
+    require_room(plain, 1)
+
+
+def test_layers_without_end_are_refused_at_once():
+    with pytest.raises(ConfigError, match=r"10\^\d+ parameters.*at least 10\^\d+ GiB of memory"):
+        require_room(run_config(model=replace(SIZES, num_layers=10**400)), 1)

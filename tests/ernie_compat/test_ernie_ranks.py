@@ -14,7 +14,7 @@ import numpy as np
 import processes
 import pytest
 from click.testing import CliRunner
-from ranks_worker import SCENARIOS, run_scenario
+from ranks_worker import BATCH, SCENARIOS, run_scenario, watch_every_training
 from small_run import SIZE_OPTIONS, write_text
 from worlds import (
     ROOT,
@@ -22,7 +22,6 @@ from worlds import (
     environment,
     finish,
     free_ports,
-    paddle_variables,
     run_world,
     start_world,
     torchrun_variables,
@@ -30,7 +29,7 @@ from worlds import (
 
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
-from ernie_compat.trainer import CHECKPOINT_NAME
+from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
 from sonicmoe.cli.train import train
 
 WORLD = 4
@@ -44,7 +43,7 @@ STOP_WITHIN_S = 60
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
+def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("corpus") / "text")
 
 
@@ -60,23 +59,22 @@ def alone(text, tmp_path_factory):
             made[name] = directory, [record.loss for record in trainer.records]
         return made[name]
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train", Trainer.train)  # so that it is put back
+        watch_every_training()
+        yield run
 
 
 @pytest.fixture(scope="module")
-def world(text, alone, tmp_path_factory) -> Path:
+def world(text, alone, tmp_path_factory):
     """Every scenario on four ranks; "resumed" continues what one process began."""
     directory = tmp_path_factory.mktemp("world")
     for name in SCENARIOS:
         (directory / name).mkdir()
     shutil.copy(alone("half")[0] / CHECKPOINT_NAME, directory / "resumed" / CHECKPOINT_NAME)
-    scenarios = [
-        f"{name}={port}" for name, port in zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)
-    ]
-    run_world(
-        lambda rank: [WORKER, "torch", text, directory, *scenarios],
-        torchrun_variables(WORLD),
-    )
+    ports = zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)
+    command = [WORKER, "torch", text, directory, *(f"{name}={port}" for name, port in ports)]
+    run_world(lambda rank: command, torchrun_variables(WORLD))
     return directory
 
 
@@ -121,15 +119,17 @@ def test_repeated_runs_are_bit_identical(world, names):
     assert [n for n in first if first[n].tobytes() != second[n].tobytes()] == [] and len(first) > 50
 
 
+def assert_loaded(run, source):
+    """A resumed run began with the bits of the checkpoint of another."""
+    saved, loaded = arrays(source / CHECKPOINT_NAME), arrays(run / "loaded.npz")
+    assert {name.removeprefix("main/"): array.tobytes() for name, array in saved.items()} == {
+        name: array.tobytes() for name, array in loaded.items()
+    }
+
+
 @pytest.mark.trained
 def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
-    saved, loaded = (
-        arrays(alone("half")[0] / CHECKPOINT_NAME),
-        arrays(world / "resumed" / "loaded.npz"),
-    )
-    assert {f"main/{name}": array.tobytes() for name, array in loaded.items()} == {
-        name: array.tobytes() for name, array in saved.items()
-    }
+    assert_loaded(world / "resumed", alone("half")[0])
     continued = losses_of(world / "resumed")
     assert continued[-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
 
@@ -138,13 +138,9 @@ def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
 def test_four_ranks_checkpoint_resumes_in_one_process(world, alone, text, tmp_path):
     shutil.copy(world / "half" / CHECKPOINT_NAME, tmp_path / CHECKPOINT_NAME)
     trainer = run_scenario("resumed", "torch", load_corpus([text]), tmp_path)
-    saved, loaded = arrays(world / "half" / CHECKPOINT_NAME), arrays(tmp_path / "loaded.npz")
-    assert {name.removeprefix("main/"): array.tobytes() for name, array in saved.items()} == {
-        name: array.tobytes() for name, array in loaded.items()
-    }
-    assert [record.loss for record in trainer.records][-3:] == pytest.approx(
-        alone("ep1")[1][3:], rel=LATER
-    )
+    assert_loaded(tmp_path, world / "half")
+    continued = [record.loss for record in trainer.records]
+    assert continued[-3:] == pytest.approx(alone("ep1")[1][3:], rel=LATER)
 
 
 def wait_for(condition, seconds, processes):
@@ -234,33 +230,34 @@ def test_a_split_that_cannot_be_is_one_line_from_one_rank(text, monkeypatch, ran
     assert (words in result.stderr) == (rank == 0)
 
 
+# The installed console command, whose training leaves more than it does elsewhere.
+WATCHED = """
+from ranks_worker import watch_every_training
+from sonicmoe.cli.main import main
+watch_every_training()
+main()
+"""
+
+
 @pytest.mark.trained
 @pytest.mark.paddle
-def test_paddle_ranks_train_as_one(text, alone, tmp_path):
+def test_paddles_launcher_trains_and_its_ranks_train_as_one(text, alone, tmp_path):
     """Two expert-parallel groups of two processes each of Paddle's CPU build (gloo) against one
     process of its PyTorch twin.
     """
     directory, wanted = alone("ep2 micro")
-    (tmp_path / "ep2 micro").mkdir()
-    run_world(
-        lambda rank: [WORKER, "paddle", text, tmp_path, "ep2 micro=0"],
-        paddle_variables(WORLD),
-    )
-    losses = losses_of(tmp_path / "ep2 micro")
+    script, out = tmp_path / "sonicmoe", tmp_path / "out"
+    script.write_text(WATCHED)
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(WORLD)]
+    launcher += ["--backend", "gloo", "--log_dir", str(tmp_path / "log"), str(script), "train"]
+    options = ["--framework", "paddle", "--precision", "fp32", "--ep", "2", "--steps", "6"]
+    options += [*SIZE_OPTIONS, "--batch", str(BATCH), "--micro-batches", "2", "--data", str(text)]
+    result = launch(*launcher, *options, "--out", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    found = summary["framework"], summary["ranks"], summary["steps"]
+    assert found == ("paddle", WORLD, 6)
+    losses = losses_of(out)
     assert losses[0] == pytest.approx(wanted[0], rel=PADDLE_FIRST_STEP)
     assert losses == pytest.approx(wanted, rel=PADDLE_LATER)
-    assert_same_gradients(tmp_path / "ep2 micro", directory, PADDLE_GRADIENT)
-
-
-@pytest.mark.paddle
-@pytest.mark.slow
-def test_paddle_launcher(text, tmp_path):
-    script = tmp_path / "sonicmoe"  # the installed console command
-    script.write_text("from sonicmoe.cli.main import main\nmain()\n")
-    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--backend", "gloo"]
-    launcher += ["--log_dir", str(tmp_path / "log"), str(script), "train", *SIZE_OPTIONS]
-    options = ["--framework", "paddle", "--ep", "2", "--steps", "2", "--data", str(text)]
-    result = launch(*launcher, *options, "--out", str(tmp_path / "out"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["framework"] == "paddle" and summary["ranks"] == 2 and summary["steps"] == 2
+    assert_same_gradients(out, directory, PADDLE_GRADIENT)

@@ -216,14 +216,14 @@ def snippets():
     return dict(SNIPPET.findall(README))
 
 
-def test_every_snippet_is_known() -> None:
+def test_every_snippet_is_known():
     assert list(snippets()) == list(AFTER)
     assert README.count("```python") == len(AFTER)
 
 
 @pytest.mark.trained
 @pytest.mark.paddle
-def test_every_snippet_runs_and_does_what_it_says() -> None:
+def test_every_snippet_runs_and_does_what_it_says():
     parts = [HELPERS, f"LOSS_SCALING = {snippets()['Loss scaling']!r}"]
     for name, code in snippets().items():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
@@ -232,7 +232,7 @@ def test_every_snippet_runs_and_does_what_it_says() -> None:
 
 
 @pytest.mark.paddle
-def test_an_all_to_all_of_your_own_equals_one_process() -> None:
+def test_an_all_to_all_of_your_own_equals_one_process():
     """Two processes, each with half of the experts and tokens of its own."""
     command = [ROOT / "tests" / "ernie_compat" / "own_all_to_all_rank.py"]
     code = snippets()["With an all-to-all of your own"]
@@ -252,16 +252,13 @@ ROWS = [
 ]
 
 
-@pytest.mark.trained
-@pytest.mark.paddle
-def test_the_rows_of_the_table_of_trainers_train_alike() -> None:
-    program = f"""{PREPARE}{HELPERS}
-from readme_standins import *
+# What the table of trainers says of each. It runs behind the page, in the same process.
+TABLE = """
 from sonicmoe.errors import ConfigError
 from sonicmoe.node import questions
 batches = make_batches(3)
 wanted = Rig("step").wanted(batches)
-for trainer, options, refused in {ROWS!r}:
+for trainer, options, refused in ROWS:
     rig = Rig(**options)
     overlap = None if "split_wgrad" in options else Overlap(rig.model)
     lines.clear()
@@ -275,7 +272,7 @@ for trainer, options, refused in {ROWS!r}:
         same(rig.weights(), wanted)
         assert rig.reduced > 0, (trainer, options)
         if overlap:
-            assert sum(overlap.seen) == rig.reduced and set(overlap.calls) == {{3}}
+            assert sum(overlap.seen) == rig.reduced and set(overlap.calls) == {3}
 try:
     Rig(split_wgrad=True, flush="backward")
     raise SystemExit("split_wgrad took flush='backward'")
@@ -291,12 +288,8 @@ for flush, trains in (("auto", True), ("step", False)):
         run_as("forgotten", rig, batches[:1])
     assert trains != np.array_equal(rig.weights()[0], before[0]), flush
     assert trains != any("step() never came" in line for line in lines), lines
-print(json.dumps("done"))
 """
-    assert run_program(program) == "done"
-
-
-# What the page says of Paddle, one process for all that leaves it whole.
+# What the page says of Paddle and leaves the process whole.
 PAGE = """
 from readme_standins import *
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -358,13 +351,14 @@ try:
     raise SystemExit("state of another parameter was taken")
 except Exception as error:
     assert "Optimizer set error" in str(error) and "should in state dict" in str(error), error
-print(json.dumps("done"))
 """
 
 
+@pytest.mark.trained
 @pytest.mark.paddle
-def test_what_the_page_says_of_paddle_is_so() -> None:
-    assert run_program(PREPARE + HELPERS + PAGE) == "done"
+def test_what_the_page_says_of_paddle_is_so_and_trainers_of_its_table_train_alike():
+    program = f"{PREPARE}{HELPERS}{PAGE}\nROWS = {ROWS!r}\n{TABLE}\nprint(json.dumps('done'))"
+    assert run_program(program) == "done"
 
 
 ONCE = """
@@ -386,13 +380,13 @@ print("twice")
 
 
 @pytest.mark.paddle
-def test_a_backward_runs_once_and_ids_are_refused_where_the_variable_is_set() -> None:
+def test_a_backward_runs_once_and_ids_are_refused_where_the_variable_is_set():
     set_first = "import os\nos.environ['SONIC_MOE_VALIDATE_DISPATCH'] = '1'\n"
     result = run_python(["-c", set_first + PREPARE + ONCE])
     # Should Paddle mend the second backward, the page has a paragraph less.
     assert result.stdout == "refused\nonce\n" and result.returncode != 0, result.stderr
 
 
-def test_named_files_exist() -> None:
+def test_named_files_exist():
     named = re.findall(r"`(\w+\.py)`", README)
     assert named and [name for name in named if not (ROOT / "ernie_compat" / name).exists()] == []

@@ -14,7 +14,7 @@ from ernie_compat.torch_attention import repeatable_attention
 B, N, S, D = 2, 3, 40, 16
 
 
-def operands(dtype: torch.dtype) -> list[torch.Tensor]:
+def operands(dtype):
     """q, k, v as slices of one projection, with the strides that the model's have, and a gradient
     for the result.
     """
@@ -24,19 +24,19 @@ def operands(dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.to(dtype).requires_grad_() for tensor in qkv] + [dout.to(dtype)]
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def plain(q, k, v):
     mask = torch.full((S, S), -torch.inf, dtype=q.dtype).triu(1)
     return torch.softmax(q @ k.transpose(-2, -1) * D**-0.5 + mask, dim=-1) @ v
 
 
-def results(attend, dtype: torch.dtype) -> list[torch.Tensor]:
+def results(attend, dtype):
     q, k, v, dout = operands(dtype)
     out = attend(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
-def test_result_and_gradients_are_those_of_plain_products(dtype: torch.dtype, bound: float) -> None:
+def test_result_and_gradients_are_those_of_plain_products(dtype, bound):
     for ours, exact in zip(
         results(repeatable_attention, dtype), results(plain, torch.float64), strict=True
     ):
@@ -44,19 +44,17 @@ def test_result_and_gradients_are_those_of_plain_products(dtype: torch.dtype, bo
         assert float((ours.double() - exact).norm() / exact.norm()) < bound
 
 
-def test_equal_calls_give_equal_bits() -> None:
+def test_equal_calls_give_equal_bits():
     first, second = (results(repeatable_attention, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize("filled", [True, False])
-def test_the_deterministic_mode_is_the_callers_again(
-    before, filled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deterministic_mode_is_the_callers_again(before, filled, monkeypatch):
     seen, fused, memory = [], F.scaled_dot_product_attention, torch.utils.deterministic
 
-    def mode() -> tuple[bool, bool, bool]:
+    def mode():
         enabled, warn_only = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

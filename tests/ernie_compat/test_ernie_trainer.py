@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_run import SIZES, run_config
+from small_run import SIZES, run_config, write_text
 
 from ernie_compat.checkpoint import CheckpointError, load_checkpoint, read_header, save_checkpoint
-from ernie_compat.corpus import Corpus, CorpusError
+from ernie_compat.corpus import CorpusError, load_corpus
 from ernie_compat.initial_weights import initial_weights, parameter_shapes
 from ernie_compat.learner import make_learner
 from ernie_compat.metrics import read_metrics
@@ -28,27 +27,47 @@ from ernie_compat.trainer import (
 from sonicmoe.errors import EngineUnavailableError, FrameworkError
 
 
-def trained(config, corpus: Corpus, directory: Path) -> Trainer:
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return load_corpus([write_text(tmp_path_factory.mktemp("corpus") / "text")])
+
+
+def trained(config, corpus, directory):
     trainer = Trainer.start(config, corpus, directory)
     assert trainer.train()
     return trainer
 
 
-def arrays_of(directory: Path) -> dict[str, bytes]:
-    return {
-        name: array.tobytes()
-        for name, array in load_checkpoint(directory / CHECKPOINT_NAME)[1].items()
-    }
+@pytest.fixture(scope="module")
+def run_of(corpus, tmp_path_factory):
+    """`run_of(options of a run)`: its trainer, at the end of a run that tests share. They leave its
+    files as they are.
+    """
+    made: dict[str, Trainer] = {}
+
+    def run(**options):
+        if (name := repr(options)) not in made:
+            made[name] = trained(run_config(**options), corpus, tmp_path_factory.mktemp("run"))
+        return made[name]
+
+    return run
+
+
+def losses_of(trainer):
+    return [record.loss for record in trainer.records]
+
+
+def arrays_of(directory):
+    arrays = load_checkpoint(directory / CHECKPOINT_NAME)[1]
+    return {name: array.tobytes() for name, array in arrays.items()}
 
 
 @pytest.mark.trained
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
-def test_loss_falls_and_every_parameter_learns(
-    corpus: Corpus, tmp_path: Path, precision: str
-) -> None:
+def test_loss_falls_and_every_parameter_learns(corpus, tmp_path, precision):
     config = run_config(precision=precision, train={"steps": 40, "lr": 1e-2})
     trainer = trained(config, corpus, tmp_path)
-    losses = [record.loss for record in trainer.records]
+    losses = losses_of(trainer)
     # Over 4 seeds and two orders of summation: within 0.033 of it; 3.07 to 3.20 below the start.
     assert losses[0] == pytest.approx(np.log(256), abs=0.15)
     assert np.mean(losses[-5:]) < losses[0] - 1.5
@@ -58,57 +77,48 @@ def test_loss_falls_and_every_parameter_learns(
 
 
 @pytest.mark.trained
-def test_precisions_differ_and_the_twin_is_the_fp32_run(corpus: Corpus, tmp_path: Path) -> None:
-    runs = {
-        p: trained(run_config(precision=p), corpus, tmp_path / p).records
-        for p in ("fp8", "bf16", "fp32")
-    }
-    compared = trained(run_config(precision="fp8", compare=True), corpus, tmp_path / "compared")
-    assert [r.full_precision_loss for r in compared.records] == [r.loss for r in runs["fp32"]]
-    assert [r.loss for r in compared.records] == [r.loss for r in runs["fp8"]]
-    losses = [[record.loss for record in records] for records in runs.values()]
-    assert len({tuple(each) for each in losses}) == 3
-    firsts = [each[0] for each in losses]
+def test_precisions_differ_and_the_twin_is_the_fp32_run(run_of):
+    losses = {each: losses_of(run_of(precision=each)) for each in ("fp8", "bf16", "fp32")}
+    compared = run_of(precision="fp8", compare=True)
+    assert [r.full_precision_loss for r in compared.records] == losses["fp32"]
+    assert losses_of(compared) == losses["fp8"]
+    assert len(set(map(tuple, losses.values()))) == 3
+    firsts = [each[0] for each in losses.values()]
     # Over 4 seeds and two orders of summation: at most 5.4e-4, and gaps of 1.2e-5 to 5.1e-5.
     assert max(firsts) - min(firsts) < 5e-3
     assert 0 < compared.summary()["loss_gap"] < 1e-3
 
 
-def test_equal_runs_are_equal_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
-    trained(run_config(), corpus, tmp_path / "a")
-    trained(run_config(), corpus, tmp_path / "b")
-    assert arrays_of(tmp_path / "a") == arrays_of(tmp_path / "b")
-    trained(run_config(train={"seed": 1}), corpus, tmp_path / "c")
-    assert arrays_of(tmp_path / "a") != arrays_of(tmp_path / "c")
+def test_equal_runs_are_equal_bit_for_bit(corpus, run_of, tmp_path):
+    first = arrays_of(run_of(precision="fp8").directory)
+    trained(run_config(precision="fp8"), corpus, tmp_path)
+    assert arrays_of(tmp_path) == first
+    assert arrays_of(run_of(train={"seed": 1}).directory) != first
 
 
 @pytest.mark.parametrize("stop_after", [0, 3])
-def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(
-    corpus: Corpus, tmp_path: Path, stop_after: int
-) -> None:
-    config = run_config(compare=True)
-    whole = trained(config, corpus, tmp_path / "whole")
-    first = Trainer.start(config, corpus, tmp_path / "parts")
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(corpus, run_of, tmp_path, stop_after):
+    whole, config = run_of(precision="fp8", compare=True), run_config(compare=True)
+    first = Trainer.start(config, corpus, tmp_path)
     assert not first.train(should_stop=lambda: first.step >= stop_after)
     assert first.step == stop_after
-    second = Trainer.resume(config, corpus, tmp_path / "parts")
+    second = Trainer.resume(config, corpus, tmp_path)
     assert second.train()
-    assert [r.loss for r in second.records] == [r.loss for r in whole.records]
+    assert losses_of(second) == losses_of(whole)
     assert [r.expert_load for r in second.records] == [r.expert_load for r in whole.records]
-    assert arrays_of(tmp_path / "parts") == arrays_of(tmp_path / "whole")
+    assert arrays_of(tmp_path) == arrays_of(whole.directory)
 
 
-def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(corpus, tmp_path):
     config = run_config(train={"checkpoint_every": 4})
     trainer = Trainer.start(config, corpus, tmp_path)
+
+    def interrupt_after_five(record):
+        if record.step == 5:
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(
-            on_step=lambda record: (
-                (_ for _ in ()).throw(KeyboardInterrupt) if record.step == 5 else None
-            )
-        )
+        trainer.train(on_step=interrupt_after_five)
     assert read_header(tmp_path / CHECKPOINT_NAME)["step"] == 4
     assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5]
     assert Trainer.resume(config, corpus, tmp_path).train()
@@ -116,41 +126,29 @@ def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(
 
 
 @pytest.mark.trained
-def test_micro_batches_accumulate_to_the_whole_batch(corpus: Corpus, tmp_path: Path) -> None:
+def test_micro_batches_accumulate_to_the_whole_batch(run_of):
     # The balance loss is a product of two batch means, so it alone depends on the split.
     model = replace(SIZES, aux_loss_coef=0.0)
-    one = trained(run_config(model=model, precision="fp32"), corpus, tmp_path / "one")
-    four = trained(
-        run_config(model=model, precision="fp32", train={"micro_batches": 4}),
-        corpus,
-        tmp_path / "four",
+    one, four = (
+        run_of(model=model, precision="fp32", train={"micro_batches": parts}) for parts in (1, 4)
     )
     # fp32 sums in another order: 9e-8 and 7e-7 over 4 seeds and two orders of summation.
-    assert [r.loss for r in four.records] == pytest.approx([r.loss for r in one.records], rel=1e-5)
-    assert [r.grad_norm for r in four.records] == pytest.approx(
-        [r.grad_norm for r in one.records], rel=1e-4
-    )
+    assert losses_of(four) == pytest.approx(losses_of(one), rel=1e-5)
+    norms = ([r.grad_norm for r in trainer.records] for trainer in (four, one))
+    assert next(norms) == pytest.approx(next(norms), rel=1e-4)
 
 
-def test_expert_load_counts_every_slot(corpus: Corpus) -> None:
-    config = run_config()
-    learner = make_learner("torch", SIZES, config.train, "fp8", "reference")
+def test_a_step_counts_every_slot_and_parameters_are_named_as_the_initial_weights(corpus):
+    learner = make_learner("torch", SIZES, run_config().train, "fp8", "reference")
     result = learner.train_step(corpus.batch(1, 4, SIZES.seq_len, 0), 1e-3)
     assert result.expert_counts.shape == (len(SIZES.moe_layers), SIZES.num_experts)
     assert (result.expert_counts.sum(axis=1) == 4 * SIZES.seq_len * SIZES.topk).all()
+    shapes = {name: array.shape for name, array in learner.state().items()}
+    wanted = {f"weight/{name}": shape for name, shape in parameter_shapes(SIZES).items()}
+    assert {n: shape for n, shape in shapes.items() if n.startswith("weight/")} == wanted
 
 
-def test_parameters_are_named_as_the_initial_weights(corpus: Corpus) -> None:
-    learner = make_learner("torch", SIZES, run_config().train, "fp8", "auto")
-    weights = {
-        name.removeprefix("weight/"): a.shape
-        for name, a in learner.state().items()
-        if name.startswith("weight/")
-    }
-    assert weights == parameter_shapes(SIZES)
-
-
-def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus, tmp_path):
     config = run_config(train={"checkpoint_every": 2})
     trainer = Trainer.start(config, corpus, tmp_path)
 
@@ -164,9 +162,7 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus: Corpus, tmp_path
     assert header["step"] == 2 and all(np.isfinite(a).all() for a in arrays.values())
 
 
-def test_non_finite_loss_without_checkpoints_sends_nobody_to_one(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_non_finite_loss_without_checkpoints_sends_nobody_to_one(corpus, tmp_path):
     trainer = Trainer.start(run_config(train={"checkpoint": False}), corpus, tmp_path)
     trainer.learners[MAIN].decoder.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(TrainingError, match=r"step 1: loss nan.*writes no checkpoint: start it"):
@@ -186,37 +182,30 @@ def test_non_finite_loss_without_checkpoints_sends_nobody_to_one(
         ({"train": {"steps": 2}}, "at step 3, past the 2 steps"),
     ],
 )
-def test_another_run_is_not_resumed(change: dict, message: str) -> None:
-    train = {"steps": 3, **change.pop("train", {})}
+def test_another_run_is_not_resumed(change, message):
+    changed = run_config(**{**change, "train": {"steps": 3, **change.get("train", {})}})
     with pytest.raises(CheckpointError, match=message):
-        SavedRun(3, run_config(train={"steps": 3})).require_resumable(
-            run_config(**change, train=train)
-        )
+        SavedRun(3, run_config(train={"steps": 3})).require_resumable(changed)
 
 
-def test_resuming_asks_the_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    trained(run_config(train={"steps": 1}), corpus, tmp_path)
+def test_resuming_asks_the_checkpoint_and_refuses_arrays_that_contradict_it(
+    corpus, run_of, tmp_path
+):
+    directory = run_of(precision="fp8").directory
     with pytest.raises(CheckpointError, match="seed = 0, this run 5"):
-        Trainer.resume(run_config(train={"seed": 5}), corpus, tmp_path)
-
-
-def test_resume_refuses_arrays_that_contradict_their_header(corpus: Corpus, tmp_path: Path) -> None:
-    config = run_config(train={"steps": 1})
-    trained(config, corpus, tmp_path)
-    path = tmp_path / CHECKPOINT_NAME
-    header, arrays = load_checkpoint(path)
+        Trainer.resume(run_config(train={"seed": 5}), corpus, directory)
+    header, arrays = load_checkpoint(directory / CHECKPOINT_NAME)
     arrays["main/weight/lm_head.weight"] = arrays["main/weight/lm_head.weight"][:, :100]
-    save_checkpoint(path, {"step": header["step"], "config": header["config"]}, arrays)
-    with pytest.raises(
-        CheckpointError,
-        match=r"'weight/lm_head.weight' has shape \(32, 100\); the model needs \(32, 256\)",
-    ):
-        Trainer.resume(config, corpus, tmp_path)
+    header = {"step": header["step"], "config": header["config"]}
+    save_checkpoint(tmp_path / CHECKPOINT_NAME, header, arrays)
+    words = r"'weight/lm_head.weight' has shape \(32, 100\); the model needs \(32, 256\)"
+    with pytest.raises(CheckpointError, match=words):
+        Trainer.resume(run_config(), corpus, tmp_path)
 
 
 @pytest.mark.trained
-def test_summary_is_plain_json(corpus: Corpus, tmp_path: Path) -> None:
-    trainer = trained(run_config(compare=True), corpus, tmp_path)
+def test_summary_is_plain_json(run_of):
+    trainer = run_of(precision="fp8", compare=True)
     summary = json.loads(json.dumps(trainer.summary()))
     assert set(trainer.evaluate()) == {MAIN, FULL_PRECISION}
     # The loss falls by 0.05 to 0.08 over 4 seeds and two orders of summation.
@@ -224,17 +213,17 @@ def test_summary_is_plain_json(corpus: Corpus, tmp_path: Path) -> None:
     assert all(value is not None for value in summary.values())
 
 
-def test_text_shorter_than_a_sequence_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+def test_text_shorter_than_a_sequence_is_refused(corpus, tmp_path):
     with pytest.raises(CorpusError, match="sequence length 100000"):
         Trainer.start(run_config(model=replace(SIZES, seq_len=100_000)), corpus, tmp_path)
 
 
-def test_second_framework_in_one_process_is_refused() -> None:
+def test_second_framework_in_one_process_is_refused():
     with pytest.raises(FrameworkError, match="already runs sonicmoe on torch"):
         make_learner("paddle", SIZES, run_config().train, "fp8", "auto")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the engine may run here")
-def test_unavailable_engine_is_refused_before_the_first_step() -> None:
+def test_unavailable_engine_is_refused_before_the_first_step():
     with pytest.raises(EngineUnavailableError, match="hopper"):
         make_learner("torch", SIZES, run_config().train, "fp8", "hopper")

@@ -6,11 +6,10 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from ernie_compat.gap_runs import LossGapError
 from ernie_compat.loss_files import LossFile, compare_files, read_losses
@@ -44,19 +43,19 @@ FORMS: dict[str, tuple[str, tuple[int, ...] | None, int]] = {
 }  # fmt: skip
 
 
-def written(path: Path, text: str) -> Path:
+def written(path, text):
     path.write_bytes(text.encode())
     return path
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form: str, tmp_path: Path) -> None:
+def test_forms(form, tmp_path):
     text, steps, left_out = FORMS[form]
     path = written(tmp_path / "losses", text)
     assert read_losses(path) == LossFile(path, LOSSES, steps, left_out)
 
 
-def test_one_row_is_enough(tmp_path: Path) -> None:
+def test_one_row_is_enough(tmp_path):
     path = written(tmp_path / "losses", '{"step": 10, "loss": 2.5}\n')
     assert read_losses(path) == LossFile(path, (2.5,), (10,), 0)
 
@@ -66,7 +65,7 @@ def test_one_row_is_enough(tmp_path: Path) -> None:
     [("a,b\n9,2.5\n9,1.25\n9,0.5", "b"), ("9,2.5\n9,1.25\n9,0.5\n", "2"),
      ("A b\n2.5 9\n1.25 9\n0.5 9", "a"), ('[{"x": 2.5}, {"x": 1.25}, {"y": 1, "x": 0.5}]', "x")],
 )  # fmt: skip
-def test_another_column(text: str, column: str, tmp_path: Path) -> None:
+def test_another_column(text, column, tmp_path):
     assert read_losses(written(tmp_path / "losses", text), column).losses == LOSSES
 
 
@@ -105,7 +104,7 @@ def test_another_column(text: str, column: str, tmp_path: Path) -> None:
         ("\xff\xfe1", "cannot read"),
     ],
 )
-def test_what_is_no_file_of_losses_is_refused(text: str, words: str, tmp_path: Path) -> None:
+def test_what_is_no_file_of_losses_is_refused(text, words, tmp_path):
     path = tmp_path / "losses"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(LossGapError, match=re.escape(words)) as refused:
@@ -113,13 +112,13 @@ def test_what_is_no_file_of_losses_is_refused(text: str, words: str, tmp_path: P
     assert str(path) in str(refused.value)
 
 
-def noisy(seed: int, count: int = 100) -> tuple[float, ...]:
+def noisy(seed, count=100):
     steps = np.arange(1, count + 1)
     noise = np.random.default_rng(seed).standard_normal(count)
     return tuple(float(value) for value in 1 + 4 / steps + 0.01 * noise)
 
 
-def test_the_gap_is_that_of_runs_with_compare() -> None:
+def test_the_gap_is_that_of_runs_with_compare():
     run, reference = noisy(0), noisy(1)
     steps = tuple(range(10, 1010, 10))
     one = LossFile(Path("a"), run, None, 0)
@@ -134,7 +133,7 @@ def test_the_gap_is_that_of_runs_with_compare() -> None:
     assert gap.signed_gap == pytest.approx(0.01) and gap.gap == pytest.approx(0.01)
 
 
-def of(path: str, count: int, steps: Any = None) -> LossFile:
+def of(path, count, steps=None):
     return LossFile(Path(path), count * (1.0,), None if steps is None else tuple(steps), 0)
 
 
@@ -150,16 +149,16 @@ def of(path: str, count: int, steps: Any = None) -> LossFile:
         (of("a", 3, (1, 2, 3)), of("b", 3, (1, 3, 4)), "step 2 is in one of them alone"),
     ],
 )  # fmt: skip
-def test_losses_that_do_not_fit_are_refused(run: LossFile, reference: LossFile, words: str) -> None:
+def test_losses_that_do_not_fit_are_refused(run, reference, words):
     with pytest.raises(LossGapError, match=re.escape(words)):
         compare_files(run, reference)
 
 
-def invoke(*arguments: object) -> Result:
+def invoke(*arguments):
     return CliRunner().invoke(lossgap, [*map(str, arguments)])
 
 
-def metrics(directory: Path, losses: tuple[float, ...], reference: float | None = None) -> Path:
+def metrics(directory, losses, reference=None):
     """What `sonicmoe train` leaves of these losses."""
     directory.mkdir(parents=True, exist_ok=True)
     fixed = {"aux_loss": 0.0, "z_loss": 0.0, "grad_norm": 1.0, "learning_rate": 1e-3,
@@ -170,13 +169,13 @@ def metrics(directory: Path, losses: tuple[float, ...], reference: float | None 
     return directory
 
 
-def csv_of(path: Path, losses: tuple[float, ...], column: str = "loss") -> Path:
+def csv_of(path, losses, column="loss"):
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{n}\t{x!r}" for n, x in enumerate(losses, start=1)]
     return written(path, "\n".join([f"step\t{column}", *lines]))
 
 
-def test_command_on_two_files_on_runs_and_on_one_of_each(tmp_path: Path) -> None:
+def test_command_on_two_files_on_runs_and_on_one_of_each(tmp_path):
     """The same numbers, however they are handed over."""
     run, reference = noisy(0), noisy(1)
     files = csv_of(tmp_path / "fp8.tsv", run), csv_of(tmp_path / "bf16.tsv", reference)
@@ -197,7 +196,7 @@ def test_command_on_two_files_on_runs_and_on_one_of_each(tmp_path: Path) -> None
     assert "| losses | rows |" in said.stdout
 
 
-def test_the_table_says_over_how_many_rows_a_short_run_is_averaged(tmp_path: Path) -> None:
+def test_the_table_says_over_how_many_rows_a_short_run_is_averaged(tmp_path):
     losses = tuple(range(20, 0, -1))
     short = csv_of(tmp_path / "a", losses), csv_of(tmp_path / "b", losses)
     assert "3.0000 (last 5)" in invoke(*short).stdout
@@ -205,7 +204,7 @@ def test_the_table_says_over_how_many_rows_a_short_run_is_averaged(tmp_path: Pat
     assert (one["end"], one["window"]) == (3.0, 5)
 
 
-def test_command_refuses_in_one_line(tmp_path: Path) -> None:
+def test_command_refuses_in_one_line(tmp_path):
     one, two = csv_of(tmp_path / "a", noisy(0)), csv_of(tmp_path / "b", noisy(1, 99))
     alone = metrics(tmp_path / "alone", noisy(2))
     compared = metrics(tmp_path / "compared", noisy(2), 1.0)
@@ -223,7 +222,7 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         assert len(result.output.splitlines()) == 1
 
 
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.split("### Two files of losses")[1].split("\n## ")[0]
     assert f"averaged over the last {SMOOTHING_WINDOW} rows" in " ".join(section.split())
@@ -244,13 +243,13 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert Path("gap.png").exists()
 
 
-def open_metrics(losses: tuple[float, ...]) -> list[str]:
+def open_metrics(losses):
     path = metrics(Path("runs/bf16"), losses) / "metrics.jsonl"
     return path.read_text().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("has_steps", [True, False])
-def test_steps_without_a_loss_are_dropped_from_both(has_steps: bool, tmp_path: Path) -> None:
+def test_steps_without_a_loss_are_dropped_from_both(has_steps, tmp_path):
     whole, reference = list(noisy(0)), list(noisy(1))
     run = [*whole[:7], float("nan"), *whole[8:]]
     reference[30] = float("nan")
@@ -273,7 +272,7 @@ def test_steps_without_a_loss_are_dropped_from_both(has_steps: bool, tmp_path: P
     assert "2 steps without a loss in one of the files were dropped from both" in said
 
 
-def test_a_step_that_one_file_lacks_is_dropped_from_the_other(tmp_path: Path) -> None:
+def test_a_step_that_one_file_lacks_is_dropped_from_the_other(tmp_path):
     files = csv_of(tmp_path / "a", noisy(0)), csv_of(tmp_path / "b", noisy(1, 99))
     assert "--skip-missing drops those that one lacks" in invoke(*files).output
     data = json.loads(invoke(*files, "--skip-missing", "--json").stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from small_run import run_python
@@ -29,12 +28,12 @@ except ConfigError:
 """
 
 
-def in_a_child(directory: Path, ending: str) -> int:
+def in_a_child(directory, ending):
     """The exit code of a process that claims the directory and then ends; 2: refused."""
     return run_python(["-c", CLAIMS, str(directory), ending]).returncode
 
 
-def test_a_second_process_is_refused(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path):
     with claimed(tmp_path):
         assert in_a_child(tmp_path, "done") == 2
         refused = "is in use by another run; wait for its end"
@@ -43,17 +42,15 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert in_a_child(tmp_path, "done") == 0
 
 
-def test_a_killed_process_holds_nothing_and_its_leftovers_go(tmp_path: Path) -> None:
+def test_a_killed_process_holds_nothing_and_its_leftovers_go(tmp_path):
     assert in_a_child(tmp_path, "killed") == -signal.SIGKILL
     assert list(tmp_path.glob(".*.partial"))
     with claimed(tmp_path):
         assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_without_locks_the_run_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(*_: object, **__: object) -> None:
+def test_without_locks_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    def no_locks(*_, **__):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("ernie_compat.run_directory.FileLock.acquire", no_locks)
@@ -62,14 +59,14 @@ def test_without_locks_the_run_goes_on_and_says_so(
     assert re.search(r"cannot be locked \(.*No locks available\)", caplog.text)
 
 
-def test_two_runs_that_start_in_one_second_get_two_directories(tmp_path: Path) -> None:
+def test_two_runs_that_start_in_one_second_get_two_directories(tmp_path):
     assert len({make_new(tmp_path / "runs") for _ in range(5)}) == 5
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="give --out DIR"):
         make_new(tmp_path / "file")
 
 
-def test_what_is_there_is_named(tmp_path: Path) -> None:
+def test_what_is_there_is_named(tmp_path):
     assert found_run(tmp_path) is None
     require_free(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("no record\nnor this\n")
@@ -84,9 +81,7 @@ def test_what_is_there_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_partial_files_of_two_processes_have_two_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_files_of_two_processes_have_two_names(tmp_path, monkeypatch):
     first = partial_of(tmp_path / "checkpoint.npz")
     monkeypatch.setattr("ernie_compat.checkpoint.os.getpid", lambda: -1)
     second = partial_of(tmp_path / "checkpoint.npz")

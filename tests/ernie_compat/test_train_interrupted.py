@@ -7,9 +7,9 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from kills import Victim
 from small_run import SIZE_OPTIONS, run_program
 
@@ -17,9 +17,10 @@ from ernie_compat.progress import InterruptGuard
 from ernie_compat.run_directory import claimed
 from ernie_compat.saved_run import SavedRun
 from sonicmoe.cli.screen import progress_console
+from sonicmoe.cli.train import train
 
 
-def test_kills_at_random_moments_leave_a_run_that_continues(tmp_path: Path) -> None:
+def test_kills_at_random_moments_leave_a_run_that_continues(tmp_path):
     victim, rng = Victim(tmp_path), random.Random(7)
     for number in (signal.SIGKILL, signal.SIGTERM):
         kill = victim.kill(number, rng)
@@ -33,16 +34,15 @@ def test_kills_at_random_moments_leave_a_run_that_continues(tmp_path: Path) -> N
     assert victim.saved_step == last + 1
 
 
-def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    victim = Victim(tmp_path, steps=3)
-    victim.out.mkdir()
-    with claimed(victim.out):
-        second = victim.start()
-        out, said = second.communicate(timeout=120)
-    (line,) = said.splitlines()
-    assert second.returncode == 2 and out == ""
-    assert f"--out {victim.out} is in use by another run" in line
-    assert not victim.checkpoint.exists()
+def test_a_second_run_in_the_directory_is_refused(text, tmp_path):
+    """`test_run_directory.py` has claims of two processes."""
+    with claimed(tmp_path):
+        arguments = ["--framework", "torch", "--data", str(text), *SIZE_OPTIONS]
+        second = CliRunner().invoke(train, [*arguments, "--out", str(tmp_path)])
+    (line,) = second.stderr.splitlines()
+    assert second.exit_code == 2 and second.stdout == ""
+    assert f"--out {tmp_path} is in use by another run" in line
+    assert not (tmp_path / "checkpoint.npz").exists()
 
 
 # A terminal of its own, closed after three steps; prints the exit code of the training.
@@ -64,18 +64,10 @@ print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 """
 
 
-def test_a_lost_terminal_saves_like_a_polite_kill(text: Path, tmp_path: Path) -> None:
+def test_a_lost_terminal_saves_like_a_polite_kill(text, tmp_path):
     out = tmp_path / "run"
-    options = [
-        "--framework",
-        "torch",
-        "--precision",
-        "bf16",
-        "--data",
-        str(text),
-        "--steps",
-        "100000",
-    ]
+    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
+    options += ["--steps", "100000"]
     code = run_program(LOST_TERMINAL, *options, *SIZE_OPTIONS, "--out", str(out))
     assert code == 128 + signal.SIGHUP
     assert SavedRun.read(out / "checkpoint.npz").step >= 3
@@ -92,14 +84,14 @@ except SystemExit as end:
 """
 
 
-def test_progress_that_cannot_be_shown_costs_no_step(text: Path, tmp_path: Path) -> None:
+def test_progress_that_cannot_be_shown_costs_no_step(text, tmp_path):
     out = tmp_path / "run"
     options = ["--framework", "torch", "--precision", "bf16", "--data", str(text), "--steps", "2"]
     code = run_program(FULL_STDERR, *options, *SIZE_OPTIONS, "--out", str(out))
     assert code == 0 and SavedRun.read(out / "checkpoint.npz").step == 2
 
 
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
+def test_a_run_under_nohup_outlives_its_terminal():
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -112,9 +104,7 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 
 
 @pytest.mark.parametrize("number", InterruptGuard.SIGNALS)
-def test_each_signal_asks_for_a_checkpoint(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_signal_asks_for_a_checkpoint(number, capsys):
     # The tests may run under nohup, which has the signal of a lost terminal ignored.
     handler = signal.default_int_handler
     before = signal.signal(number, handler)
@@ -128,7 +118,7 @@ def test_each_signal_asks_for_a_checkpoint(
     assert "stopping after this step to save a checkpoint" in capsys.readouterr().err
 
 
-def test_a_run_that_writes_no_checkpoint_announces_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_writes_no_checkpoint_announces_none(capsys):
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with InterruptGuard(progress_console(), saves=False):
