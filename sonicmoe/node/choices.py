@@ -21,14 +21,6 @@ from ..interop import device_name, dtype_name, is_cuda
 _KEPT = 4  # engine choices
 
 
-class _Meaning(NamedTuple):
-    """Of a configuration: `other` differs from `usual` in `recompute_z`."""
-
-    config: ResolvedConfig
-    usual: EngineSettings
-    other: EngineSettings
-
-
 class Chosen(NamedTuple):
     """What a call runs. settings: others than those asked for where `auto` falls back from FP8 to
     BF16. dequantises: the engine is handed the values of tokens that arrived in FP8. validates: what
@@ -59,7 +51,8 @@ class Choices:
         self.config = config
         self._layer = activation, activation_parameters
         self._sizes = hidden, inner
-        self._meaning: _Meaning | None = None
+        # A configuration, what it means, and that with the other `recompute_z`.
+        self._meaning: tuple[Any, ...] = (None,)
         self._engines: list[tuple[Any, Chosen]] = []
 
     def settings(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
@@ -70,15 +63,15 @@ class Choices:
         """
         config = current_config(self.config)
         # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
-        if self._meaning is None or self._meaning.config is not config:
+        # Kept in one tuple, because threads may run calls of one node.
+        if self._meaning[0] is not config:
             usual = EngineSettings.from_config(config, *self._layer)
             other = replace(usual, recompute_z=not usual.recompute_z)
-            self._meaning = _Meaning(config, usual, other)
-        held = self._meaning
-        if recompute_z is None or recompute_z is held.usual.recompute_z:
-            return config, held.usual
-        if recompute_z is held.other.recompute_z:
-            return config, held.other
+            self._meaning = config, usual, other
+        _, usual, other = self._meaning
+        for settings in (usual, other):
+            if recompute_z is None or recompute_z is settings.recompute_z:
+                return config, settings
         raise ConfigError(f"recompute_z is {recompute_z!r}; needed: True, False or None")
 
     def scope(self) -> AbstractContextManager[SonicMoEConfig]:
@@ -114,12 +107,8 @@ class Choices:
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
         announce_emulation(choice, device)
-        chosen = Chosen(
-            choice.engine,
-            choice.settings or settings,
-            choice.dequantises is not None,
-            validates,
-        )
+        settings = choice.settings or settings
+        chosen = Chosen(choice.engine, settings, choice.dequantises is not None, validates)
         self._engines = [*self._engines[-_KEPT + 1 :], (key, chosen)]
         return chosen
 

@@ -28,17 +28,18 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, PendingWgrad
-from ..errors import LayoutError, expect
+from ..errors import LayoutError
+from ..gradients.batch import Batch
 from ..gradients.sink import GradientSink
 from ..interop import is_cuda, requires_grad, writes_of
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import anchor_of
 
@@ -68,34 +69,44 @@ class WgradWork(NamedTuple):
         """Offer the gradients of those weights that `trained` marks, and add now what is left."""
         left = [False] * len(trained)
         # The down-projection first: a backward through two operations would come to it first.
-        for position in reversed(range(len(trained))):
+        positions = range(len(trained) - 1, -1, -1)
+        for position in positions:
             run = OfferedWgrad(self, position, pending)
-            if trained[position] and not offer(position, run.weight, run):
-                left[position] = True
+            left[position] = trained[position] and not offer(position, run.weight, run)
         if any(left):
             self.add(left, pending)
-        for position in reversed(range(len(trained))):
+        for position in positions:
             if left[position]:
                 fire_hooks(self.parameters[position])
 
     def add(self, trained: list[bool], pending: PendingWgrad) -> None:
         """Add the gradients of weights that are no inputs of the autograd node to `main_grad`."""
-        for parameter, wanted in zip(self.parameters, trained, strict=True):
-            expect(
-                not wanted or hasattr(parameter, "main_grad"),
-                LayoutError,
-                "main_grad of an expert weight was removed between the forward and the addition of its gradient; needed: the "
-                "attribute, which may be None",
+        if not all(hasattr(weight, "main_grad") for weight in compress(self.parameters, trained)):
+            raise LayoutError(
+                "main_grad of an expert weight was removed between the forward and the addition of "
+                "its gradient; needed: the attribute, which may be None"
             )
         assert pending.dout is not None
-        dout, sink = anchor_of(pending.dout), self.sink
+        dout = anchor_of(pending.dout)
+        with (
+            advising("weight gradients", self.settings),
+            self.config.activate(),
+            self.sink.alone(dout),
+        ):
+            batch = self.sink.open(self.engine, self.settings, self.parameters, trained, dout)
+            self.sink.add(self.engine, pending, batch)
+            self.sink.close(batch)
+
+    def add_to(self, batch: Batch, pending: PendingWgrad) -> None:
+        """Add the gradients of a backward that is over to what it opened."""
         try:
-            with self.config.activate(), sink.alone(dout):
-                batch = sink.open(self.engine, self.settings, self.parameters, trained, dout)
-                sink.add(self.engine, pending, batch)
-                sink.close(batch)
-        except Exception as error:
-            raise_with_advice(error, "weight gradients", self.settings)
+            with advising("weight gradients", self.settings), self.config.activate():
+                self.sink.add(self.engine, pending, batch)
+        except Exception:
+            # Stage-wise memory may have freed operands already. The backward makes no others, so
+            # the sums can never be complete.
+            if pending.dout is None:
+                self.sink.give_up()
             raise
 
 
@@ -120,7 +131,8 @@ class OfferedWgrad:
         """
         if self._pending is None:
             raise RuntimeError(
-                f"the gradient of expert weight {self._position} was added before; needed: one run of each offer"
+                f"the gradient of expert weight {self._position} was added before; needed: one run "
+                "of each offer"
             )
         count = len(self._work.parameters)
         trained = [position == self._position for position in range(count)]
@@ -142,14 +154,15 @@ class _Task:
     """Weight gradients of one backward.
 
     ready: the event on the caller's stream after which the operands exist; None on a host.
-    tensors: everything that `compute` reads or adds to. It must live until the side stream is done,
-        also where its owner drops it.
-    writes: on a host, where `compute` runs late, the version counters of the caller's tensors.
-        Under Paddle a detached tensor counts its own writes only, so these never move.
+    tensors: everything that the addition reads or adds to. It must live until the side stream is
+        done, also where its owner drops it.
+    writes: on a host, where it runs late, the version counters of the caller's tensors. Under
+        Paddle a detached tensor counts its own writes only, so these never move.
     """
 
-    compute: Callable[[], None]
+    work: WgradWork
     pending: PendingWgrad
+    batch: Batch
     ready: Any
     tensors: list[Tensor]
     writes: list[int]
@@ -169,26 +182,27 @@ class WgradQueue:
         """A copy has no backward behind it."""
         return WgradQueue, ()
 
-    def submit(self, pending: PendingWgrad, compute: Callable[[], None]) -> None:
-        """Take over `compute`: a partial over `pending` and over accumulators that are already
-        allocated.
-        """
+    def submit(self, work: WgradWork, pending: PendingWgrad, batch: Batch) -> None:
+        """Take over the addition of `pending` to the memory that `batch` has opened."""
         # A task of an earlier backward still waits where autograd ended before its hook fired. It
         # goes now, because it holds its operands alive.
         self.launch()
+        # The launch takes small clusters: while a collective holds some multiprocessors, no CTA with
+        # a fixed share of the work waits for them.
+        pending.shares_gpu = True
         if pending.dout is None or not is_cuda(anchor_of(pending.dout)):
-            # On a host `compute` runs late and reads these two, which the caller owns and may
+            # On a host the addition runs late and reads x and dout, which the caller owns and may
             # refill. Their version counters, taken now, show that at `finish`.
-            self._waiting.append(_Task(compute, pending, None, [], _writes_to(pending)))
+            self._waiting.append(_Task(work, pending, batch, None, [], _writes_to(pending)))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=anchor_of(pending.dout).device)
         # Recorded on the caller's stream: at this point its kernels have produced every operand,
         # and have zeroed new accumulators.
         ready = torch.cuda.current_stream().record_event()
-        # The accumulators are among the arguments of `compute`. The keys keep each tensor once.
-        kept = {id(tensor): tensor for tensor in tensors_in([pending, compute])}
-        self._waiting.append(_Task(compute, pending, ready, list(kept.values()), []))
+        # The keys keep each tensor once.
+        kept = {id(tensor): tensor for tensor in tensors_in([pending, batch])}
+        self._waiting.append(_Task(work, pending, batch, ready, list(kept.values()), []))
 
     def launch_after(self, following: Any) -> None:
         """Launch once autograd has run the node `following`, which takes dx; None: at once."""
@@ -217,11 +231,10 @@ class WgradQueue:
             # A wait on the device. The host goes on at once.
             stream.wait_event(task.ready)
             self._keep(task.tensors, stream)
-            # an engine that frees operands one by one must hold the last reference
+            # An engine that frees operands one by one must hold the last reference.
             task.tensors.clear()
+            # `current_stream` is the side stream inside the block, so the engine launches there.
             with torch.cuda.stream(stream):
-                # `current_stream` is the side stream inside the block, so the engine launches
-                # there.
                 self._compute(task)
             self._on_stream = True
 
@@ -236,8 +249,9 @@ class WgradQueue:
             if _writes_to(task.pending) != task.writes:
                 self._waiting.popleft()
                 raise RuntimeError(
-                    "tokens, or the gradient of the output, were overwritten after backward() and before finish_wgrad() or step(): with "
-                    "split_wgrad the weight gradients are computed from them then; their gradients are lost"
+                    "tokens, or the gradient of the output, were overwritten after backward() and "
+                    "before finish_wgrad() or step(): with split_wgrad the weight gradients are "
+                    "computed from them then; their gradients are lost"
                 )
             self._compute(task)
         if self._on_stream and self._stream is not None:
@@ -261,7 +275,7 @@ class WgradQueue:
         """
         repeatable = False
         try:
-            task.compute()
+            task.work.add_to(task.batch, task.pending)
         except MemoryError:
             repeatable = task.pending.dout is not None
             raise
@@ -298,9 +312,7 @@ def _writes_to(pending: PendingWgrad) -> list[int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dataclasses, sequences and arguments of partials: engines keep their
-    operands in forms of their own.
-    """
+    """Every tensor in nested dataclasses and sequences: engines keep operands in forms of their own."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, BlockScaledTensor):
@@ -308,8 +320,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, partial):
-        yield from tensors_in(value.args)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

@@ -10,7 +10,7 @@ import torch
 
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode, member_of
-from ..errors import ConfigError, expect
+from ..errors import ConfigError
 from ..gradients.batch import Batch
 from ..gradients.sink import GradientSink
 from ..interop import requires_grad
@@ -40,18 +40,13 @@ class LayerState:
         flush: FlushMode | str = FlushMode.AUTO,
         split_wgrad: bool = False,
     ) -> None:
-        """Wrap the parameters; reads and allocates nothing.
-
-        Raises:
-            ConfigError: `flush` is none of its values, or `split_wgrad` contradicts it.
-        """
+        """Wrap the parameters; reads and allocates nothing. `flush` and `split_wgrad` are checked."""
         way = member_of(FlushMode, flush, "flush")
-        expect(
-            not split_wgrad or flush != "backward",
-            ConfigError,
-            "split_wgrad with flush='backward': gradients must be complete when a backward returns; needed: flush='step', or "
-            "'auto', which then means 'step'",
-        )
+        if split_wgrad and flush == "backward":
+            raise ConfigError(
+                "split_wgrad with flush='backward': gradients must be complete when a backward "
+                "returns; needed: flush='step', or 'auto', which then means 'step'"
+            )
         self.parameters = parameters
         (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
         self.sizes = experts, hidden, inner
@@ -97,7 +92,8 @@ class LayerState:
         if not self._said_not_offered:
             self._said_not_offered = True
             logger.warning(
-                "expert weight gradients are not put off, because a weight that trains has no main_grad to add them to later"
+                "expert weight gradients are not put off, because a weight that trains has no "
+                "main_grad to add them to later"
             )
         return None
 
@@ -119,11 +115,7 @@ class LayerState:
         self.gradients.discard()
 
     def release(self) -> None:
-        """Free the gradients' memory.
-
-        Raises:
-            RuntimeError: gradients wait that were not flushed.
-        """
+        """Free the gradients' memory; raises where some wait that were not flushed."""
         # The side stream may still add into the memory that is about to be freed.
         self.finish_wgrad()
         self.gradients.release()

@@ -12,7 +12,7 @@ import torch
 
 from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig
-from ..engine.interface import Engine, EngineSettings, PendingWgrad, Saved, Tokens
+from ..engine.interface import Engine, EngineSettings, Saved, Tokens
 from ..gradients.batch import Batch
 from ..interop import device_name, holds_memory, plain_ops, requires_grad
 from ..observe import (
@@ -166,48 +166,28 @@ class MlpCall(DifferentiableCall):
         self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None], Batch | None]:
         state, batch = self.state, None
-        nothing: list[Tensor | None] = [None] * len(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
         if any(trained) and self.wgrad_offer is None:
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
-            batch = state.open(
-                self.engine, self.settings, self.parameters, trained, anchor_of(dout)
-            )
+            like = anchor_of(dout)
+            batch = state.open(self.engine, self.settings, self.parameters, trained, like)
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
+        returned: list[Tensor | None] = [None] * len(trained)
         if batch is not None:
-            self._add(pending, batch)
-            return dx, dprobs, state.gradients.close(batch), batch
-        if self.wgrad_offer is not None:
-            work = WgradWork(
-                state.gradients, self.config, self.engine, self.settings, self.parameters
-            )
-            work.offer(self.wgrad_offer, trained, pending)
-        return dx, dprobs, nothing, None
+            if state.wgrad_queue is None:
+                state.gradients.add(self.engine, pending, batch)
+            else:
+                # Queued, so that dx need not wait for them.
+                state.wgrad_queue.submit(self._work(), pending, batch)
+            returned = state.gradients.close(batch)
+        elif self.wgrad_offer is not None:
+            self._work().offer(self.wgrad_offer, trained, pending)
+        return dx, dprobs, returned, batch
 
-    def _add(self, pending: PendingWgrad, batch: Batch) -> None:
-        """Add the weight gradients now, or queue them so that dx need not wait for them."""
-        queue = self.state.wgrad_queue
-        if queue is None:
-            self.state.gradients.add(self.engine, pending, batch)
-        else:
-            # The launch then takes small clusters: while a collective holds some multiprocessors,
-            # no CTA with a fixed share of the work waits for them.
-            pending.shares_gpu = True
-            queue.submit(pending, partial(self._add_late, pending, batch))
-
-    def _add_late(self, pending: PendingWgrad, batch: Batch) -> None:
-        """Add them after the backward that has made the operands."""
-        try:
-            with self.config.activate():
-                self.state.gradients.add(self.engine, pending, batch)
-        except Exception as error:
-            # Stage-wise memory may have freed operands already. The backward is over and makes no
-            # others, so the sums can never be complete.
-            if pending.dout is None:
-                self.state.gradients.give_up()
-            raise_with_advice(error, "weight gradients", self.settings)
-            raise
+    def _work(self) -> WgradWork:
+        about = self.engine, self.settings, self.parameters
+        return WgradWork(self.state.gradients, self.config, *about)
 
     def _described(self) -> ExpertCall:
         # Half of them are of the up-projection, whether there are two or two of every expert.

@@ -165,9 +165,6 @@ class NodeUpkeep:
         # loads none of it.
         from ..diagnostics.step_capture import dump_next_step
 
-        # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
-        # loads none of it.
-
         dump_next_step(self._state, path)
 
     @property
