@@ -15,15 +15,7 @@ from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, Saved, Tokens
 from ..gradients.batch import Batch
 from ..interop import device_name, holds_memory, plain_ops, requires_grad
-from ..observe import (
-    BackwardBegins,
-    BackwardDone,
-    ExpertCall,
-    ForwardDone,
-    emit,
-    is_awaited,
-    stage,
-)
+from ..observe import BackwardBegins, BackwardDone, ExpertCall, ForwardDone, emit, is_awaited, stage
 from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route

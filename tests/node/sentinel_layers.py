@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from node.direct_layers import Expert
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
@@ -57,19 +58,17 @@ class Trace:
     left: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Expert(nn.Module):
+def make_expert(scenario: Scenario, generator: torch.Generator) -> Expert:
     """fp32 master weights in ERNIE's arrangement, each with a private `main_grad`."""
-
-    def __init__(self, scenario: Scenario, generator: torch.Generator) -> None:
-        super().__init__()
-        hidden, inner = scenario.hidden, scenario.intermediate
-        self.up_gate_proj, self.down_proj = nn.Module(), nn.Module()
-        shapes = (hidden, 2 * inner), (inner, hidden)
-        for module, shape in zip((self.up_gate_proj, self.down_proj), shapes, strict=True):
-            values = torch.randn(shape, generator=generator, device=scenario.device)
-            values *= shape[0] ** -0.5
-            module.weight = nn.Parameter(values)
-            module.weight.main_grad = torch.zeros_like(values)
+    hidden, inner = scenario.hidden, scenario.intermediate
+    up, down = (
+        torch.randn(shape, generator=generator, device=scenario.device) * shape[0] ** -0.5
+        for shape in ((hidden, 2 * inner), (inner, hidden))
+    )
+    expert = Expert(up, down)
+    for weight in expert.parameters():
+        weight.main_grad = torch.zeros_like(weight)
+    return expert
 
 
 class Layer(nn.Module):
@@ -77,7 +76,8 @@ class Layer(nn.Module):
 
     def __init__(self, scenario: Scenario, generator: torch.Generator) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(Expert(scenario, generator) for _ in range(scenario.experts))
+        made = (make_expert(scenario, generator) for _ in range(scenario.experts))
+        self.experts = nn.ModuleList(made)
         sizes = scenario.experts, scenario.hidden, scenario.intermediate
         self.node = SonicMoEMlpNode(self.experts, *sizes, config=scenario.config)
         self.gate = nn.Parameter(

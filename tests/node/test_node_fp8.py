@@ -13,15 +13,7 @@ import pytest
 from engine.fp8_arrivals import FORMS, ISO128, poisoned, problem_with_idle_tokens, quantised, run
 from engine.moe_golden import assert_same_bits
 from framework import IS_PADDLE, numpy, tensor, torch
-from node.node_harness import (
-    FP8,
-    FULL,
-    Layer,
-    assert_equal,
-    counts_of,
-    recomputed,
-    want_gradient,
-)
+from node.node_harness import FP8, FULL, Layer, assert_equal, counts_of, recomputed, want_gradient
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.bisect import bisect

@@ -9,19 +9,13 @@ from __future__ import annotations
 import copy
 import threading
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, relative_rmse, torch
-from node.node_harness import (
-    ARRANGEMENTS,
-    CONFIGS,
-    FLUSHES,
-    Layer,
-    recomputed,
-    want_gradient,
-)
+from node.node_harness import ARRANGEMENTS, CONFIGS, FLUSHES, Layer, recomputed, want_gradient
 from pairwise import pairwise
 from weights.freed_memory import free
 
@@ -51,24 +45,19 @@ class TestAskedFor:
 
     REFUSED = "asked for the gradient of an expert weight"
 
-    @every_flush
-    @pytest.mark.parametrize("value", [0.0, None])
-    def test_a_weights_gradient_that_goes_to_main_grad_is_refused(self, flush, value):
+    @pytest.mark.parametrize(
+        ("flush", "value"), [*product(FLUSHES, (0.0, None)), ("step", "absent")]
+    )
+    def test_a_weights_gradient_that_autograd_does_not_get_is_refused(self, flush, value):
         layer = made(flush, value)
-        call = layer.call()
-        with pytest.raises((RuntimeError, OSError), match=self.REFUSED):
-            gradients_of(call, [layer.weights[2]])
-        layer.node.step()
-        assert not layer.has_gradients()
-        layer.step()
-        assert layer.error() < 1e-5
-
-    def test_and_one_that_waits(self):
-        layer = made("step", "absent")
+        attribute = "grad" if value == "absent" else "main_grad"
         with pytest.raises((RuntimeError, OSError), match=self.REFUSED):
             gradients_of(layer.call(), [layer.weights[2]])
         layer.node.step()
-        assert all(weight.grad is None for weight in layer.weights)
+        held = [getattr(weight, attribute) for weight in layer.weights]
+        assert not any(each is not None and numpy(each).any() for each in held)
+        layer.step()
+        assert layer.error(attribute=attribute) < 1e-5
 
     def test_one_that_autograd_hands_over_is_returned(self):
         layer = made("auto", "absent")
@@ -87,12 +76,9 @@ class TestAskedFor:
         call = layer.call()
         call.out.backward(call.dout, inputs=[layer.weights[1], call.x])
         layer.node.step()
-        wanted = golden(layer.problem)
-        for index, weight in enumerate(layer.weights):
-            if index == 1:
-                assert relative_rmse(numpy(weight.main_grad), wanted.dw1[1]) < 1e-5
-            else:
-                assert not numpy(weight.main_grad).any()
+        one, *others = [layer.weights[1], layer.weights[0], *layer.weights[2:]]
+        assert relative_rmse(numpy(one.main_grad), golden(layer.problem).dw1[1]) < 1e-5
+        assert not any(numpy(other.main_grad).any() for other in others)
 
     @only_torch
     @every_flush
@@ -104,13 +90,13 @@ class TestAskedFor:
         def run(x):
             return layer.node(x, None, call.indices, call.probs)
 
+        transforms = {
+            "vmap": lambda: torch.func.vmap(run)(torch.stack([call.x, call.x])),
+            "grad": lambda: torch.func.grad(lambda x: run(x).sum())(call.x),
+            "jvp": lambda: torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),)),
+        }
         with pytest.raises((RuntimeError, NotImplementedError)):
-            if how == "vmap":
-                torch.func.vmap(run)(torch.stack([call.x, call.x]))
-            elif how == "grad":
-                torch.func.grad(lambda x: run(x).sum())(call.x)
-            else:
-                torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),))
+            transforms[how]()
         layer.node.step()
         assert not layer.has_gradients()
 
@@ -144,14 +130,11 @@ class TestInsideOtherBackwards:
         other = paddle.ones([3])
         other.stop_gradient = False
         doubled = other * 2
-
-        def run(_):
-            if how == "Tensor.backward":
-                call.out.backward(call.dout)
-            else:
-                paddle.autograd.backward([call.out], [call.dout])
-
-        doubled.register_hook(run)
+        runs = {
+            "Tensor.backward": lambda _: call.out.backward(call.dout),
+            "autograd.backward": lambda _: paddle.autograd.backward([call.out], [call.dout]),
+        }
+        doubled.register_hook(runs[how])
         paddle.grad(doubled.sum(), other)
         layer.node.step()
         assert layer.error() < 1e-5
@@ -162,25 +145,21 @@ class TestParameters:
     """That are others by the time their gradients arrive."""
 
     @every_flush
-    def test_experts_exchanged_before_step(self, flush):
-        """As balancing does: a gradient belongs to the weight that it was computed for."""
-        layer = made(flush)
-        layer.run()
-        layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
-        layer.node.step()
-        assert layer.error() < 1e-5
-
-    @every_flush
-    def test_experts_exchanged_between_micro_batches(self, flush):
-        """What waits for the old order is handed over before the new one's is added."""
+    @pytest.mark.parametrize("goes_on", [False, True])
+    def test_experts_exchanged(self, flush, goes_on):
+        """As balancing does, before step() or between micro-batches: a gradient belongs to the weight
+        that it was computed for, and what waits for the old order is handed over first.
+        """
         layer = made(flush)
         problem = layer.problem
         layer.run()
         layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]
-        ids = problem.indices.copy()
-        ids[problem.indices == 0], ids[problem.indices == 1] = 1, 0
-        layer.step(problem.but(indices=ids))
-        assert layer.error(times=2) < 1e-5
+        if goes_on:
+            ids = problem.indices.copy()
+            ids[problem.indices == 0], ids[problem.indices == 1] = 1, 0
+            layer.run(problem.but(indices=ids))
+        layer.node.step()
+        assert layer.error(times=1 + goes_on) < 1e-5
 
     @every_flush
     @pytest.mark.parametrize("value", [0.0, "absent"])
@@ -204,17 +183,17 @@ class TestParameters:
         assert relative_rmse(np.stack([numpy(other) for other in others]), wanted) < 1e-5
 
     @only_torch
-    def test_results_of_operations_pass_their_gradient_on(self):
-        layer, original = self.parametrized("auto")
-        layer.run()
-        assert relative_rmse(numpy(original.grad), 2 * golden(layer.problem).dw1[0]) < 1e-5
-
-    @only_torch
-    def test_results_of_operations_are_refused_where_they_cannot(self):
-        layer, original = self.parametrized("step")
+    @every_flush
+    def test_results_of_operations_pass_their_gradient_on_or_are_refused(self, flush):
+        layer, original = self.parametrized(flush)
+        if flush == "auto":
+            layer.run()
+            assert relative_rmse(numpy(original.grad), 2 * golden(layer.problem).dw1[0]) < 1e-5
+            return
         words = r"^experts\[0\].up_gate_proj.weight is the result of an operation"
         with pytest.raises(LayoutError, match=words):
-            layer.step()
+            layer.run()
+        layer.node.step()
         assert original.grad is None
 
     def parametrized(self, flush):
@@ -355,11 +334,7 @@ class TestGradientMemory:
         """Before the node's turn: the node finds it."""
         layer = made(flush, "absent")
         call = layer.call()
-
-        def bind(_):
-            layer.set_main_grad(0.0)
-
-        call.out.register_hook(bind)
+        call.out.register_hook(lambda _: layer.set_main_grad(0.0) and None)
         call.backward()
         layer.node.step()
         assert layer.error() < 1e-5
@@ -368,11 +343,7 @@ class TestGradientMemory:
     def test_of_a_backward_that_a_hook_ended_goes_with_its_clearing(self, flush):
         layer = made(flush)
         call = layer.call()
-
-        def fail(_):
-            raise ZeroDivisionError
-
-        call.x.register_hook(fail)
+        call.x.register_hook(lambda _: 1 / 0)
         with pytest.raises((ZeroDivisionError, OSError)):
             call.backward()
         layer.zero_main_grad()
@@ -407,9 +378,8 @@ class TestCopies:
         assert layer.error() < 1e-5
 
     def test_a_copy_trains_its_own_parameters_in_the_same_mode(self):
-        layer = made("auto")
+        layer, copied = made(), made()
         layer.run()
-        copied = made("auto")
         copied.node = copy.deepcopy(layer.node)
         copied.weights = copied.node._state.parameters.parameters()
         copied.set_main_grad(0.0)

@@ -19,8 +19,10 @@ from node.node_harness import (
     recomputed,
     want_gradient,
 )
+from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import FlushMode
 from sonicmoe.errors import ConfigError
 from sonicmoe.node import questions
 from sonicmoe.node.late_wgrad import WgradQueue, tensors_in
@@ -77,7 +79,8 @@ def in_one_buffer(layer, buffer=None):
     return buffer
 
 
-each_clearing = pytest.mark.parametrize("clear", [zero, remove, replace])
+CLEARINGS = (zero, remove, replace)
+each_clearing = pytest.mark.parametrize("clear", CLEARINGS)
 
 
 class TestWhileGradientsWait:
@@ -202,116 +205,102 @@ def optimizer_of(weights):
     return torch.optim.SGD(weights, lr=1e-3)
 
 
+def update(layer):
+    """What an optimizer of `main_grad` does."""
+    with torch.no_grad():
+        for weight in layer.weights:
+            weight.copy_(weight.detach() - 1e-7 * weight.main_grad)
+
+
+def several_micro_batches(layer, step, clear):
+    layer.step(None, None, None)
+    assert layer.error(times=3) < 1e-4
+    scale(layer)
+    update(layer)
+
+
+def scaled_between(layer, step, clear):
+    layer.run()
+    layer.node.flush_grads()
+    scale(layer)
+    layer.step()
+    for _ in range(3):  # steps without a backward
+        layer.node.step()
+    assert layer.error(times=1.5) < 1e-5
+
+
+def skipped_batch(layer, step, clear):
+    """Nothing of it comes back."""
+    bad = problems(2)[1]
+    layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
+    if layer.node.flush_mode is FlushMode.STEP:
+        layer.node.discard_grads()
+    clear(layer)
+    layer.step()
+    assert layer.error() < 1e-5
+
+
+def frozen_by_turns(layer, step, clear):
+    for index, weight in enumerate(layer.weights):
+        want_gradient(weight, index % 2 == step % 2)
+    layer.step()
+
+
+def recompute(layer, step, clear):
+    for _ in range(2):
+        call = layer.call()
+        call.out = recomputed(layer.node, *call.arguments, use_reentrant=IS_PADDLE)
+        call.backward()
+    layer.node.step()
+    assert layer.error(times=2) < 1e-5
+
+
+def pipeline(layer, step, clear):
+    """Four forwards ahead of the backwards, 24 micro-batches a step."""
+    ahead = [layer.call() for _ in range(4)]
+    for _ in range(20):
+        ahead.pop(0).backward()
+        ahead.append(layer.call())
+    for call in ahead:
+        call.backward()
+    layer.node.step()
+    assert layer.error(times=24) < 1e-5
+
+
+LOOPS = (several_micro_batches, scaled_between, skipped_batch, frozen_by_turns, recompute, pipeline)
+
+
 class TestCorrectLoops:
     """None of them reads a word, over three optimizer steps."""
 
-    STEPS = 3
-
-    def steps(self, flush, **options):
-        layer = Layer(flush=flush, main_grad=0.0, **options)
-        for _ in range(self.STEPS):
-            yield layer
-
-    def update(self, layer):
-        """What an optimizer of `main_grad` does."""
-        with torch.no_grad():
-            for weight in layer.weights:
-                weight.copy_(weight.detach() - 1e-7 * weight.main_grad)
-
-    @each_clearing
-    @each_flush
-    def test_several_micro_batches_then_cleared(self, said, flush, clear):
-        for layer in self.steps(flush):
-            layer.step(None, None, None)
-            assert layer.error(times=3) < 1e-4
-            scale(layer)
-            self.update(layer)
+    @pytest.mark.parametrize(
+        ("loop", "flush", "clear"),
+        pairwise(LOOPS, FLUSHES, CLEARINGS),
+        ids=lambda value: getattr(value, "__name__", value),
+    )
+    def test_no_word(self, said, loop, flush, clear):
+        layer = Layer(problems(1)[0], flush=flush, main_grad=0.0)
+        for step in range(3):
+            loop(layer, step, clear)
             clear(layer)
         assert said() == []
 
-    def test_scaled_between_micro_batches(self, said):
-        for layer in self.steps("auto"):
-            layer.run()
-            scale(layer)
-            layer.step()
-            assert layer.error(times=1.5) < 1e-5
-            zero(layer)
-        assert said() == []
-
-    @each_clearing
-    @each_flush
-    def test_skipped_batches(self, said, flush, clear):
-        """Nothing of them comes back."""
-        good, bad = problems(2)
-        for layer in self.steps(flush, problem=good):
-            layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
-            if flush == "step":
-                layer.node.discard_grads()
-            clear(layer)
-            layer.step(good)
-            assert layer.error() < 1e-5
-            clear(layer)
-        assert said() == []
-
-    @each_flush
-    def test_frozen_by_turns(self, said, flush):
-        for step, layer in enumerate(self.steps(flush)):
-            for index, weight in enumerate(layer.weights):
-                want_gradient(weight, index % 2 == step % 2)
-            layer.step()
-            self.update(layer)
-            zero(layer)
-        assert said() == []
+    def test_scaled_between_micro_batches_without_a_flush(self, said):
+        layer = Layer(main_grad=0.0)
+        layer.run()
+        scale(layer)
+        layer.step()
+        assert layer.error(times=1.5) < 1e-5 and said() == []
 
     @each_flush
     def test_two_optimizers(self, said, flush):
         layer = Layer(flush=flush)
         optimizers = [optimizer_of(layer.weights[::2]), optimizer_of(layer.weights[1::2])]
-        for _ in range(self.STEPS):
+        for _ in range(3):
             layer.step()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.clear_grad() if IS_PADDLE else optimizer.zero_grad()
-        assert said() == []
-
-    @each_flush
-    def test_recompute(self, said, flush):
-        for layer in self.steps(flush):
-            for _ in range(2):
-                call = layer.call()
-                call.out = recomputed(layer.node, *call.arguments, use_reentrant=IS_PADDLE)
-                call.backward()
-            layer.node.step()
-            assert layer.error(times=2) < 1e-5
-            zero(layer)
-        assert said() == []
-
-    @each_flush
-    def test_a_pipeline_of_many_micro_batches(self, said, flush):
-        """Four forwards ahead of the backwards, 24 micro-batches a step."""
-        for layer in self.steps(flush):
-            ahead = [layer.call() for _ in range(4)]
-            for _ in range(20):
-                ahead.pop(0).backward()
-                ahead.append(layer.call())
-            for call in ahead:
-                call.backward()
-            layer.node.step()
-            assert layer.error(times=24) < 1e-5
-            zero(layer)
-        assert said() == []
-
-    @each_flush
-    def test_flushes_between_and_steps_without_a_backward(self, said, flush):
-        for layer in self.steps(flush):
-            layer.run()
-            layer.node.flush_grads()
-            scale(layer)
-            layer.run()
-            for _ in range(4):
-                layer.node.step()
-            assert layer.error(times=1.5) < 1e-5
-            zero(layer)
         assert said() == []
 
 
