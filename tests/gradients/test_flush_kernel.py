@@ -47,9 +47,8 @@ def test_a_passing_error_does_not_decide_for_the_process(attempts, caplog):
         assert destinations._kernel_on("cuda:0") is None
         assert destinations._kernel_on("cuda:0") is None
         attempts.clear()
-        destinations._kernel_on._tentative["cuda:0"] = destinations._kernel_on._tentative[
-            "cuda:0"
-        ]._replace(again_at=0.0)
+        tentative = destinations._kernel_on._tentative
+        tentative["cuda:0"] = tentative["cuda:0"]._replace(again_at=0.0)
         assert destinations._kernel_on("cuda:0") == "kernel"
     warned, told = caplog.records
     assert warned.getMessage().endswith("flushed by plain tensor operations: CUDA out of memory")

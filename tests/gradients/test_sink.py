@@ -5,6 +5,7 @@ layout.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import is_
 
 import numpy as np
 import pytest
@@ -51,9 +52,23 @@ def gradients_of(source, attribute):
 
 
 def bind_main_grads(source, value=0.0):
+    """Full of a value, or None."""
     for weight in source.parameters():
-        weight.main_grad = tensor(np.full(tuple(weight.shape), value), torch.float32)
+        made = None if value is None else np.full(tuple(weight.shape), value)
+        weight.main_grad = None if made is None else tensor(made, torch.float32)
     return [weight.main_grad for weight in source.parameters()]
+
+
+def assert_gradients(source, dw1, dw2, attribute="main_grad", **options):
+    for got, want in zip(gradients_of(source, attribute), (dw1, dw2), strict=True):
+        np.testing.assert_allclose(got, want, **{"rtol": 0} | options)
+
+
+def freeze(weight):
+    if IS_PADDLE:
+        weight.stop_gradient = True
+    else:
+        weight.requires_grad_(False)
 
 
 def sink_of(source):
@@ -102,9 +117,8 @@ class TestNativeBuffer:
 
         with pytest.raises(ConfigError, match=r"adds weight gradients into \['main_grad'\]"):
             opened(sink_of(per_expert_source(*weight_arrays())), Direct())
-        with pytest.raises(
-            ConfigError, match="gradient targets are Elsewhere; this engine adds to"
-        ):
+        words = "gradient targets are Elsewhere; this engine adds to"
+        with pytest.raises(ConfigError, match=words):
             native_buffer(Elsewhere())
 
     def test_an_addition_that_fails_leaves_the_sink_incomplete(self):
@@ -135,26 +149,22 @@ class TestNativeBuffer:
 
     def test_zeros_with_biases(self):
         accumulators = NativeBuffer.zeros(2, 6, 4, 3, True, "cpu")
-        assert [tuple(held.shape) for held in accumulators.tensors()] == [
-            (2, 6, 4),
-            (2, 4, 3),
-            (2, 6),
-            (2, 4),
-        ]
+        shapes = [tuple(held.shape) for held in accumulators.tensors()]
+        assert shapes == [(2, 6, 4), (2, 4, 3), (2, 6), (2, 4)]
         assert len(NativeBuffer.zeros(2, 6, 4, 3, False, "cpu").tensors()) == 2
 
 
 class TestFlush:
     @each_source
     @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
-    def test_adds_into_main_grad_in_place(self, make, activation):
+    def test_adds_into_main_grad_in_place_and_once(self, make, activation):
         source = make(*weight_arrays(activation=activation), activation)
         main_grads = bind_main_grads(source, 0.5)
         pointers = [data_ptr(held) for held in main_grads]
         sink, dw1, dw2 = filled(source)
-        sink.flush()
-        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
-            np.testing.assert_array_equal(got, np.float32(want) + np.float32(0.5))
+        for _ in range(2):
+            sink.flush()
+            assert_gradients(source, *(np.float32(dw) + np.float32(0.5) for dw in (dw1, dw2)))
         for weight, held, pointer in zip(source.parameters(), main_grads, pointers, strict=True):
             assert weight.main_grad is held
             assert data_ptr(held) == pointer
@@ -162,41 +172,25 @@ class TestFlush:
         assert not sink.waiting
         assert not any(numpy(held).any() for held in sink.held().values())
 
-    @each_source
-    def test_twice_is_once(self, make):
-        source = make(*weight_arrays())
-        bind_main_grads(source)
-        sink, dw1, dw2 = filled(source)
-        sink.flush()
-        sink.flush()
-        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
-            np.testing.assert_array_equal(got, want)
-
     def test_nothing_to_flush_touches_nothing(self):
         source = per_expert_source(*weight_arrays())
-        for weight in source.parameters():
-            weight.main_grad = None
+        bind_main_grads(source, None)
         sink_of(source).flush()
-        assert all(
-            weight.main_grad is None and weight.grad is None for weight in source.parameters()
-        )
+        assert all(weight.main_grad is weight.grad is None for weight in source.parameters())
 
     @each_source
     def test_binds_a_main_grad_that_is_none_and_adds_afterwards(self, make):
         source = make(*weight_arrays())
-        for weight in source.parameters():
-            weight.main_grad = None
+        bind_main_grads(source, None)
         sink, dw1, dw2 = filled(source)
         sink.flush()
         held = [weight.main_grad for weight in source.parameters()]
         assert all(main_grad.dtype == torch.float32 for main_grad in held)
         again, _, _ = filled(source)
         again.flush()
-        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
-            np.testing.assert_array_equal(got, 2 * want)
-        assert all(
-            weight.main_grad is kept for weight, kept in zip(source.parameters(), held, strict=True)
-        )
+        assert_gradients(source, 2 * dw1, 2 * dw2)
+        now = [weight.main_grad for weight in source.parameters()]
+        assert all(map(is_, now, held))
 
     @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (1, 4), (4, 1)])
     @each_source
@@ -204,12 +198,10 @@ class TestFlush:
         self, make, hidden, intermediate
     ):
         source = make(*weight_arrays(2, hidden, intermediate))
-        for weight in source.parameters():
-            weight.main_grad = None
-        sink, dw1, dw2 = filled(source)
+        bind_main_grads(source, None)
+        sink, *gradients = filled(source)
         sink.flush()
-        for got, want in zip(gradients_of(source, "main_grad"), (dw1, dw2), strict=True):
-            np.testing.assert_array_equal(got, want)
+        assert_gradients(source, *gradients)
 
     @each_source
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -218,22 +210,17 @@ class TestFlush:
         for _ in range(2):
             sink, dw1, dw2 = filled(source)
             sink.flush()
-        for got, want in zip(gradients_of(source, "grad"), (dw1, dw2), strict=True):
-            np.testing.assert_allclose(got, 2 * want, rtol=2**-7 if dtype == "bfloat16" else 1e-6)
-        assert all(weight.grad.dtype == weight.dtype for weight in source.parameters())
-        assert not any(
-            hasattr(weight, "main_grad") and weight.main_grad is not None
-            for weight in source.parameters()
-        )
+        rtol = 2**-7 if dtype == "bfloat16" else 1e-6
+        assert_gradients(source, 2 * dw1, 2 * dw2, "grad", rtol=rtol)
+        weights = source.parameters()
+        assert all(weight.grad.dtype == weight.dtype for weight in weights)
+        assert not any(getattr(weight, "main_grad", None) is not None for weight in weights)
 
     def test_frozen_parameters_get_nothing(self):
         source = per_expert_source(*weight_arrays())
         bind_main_grads(source)
         frozen = source.parameters()[1]
-        if IS_PADDLE:
-            frozen.stop_gradient = True
-        else:
-            frozen.requires_grad_(False)
+        freeze(frozen)
         sink, dw1, _ = filled(source)
         sink.flush()
         assert not numpy(frozen.main_grad).any()
@@ -245,10 +232,10 @@ class TestFlush:
         main_grads = bind_main_grads(source)
         last = source.parameters()[-1]
         bad = np.zeros((12, 16) if wrong == "dtype" else (16, 12))
-        last.main_grad = tensor(bad, torch.float32).to(
-            torch.bfloat16 if wrong == "dtype" else torch.float32
-        )
-        error = DTypeError if wrong == "dtype" else ShapeError
+        dtype, error = torch.float32, ShapeError
+        if wrong == "dtype":
+            dtype, error = torch.bfloat16, DTypeError
+        last.main_grad = tensor(bad, torch.float32).to(dtype)
         words = r"main_grad (is bfloat16|has shape)"
         with pytest.raises(error, match=words):  # where the first of them begins to wait
             filled(source)
