@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""What a layer of your model gains: the experts of real models as transformers' own modules, with
+stock `grouped_mm`, with the same under `torch.compile`, with torchao's FP8 where it is installed,
+and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `.grad`.
+
+    benchmarks/experts_bench.py                                  # one Hopper GPU, all sixteen rows
+    benchmarks/experts_bench.py --only Qwen3-30B --mode kept     # some of it
+    benchmarks/experts_bench.py --quick                          # tiny, on a CPU: is the program right?
+
+| mode | what happens |
+|---|---|
+| new | weights are written before every call, as without accumulation |
+| kept | weights are written before every fourth call, as under accumulation; `.grad` is written by every call |
+| frozen | weights get no gradients: forward, and backward to tokens and probabilities |
+| forward | forward alone, without gradients |
+
+| figure | what |
+|---|---|
+| wall | microseconds of a call in rows of eight, median of the rounds, in which the contestants take turns |
+| host | microseconds until the host had launched one of five calls that follow a synchronisation |
+| busy | microseconds of a call in which the GPU ran anything, from the profiler |
+| peak | MiB of a call above what lies there before it: weights, and in FP8 their codes |
+| error | relative RMSE against fp32, the largest of output, dx and weight gradients |
+
+`six` are torch's six bare grouped_mm of a layer, on rows that are gathered already. `node` is
+SonicMoEMlpNode in FP8, which adds weight gradients to fp32 `main_grad`; three rows have it. An EP8
+row is one rank's share under expert parallelism of 8, with the ids of other ranks as sentinels.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from model_experts import ROWS, Experts, Row, errors_of, tiny
+from torchao_experts import TORCHAO, register_torchao
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.bench.runner import machine
+from sonicmoe.bench.timing import trace_of
+from sonicmoe.bench.trace import covered_us, gpu_spans
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.integrations.transformers import register
+
+MODES = ("new", "kept", "frozen", "forward")
+WITH_NODE = ("Qwen3-30B-A3B", "ERNIE-4.5-21B-A3B", "Qwen3-Next-80B")
+CALLS, HOST_CALLS, KEPT_CALLS, WARM_UPS, PROFILED_CALLS = 8, 5, 4, 3, 4
+MIB = 1 << 20
+Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Contestant:
+    """One implementation, and what was found about it in one mode."""
+
+    experts: Experts
+    module: Module
+    mode: str
+    calls: int = 0
+    walls: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+
+    def call(self) -> None:
+        """One layer; gradients of the call before are dropped first."""
+        experts = self.experts
+        if self.mode == "new" or (self.mode == "kept" and self.calls % KEPT_CALLS == 0):
+            experts.write_weights()
+        self.calls += 1
+        if self.mode == "forward":
+            with torch.no_grad():
+                self.module(experts.x, experts.ids, experts.probs)
+            return
+        experts.clear()
+        self.module(experts.x, experts.ids, experts.probs).backward(experts.dout)
+
+    def timed(self) -> None:
+        """One round."""
+        wait(self.experts.device)
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            self.call()
+        wait(self.experts.device)
+        self.walls.append(1e6 * (time.perf_counter() - begin) / CALLS)
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):  # more could fill the launch queue, and the host would wait
+            self.call()
+        self.hosts.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
+
+    def figures(self) -> dict[str, float]:
+        """Medians of the rounds, and what is measured once."""
+        return {
+            "wall": statistics.median(self.walls),
+            "host": statistics.median(self.hosts),
+            "busy": busy_us(self.call, self.experts.device),
+            "peak": self._peak(),
+        }
+
+    def _peak(self) -> float:
+        if self.experts.device == "cpu":
+            return 0.0
+        self.experts.clear()
+        wait(self.experts.device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.call()
+        wait(self.experts.device)
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def wait(device: str) -> None:
+    """Let the device finish."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def busy_us(call: Callable[[], object], device: str) -> float:
+    """Microseconds of a call in which the GPU ran anything; 0 on a CPU."""
+    if device == "cpu":
+        return 0.0
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    wait(device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(PROFILED_CALLS):
+            call()
+        wait(device)
+    return covered_us(gpu_spans(trace_of(profiler))) / PROFILED_CALLS
+
+
+def modules_of(experts: Experts) -> dict[str, Module]:
+    """Every implementation that computes these experts as its name says."""
+    stock = experts.module("grouped_mm")
+    made: dict[str, Module] = {"stock": stock, "compiled": compiled(experts, "grouped_mm")}
+    plain = not stock.has_bias and not stock.is_transposed
+    if register_torchao() and plain:
+        made["torchao"] = compiled(experts, TORCHAO)
+    made["bf16"] = experts.module("sonicmoe")
+    # FP8 has neither biases nor gpt-oss's activation yet: it would be BF16 a second time.
+    if plain:
+        made["fp8"] = experts.module("sonicmoe_fp8")
+    return made
+
+
+def compiled(experts: Experts, implementation: str) -> Module:
+    """As `module.compile()` makes it; a CPU, which checks the program, generates no code."""
+    backend = "aot_eager" if experts.device == "cpu" else "inductor"
+    return torch.compile(experts.module(implementation), backend=backend)
+
+
+def node_of(experts: Experts) -> Module:
+    """The node in FP8 on weights of its own, in its layout, with fp32 `main_grad`."""
+    row = experts.row
+    shapes = ((row.experts, row.hidden, 2 * row.inner), (row.experts, row.inner, row.hidden))
+    weights = []
+    for shape in shapes:
+        values = torch.randn(shape, device=experts.device, dtype=torch.bfloat16)
+        weight = torch.nn.Parameter(values.mul_(row.hidden**-0.5))
+        weight.main_grad = torch.zeros(shape, device=experts.device)  # type: ignore[attr-defined]
+        weights.append(weight)
+    node = SonicMoEMlpNode.from_fused(*weights, config=SonicMoEConfig(fp8_mode="perf"))
+
+    def call(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        return node(x, None, ids, probs)
+
+    experts.weights.update(node_up=weights[0], node_down=weights[1])
+    return call
+
+
+def six_products(experts: Experts) -> Callable[[], object]:
+    """The six grouped_mm of a layer, on rows that are gathered and activated already."""
+    row, device = experts.row, experts.device
+    local = experts.ids[experts.ids < row.local_experts]
+    counts = torch.bincount(local, minlength=row.local_experts)
+    offsets = counts.cumsum(0).to(torch.int32)
+    total = local.numel()
+
+    def rows(width: int) -> torch.Tensor:
+        return torch.randn(total, width, device=device, dtype=torch.bfloat16)
+
+    x, dz, y1, dout = rows(row.hidden), rows(2 * row.inner), rows(row.inner), rows(row.hidden)
+    up, down = (experts.weights[name].detach() for name in ("gate_up_proj", "down_proj"))
+    if up.shape[1] == row.hidden:  # [E, H, 2I] and [E, I, H]
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    product = torch._grouped_mm
+
+    def call() -> None:
+        product(x, up.transpose(1, 2), offsets)
+        product(y1, down.transpose(1, 2), offsets)
+        product(dout, down, offsets)
+        product(dz, up, offsets)
+        product(dz.T, x, offsets)
+        product(dout.T, y1, offsets)
+
+    return call
+
+
+def measure_mode(
+    experts: Experts, modules: dict[str, Module], mode: str, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Figures of every implementation that fits into memory."""
+    trained = mode in ("new", "kept")
+    experts.train_weights(trained)
+    found = {
+        name: Contestant(experts, module, mode)
+        for name, module in modules.items()
+        if name != "node" or trained
+    }
+    for number in range(rounds + 1):
+        for name, contestant in list(found.items()):
+            try:
+                if number:
+                    contestant.timed()
+                else:
+                    for _ in range(WARM_UPS):
+                        contestant.call()
+            except torch.OutOfMemoryError:
+                del found[name]
+    experts.clear()
+    return {name: contestant.figures() for name, contestant in found.items()}
+
+
+def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[str, Any]:
+    """All figures of a row."""
+    experts = Experts(row, device)
+    modules = modules_of(experts)
+    experts.train_weights(True)
+    errors = {name: asdict(errors_of(experts, module)) for name, module in modules.items()}
+    six = busy_us(six_products(experts), device)
+    if row.model in WITH_NODE:
+        modules["node"] = node_of(experts)
+    figures = {mode: measure_mode(experts, modules, mode, rounds) for mode in modes}
+    return {"row": row._asdict(), "six": six, "errors": errors, **figures}
+
+
+def table(figures: list[dict[str, Any]], mode: str, figure: str) -> Iterator[str]:
+    """Markdown: a row per model, a column per implementation, ratios to compiled stock for times."""
+    names = ("stock", "compiled", "torchao", "bf16", "fp8", "node")
+    yield f"| {mode}: {figure} | {' | '.join(names)} | six |"
+    yield "|---" * (len(names) + 2) + "|"
+    for each in figures:
+        found = each[mode]
+        base = found.get("compiled", {}).get(figure)
+        cells = []
+        for name in names:
+            value = found.get(name, {}).get(figure)
+            ratio = (
+                f" ({base / value:.2f}x)" if base and value and figure in ("wall", "busy") else ""
+            )
+            cells.append("–" if value is None else f"{value:.0f}{ratio}")
+        yield f"| {Row(**each['row']).title} | {' | '.join(cells)} | {each['six']:.0f} |"
+
+
+def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: the largest error of every implementation, in per cent."""
+    names = ("stock", "compiled", "torchao", "bf16", "fp8")
+    yield f"| error in % | {' | '.join(names)} |"
+    yield "|---" * (len(names) + 1) + "|"
+    for each in figures:
+        found = [max(each["errors"][n].values()) if n in each["errors"] else None for n in names]
+        cells = ["–" if value is None else f"{100 * value:.2f}" for value in found]
+        yield f"| {Row(**each['row']).title} | {' | '.join(cells)} |"
+
+
+@click.command(help=__doc__)
+@click.option("--only", default="", help="Rows whose title contains this.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), default=MODES)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+def main(
+    only: str, modes: tuple[str, ...], rounds: int, quick: bool, json_file: Path | None
+) -> None:
+    """Measure row by row, and print."""
+    device = "cpu" if quick else "cuda"
+    if not quick and not torch.cuda.is_available():
+        raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
+    register()
+    every: list[dict[str, Any]] = []
+    for row in ROWS:
+        if only not in row.title:
+            continue
+        click.echo(row.title, err=True)
+        every.append(measure(tiny(row) if quick else row, modes, rounds, device))
+        if json_file is not None:  # after every row: a later one may not fit
+            figures = {"machine": machine(), "rows": every}
+            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        torch._dynamo.reset()
+        gc.collect()
+        if not quick:
+            torch.cuda.empty_cache()
+    for mode in modes:
+        for figure in ("wall", "busy", "host", "peak"):
+            click.echo("\n" + "\n".join(table(every, mode, figure)))
+    click.echo("\n" + "\n".join(error_table(every)))
+
+
+if __name__ == "__main__":
+    main()

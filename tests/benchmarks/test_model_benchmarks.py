@@ -1,0 +1,77 @@
+"""Experts and training steps of real models: tiny, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.7")
+
+
+@pytest.mark.parametrize(
+    ("title", "implementations"),
+    [
+        ("Qwen3-Next-80B", {"stock", "compiled", "bf16", "fp8", "node"}),
+        ("gpt-oss-20b", {"stock", "compiled", "bf16"}),
+        ("GLM-4.5-Air EP8", {"stock", "compiled", "bf16", "fp8"}),
+    ],
+)
+def test_experts_of_real_models(run, tmp_path, title, implementations):
+    found = tmp_path / "f.json"
+    said = run("experts_bench", "--quick", "--only", title, "--rounds=1", "--json", found)
+    (row,) = json.loads(found.read_text())["rows"]
+    for mode in ("new", "kept", "frozen", "forward"):
+        trained = mode in ("new", "kept")
+        assert set(row[mode]) == implementations - (set() if trained else {"node"})
+        assert all(figures["wall"] > 0 and figures["host"] > 0 for figures in row[mode].values())
+        assert f"| {mode}: wall |" in said and f"| {mode}: peak |" in said
+    for name, errors in row["errors"].items():
+        bound = 0.10 if name == "fp8" else 0.01
+        assert all(0 < error < bound for error in errors.values()), (name, errors)
+        assert name != "fp8" or errors["out"] > 0.01, "nothing was quantised"
+
+
+def test_torchaos_groups_are_padded(load):
+    torchao = load("torchao_experts")
+    # Three experts with 2, 0 and 17 slots, and one slot of another rank's expert.
+    sorted_ids = torch.tensor([0, 0, *[2] * 17, 3])
+    position, ends = torchao.padded_positions(sorted_ids, 3)
+    assert ends.tolist() == [16, 16, 48] and ends.dtype == torch.int32
+    assert position.tolist() == [0, 1, *range(16, 33), 48]
+
+
+def test_torchaos_product_between_sort_and_sum(load, monkeypatch):
+    experts = load("model_experts")
+    torchao = load("torchao_experts")
+
+    class Fake:
+        @staticmethod
+        def _to_fp8_rowwise_then_scaled_grouped_mm(rows, weight, offsets, **options):
+            assert options == {"pad_token_groups_for_grouped_mm": False}
+            out, start = torch.full((len(rows), weight.shape[2]), float("nan")), 0
+            for expert, end in enumerate(offsets.tolist()):
+                out[start:end] = rows[start:end].float() @ weight[expert].float()
+                start = end
+            return out.to(rows.dtype)
+
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", Fake)
+    assert torchao.register_torchao()
+    for row in (experts.ROWS[0], experts.ROWS[-1]):  # of one rank, and a share of eight
+        made = experts.Experts(experts.tiny(row), "cpu")
+        errors = experts.errors_of(made, made.module(torchao.TORCHAO))
+        assert 0 < max(errors.out, errors.dx, errors.dweights) < 0.01
+
+
+@pytest.mark.parametrize("options", [(), ("--compile", "--checkpoint")])
+def test_steps_of_a_model(run, tmp_path, options):
+    found = tmp_path / "f.json"
+    said = run("model_step_bench", "--quick", "--rounds=1", *options, "--json", found)
+    figures = json.loads(found.read_text())
+    assert set(figures["rows"]) == {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}
+    assert figures["compiled"] == figures["checkpoint"] == bool(options)
+    losses = [row["loss"] for row in figures["rows"].values()]
+    assert max(losses) - min(losses) < 0.1
+    assert len(said.split("| loss |")[1].strip().splitlines()) == 1 + 3
