@@ -3,6 +3,7 @@
 over kernels that do nothing.
 
     python benchmarks/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
+    python benchmarks/host_bench.py --face transformers --experts 128 [--frozen]
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
@@ -47,6 +48,14 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 )
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
+@click.option(
+    "--face",
+    type=click.Choice(["node", "transformers"]),
+    default="node",
+    show_default=True,
+    help="SonicMoEMlpNode with main_grad, or an experts module of transformers with .grad.",
+)
+@click.option("--frozen", is_flag=True, help="Of transformers: weights get no gradients.")
 @click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option(
     "--flush",
@@ -65,6 +74,8 @@ def main(
     experts: tuple[int, ...],
     tokens: int,
     steps: int,
+    face: str,
+    frozen: bool,
     stacked: bool,
     flush: str,
     profile: bool,
@@ -75,10 +86,13 @@ def main(
 
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    made = [
-        (paddle_step if framework == "paddle" else torch_step)(count, tokens, stacked, flush)
-        for count in experts
-    ]
+    if face == "transformers":
+        if framework == "paddle":
+            raise click.UsageError("transformers has PyTorch's face only")
+        made = [transformers_step(count, tokens, frozen) for count in experts]
+    else:
+        make = paddle_step if framework == "paddle" else torch_step
+        made = [make(count, tokens, stacked, flush) for count in experts]
     take_host_for_gpu()
     for count, (step, on_one_thread) in zip(experts, made, strict=True):
         step()
@@ -88,7 +102,8 @@ def main(
                 continue
             times = [step_us(step) for _ in range(steps)]
             allocated = count_allocations(step)
-        weights = "two stacked weights" if stacked else f"{2 * count} weights"
+        two = stacked or face == "transformers"
+        weights = "two stacked weights" if two else f"{2 * count} weights"
         print(
             f"{framework}, E={count}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
             f"{allocated:.0f} allocations"
@@ -174,6 +189,17 @@ def launch_nothing() -> None:
     backends._choose = lambda device: routing
     choice = EngineChoice(hopper.HopperEngine(), "measured without its kernels")
     choices.ready_engine = lambda *_: choice
+    if framework_is_torch():
+        from sonicmoe.functional import call
+
+        call.ready_engine = lambda *_: choice
+
+
+def framework_is_torch() -> bool:
+    """Whether the engine runs on PyTorch, whose faces Paddle has not."""
+    from sonicmoe.interop import IS_PADDLE
+
+    return not IS_PADDLE
 
 
 @contextlib.contextmanager
@@ -216,6 +242,30 @@ def torch_step(
     def step() -> None:
         outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
         torch.autograd.backward(outs, [dout] * LAYERS)
+
+    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
+        lambda: False,
+        lambda device=None: None,
+    )
+    return step, stay_on_thread()
+
+
+def transformers_step(experts: int, tokens: int, frozen: bool) -> tuple[Callable[[], None], Any]:
+    """A step of Qwen3-MoE's experts module, whose weights are kept; gradients in `.grad`."""
+    import torch
+    from model_experts import Experts, Row
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    batch = Experts(Row("Qwen3-30B-A3B", HIDDEN, INNER, experts, TOPK, tokens), "cpu")
+    batch.train_weights(not frozen)
+    module = batch.module("sonicmoe_fp8")
+
+    def step() -> None:
+        for _ in range(LAYERS):
+            batch.clear()
+            module(batch.x, batch.ids, batch.probs).backward(batch.dout)
 
     torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
         lambda: False,

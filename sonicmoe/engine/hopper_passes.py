@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class WgradOutput(IntEnum):
 
 
 _WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
+_ADDED = {torch.float32: WgradOutput.ADD_F32}
 MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
 MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
@@ -158,37 +159,34 @@ class Passes:
         the targets were recognised, nobody looks for them either.
         """
         if isinstance(targets, FreshTargets):  # of this backward alone
-            return self._gradients_into(targets, self._fresh_destination)
+            return self._gradients_into(targets, _WRITTEN)
         if isinstance(targets, ParameterTargets):
-            return targets.once(self, lambda: self._gradients_into(targets, self._destination))
+            return targets.once(self, lambda: self._gradients_into(targets, _ADDED))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
 
     def _gradients_into(
-        self, targets: ParameterTargets, destination: Callable[[WeightTarget, bool], Any]
+        self, targets: ParameterTargets, outputs: Mapping[torch.dtype, WgradOutput]
     ) -> dict[str, Any]:
-        into_dw1 = destination(targets.up, targets.up.layout.split_half)
-        into_dw2 = destination(targets.down, False)
+        into_dw1 = self._destination(targets.up, targets.up.layout.split_half, outputs)
+        into_dw2 = self._destination(targets.down, False, outputs)
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
-    def _destination(self, weight: WeightTarget, split: bool) -> Any:
-        key = (weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
+    def _destination(
+        self, weight: WeightTarget, split: bool, outputs: Mapping[torch.dtype, WgradOutput]
+    ) -> Any:
+        output = outputs[next((t.dtype for t in weight.tensors if t is not None), torch.float32)]
+        # Also fresh memory is known again: the allocator hands out the addresses of the step before.
+        key = (output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
         made = self._destinations.get(key)
         if made is None:
-            made = self._made_destination(weight, split, WgradOutput.ADD_F32)
+            assert self._make_destination is not None
+            places = [number for place in weight.places(split) for number in place]
+            made = self._make_destination(*weight.native_size, split, places, output)
             if len(self._destinations) >= MAX_DESTINATIONS:
                 self._destinations.clear()
             self._destinations[key] = made
         return made
-
-    def _fresh_destination(self, weight: WeightTarget, split: bool) -> Any:
-        dtype = next((t.dtype for t in weight.tensors if t is not None), torch.float32)
-        return self._made_destination(weight, split, _WRITTEN[dtype])
-
-    def _made_destination(self, weight: WeightTarget, split: bool, output: WgradOutput) -> Any:
-        places = [number for place in weight.places(split) for number in place]
-        assert self._make_destination is not None
-        return self._make_destination(*weight.native_size, split, places, output)
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None.
