@@ -1,15 +1,25 @@
 #!/usr/bin/env python3
-"""Host time of the node's forward and backward on engine hopper, on any machine: its real host code
+"""Host time of a layer's forward and backward on engine hopper, on any machine: its real host code
 over kernels that do nothing.
 
-    python benchmarks/host_bench.py [--framework paddle] [--experts 64] [--stacked] [--profile]
-    python benchmarks/host_bench.py --face transformers --experts 128 [--frozen]
+    benchmarks/host_bench.py                                         # the node, 8 experts
+    benchmarks/host_bench.py --face transformers --experts 128 --profile
+    benchmarks/host_bench.py --framework paddle --experts 64
+    benchmarks/host_bench.py --face node --face frozen --count       # calls of functions, as JSON
+
+| face | weights | gradients |
+|---|---|---|
+| node | two of each expert | `main_grad` |
+| stacked | two stacked weights of a node | `main_grad` |
+| transformers | an experts module of transformers | `.grad` |
+| frozen | the same | none |
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`. Compare figures of one machine only.
+`backward()`; of transformers eight times forward and backward. Compare times of one machine only; a
+count of calls is the same on every machine with the same versions of Python and PyTorch.
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import cProfile
 import itertools
+import json
 import pstats
 import statistics
 import sys
@@ -50,64 +61,81 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
 @click.option(
     "--face",
-    type=click.Choice(["node", "transformers"]),
-    default="node",
+    "faces",
+    multiple=True,
+    type=click.Choice(["node", "stacked", "transformers", "frozen"]),
+    default=["node"],
     show_default=True,
-    help="SonicMoEMlpNode with main_grad, or an experts module of transformers with .grad.",
+    help="Whose layer; may be given several times.",
 )
-@click.option("--frozen", is_flag=True, help="Of transformers: weights get no gradients.")
-@click.option("--stacked", is_flag=True, help="Two stacked parameters instead of two per expert.")
 @click.option(
     "--flush",
     type=click.Choice(["auto", "step"]),
     default="auto",
     show_default=True,
-    help="Weight gradients straight into main_grad, or into accumulators.",
+    help="A node's weight gradients straight into main_grad, or into accumulators.",
 )
 @click.option(
     "--profile",
     is_flag=True,
     help="Print where Python's part goes (a profiler's own cost is in it).",
 )
+@click.option("--count", is_flag=True, help="Count calls of functions, and print them as JSON.")
 def main(
     framework: str,
     experts: tuple[int, ...],
     tokens: int,
     steps: int,
-    face: str,
-    frozen: bool,
-    stacked: bool,
+    faces: tuple[str, ...],
     flush: str,
     profile: bool,
+    count: bool,
 ) -> None:
-    """Time steps, or profile them, and print."""
+    """Time steps, count their calls or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
         import paddle
 
+        if not set(faces) <= {"node", "stacked"}:
+            raise click.UsageError("transformers has PyTorch's face only")
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    if face == "transformers":
-        if framework == "paddle":
-            raise click.UsageError("transformers has PyTorch's face only")
-        made = [transformers_step(count, tokens, frozen) for count in experts]
-    else:
-        make = paddle_step if framework == "paddle" else torch_step
-        made = [make(count, tokens, stacked, flush) for count in experts]
+    make = paddle_step if framework == "paddle" else torch_step
+    made = {}
+    for face, local in itertools.product(faces, experts):
+        if face in ("node", "stacked"):
+            made[face, local] = make(local, tokens, face == "stacked", flush)
+        else:
+            made[face, local] = transformers_step(local, tokens, face == "frozen")
     take_host_for_gpu()
-    for count, (step, on_one_thread) in zip(experts, made, strict=True):
+    counts = {}
+    for (face, local), (step, on_one_thread) in made.items():
         step()
         with on_one_thread:  # a profiler sees one
             if profile:
                 print_profile(step, steps)
-                continue
-            times = [step_us(step) for _ in range(steps)]
-            allocated = count_allocations(step)
-        two = stacked or face == "transformers"
-        weights = "two stacked weights" if two else f"{2 * count} weights"
-        print(
-            f"{framework}, E={count}, {weights}: {min(times):.0f} us per layer at best, median {statistics.median(times):.0f}; "
-            f"{allocated:.0f} allocations"
-        )
+            elif count:
+                counts[f"{face}, E={local}"] = count_calls(step)
+            else:
+                times = [step_us(step) for _ in range(steps)]
+                print(
+                    f"{framework}, {face}, E={local}: {min(times):.0f} us per layer at best, "
+                    f"median {statistics.median(times):.0f}; {count_allocations(step):.0f} allocations"
+                )
+    if count:
+        print(json.dumps(counts))
+
+
+def count_calls(step: Callable[[], None]) -> float:
+    """Calls of functions per layer, Python's own and C's: the fewest of some steps, because fresh
+    memory that lies at a new address costs a few more.
+    """
+
+    def counted() -> int:
+        with cProfile.Profile() as profiler:
+            step()
+        return sum(entry.callcount for entry in profiler.getstats())
+
+    return min(counted() for _ in range(5)) / LAYERS
 
 
 def print_profile(step: Callable[[], None], steps: int) -> None:

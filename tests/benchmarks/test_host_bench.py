@@ -5,6 +5,7 @@ the experts.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -21,8 +22,8 @@ pytestmark = [
 ]
 
 
-def measure(artefacts, *options):
-    """`(microseconds, allocations)` per layer for each number of experts."""
+def run(artefacts, *options):
+    """What the benchmark printed."""
     directories = {
         "SONIC_MOE_CACHE_DIR": str(artefacts.root),
         "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root),
@@ -30,8 +31,13 @@ def measure(artefacts, *options):
     command = [str(ROOT / "benchmarks" / "host_bench.py"), "--steps", "2", *options]
     process = processes.run(command, os.environ | directories, ROOT, 300)
     assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def measure(artefacts, *options):
+    """`(microseconds, allocations)` per layer for each number of experts."""
     found = re.findall(
-        r": (\d+) us per layer at best, median \d+; (\d+) allocations", process.stdout
+        r": (\d+) us per layer at best, median \d+; (\d+) allocations", run(artefacts, *options)
     )
     return [(int(best), int(allocations)) for best, allocations in found]
 
@@ -40,7 +46,7 @@ def measure(artefacts, *options):
     "options",
     [
         [],
-        ["--stacked"],
+        ["--face", "stacked"],
         ["--flush", "step"],
         pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle),
     ],
@@ -49,3 +55,14 @@ def measure(artefacts, *options):
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     few, many = measure(artefacts, "--experts", "2", "--experts", "16", *options)
     assert few[0] > 0 and 0 < few[1] == many[1] <= 23
+
+
+def test_calls_do_not_grow_with_the_experts_of_stacked_weights(artefacts):
+    pytest.importorskip("transformers", minversion="5.7")
+    faces = ("stacked", "transformers", "frozen")
+    options = [option for face in faces for option in ("--face", face)]
+    counts = json.loads(run(artefacts, "--count", "--experts", "2", "--experts", "64", *options))
+    for face in faces:
+        few, many = (counts[f"{face}, E={experts}"] for experts in (2, 64))
+        assert 0 < few == pytest.approx(many, rel=0.02), face
+    assert counts["frozen, E=64"] < counts["transformers, E=64"]

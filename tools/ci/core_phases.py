@@ -227,14 +227,38 @@ def quantisers(fast: bool) -> dict[str, Any]:
     return figures
 
 
-def jit(fast: bool) -> dict[str, Any]:
-    """Cold, warm, reload and reuse of the compile cache, and a race, as ratios within this run."""
+def calls(fast: bool) -> dict[str, Any]:
+    """Calls of functions that the host makes for a layer of a small step, per face and experts: a
+    count is steady where a time is not.
+    """
+    _need_native()
+    options = [
+        *(
+            option
+            for face in ("node", "stacked", "transformers", "frozen")
+            for option in ("--face", face)
+        ),
+        *(option for experts in ("8", "128") for option in ("--experts", experts)),
+    ]
+    command = [sys.executable, str(BENCHMARKS / "host_bench.py"), "--count", *options]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
+    return found
+
+
+def _need_native() -> None:
     for need, found in (
         ("nvcc", shutil.which("nvcc")),
         ("apache-tvm-ffi", importlib.util.find_spec("tvm_ffi")),
     ):
         if not found:
             raise NotHere(f"needs {need}")
+
+
+def jit(fast: bool) -> dict[str, Any]:
+    """Cold, warm, reload and reuse of the compile cache, and a race, as ratios within this run."""
+    _need_native()
     size = ["--processes", "2", "--repeat", "1"] if fast else []
     command = [sys.executable, str(BENCHMARKS / "jit_bench.py"), "--json", *size]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -344,6 +368,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("layers", layers, gates=(("", EQUAL),)),
     Phase("quantisers", quantisers, gates=(("", EQUAL),)),
     Phase("memory", memory, gates=(("", MOST | {"tolerance": 0.02}),)),
+    Phase("calls", calls, gates=(("", MOST | {"tolerance": 0.05}),)),
     Phase("jit", jit, gates=(("builds per race", EQUAL), ("", MOST))),
     Phase("processes", processes, gates=(("gap_to_one_process", MOST), ("", EQUAL))),
     Phase("performance", performance, slow=True, gates=(("", MOST | {"tolerance": 0.05}),)),
