@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..config import SonicMoEConfig, active_config
+from ..config import ResolvedConfig, SonicMoEConfig, active_config
 from ..engine.interface import (
     Engine,
     EngineSettings,
@@ -21,7 +21,7 @@ from ..engine.interface import (
     Saved,
     plain_tokens,
 )
-from ..engine.select import EngineChoice, announce, announce_emulation, ready_engine
+from ..engine.select import announce, announce_emulation, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
@@ -66,37 +66,47 @@ class Plan:
     engine: EngineName
     validate: bool
     face: str = STACKED
+    _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
         """The plan with settings that the engine for these tokens can compute: `auto` falls back
         from FP8 to BF16, out loud.
         """
-        # The log line is written here and not in `choose`, which forward and backward ask again.
-        with self.config.activate():
-            choice, device = self._decide(x, weights), device_name(x)
-            announce(choice, device)
-            announce_emulation(choice, device)
-        return (
-            self if choice.settings is None else dataclasses.replace(self, settings=choice.settings)
-        )
+        return self._fit(x, weights).plan
 
     def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
         """The engine for these tokens and experts, which may be prepared already."""
-        return self._decide(x, weights).engine
+        return self._fit(x, weights).engine
 
-    def _decide(self, x: Tensor, weights: Weights | EngineWeights) -> EngineChoice:
+    def _fit(self, x: Tensor, weights: Weights | EngineWeights) -> _Fit:
         if isinstance(weights, EngineWeights):
             inner, bias = weights.intermediate_size, weights.b1 is not None
         else:
             inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
-        workload = Workload(self.settings, int(x.shape[-1]), inner, dtype_name(x.dtype), bias)
-        return _choice(device_name(x), self.engine, workload)
+        hidden = int(x.shape[-1])
+        # Decided once per kind of call: asking for packages and devices takes longer than a launch,
+        # and so does the hash of nested settings.
+        kind = x.device, x.dtype, hidden, inner, bias
+        found = self._fits.get(kind)
+        if found is None:
+            device = device_name(x)
+            workload = Workload(self.settings, hidden, inner, dtype_name(x.dtype), bias)
+            with self.config.activate():
+                choice = ready_engine(device, self.engine, workload)
+                announce(choice, device)
+                announce_emulation(choice, device)
+            settings = choice.settings or self.settings
+            found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
+            # The fitted plan is asked for the engine as often as this one is for the plan.
+            self._fits[kind] = found.plan._fits[kind] = found
+        return found
 
 
-@functools.lru_cache(maxsize=256)
-def _choice(device: str, engine: EngineName, workload: Workload) -> EngineChoice:
-    """Decided once per kind of call: asking for packages and devices takes longer than a launch."""
-    return ready_engine(device, engine, workload)
+class _Fit(NamedTuple):
+    """A plan that an engine can compute, and the engine."""
+
+    plan: Plan
+    engine: Engine
 
 
 def make_plan(
@@ -114,15 +124,28 @@ def make_plan(
     check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
-    # Replaced only where it differs, because a configuration of its own would be resolved anew.
-    if use_fp8 is not None and use_fp8 != resolved.fp8:
-        config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
-        resolved = config.resolve()
-    settings = EngineSettings.from_config(resolved, activation, parameters)
-    validate = resolved.validate_dispatch
-    return Plan(config, settings, layout, use_fp8, resolved.engine, validate, face)
+    # By identity: a configuration resolves to the same object until the environment is read again.
+    # The plan that is kept beside it holds that object, so no other one can have its id.
+    key = id(resolved), activation, layout, use_fp8, parameters, face
+    made = _made.get(key)
+    if made is None:
+        # Replaced only where it differs, because a configuration of its own would be resolved anew.
+        of_call = resolved
+        if use_fp8 is not None and use_fp8 != resolved.fp8:
+            config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
+            of_call = config.resolve()
+        settings = EngineSettings.from_config(of_call, activation, parameters)
+        plan = Plan(
+            config, settings, layout, use_fp8, of_call.engine, of_call.validate_dispatch, face
+        )
+        if len(_made) >= MAX_PLANS:
+            _made.clear()
+        made = _made[key] = resolved, plan
+    return made[1]
 
 
+MAX_PLANS = 256
+_made: dict[Any, tuple[ResolvedConfig, Plan]] = {}
 _plans: dict[int, Plan] = {}
 
 
