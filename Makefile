@@ -43,7 +43,7 @@ pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again thr
 	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
 
 core: $(VENV)/.installed-tests ## core figures against tools/ci/baselines.json; compile cache and processes have their tests in pytest
-	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast $(addprefix --phase ,precision determinism layers quantisers memory)
+	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast $(addprefix --phase ,precision determinism layers quantisers memory calls)
 
 quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated docs, the fastest tests
 	$(PY) -m ruff check .

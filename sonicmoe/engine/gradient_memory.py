@@ -107,7 +107,7 @@ class WeightTarget:
             return [NOWHERE] * self.num_experts
         first = self._place(stacked, split)
         step = stacked.element_size() * int(stacked.stride()[0])
-        return [first._replace(address=first.address + e * step) for e in range(self.num_experts)]
+        return [Place(first.address + e * step, *first[1:]) for e in range(self.num_experts)]
 
     def _place(self, tensor: Tensor, split: bool) -> Place:
         along_m, along_n = (int(stride) for stride in tensor.stride()[-2:])
