@@ -21,7 +21,7 @@ from ..engine.interface import (
     ParameterTargets,
 )
 from ..errors import LayoutError
-from ..interop import device_name
+from ..interop import device_name, device_of, empty
 from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grads
 
@@ -133,8 +133,9 @@ def fresh_batch(
     fits = engine.writes_gradients(settings) and FreshTargets.fits(p.dtype for p in wanted)
     if not fits or layer.has_biases or len(set(map(id, parameters))) < len(parameters):
         return None
+    device = device_of(dout)
     memory = [
-        torch.empty(tuple(p.shape), dtype=p.dtype, device=dout.device) if is_trained else None
+        empty(tuple(p.shape), p.dtype, device) if is_trained else None
         for p, is_trained in zip(parameters, trained, strict=True)
     ]
     return Batch(parameters, trained, layer.fresh_targets(memory))
