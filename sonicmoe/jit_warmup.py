@@ -75,44 +75,45 @@ def warmup_jit(
         CompileError: a kernel did not compile; the others are in the cache. CompileForbiddenError
             and ToolchainError are kinds of it.
     """
-    kind = str(device).split(":", maxsplit=1)[0]
-    expect(
-        kind in _DEVICE_TYPES,
-        DeviceError,
-        f"device={device!r}; needed: one of {list(_DEVICE_TYPES)}, with an index",
-    )
-    expect(
-        config is None or isinstance(config, SonicMoEConfig),
-        ConfigError,
-        f"config is {config!r}; needed: a SonicMoEConfig, or None",
-    )
+    compiles = _compiles_for(device)
+    allowed = config is None or isinstance(config, SonicMoEConfig)
+    expect(allowed, ConfigError, f"config is {config!r}; needed: a SonicMoEConfig, or None")
     settings = current_config(config)
     if cache_dir is not None:
         settings = settings.replace(cache_dir=Path(cache_dir))
-    kind_of = member_of(ActivationType, activation, "activation")
-    own = layer_parameters(kind_of, activation_parameters)
+    kind = member_of(ActivationType, activation, "activation")
+    own = layer_parameters(kind, activation_parameters)
     # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
-    arch = chosen_arch(arch, () if kind == "cpu" else capabilities_of_host())
-    spec = ModelSpec(E, H, I, dtype, kind_of.value, arch, own)
+    arch = chosen_arch(arch, capabilities_of_host() if compiles else ())
+    spec = ModelSpec(E, H, I, dtype, kind.value, arch, own)
     needed = WarmUpPlan((), NEITHER)
-    if kind != "cpu":
-        needed = warm_up_plan(spec, precision or _precision_of(config), settings)
-        needed = require_precision(needed, precision) if precision else needed
-    report = warm_up(
-        spec, default_cache(settings), jobs=jobs, progress=progress, compile_jobs=needed
-    )
+    if compiles:
+        needed = _plan(spec, precision, config)
+    cache = default_cache(settings)
+    report = warm_up(spec, cache, jobs=jobs, progress=progress, compile_jobs=needed)
     failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]
     if failed:
-        raise CompileError(
-            f"{len(failed)} of {len(report.kernels)} kernels did not compile:\n" + "\n".join(failed)
-        )
+        words = f"{len(failed)} of {len(report.kernels)} kernels did not compile:"
+        raise CompileError("\n".join([words, *failed]))
     return report
 
 
+def _compiles_for(device: object) -> bool:
+    """Whether a model on this device needs kernels; DeviceError where it is none."""
+    kind = str(device).split(":", maxsplit=1)[0]
+    needed = f"one of {list(_DEVICE_TYPES)}, with an index"
+    expect(kind in _DEVICE_TYPES, DeviceError, f"device={device!r}; needed: {needed}")
+    return kind != "cpu"
+
+
+def _plan(spec: ModelSpec, precision: str | None, config: SonicMoEConfig | None) -> WarmUpPlan:
+    """The kernels; a precision that was asked for must have some."""
+    planned = warm_up_plan(spec, precision or _precision_of(config), current_config(config))
+    return require_precision(planned, precision) if precision else planned
+
+
 def _precision_of(config: SonicMoEConfig | None) -> str:
-    """What a program with this explicit configuration can run: one precision where the
-    configuration fixes it.
-    """
+    """What a program can run: one precision where its own configuration fixes it."""
     if config is None or config.fp8_mode is None:
         return BOTH
     return FP8 if config.resolve().fp8 else BF16

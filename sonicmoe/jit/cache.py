@@ -229,15 +229,15 @@ class CompileCache:
             first = error
         rebuilt = self._rebuilt.lookup(key).artefact
         if rebuilt is None:
+            why = f"the artefact {artefact.path} does not load on this host: {first}"
             try:
-                self.require_compiler(
-                    key, f"the artefact {artefact.path} does not load on this host: {first}"
-                )
+                self.require_compiler(key, why)
             except ToolchainError as refused:
                 raise refused from first  # `decided.may_pass` reads the cause: loading may pass
             # The lookup above found nothing, so this compiles; an artefact that was rebuilt in an
             # earlier run is used without the compiler.
-            rebuilt = self._build_in(self._rebuilt, key, builder)
+            words = "cannot be stored. Directory"
+            rebuilt = self._build_in(self._rebuilt, key, builder, words)
         try:
             return load(rebuilt)
         except Exception as error:
@@ -251,27 +251,16 @@ class CompileCache:
             return self._shared.build(key, builder)
         except StoreProblemError as problem:
             self._explain(problem)
-            shared_problem = problem
-        return self._build_local(key, builder, shared_problem)
+            refused = f"is not in the cache and cannot be stored. Cache directory {problem}. Node-local directory"
+        return self._build_in(self._local, key, builder, refused)
 
-    def _build_local(
-        self, key: CompileKey, builder: Builder, shared_problem: StoreProblemError
+    def _build_in(
+        self, store: ArtefactStore, key: CompileKey, builder: Builder, refused: str
     ) -> Artefact:
-        try:
-            return self._local.build(key, builder)
-        except StoreProblemError as problem:
-            raise CacheUnwritableError(
-                f"{key} is not in the cache and cannot be stored. Cache directory {shared_problem}. Node-local directory "
-                f"{problem}. {HOW_TO_HELP}"
-            ) from problem
-
-    def _build_in(self, store: ArtefactStore, key: CompileKey, builder: Builder) -> Artefact:
         try:
             return store.build(key, builder)
         except StoreProblemError as problem:
-            raise CacheUnwritableError(
-                f"{key} cannot be stored. Directory {problem}. {HOW_TO_HELP}"
-            ) from problem
+            raise CacheUnwritableError(f"{key} {refused} {problem}. {HOW_TO_HELP}") from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
         if self._quiet:

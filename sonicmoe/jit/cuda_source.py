@@ -6,27 +6,22 @@ GPU.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cache import CompileCache, default_cache
 from .child import run_build_script
-from .errors import CompileError
-from .key import CompileKey, host_abi, package_versions, source_fingerprint
-from .manifest import Artefact
-from .store import SCRATCH
+from .key import CompileKey, source_fingerprint
+from .shared_object import SharedObject, runtime_fingerprint
 from .toolchain import CudaToolkit, find_toolkit
 
-BUILD_LOG = "build.log"
 _FIRST_THAT_SPLITS, _SPLIT_THREADS = (12, 3), 4
 _BUILD_SCRIPT = Path(__file__).with_name("tvm_ffi_build.py")
 
 
 @dataclass(frozen=True)
-class CudaSource:
+class CudaSource(SharedObject):
     """One shared object made of CUDA sources that export functions with
     `TVM_FFI_DLL_EXPORT_TYPED_FUNC`.
 
@@ -72,55 +67,17 @@ class CudaSource:
     def key(self) -> CompileKey:
         """The compile key; its toolchain is None where there is no nvcc."""
         toolkit = find_toolkit()
-        # An object is built against the headers of one version of apache-tvm-ffi and calls into the
-        # installed one. The version is part of the fingerprint, so an upgrade is a miss and not a
-        # crash.
-        runtime = dict(package_versions("apache-tvm-ffi"))
         return CompileKey.make(
             self.name,
             arch=self.arch,
             statics={**dict(self.defines), "flags": self.flags},
-            fingerprint={
-                "sources": source_fingerprint(self.files, self.include_dirs),
-                "abi": host_abi(),
-                **runtime,
-            },
+            fingerprint=runtime_fingerprint(source_fingerprint(self.files, self.include_dirs)),
             toolchain={"nvcc": toolkit.version} if toolkit else None,
         )
 
-    def compile(self, cache: CompileCache | None = None) -> Artefact:
-        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError
-        of nvcc.
-        """
-        return (cache or default_cache()).build(self.key(), self.build_into)
-
-    def load(self, cache: CompileCache | None = None) -> Any:
-        """The loaded `tvm_ffi.Module`, built if needed and remembered by the cache; errors as
-        `CompileCache.get`.
-        """
-        return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
-
-    def load_artefact(self, artefact: Artefact) -> Any:
-        """Load the shared object of a verified artefact."""
-        import tvm_ffi
-
-        return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so")))
-
-    def build_into(self, folder: Path) -> None:
-        """Run nvcc and leave `<name>.so` and the build log in `folder`.
-
-        Raises:
-            CompileError: nvcc or the linker refused, or there is no nvcc; ends with their output.
-        """
-        toolkit = find_toolkit()
-        if toolkit is None:
-            raise CompileError(f"{self.name}: no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda")
-        scratch = folder / SCRATCH
-        scratch.mkdir()
-        request = self._request(scratch, toolkit)
-        log = run_build_script(self.name, _BUILD_SCRIPT, request, self._environment(toolkit.home))
-        shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
-        (folder / BUILD_LOG).write_text(log, encoding="utf-8")
+    def _build(self, scratch: Path, toolkit: CudaToolkit) -> str:
+        request, environment = self._request(scratch, toolkit), self._environment(toolkit.home)
+        return run_build_script(self.name, _BUILD_SCRIPT, request, environment)
 
     def _request(self, scratch: Path, toolkit: CudaToolkit) -> dict[str, Any]:
         splits = self.split and toolkit.release >= _FIRST_THAT_SPLITS

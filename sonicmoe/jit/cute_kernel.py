@@ -6,21 +6,17 @@ CUDA toolkit.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import cute_server
-from .cache import CompileCache, default_cache
 from .child import checked, run_build_script, share, write_request
-from .cuda_source import BUILD_LOG
-from .errors import CompileError
-from .key import CompileKey, host_abi, package_versions, source_fingerprint
+from .key import CompileKey, package_versions, source_fingerprint
 from .manifest import Artefact
-from .store import SCRATCH
-from .toolchain import find_toolkit
+from .shared_object import SharedObject, runtime_fingerprint
+from .toolchain import CudaToolkit, find_toolkit
 
 _BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
 # Exported kernels call two functions of the CuTe DSL library when a launch fails. This file
@@ -31,7 +27,7 @@ server_descriptor: int | None = None
 
 
 @dataclass(frozen=True)
-class CuteKernel:
+class CuteKernel(SharedObject):
     """One exported function `name`.
 
     Attributes:
@@ -80,54 +76,17 @@ class CuteKernel:
             # The entry decides which builder runs on the statics, so two builders with equal
             # statics need two keys.
             statics={**dict(self.statics), "entry": self.entry},
-            fingerprint={
-                # The reporters are linked into the object, so a change of them is a change of the
-                # artefact. The version of apache-tvm-ffi is part of the fingerprint and not of the
-                # toolchain, because the loading process needs the matching one too.
-                "sources": source_fingerprint([*files, _ERROR_REPORTERS]),
-                "abi": host_abi(),
-                **dict(package_versions("apache-tvm-ffi")),
-            },
+            # The reporters are linked into the object, so a change of them is one of the artefact.
+            fingerprint=runtime_fingerprint(source_fingerprint([*files, _ERROR_REPORTERS])),
             toolchain=self._toolchain(),
         )
 
-    def compile(self, cache: CompileCache | None = None) -> Artefact:
-        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError
-        of the compiler.
-        """
-        return (cache or default_cache()).build(self.key(), self.build_into)
-
-    def load(self, cache: CompileCache | None = None) -> Any:
-        """The loaded `tvm_ffi.Function`, built if needed and remembered; errors as
-        `CompileCache.get`.
-        """
-        return (cache or default_cache()).get(self.key(), self.build_into, self.load_artefact)
-
     def load_artefact(self, artefact: Artefact) -> Any:
-        """Load the function from the shared object of a verified artefact."""
-        import tvm_ffi
+        """The `tvm_ffi.Function` of a verified artefact."""
+        return super().load_artefact(artefact).get_function(self.name)
 
-        # Imported here and not at the top: machines that only plan or check a warm-up have no
-        # tvm_ffi.
-        return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so"))).get_function(self.name)
-
-    def build_into(self, folder: Path) -> None:
-        """Compile, export and link in a build process; leaves `<name>.so` and the build log in
-        `folder`.
-
-        Raises:
-            CompileError: the compiler or the linker refused, or one is missing; ends with their
-                output.
-        """
-        toolkit = find_toolkit()
-        if toolkit is None:
-            raise CompileError(
-                f"{self.name}: linking a CuTe kernel needs a CUDA toolkit; set CUDA_HOME"
-            )
-        scratch = folder / SCRATCH
-        # Everything below the scratch directory is removed before publication. Only the shared
-        # object and the log are copied out of it.
-        scratch.mkdir()
+    def _build(self, scratch: Path, toolkit: CudaToolkit) -> str:
+        """In a fork of the server where this process was given one, else in a process of its own."""
         request = {
             "name": self.name, "entry": self.entry, "statics": dict(self.statics), "arch": self.arch,
             "packages": self.packages, "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
@@ -135,18 +94,8 @@ class CuteKernel:
             # on its own and find another one than the key names.
             "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
         }  # fmt: skip
-        log = self._build(request)
-        shutil.copyfile(scratch / f"{self.name}.so", folder / f"{self.name}.so")
-        (folder / BUILD_LOG).write_text(log, encoding="utf-8")
-
-    def _build(self, request: dict[str, Any]) -> str:
-        """What the build printed: in a fork of the server where this process was given one, else
-        in a process of its own.
-        """
         if server_descriptor is not None and self.can_be_forked:
-            done = cute_server.build(
-                server_descriptor, write_request(request), share(Path(request["build_directory"]))
-            )
+            done = cute_server.build(server_descriptor, write_request(request), share(scratch))
             if done is not None:
                 return checked(self.name, *done)
         return run_build_script(self.name, _BUILD_SCRIPT, request, {})

@@ -49,22 +49,12 @@ class ModelSpec:
         """Refuse what no kernel could be compiled for."""
         for name in ("E", "H", "I"):
             value = getattr(self, name)
-            expect(
-                isinstance(value, int) and value > 0,
-                ConfigError,
-                f"{name}={value!r}; needed: a positive integer",
-            )
-        expect(
-            self.dtype in DTYPES,
-            ConfigError,
-            f"dtype={self.dtype!r}; needed: one of {list(DTYPES)}",
-        )
-        known = [member.value for member in ActivationType]
-        expect(
-            self.activation in known,
-            ConfigError,
-            f"activation={self.activation!r}; needed: one of {known}",
-        )
+            whole = isinstance(value, int) and value > 0
+            expect(whole, ConfigError, f"{name}={value!r}; needed: a positive integer")
+        known = {"dtype": list(DTYPES), "activation": [member.value for member in ActivationType]}
+        for name, values in known.items():
+            value = getattr(self, name)
+            expect(value in values, ConfigError, f"{name}={value!r}; needed: one of {values}")
         # Pairs come back from JSON as lists. The class is frozen, so the field is set through
         # `object`.
         own = layer_parameters(ActivationType(self.activation), self.activation_parameters)

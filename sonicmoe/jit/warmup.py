@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -109,18 +109,8 @@ def warm_up(
     # Sorted, because the order of completion differs from run to run and reports should not.
     outcomes = [*collected.outcomes, *_without_outcome(planned, collected.outcomes)]
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
-    seconds = time.monotonic() - started
-    report = WarmUpReport(
-        spec,
-        planned.precision,
-        planned.left_out,
-        cache.root,
-        kernels,
-        seconds,
-        None,
-        cache.local_root,
-        _only_local([cache.try_load(job.key()) for job in planned.jobs], cache),
-    )
+    found = [cache.try_load(job.key()) for job in planned.jobs]
+    report = _report(spec, planned, cache, kernels, found, time.monotonic() - started)
     # An incomplete warm-up gets no record: a record is the promise that every kernel of the plan is
     # there.
     return replace(report, record=_record(report, cache)) if kernels and report.complete else report
@@ -139,21 +129,27 @@ def check(
     for job, artefact in zip(planned.jobs, found, strict=True):
         state = MISSING if artefact is None else CACHED
         outcomes.append(KernelOutcome(job.name, str(job.key()), state, 0.0))
-    seconds, record = time.monotonic() - started, find_record(spec, cache, planned.precision)
-    return WarmUpReport(
-        spec,
-        planned.precision,
-        planned.left_out,
-        cache.root,
-        tuple(outcomes),
-        seconds,
-        record,
-        cache.local_root,
-        _only_local(found, cache),
+    report = _report(spec, planned, cache, tuple(outcomes), found, time.monotonic() - started)
+    return replace(report, record=find_record(spec, cache, planned.precision))
+
+
+def _report(
+    spec: ModelSpec,
+    planned: WarmUpPlan,
+    cache: CompileCache,
+    kernels: tuple[KernelOutcome, ...],
+    found: Sequence[Artefact | None],
+    seconds: float,
+) -> WarmUpReport:
+    """Without a record; `found`: the artefacts of the plan's jobs."""
+    covered, here = (
+        (planned.precision, planned.left_out),
+        (cache.local_root, _only_local(found, cache)),
     )
+    return WarmUpReport(spec, *covered, cache.root, kernels, seconds, None, *here)
 
 
-def _only_local(found: Iterable[Artefact | None], cache: CompileCache) -> int:
+def _only_local(found: Sequence[Artefact | None], cache: CompileCache) -> int:
     """How many of these lie in the node-local directory and not in the cache directory."""
     if cache.local_root == cache.root:
         return 0
@@ -189,11 +185,9 @@ def read_records(root: Path) -> list[dict[str, Any]]:
 
 
 def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
-    return (
-        compile_jobs
-        if isinstance(compile_jobs, WarmUpPlan)
-        else WarmUpPlan(tuple(compile_jobs), SELECTED)
-    )
+    if isinstance(compile_jobs, WarmUpPlan):
+        return compile_jobs
+    return WarmUpPlan(tuple(compile_jobs), SELECTED)
 
 
 def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> list[KernelOutcome]:

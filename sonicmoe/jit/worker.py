@@ -90,16 +90,12 @@ class Worker:
         return seconds
 
     def close(self) -> None:
-        if (
-            self._process is not None
-            and self._process.stdin is not None
-            and self._process.stdout is not None
-        ):
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None and process.stdout is not None:
             # End of file is the request to end; `serve` returns at it.
-            self._process.stdin.close()
-            self._process.wait()
-            self._process.stdout.close()
-            self._process = None
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
 
     def kill(self) -> None:
         """End the process in the middle of its job, from another thread than that of `compile`,
@@ -114,24 +110,18 @@ class Worker:
         # only `sys.path` knows.
         command = [sys.executable, "-P", "-m", __name__]
         told = unknown_flags()  # this process has warned of them; its workers need not repeat it
-        environment = {name: value for name, value in os.environ.items() if name not in told} | {
-            "PYTHONPATH": search_path()
-        }
+        environment = {name: value for name, value in os.environ.items() if name not in told}
+        environment["PYTHONPATH"] = search_path()
         return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
             pass_fds=self._inherited,
-        )
+        )  # fmt: skip
 
 
 # One request at a time, in order: the parent has one thread per worker, and parallelism comes from
 # several processes.
 def serve() -> None:
-    """Answer (settings, job) requests with seconds or an error message until the parent closes the
-    stream.
-    """
+    """Answer (settings, job) requests with seconds or an error message, to the end of the stream."""
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     # Compilers print to descriptor 1, which must not mix with the answers: answers go to a copy of
@@ -149,16 +139,15 @@ def serve() -> None:
 def _answer(settings: CacheSettings, job: Any) -> float | str:
     started = time.monotonic()
     cute_kernel.server_descriptor = settings.cute_server
+    cache = CompileCache(
+        settings.root,
+        settings.local_root,
+        lock_timeout_s=settings.lock_timeout_s,
+        trusted=settings.trusted,
+        quiet=True,  # the parent has asked, and explained what it found
+    )
     try:
-        job.compile(
-            CompileCache(
-                settings.root,
-                settings.local_root,
-                lock_timeout_s=settings.lock_timeout_s,
-                trusted=settings.trusted,
-                quiet=True,  # the parent has asked, and explained what it found
-            )
-        )
+        job.compile(cache)
     except Exception as error:
         return f"{job.name}: {type(error).__name__}: {error}"
     return time.monotonic() - started

@@ -15,6 +15,7 @@ from worlds import ROOT
 from sonicmoe.jit import cute_kernel, cute_server
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileError
+from sonicmoe.jit.toolchain import CudaToolkit
 
 SERVER = """
 import json, os, sys
@@ -91,11 +92,11 @@ def test_without_a_server_the_worker_builds_by_itself(server, tmp_path, monkeypa
     kernel = CuteKernel.make("mine", "package.module:function", {}, arch="sm_90a")
     monkeypatch.setattr(cute_kernel, "server_descriptor", descriptor)
     monkeypatch.setattr(cute_kernel, "run_build_script", lambda *given: given[0])
-    asked = {"build_directory": str(tmp_path)}
-    assert kernel._build(asked) == "mine"
+    toolkit = CudaToolkit(tmp_path, tmp_path / "nvcc", "13.0")
+    assert kernel._build(tmp_path, toolkit) == "mine"
     monkeypatch.setattr(cute_server, "build", lambda *_: (1, "error: no such thing"))
     with pytest.raises(CompileError, match=r"mine did not compile \(exit status 1\)(.|\n)*no such"):
-        kernel._build(asked)
+        kernel._build(tmp_path, toolkit)
 
 
 def test_a_server_that_cannot_import_its_compiler_is_no_error(tmp_path, monkeypatch):

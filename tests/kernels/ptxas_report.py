@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from sonicmoe.jit.cuda_source import BUILD_LOG
 from sonicmoe.jit.manifest import Artefact
+from sonicmoe.jit.shared_object import BUILD_LOG
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 _FUNCTION = re.compile(r"Function properties for (\S+)")

@@ -21,8 +21,9 @@ from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.jit.cuda_source import BUILD_LOG, CudaSource
+from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.jit.shared_object import BUILD_LOG
 from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_mx import mx_quantize_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
