@@ -89,11 +89,7 @@ def value_and_slope(
 
 
 def _entry(table: Mapping[ActivationType, Any], key: ActivationType) -> Any:
-    """The entry of a table of formulas.
-
-    Raises:
-        ConfigError: there is none; the record alone does not teach the reference engine to compute.
-    """
+    # The record of an activation alone does not teach the reference engine to compute it.
     if key not in table:
         raise ConfigError(
             f"activation {key.value!r} has a record and no tensor formula: add it to "

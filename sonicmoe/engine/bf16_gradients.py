@@ -41,16 +41,12 @@ class Destinations(NamedTuple):
 
     @classmethod
     def of(cls, targets: GradientTargets, gemms: str = "BF16") -> Destinations:
-        """Those of targets; gemms: which ones, in messages.
-
-        Raises:
-            ConfigError: naming the reason for which the GEMMs cannot add there.
+        """Those of targets; ConfigError names the reason for which the GEMMs cannot add there.
+        gemms: which ones, in messages.
         """
         if isinstance(targets, NativeBuffer):
-            native = (
-                Destination(targets.dw1, Stored.HIDDEN),
-                Destination(targets.dw2, Stored.INNER),
-            )
+            dw1, dw2 = targets.dw1, targets.dw2
+            native = Destination(dw1, Stored.HIDDEN), Destination(dw2, Stored.INNER)
             return cls(*native, targets.db1, targets.db2)
         if not isinstance(targets, ParameterTargets):
             raise ConfigError(f"gradient targets are {type(targets).__name__}")
@@ -59,10 +55,7 @@ class Destinations(NamedTuple):
         if problem is not None:
             raise ConfigError(f"the {gemms} GEMMs cannot add to these parameters: {problem}")
         up, down = targets.up, targets.down
-        return cls(
-            _up(up) if up.is_wanted else None,
-            _down(down) if down.is_wanted else None,
-        )
+        return cls(_up(up) if up.is_wanted else None, _down(down) if down.is_wanted else None)
 
 
 def problem_of(targets: ParameterTargets, gemms: str = "BF16") -> str | None:
@@ -101,6 +94,7 @@ def _problem_of(targets: ParameterTargets, gemms: str) -> str | None:
 
 
 def _up(weight: WeightTarget) -> Destination:
+    # A transposed up-projection is `[E, H, N1]`: H is axis 1.
     stored, tensor = _along(weight, 1 if weight.layout.transposed else 2)
     if stored is Stored.HIDDEN and weight.layout.split_half:
         stored = Stored.HALVES

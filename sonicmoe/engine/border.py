@@ -29,14 +29,10 @@ Tensor = torch.Tensor
 def check_weights(
     w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType
 ) -> None:
-    """Check native weights and biases against each other.
-
-    Raises:
-        ShapeError: naming the tensor, its shape and the shape needed; or one bias without the
-            other.
-    """
+    """Check native weights and biases against each other; ShapeError names the one that is wrong."""
     need_shape(len(w1.shape) == 3, "w1", w1, "[E, N1, H]")
     need_shape(len(w2.shape) == 3, "w2", w2, "[E, H, I]")
+    # Before the comparisons below, which would blame one of two wrong weights.
     _refuse_transposed(w1, w2, activation)
     experts, n1, hidden = (int(size) for size in w1.shape)
     wanted = (experts, hidden, int(w2.shape[2]))
@@ -53,11 +49,7 @@ def check_weights(
 
 
 def check_width(n1: int, inner: int, activation: ActivationType) -> None:
-    """Refuse an up-projection of another width than the activation makes I of.
-
-    Raises:
-        ShapeError: it has one.
-    """
+    """Refuse an up-projection of another width than the activation makes I of."""
     width = pre_activation_width(inner, activation)
     expect(
         n1 == width,
@@ -67,13 +59,12 @@ def check_width(n1: int, inner: int, activation: ActivationType) -> None:
 
 
 def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:
-    """Raise where w1, w2 or both fit once their last two axes change places. Else the wrong one of
-    the two might be blamed.
-    """
+    """Raise where w1, w2 or both fit once their last two axes change places."""
     up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
     turned_up, turned_down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
     if _fit(up, down, activation):
         return
+    # Every way of turning them that fits is a better message than two shapes.
     for first, second, looks in (
         (turned_up, down, "w1 looks"),
         (up, turned_down, "w2 looks"),
@@ -118,6 +109,7 @@ def check_forward(
         raise ShapeError(
             f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}"
         )
+    # Counts of experts agree wherever both come from one model; a rank of another size shows here.
     if routing.num_experts != weights.num_experts:
         raise RoutingError(
             f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}"
@@ -126,6 +118,7 @@ def check_forward(
         raise RoutingError(
             f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
         )
+    # Plain weights under a recipe would compute something else without a word.
     quantised = isinstance(weights.w1, BlockScaledTensor)
     if quantised != (settings.recipe is not None):
         raise DTypeError(
@@ -169,6 +162,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
             raise DTypeError(
                 f"dout is {dtype_name(dout.dtype)}{without}; needed: bfloat16, float16 or float32{others}"
             )
+    # A second backward of one forward needs what stage-wise memory has freed.
     if saved.x is None:
         raise RuntimeError(
             "activations of this forward were released by an earlier backward (stage-wise memory)"
@@ -176,6 +170,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
     wanted = tuple(saved.x.shape)
     need_shape(tuple(dout.shape) == wanted, "dout", dout, wanted)
     if not quantised:
+        # Autograd may hand an expanded or a turned gradient; kernels read rows.
         return dout.detach().contiguous()  # type: ignore[no-any-return]
     problem = gradient_problem(record, saved.settings, token_format(dout))
     _require_format(record, "dout", dout, problem)
@@ -186,11 +181,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
 
 
 def require_operands(pending: PendingWgrad) -> None:
-    """Refuse weight gradients whose operands are gone.
-
-    Raises:
-        RuntimeError: an earlier `backward_dw` released them.
-    """
+    """Refuse weight gradients whose operands an earlier `backward_dw` released."""
     if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
         raise RuntimeError(
             "the operands of these weight gradients were released by an earlier backward_dw"

@@ -8,7 +8,7 @@ framework, so warm-up runs on a machine without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..architectures import ARCHITECTURES, SM90, SM100, SM103, SM120, SM121, Architecture
@@ -78,6 +78,10 @@ class EngineRecord:
     def quantises(self, fp8: bool) -> bool:
         """Whether it computes with FP8 operands, or (False) with unquantised ones."""
         return any((recipe is not None) == fp8 for recipe in self.recipes)
+
+    def serves_auto(self, fp8: bool) -> bool:
+        """Whether `auto` may choose it, for its kernels in this precision."""
+        return bool(self.architectures) and self.quantises(fp8) and not self.by_name_only
 
     def is_proven(self, arch: str) -> bool:
         """Whether its tests have run on this architecture, by name."""
@@ -203,11 +207,6 @@ def problem(
     return next((text for _, text in _problems(record, workload, arch)), None)
 
 
-def problems(record: EngineRecord, workload: Workload) -> list[str]:
-    """Every reason why this engine cannot compute this, on any architecture; see `problem`."""
-    return [text for _, text in _problems(record, workload, None)]
-
-
 def require(record: EngineRecord, workload: Workload) -> None:
     """Raise what `problem` finds in the workload, as the error that fits it.
 
@@ -223,6 +222,7 @@ Problems = Iterator[tuple[type[SonicMoEError], str]]
 
 def _problems(record: EngineRecord, workload: Workload | None, arch: str | None) -> Problems:
     """The rule. Every comparison of a record with what is wanted is in these three functions."""
+    # First, because on another architecture no other reason helps anybody.
     if arch is not None and record.architectures and record.architecture(arch) is None:
         known = ", ".join(map(str, record.architectures))
         found = "no GPU: tensors are on the host" if arch == HOST else f"the architecture is {arch}"
@@ -246,6 +246,35 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
         yield ShapeError, f"H is {sizes[0]} and I is {sizes[1]}, and {needs}"
     yield from _recipe_problems(record, workload.settings)
     yield from _activation_problems(record, workload.settings)
+
+
+def lost_on_gpus(workload: Workload) -> str | None:
+    """What this workload loses on a GPU that has kernels, in words with the reason: FP8, or kernels
+    at all. None where an engine with kernels takes it as it is. Asked before a model runs, on any
+    machine.
+    """
+    reasons = _without_kernels(workload)
+    if not reasons:
+        return None
+    if workload.settings.recipe is not None:
+        plain = replace(workload, settings=replace(workload.settings, recipe=None))
+        others = _without_kernels(plain)
+        if not others:
+            return f"a GPU computes it without FP8 ({'; '.join(reasons)})"
+        reasons += others
+    return f"a GPU computes it in plain tensor operations, which are slow ({'; '.join(reasons)})"
+
+
+def _without_kernels(workload: Workload) -> list[str]:
+    """Every reason why no engine with kernels takes it in its precision; empty where one does."""
+    reasons = []
+    for name, record in RECORDS.items():
+        if record.serves_auto(workload.settings.recipe is not None):
+            found = [text for _, text in _problems(record, workload, None)]
+            if not found:
+                return []
+            reasons += [f"not {name.value}: {reason}" for reason in found]
+    return reasons
 
 
 def token_problem(record: EngineRecord, settings: EngineSettings, form: TokenFormat) -> str | None:
@@ -287,6 +316,7 @@ def _format_problems(
 
 def _recipe_problems(record: EngineRecord, settings: EngineSettings) -> Problems:
     recipe = settings.recipe.name if settings.recipe is not None else None
+    # Without a recipe z has the dtype of the tokens, whatever `save_z` says.
     if recipe in record.recipes:
         if recipe is not None and settings.save_z not in record.z_codes:
             stores = " or ".join(map(repr, _values(record.z_codes)))
@@ -327,6 +357,7 @@ def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> 
         and dict(package_versions(record.loads_with))[record.loads_with] == "absent"
     ):
         return f"{record.loads_with}, which loads and launches its kernels, is not installed"
+    # A GPU node often has no compiler: kernels that were compiled elsewhere are enough.
     cache = default_cache()
     for job in record.jobs(workload, arch):
         reason = missing_package([job]) or _missing_compiler(job)
@@ -343,6 +374,7 @@ def missing_package(jobs: Iterable[CompileJob]) -> str | None:
     in_triton = any(isinstance(job, TritonVariant) for job in jobs)
     if in_triton and dict(package_versions("triton"))["triton"] == "absent":
         return "triton compiles its kernels, and it is absent"
+    # Versions are pinned: the builders call internals of these packages.
     wanted = {package for job in jobs for package in getattr(job, "packages", ())}
     for name, found in package_versions(*PACKAGES):
         if name in wanted and found != PACKAGES[name]:

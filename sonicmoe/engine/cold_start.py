@@ -39,6 +39,7 @@ def compile_missing(
     not be compiled, raises its own error where it is loaded, and that place knows whether there is
     something to fall back to.
     """
+    # The configuration of the caller decides where kernels lie and how many compilers may run.
     settings = config or current_config()
     cache = default_cache(settings)
     asked = (cache.root, cache.local_root, record.name, workload, arch)
@@ -67,18 +68,21 @@ def compile_ahead(jobs: Sequence[CompileJob]) -> None:
 
 def run_jobs(record: EngineRecord, workload: Workload, arch: str) -> tuple[CompileJob, ...]:
     """Every distinct compile job that a run of this workload may load: forward, backward, flush."""
+    # Two lists may name the same source, and each kernel is compiled once.
     jobs = (*record.jobs(workload, arch), *(source(arch) for source in EVERY_RUN))
     return tuple(dict.fromkeys(jobs))
 
 
 def missing(jobs: Sequence[CompileJob], cache: CompileCache) -> list[CompileJob]:
     """Those that the cache does not hold and this machine can compile."""
+    # A job without a toolchain cannot be compiled here. Its loader says so, with the way out.
     keys = ((job, job.key()) for job in jobs)
     return [job for job, key in keys if key.toolchain is not None and cache.try_load(key) is None]
 
 
 def expected_seconds(jobs: Sequence[CompileJob], processes: int) -> float:
     """How long it takes at best: the longest job, or the work shared evenly."""
+    # No process can share one job, so the longest one is a floor.
     efforts = [job.effort_s for job in jobs]
     return _START_S + max(*efforts, sum(efforts) / processes)
 

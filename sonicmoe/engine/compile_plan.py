@@ -21,6 +21,7 @@ from .capabilities import RECORDS, EngineRecord, missing_package, problem
 from .settings import EngineSettings, Workload
 
 FP8_PLAIN_WGRAD = "fp8 with fp8_wgrad=0"
+# The parts of a plan that each precision of the command stands for.
 _PARTS = {FP8: (FP8,), BF16: (BF16,), BOTH: (FP8, BF16)}
 # The settings of each part that decide what is compiled.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -36,6 +37,7 @@ def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[Compile
     """
     settings = config or current_config()
     jobs: list[CompileJob] = []
+    # Whether a model has biases is seen in its weights, which a warm-up does not have.
     for bias in (False, True):
         workload = replace(_workload(spec, settings), bias=bias)
         # The first one that can: `auto` runs no other.
@@ -65,8 +67,10 @@ def warm_up_plan(
     parts = _parts(precision, settings)
     problems = _problems(parts, spec, settings)
     covered = [part for part in parts if part not in problems]
+    # The kernels of every run come first: the reference engine adds none of its own.
     jobs = plan(spec, settings.replace(engine=EngineName.REFERENCE, fp8_mode="off"))
     for part in covered:
+        # Both modes, because a program may choose one when memory runs short.
         for again in (False, True):
             jobs += plan(spec, settings.replace(**_SETTINGS[part], recompute_z=again))
     names = [part for part in (FP8, BF16) if part in covered]
@@ -91,6 +95,7 @@ def require_precision(planned: WarmUpPlan, precision: str) -> WarmUpPlan:
 
 
 def _parts(precision: str, config: ResolvedConfig) -> tuple[str, ...]:
+    # Unquantised weight gradients need GEMMs that plain FP8 does not.
     parts = _PARTS[precision]
     plain = FP8 in parts and not config.fp8_wgrad
     return (*parts, FP8_PLAIN_WGRAD) if plain else parts
@@ -129,6 +134,7 @@ def _reason(record: EngineRecord, workload: Workload, arch: str) -> str | None:
 
 
 def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
+    # Only what decides which kernels a run loads; `frees_stagewise` and the like change no kernel.
     settings = EngineSettings(
         ActivationType(spec.activation),
         RECIPES[config.recipe] if config.fp8 else None,

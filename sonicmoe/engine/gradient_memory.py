@@ -92,6 +92,7 @@ class WeightTarget:
     @property
     def native_size(self) -> tuple[int, int]:
         """M and N of a native matrix; zeros where nobody wants the gradient."""
+        # All matrices of a projection have one size, so any of them answers.
         tensor = next((tensor for tensor in self.tensors if tensor is not None), None)
         if tensor is None:
             return 0, 0
@@ -105,6 +106,7 @@ class WeightTarget:
         stacked = self.tensors[0]
         if stacked is None:
             return [NOWHERE] * self.num_experts
+        # One view for each expert would take the host longer than the launch.
         first = self._place(stacked, split)
         step = stacked.element_size() * int(stacked.stride()[0])
         return [Place(first.address + e * step, *first[1:]) for e in range(self.num_experts)]
@@ -125,6 +127,7 @@ def misfit(tensor: Tensor, wanted: tuple[int, ...], device: str) -> str | None:
         return f"has shape {tuple(tensor.shape)}; needed: {wanted}"
     if device_name(tensor) != device:
         return f"is on {device_name(tensor)}, and gradients are computed on {device}"
+    # FSDP frees the memory of a living tensor.
     if data_ptr(tensor) == 0:
         return "has no memory: it was freed"
     # Axes in ascending order of strides: each must step over all that lies below it.
@@ -138,6 +141,7 @@ def misfit(tensor: Tensor, wanted: tuple[int, ...], device: str) -> str | None:
 
 def tma_misfit(tensor: Tensor) -> str | None:
     """Why the GPU's copy engine (TMA) cannot add to a tensor."""
+    # The stride of an axis of one element is never used.
     strides = [int(s) for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     axis = contiguous_axis(tensor)
     if axis < 0:

@@ -73,6 +73,7 @@ class HopperLayer:
     def __init__(
         self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
     ) -> None:
+        # Asked once a layer: device and stream of a tensor cost the host as much as a launch.
         anchor = anchor_of(x)
         self._device, self._stream = device_of(anchor), current_stream(anchor)
         self._passes = _passes_of(anchor, settings)
@@ -89,6 +90,7 @@ class HopperLayer:
 
     def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
         """z as forward stored it, or computed again to the same bits."""
+        # The same kernel on the same codes gives the same bits, so nothing depends on the mode.
         if saved.z is None:
             z = self.empty_z()
             self.forward(x, z, None)
@@ -98,6 +100,7 @@ class HopperLayer:
     def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None) -> None:
         """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
         bytes_of = self.routed.bytes_of
+        # Recomputing stops at z: the down projection and its scratch are not needed.
         size = bytes_of.forward_to_z if out is None else bytes_of.forward
         self._passes.forward(
             weights=self._prepared.handle,
@@ -124,6 +127,7 @@ class HopperLayer:
                 return None  # they came as codes
             return BlockScaledTensor.empty(tuple(tokens.shape), block, device)
 
+        # dgated writes them and wgrad reads them, so they outlive the scratch of a pass.
         row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
         return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
 
@@ -132,6 +136,7 @@ class HopperLayer:
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
         weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
+        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
         in_rows = not self._settings.fp8_wgrad
         dz_scratch = scratch(bytes_of.dz_scratch, device)
         has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
@@ -178,9 +183,9 @@ class HopperLayer:
         return dx
 
     def _dgrad_order(self, name: str) -> Any:
-        """The handle of weights whose contraction over forward's rows is contiguous; under
-        `iso_weight` of one matrix, transposed into a shared scratch, for the next launch only.
-        """
+        """The handle of weights whose contraction over forward's rows is contiguous."""
+        # Under `iso_weight` it is of one matrix, transposed into a scratch that all layers share,
+        # and serves the next launch only.
         held: Any = getattr(self._weights, f"{name}_dgrad")
         if held.orientation is Orientation.COLUMNS:
             return self._prepared.handle

@@ -98,16 +98,15 @@ class Passes:
                 the order of its numbers.
             kernels: functions by the names their modules export, and `wgrad_destination`, which
                 makes what `grouped_wgrad_into` adds to.
-
-        Raises:
-            ConfigError: the module was built with other numbers than this package computes with.
         """
+        # A kernel of other blocks would read scales at wrong places without an error.
         _check_numbers(native.numbers())
         self.up_activations, self.dgated_activations = map(_numbers, activations)
 
         def names(of: str) -> list[str]:
             return [str(name) for name in native.argument_names(of)]
 
+        # In the order that C++ asks for: Python keeps no second list.
         functions = [kernels[name] for name in names("kernels")]
         make_pass = native.make_pass()
         self.weights = by_keyword(native.weights(), names("weights"))
@@ -137,14 +136,14 @@ class Passes:
         return Routed(handle, self._bytes_of(handle, routing, hidden, inner), inner, self)
 
     def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
-        """The bytes of each scratch. They follow from six numbers, and asking the module takes as
-        long as a launch: a backward finds those of its forward.
-        """
+        # They follow from six numbers, and asking the module takes as long as a launch: a backward
+        # finds those of its forward.
         numbers = routing.num_tokens, routing.topk, routing.num_experts, routing.num_rows
         key = (*numbers, hidden, inner)
         found = self._sizes.get(key)
         if found is None:
             found = self._named_sizes(self._ask_for_sizes(handle, hidden, inner))
+            # Token counts differ from step to step, so this would grow for ever.
             if len(self._sizes) >= MAX_SIZES:
                 self._sizes.clear()
             self._sizes[key] = found
@@ -153,11 +152,10 @@ class Passes:
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
         """The arguments of `wgrad` that say where gradients are added, for each an accumulator or a
         destination.
-
-        A destination is addresses, shapes and strides in the form of the copy engine, and holds no
-        memory. So equal ones are made once, and anew only where one of these numbers changed. Where
-        the targets were recognised, nobody looks for them either.
         """
+        # A destination is addresses, shapes and strides in the form of the copy engine, and holds no
+        # memory. So equal ones are made once, and anew only where one of these numbers changed.
+        # Where the targets were recognised, nobody looks for them either.
         if isinstance(targets, FreshTargets):  # of this backward alone
             return self._gradients_into(targets, _WRITTEN)
         if isinstance(targets, ParameterTargets):
@@ -189,18 +187,14 @@ class Passes:
         return made
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
-        """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None.
-
-        Raises:
-            ShapeError: a matrix is stored in the other order than its name says. Where sizes
-                coincide, no shape would show it.
-        """
+        """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None."""
         fields: dict[str, Any] = {}
         for name in _WEIGHTS:
             matrix = matrices.get(name)
             fields[name] = None if matrix is None else matrix.bytes
             fields[f"{name}_scale"] = None if matrix is None else matrix.scale_inv
             wanted = Orientation.COLUMNS if name.endswith("_dgrad") else Orientation.ROWS
+            # Where sizes coincide, no shape would show the other order.
             if matrix is not None and matrix.orientation is not wanted:
                 raise ShapeError(
                     f"{name} is stored by {matrix.orientation.value}; needed: by {wanted.value}"
@@ -256,12 +250,11 @@ def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
 
 
 def _check_numbers(built: Mapping[Any, Any]) -> None:
-    wanted = {
-        "row_alignment": ROW_ALIGNMENT,
-        "scale_block": SCALE_BLOCK,
-        "gate_up_block": GATE_UP_BLOCK,
-    }
-    for name, value in wanted.items():
+    for name, value in (
+        ("row_alignment", ROW_ALIGNMENT),
+        ("scale_block", SCALE_BLOCK),
+        ("gate_up_block", GATE_UP_BLOCK),
+    ):
         expect(
             int(built[name]) == value,
             ConfigError,
@@ -288,6 +281,7 @@ def passes_on(
         wgrad_operands_source(arch),
         *gemm_sources(arch, activation, parameters, z, steady),
     )
+    # In the order of `sources`.
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
         source.load() for source in sources
     )
@@ -317,9 +311,7 @@ def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
 
 
 def scratch(size: int, device: Any) -> Tensor:
-    """Unwritten bytes on a device that `device_of` gave.
-
-    The framework allocates them, because then they belong to the caller's stream, are taken from
-    its pool, and running out of memory is the framework's own error.
-    """
+    """Unwritten bytes on a device that `device_of` gave."""
+    # The framework allocates them: so they belong to the caller's stream, come from its pool, and
+    # running out of memory is the framework's own error.
     return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]

@@ -224,6 +224,7 @@ class Engine(ABC):
         """Why this engine cannot add to these parameters' own memory in any way, in one sentence, or
         None; what no engine could add to is `ParameterTargets.problem`.
         """
+        # An engine whose GEMMs cannot reach every layout says more in a method of its own.
         if GradientTarget.MAIN_GRAD in self.record.gradients:
             return None
         return f"the {self.name} engine adds to accumulators in the native layout only"

@@ -13,6 +13,7 @@ from ..kernels.sm90 import engine_sources
 from ..kernels.triton.variants import ExpertShape, all_variants
 from .settings import EngineSettings, Workload
 
+# Any workload serves where only packages and compilers are asked about.
 _SOME = Workload(EngineSettings(), 128, 128)
 
 
@@ -22,6 +23,7 @@ def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     """
     workload = workload or _SOME
     settings, recipe = workload.settings, workload.settings.recipe
+    # Scales that stay along K are another epilogue, and so another module.
     steady = recipe is not None and recipe.x.steady is not None
     own = settings.activation, settings.activation_parameters
     jobs: tuple[CompileJob, ...] = (*engine_sources(arch, *own, settings.save_z, steady),)

@@ -59,23 +59,15 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
             yield _Products(routing, weights, gemms, rows, settings.fp8_wgrad)
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """A GEMM for each projection that anybody wants the gradient of; with `fp8_wgrad` off those
-        of the BF16 engine.
-
-        Raises:
-            ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
-        """
+        """As every such engine's; with `fp8_wgrad` off on the GEMMs of the BF16 engine."""
         if pending.settings.fp8_wgrad:
             super().backward_dw(pending, targets)
         else:
             Bf16Engine().backward_dw(pending, targets)
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        places, settings, routing = (
-            Destinations.of(targets, _GEMMS),
-            pending.settings,
-            pending.routing,
-        )
+        places = Destinations.of(targets, _GEMMS)
+        settings, routing = pending.settings, pending.routing
         if routing.num_rows == 0 or not places.are_wanted:
             return
         x = plain_tokens(pending.x)
@@ -121,6 +113,7 @@ class _Products(Products):
 
     def empty_y1(self, like: Tensor) -> MxTensor:
         """With one scale per row and 32."""
+        # The GEMM of `up` writes codes and scales itself, in the layout that `down` reads.
         routing, inner = self.routing, self.weights.intermediate_size
         device = device_of(like)
         atoms = mx.ragged_atoms(routing.num_rows, routing.num_experts), -(-inner // mx.ATOM_ROWS)

@@ -43,6 +43,8 @@ class PlainEngine(ProductsEngine):
             f"w1 is {dtypes[0]}, w2 is {dtypes[1]}; "
             f"the {self.name} engine needs both of one of {list(record.dtypes)}",
         )
+        # Before the device is asked for: on a host a user still learns what the engine cannot
+        # compute.
         sizes = int(w1.shape[2]), int(w2.shape[2])
         require(record, Workload(settings, *sizes, dtypes[0], b1 is not None))
         expect(

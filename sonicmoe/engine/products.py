@@ -135,6 +135,7 @@ class ProductsEngine(Engine):
                 y2 = empty_rows(routing, weights.hidden_size, x)
                 with stage("up"):
                     products.up(rows, z, y1)
+                # `up` alone reads quantised tokens, and their memory is free from here on.
                 del rows
                 z = None if z is None else tap("z", z)
                 y1 = products.shown("y1", y1)
@@ -180,10 +181,8 @@ class ProductsEngine(Engine):
             return dx, dprobs, pending
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """A GEMM for each projection that anybody wants the gradient of, and the bias sums.
-
-        Raises:
-            ConfigError: it cannot add to these targets, for the reason that `problem_of` gives.
+        """A GEMM for each projection that anybody wants the gradient of, and the bias sums; ConfigError
+        with the reason of `problem_of` where it cannot add to these targets.
         """
         require_operands(pending)
         with plain_ops():

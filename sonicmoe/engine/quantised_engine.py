@@ -50,6 +50,7 @@ class QuantisedEngine(Engine):
         if not isinstance(store, QuantizedWeights):
             previous, store = None, self._empty_store(settings)
         with stage("prepare_weights"), plain_ops():
+            # Without a known write the device decides, by a sample of the weights.
             store.update(source, force=written)
             if previous is not None and previous.w1 is store.w1:
                 return previous

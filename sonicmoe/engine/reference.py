@@ -99,6 +99,7 @@ class ReferenceEngine(Engine):
         check_forward(x, routing, weights, settings, REFERENCE)
         with plain_ops(), ieee_matmul():
             x, dtype = _detached(x), token_dtype(x)
+            # fp32 until the activation: rounding z first would round y1 twice.
             z = tap("z", _up_projection(x, routing, weights, settings))
             y1 = operand(
                 activate(z, settings.activation, settings.activation_parameters),
@@ -197,9 +198,7 @@ class ReferenceEngine(Engine):
             pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
-        """fp32 z as backward reads it: decoded from what forward stored, or recomputed and passed
-        through the same code.
-        """
+        """fp32 z as backward reads it."""
         assert saved.x is not None
         kept = saved.z
         if kept is None:
@@ -237,6 +236,7 @@ def _dgated(
         settings.activation,
         settings.activation_parameters,
     )
+    # With the decoded z, as every other gradient.
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:
         # The bias is not quantised, and so dout is not either in this product.
@@ -292,6 +292,7 @@ def _products(
 
 def _show_total(name: str, targets: GradientTargets) -> None:
     """`tap` of sums that are added to in place: the tensor that a listener returns replaces them."""
+    # A copy of all gradients is made for listeners only.
     sums = targets.sums(name) if is_heard() else None
     if sums is not None:
         shown = tap(name, sums)

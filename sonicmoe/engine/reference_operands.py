@@ -94,8 +94,9 @@ def wgrad_operands(
 
 def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> BlockScaledTensor | None:
     """x or dout as codes whose scale stands with the other operand of wgrad; None where wgrad reads
-    their values. The codes are those that the GEMMs of x and dout have read.
+    their values.
     """
+    # The codes are those that the GEMMs of x and dout have read.
     recipe = settings.recipe
     if recipe is None or not settings.fp8_wgrad:
         return None
@@ -111,10 +112,9 @@ def _folded(
     routing: RoutingMetadata,
     settings: EngineSettings,
 ) -> tuple[Tensor, Tensor]:
-    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`). These
-    operands show themselves as no stage: their values are neither those of the tokens nor those of
-    the rows.
-    """
+    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`)."""
+    # They show themselves as no stage: their values are neither those of the tokens nor those of
+    # the rows.
     recipe = settings.recipe
     assert recipe is not None
     tokens = with_row_scales(tokens)

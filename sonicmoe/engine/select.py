@@ -15,7 +15,15 @@ from ..errors import EngineUnavailableError
 from ..log import log_once
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
-from .capabilities import HOST, RECORDS, EngineRecord, missing_tool, problem, token_problem
+from .capabilities import (
+    HOST,
+    RECORDS,
+    EngineRecord,
+    lost_on_gpus,
+    missing_tool,
+    problem,
+    token_problem,
+)
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
@@ -24,7 +32,6 @@ from .reference import ReferenceEngine
 from .settings import EngineSettings, TokenFormat, Workload
 from .triton import TritonEngine
 from .trust import Subject, refusal, require_tried, trusted
-from .without_kernels import lost_on_gpus
 
 ENGINES: dict[EngineName, Callable[[], Engine]] = {
     EngineName.REFERENCE: ReferenceEngine,
@@ -52,6 +59,14 @@ class EngineChoice:
     on_gpus: str | None = None
     dequantises: str | None = None
 
+    @property
+    def name(self) -> EngineName:
+        return EngineName(self.engine.name)
+
+    def computed(self, workload: Workload) -> Workload:
+        """What the engine runs of a workload."""
+        return replace(workload, settings=self.settings or workload.settings)
+
 
 def choose_engine(
     device: str, requested: EngineName = EngineName.AUTO, workload: Workload | None = None
@@ -59,60 +74,66 @@ def choose_engine(
     """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every
     engine can compute.
 
-    The format of the tokens has no say in which engine runs: one that cannot read quantised tokens
-    reads their values, and is still faster than another engine.
-
     Raises:
         EngineUnavailableError: `requested` names an engine that this device or workload cannot use;
             the message says why.
     """
-    if workload is None or workload.tokens is TokenFormat.PLAIN:
-        return _choose(device, requested, workload)
-    choice = _choose(device, requested, replace(workload, tokens=TokenFormat.PLAIN))
-    computed = replace(workload, settings=choice.settings or workload.settings)
-    reason = token_problem(
-        RECORDS[EngineName(choice.engine.name)], computed.settings, computed.tokens
+    return _choose(device, _arch(device), requested, workload)
+
+
+def _choose(
+    device: str, arch: str, requested: EngineName, workload: Workload | None
+) -> EngineChoice:
+    # The format of the tokens has no say in which engine runs: one that cannot read quantised tokens
+    # reads their values, and is still faster than another engine.
+    plain = None if workload is None else replace(workload, tokens=TokenFormat.PLAIN)
+    choice = (
+        _automatic(device, arch, plain)
+        if requested is EngineName.AUTO
+        else _named(device, arch, requested, plain)
     )
-    return replace(choice, dequantises=reason)
+    if workload is None or workload.tokens is TokenFormat.PLAIN:
+        return choice
+    settings = choice.computed(workload).settings
+    return replace(
+        choice, dequantises=token_problem(RECORDS[choice.name], settings, workload.tokens)
+    )
 
 
-def _choose(device: str, requested: EngineName, workload: Workload | None) -> EngineChoice:
-    if requested is EngineName.AUTO:
-        return _automatic(device, workload)
-    reason = unavailable(requested, device, workload)
+def _named(device: str, arch: str, name: EngineName, workload: Workload | None) -> EngineChoice:
+    reason = _refused(name, device, arch, workload)
     if reason is not None:
-        able = [name.value for name in ENGINES if unavailable(name, device, workload) is None]
+        able = [one.value for one in ENGINES if _refused(one, device, arch, workload) is None]
         raise EngineUnavailableError(
-            f"engine {requested.value!r} cannot run: {reason}; able: {able}, or 'auto'"
+            f"engine {name.value!r} cannot run: {reason}; able: {able}, or 'auto'"
         )
-    return EngineChoice(ENGINES[requested](), "asked for by the configuration")
+    return EngineChoice(ENGINES[name](), "asked for by the configuration")
 
 
 def ready_engine(device: str, requested: EngineName, workload: Workload) -> EngineChoice:
     """`choose_engine`, and everything compiled that a run on that engine needs; on an architecture
     where it never ran, an engine that has passed its trial.
 
-    Where a CUDA graph is captured nothing is compiled ahead and nothing tried: a capture follows
-    forwards that have loaded every kernel.
-
     Raises:
         EngineUnavailableError: as `choose_engine`, or a capture comes before the trial.
     """
+    arch = _arch(device)
     while True:
-        choice = choose_engine(device, requested, workload)
-        # An engine that fails its trial is not chosen again.
-        if not device.startswith("cuda") or _is_ready(choice, device, workload):
+        choice = _choose(device, arch, requested, workload)
+        # An engine that fails its trial is not chosen again, so this ends.
+        if arch == HOST or _is_ready(choice, device, arch, workload):
             return choice
 
 
-def _is_ready(choice: EngineChoice, device: str, workload: Workload) -> bool:
-    computed = replace(workload, settings=choice.settings or workload.settings)
-    name, arch = EngineName(choice.engine.name), arch_of(device)
-    subject = Subject(ENGINES[name], RECORDS[name], computed, device, arch)
+def _is_ready(choice: EngineChoice, device: str, arch: str, workload: Workload) -> bool:
+    computed, record = choice.computed(workload), RECORDS[choice.name]
+    subject = Subject(ENGINES[choice.name], record, computed, device, arch)
+    # A capture follows forwards that have loaded every kernel. So nothing is compiled ahead here,
+    # and nothing tried: a trial would not be part of the graph.
     if _is_capturing():
         require_tried(subject)
         return True
-    compile_missing(RECORDS[name], computed, arch)
+    compile_missing(record, computed, arch)
     return trusted(subject)
 
 
@@ -122,12 +143,17 @@ def _is_capturing() -> bool:
 
 def unavailable(name: EngineName, device: str, workload: Workload | None = None) -> str | None:
     """Why this engine cannot serve this workload on this device, or None."""
+    return _refused(name, device, _arch(device), workload)
+
+
+def _refused(name: EngineName, device: str, arch: str, workload: Workload | None) -> str | None:
     if name is EngineName.REFERENCE:  # nothing is left to fall back to, and its border says more
         return None
-    arch, record = _arch(device), RECORDS[name]
+    record = RECORDS[name]
     reason = problem(record, workload, arch)
     if reason is not None or arch == HOST:
         return reason
+    # Asked in the order of what they cost: a trial's verdict lies in a file.
     reason = missing_tool(record, workload, arch)
     if reason is not None or workload is None:
         return reason
@@ -138,50 +164,52 @@ def _arch(device: str) -> str:
     return arch_of(device) if device.startswith("cuda") else HOST
 
 
-def _automatic(device: str, workload: Workload | None) -> EngineChoice:
+def _automatic(device: str, arch: str, workload: Workload | None) -> EngineChoice:
     """The first engine with kernels, in the order of the records, that computes this precision."""
     plain = f"{RECORDS[EngineName.REFERENCE].gemms}, {_emulation(workload)}"
-    if _arch(device) == HOST:
-        emulates = workload is not None and workload.settings.recipe is not None
-        lost = lost_on_gpus(workload) if workload is not None and emulates else None
-        return EngineChoice(ReferenceEngine(), f"no GPU: {plain}", on_gpus=lost)
     fp8 = workload is not None and workload.settings.recipe is not None
-    name, problems = _first_able(device, workload, fp8)
+    if arch == HOST:
+        lost = lost_on_gpus(workload) if workload is not None and fp8 else None
+        return EngineChoice(ReferenceEngine(), f"no GPU: {plain}", on_gpus=lost)
+    name, problems = _first_able(device, arch, workload, fp8)
     if name is not None:
-        why = problems or _gpu(device, RECORDS[name])
-        reason = f"{why}{';' if problems else ':'} {RECORDS[name].gemms}"
+        why = f"{problems};" if problems else f"{_gpu(arch, RECORDS[name])}:"
+        reason = f"{why} {RECORDS[name].gemms}"
         return EngineChoice(ENGINES[name](), reason, falls_back=bool(problems))
     if workload is not None and fp8:
+        # Without the recipe a GPU is hundreds of times faster than plain operations that emulate it.
         settings = replace(workload.settings, recipe=None)
-        name, more = _first_able(device, replace(workload, settings=settings), fp8=False)
-        if name is not None:  # emulating FP8 would be hundreds of times slower
-            why = "; ".join(filter(None, (problems, more)))
-            reason = f"{why}; {RECORDS[name].gemms}, without FP8"
-            return EngineChoice(ENGINES[name](), reason, falls_back=True, settings=settings)
+        unquantised = replace(workload, settings=settings)
+        name, more = _first_able(device, arch, unquantised, fp8=False)
         problems = "; ".join(filter(None, (problems, more)))
+        if name is not None:
+            reason = f"{problems}; {RECORDS[name].gemms}, without FP8"
+            return EngineChoice(ENGINES[name](), reason, falls_back=True, settings=settings)
     return EngineChoice(ReferenceEngine(), f"{problems}; {plain}", falls_back=True)
 
 
-def _first_able(device: str, workload: Workload | None, fp8: bool) -> tuple[EngineName | None, str]:
+def _first_able(
+    device: str, arch: str, workload: Workload | None, fp8: bool
+) -> tuple[EngineName | None, str]:
     """The engine, and why not those before it that are made for this GPU; in its absence, why none
     can: "not hopper: ...".
     """
     problems: list[str] = []
     made_for_it: list[str] = []
     for name, record in RECORDS.items():
-        if record.architectures and record.quantises(fp8) and not record.by_name_only:
-            reason = unavailable(name, device, workload)
+        if record.serves_auto(fp8):
+            reason = _refused(name, device, arch, workload)
             if reason is None:
                 return name, "; ".join(made_for_it)
             problems.append(f"not {name.value}: {reason}")
-            if record.architecture(_arch(device)) is not None:
+            if record.architecture(arch) is not None:
                 made_for_it.append(problems[-1])
     return None, "; ".join(problems)
 
 
-def _gpu(device: str, record: EngineRecord) -> str:
+def _gpu(arch: str, record: EngineRecord) -> str:
     """ "a Hopper GPU", for the log line."""
-    architecture = record.architecture(_arch(device))
+    architecture = record.architecture(arch)
     assert architecture is not None
     return f"a {architecture.generation} GPU"
 
@@ -194,25 +222,25 @@ def _emulation(workload: Workload | None) -> str:
 
 
 def announce(choice: EngineChoice, device: str) -> None:
-    """Log the choice once per engine, device and reason; as a warning where it is a fallback.
-    Likewise that quantised tokens are dequantised for it, which is a warning: they were rounded to
-    8 bits, and the engine reads 16.
+    """Log the choice once per engine, device and reason, and what the user loses by it as warnings:
+    a fallback, quantised tokens that are dequantised, FP8 that is emulated and that no GPU computes.
     """
     level = logging.WARNING if choice.falls_back else logging.INFO
-    log_once(level, "engine %s on %s: %s", choice.engine.name, device, choice.reason)
+    where = choice.engine.name, device
+    log_once(level, "engine %s on %s: %s", *where, choice.reason)
     if choice.dequantises is not None:
-        words = "engine %s on %s: tokens that arrive in FP8 are dequantised to bfloat16, because %s"
-        log_once(logging.WARNING, words, choice.engine.name, device, choice.dequantises)
-
-
-def announce_emulation(choice: EngineChoice, device: str) -> None:
-    """Warn once of FP8 that is emulated here and that no GPU computes."""
+        _announce_values("tokens", *where, choice.dequantises)
     if choice.on_gpus is not None:
         words = "engine %s on %s emulates FP8, but %s"
-        log_once(logging.WARNING, words, choice.engine.name, device, choice.on_gpus)
+        log_once(logging.WARNING, words, *where, choice.on_gpus)
 
 
 def announce_gradients(engine: str, device: str, reason: str) -> None:
     """Log once that gradients which arrive in FP8 are dequantised for an engine."""
-    words = "engine %s on %s: gradients that arrive in FP8 are dequantised to bfloat16, because %s"
-    log_once(logging.WARNING, words, engine, device, reason)
+    _announce_values("gradients", engine, device, reason)
+
+
+def _announce_values(what: str, engine: str, device: str, reason: str) -> None:
+    # A warning, because they were rounded to 8 bits and the engine reads 16.
+    words = "engine %s on %s: %s that arrive in FP8 are dequantised to bfloat16, because %s"
+    log_once(logging.WARNING, words, engine, device, what, reason)

@@ -52,12 +52,14 @@ class EngineSettings:
             ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad
                 than in forward.
         """
+        # One switch for FP8: a recipe without `fp8_mode` is a name that nobody asked for.
         recipe = RECIPES[config.recipe] if config.fp8 else None
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
             raise ConfigError(
                 f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
                 f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}{_of_lines(recipe)}"
             )
+        # Every other field is a flag of the same name.
         of_layer = {"activation", "activation_parameters", "recipe"}
         flags = {
             field.name: getattr(config, field.name)

@@ -130,11 +130,7 @@ class NativeBuffer(GradientTargets):
 
 
 def native_buffer(targets: GradientTargets) -> NativeBuffer:
-    """The targets of an engine that adds to no other kind.
-
-    Raises:
-        ConfigError: they are of another kind.
-    """
+    """The targets of an engine that adds to no other kind."""
     if not isinstance(targets, NativeBuffer):
         raise ConfigError(
             f"gradient targets are {type(targets).__name__}; this engine adds to a NativeBuffer"
@@ -164,6 +160,7 @@ class ParameterTargets(GradientTargets):
         """
         arrangement = self.up.arrangement, self.down.arrangement
         tensors = [*self.up.tensors, *self.down.tensors]
+        # A trainer may have replaced any tensor since, so every backward looks.
         again = None if last is None else last.seen_again(arrangement, tensors)
         self.footprint = again or Footprint(arrangement, tensors)
         return self.footprint
@@ -224,6 +221,7 @@ class ParameterTargets(GradientTargets):
         """Why gradients of these sizes, computed on this device (by name), cannot be added here by
         any engine: one sentence, or None.
         """
+        # The question is part of the key: one memory serves calls of one size on one device.
         key = ("problem", n1, hidden, intermediate, device)
         return self.once(key, lambda: self._problem(n1, hidden, intermediate, device))
 
@@ -248,6 +246,8 @@ class ParameterTargets(GradientTargets):
     def _copy_engine_problem(self) -> str | None:
         extents = []
         for name, weight in self._weights():
+            # One map of the copy engine serves all experts, so they must be contiguous along one
+            # axis.
             contiguous: set[int] = set()
             for index, tensor in enumerate(weight.tensors):
                 if tensor is None:

@@ -60,6 +60,7 @@ class Saved:
         """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a
         backward.
         """
+        # One reference, so that dropping it frees the memory at once and waits for no collection.
         z, self.z = self.z, None
         return z
 
@@ -133,6 +134,7 @@ class SavedSpec:
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         """Inverse of `Saved.pack`."""
+        # The order of `Saved.pack`: x, the routing, z.
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         given, tensors = tensors[: self.given], tensors[self.given :]
         routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
@@ -153,9 +155,8 @@ class SavedSpec:
 
 
 def routing_checksum(routing: RoutingMetadata) -> int | None:
-    """A checksum of which row serves which slot; None on a GPU, where reading it would wait, but
-    for routing that was validated.
-    """
+    """Of which row serves which slot; None where nobody asks for it."""
+    # On a GPU reading it would wait. Routing that was validated has waited already.
     if is_cuda(routing.slot_row) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
@@ -165,9 +166,8 @@ def routing_checksum(routing: RoutingMetadata) -> int | None:
 
 
 def _check_same_routing(routing: RoutingMetadata, checksum: int | None) -> None:
-    """Activation recompute rebuilds the tensors but not the host counts and the checksum: where
-    they disagree, routing changed.
-    """
+    # Activation recompute rebuilds the tensors but not the host counts and the checksum: where they
+    # disagree, routing changed.
     if checksum is None or routing.host_counts is None:
         return
     # Counts alone are not enough: another choice of tokens may have the same counts.

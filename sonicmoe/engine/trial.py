@@ -45,6 +45,7 @@ Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]
 Results = dict[str, Array]
 
+# Small, because the reference engine computes every case on the host or in plain operations.
 T, K, E = 150, 2, 3
 COUNTS = (131, 0, 77)  # of the experts: more than a tile, none, and less than one
 
@@ -87,6 +88,7 @@ class Problem:
         self.workload, self.settings, self.device = workload, workload.settings, device
         self.hidden, self.inner = workload.hidden_size, workload.intermediate_size
         self.n1 = self.inner * (2 if is_glu(self.settings.activation) else 1)
+        # NumPy draws the operands, so that both frameworks and all devices try the same numbers.
         rng = np.random.default_rng(0)
 
         def normal(*shape: int, scale: float = 1.0, dtype: str = workload.dtype) -> Tensor:
@@ -100,6 +102,7 @@ class Problem:
         self.b2 = normal(E, self.hidden, dtype="float32") if workload.bias else None
         self.probs = rng.uniform(0.1, 1.0, (T, K)).astype(np.float32)
         self.indices = _indices(rng)
+        # Cases read this one. The case "routing" builds it again and compares it.
         self.routing = self.routed(device)
 
     def routed(self, device: str) -> RoutingMetadata:
@@ -136,9 +139,12 @@ class Problem:
         out, saved = engine.forward(x, self.routing, weights, self.settings)
         assert saved is not None
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+        # Made anew in every run: a second run must not find what the first one added.
         added = (targets or self.accumulators)()
         engine.backward_dw(pending, added)
         found = {"out": _numbers(out), "dx": _numbers(dx), "dprobs": _numbers(dprobs)}
+        # Fresh memory is written; everything else began at ones, so an engine that overwrites
+        # instead of adding is off by one.
         before = 0.0 if isinstance(added, FreshTargets) else 1.0
         for name in ("dw1", "dw2", "db1", "db2"):
             sums = added.sums(name) if name in ("dw1", "dw2") or self.workload.bias else None
@@ -147,6 +153,7 @@ class Problem:
         return found
 
     def accumulators(self) -> NativeBuffer:
+        # Ones and not zeros: adding to zeros looks like overwriting.
         made = NativeBuffer.zeros(
             E, self.n1, self.hidden, self.inner, self.workload.bias, self.device
         )
@@ -180,6 +187,7 @@ class Problem:
 
 def _indices(rng: np.random.Generator) -> Array:
     """Ids `[T, K]` with `COUNTS` tokens of each expert; the other slots are not here."""
+    # Both spellings of "not here", and an expert that is named in either slot.
     ids = np.full((T, K), -1, np.int64)
     ids[::3] = E
     ids[: COUNTS[0], 0] = 0
@@ -217,6 +225,7 @@ def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
     for form in formats:
         train = functools.partial(problem.train, tokens=arrived[form])
         yield Case(f"tokens as {form.value}", train), wanted_of[form]
+    # No parameter layout holds biases: engines add their gradients to accumulators only.
     if not problem.workload.bias:
         yield from _target_cases(problem, engine, wanted)
 
@@ -262,6 +271,7 @@ def distance(found: Array, wanted: Array) -> tuple[float, float]:
     if found.shape != wanted.shape or not np.isfinite(found).all():
         return float("inf"), float("inf")
     a, g = (array.reshape(-1, array.shape[-1]).astype(np.float64) for array in (found, wanted))
+    # A row of nearly nothing has no scale of its own: its errors are those of the rows around it.
     off, norm = np.abs(a - g), float(np.linalg.norm(g))
     typical = np.sqrt(np.mean(g**2, axis=1))
     scale = np.maximum(typical, _ROW_FLOOR * np.sqrt(np.mean(typical**2)))
@@ -281,6 +291,8 @@ def bars_of(settings: EngineSettings) -> Bars:
 
 def judged(engine: Engine, case: Case, wanted: Results, bars: Bars) -> dict[str, Any]:
     """Run a case twice. `problem`: what is wrong, in words, or None."""
+    # Twice, because equal calls must give equal bits, and the first one may pay for loading
+    # kernels.
     first = case.run(engine)
     started = time.perf_counter()
     second = case.run(engine)
@@ -354,6 +366,7 @@ def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     module, _, name = request["engine"].partition(":")
     engine: Engine = getattr(importlib.import_module(module), name)()
     problem = Problem(workload_of(request["workload"]), request["device"])
+    # Cases come one by one: what a later one needs is made when the earlier ones have been told.
     prepared, bars = cases(problem, engine), bars_of(problem.settings)
     for number, (case, wanted) in enumerate(prepared):
         if number == 0:  # the reference engine has run, so this device computes
@@ -370,6 +383,7 @@ def main(folder: str) -> int:
     with open(Path(folder, EVENTS), "w", encoding="utf-8") as events:
 
         def say(event: dict[str, Any]) -> None:
+            # Flushed, because the next call may end this process.
             print(json.dumps(event), file=events, flush=True)
 
         try:

@@ -27,7 +27,9 @@ _PROGRAM = (
     "from sonicmoe.frameworks import load; load({framework!r}); "
     "from sonicmoe.engine.trial import main; sys.exit(main(sys.argv[1]))"
 )
+# Seconds between two looks: far below the shortest case, and no load for the host.
 _POLL_S = 0.05
+# Bytes of output that are kept: an error stands at the end, whatever libraries print before.
 _LAST_WORDS = 4000
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 
@@ -49,6 +51,8 @@ def run_trial(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str
     """A process that tries an engine: its events; how it ended, in words, or None where every case
     was run; and the end of what it printed. It is gone afterwards.
     """
+    # A new interpreter and no fork: a forked process would share the parent's CUDA context and
+    # locks.
     program = _PROGRAM.format(framework=FRAMEWORK)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as printed:
         folder = Path(directory)
@@ -63,6 +67,7 @@ def run_trial(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str
             events, ended = _follow(process, folder / EVENTS, limits)
         finally:
             with suppress(ProcessLookupError):
+                # The whole group, because a compiler or a debugger of the child may still run.
                 os.killpg(process.pid, signal.SIGKILL)
             # A driver that tears a hanging kernel down may take its time; nobody waits for it.
             with suppress(subprocess.TimeoutExpired):
@@ -95,6 +100,7 @@ def _follow(
 def _events(path: Path) -> list[Event]:
     """Those that are written to their end."""
     try:
+        # What follows the last line break is half written.
         *lines, _ = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:  # it has not begun
         return []
@@ -107,6 +113,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> str | None:
         status = process.wait(_POLL_S)
     except subprocess.TimeoutExpired:
         return None
+    # Nothing that an engine does ends in this signal: the kernel or a person sent it.
     if status == -signal.SIGKILL:
         return "killed"
     if status < 0:

@@ -26,10 +26,8 @@ class Places(NamedTuple):
 
 
 def places(targets: GradientTargets, calls: Any) -> Places:
-    """Those of targets; `calls`: the launches of the model.
-
-    Raises:
-        ConfigError: naming the reason for which the GEMMs cannot add there.
+    """Those of targets; ConfigError names the reason for which the GEMMs cannot add there. `calls`:
+    the launches of the model.
     """
     # Triton is loaded: `calls` is of this module.
     from ..kernels.triton import launches
@@ -93,6 +91,7 @@ def _place(weight: WeightTarget, parts: int, adds: bool, launches: Any) -> Any:
     strides = (steps[0], pitch, step_m, int(tensor.element_size()))
     if weight.is_stacked:
         return launches.Place(tensor, int(tensor.stride()[0]), *strides, adds=adds)
+    # Launches fill the table: a copy from pageable memory would wait for the device.
     addresses = torch.empty((len(every),), dtype=torch.int64, device=device_of(tensor))
     for call in launches.addresses_calls(addresses, [place.address for place in every]):
         call.launch()

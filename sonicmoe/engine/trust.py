@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,6 @@ class Verdict:
     reason: str = ""
     cases: tuple[Event, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {"trusted": self.trusted, "reason": self.reason, "cases": list(self.cases)}
-
 
 class UndecidedError(Exception):
     """A trial that says nothing of the engine, for example because the GPU had no memory left."""
@@ -94,6 +91,8 @@ class Subject:
             (job.key(), cache.try_load(job.key()))
             for job in run_jobs(self.record, self.workload, self.arch)
         )
+        # The name of an artefact says what its files hold, so another build of the same kernel is
+        # another subject.
         kernels = sorted(key.family if a is None else a.path.name for key, a in found)
         called = record_of(self.workload)
         # Kernels are made for ranges of sizes, and their keys say which.
@@ -113,6 +112,7 @@ class Subject:
 
     def smaller(self) -> Workload:
         """The workload in the smallest sizes that the same kernels serve, down to `_LARGEST`."""
+        # The trial should take seconds: it runs what the same kernels compute in smaller sizes.
         jobs, found = self.record.jobs(self.workload, self.arch), self.workload
         for name in ("hidden_size", "intermediate_size"):
             while getattr(found, name) > _LARGEST:
@@ -144,6 +144,7 @@ def forget() -> None:
 
 def refusal(subject: Subject) -> str | None:
     """Why an earlier trial, of this process or of another one, keeps this engine from running."""
+    # Asked at every choice of an engine, so it must not start a trial.
     verdict = _known(subject) if _needs_trial(subject) else None
     return None if verdict is None or verdict.trusted else verdict.reason
 
@@ -171,11 +172,7 @@ def is_untried(subject: Subject) -> bool:
 
 
 def require_tried(subject: Subject) -> None:
-    """For the capture of a CUDA graph, which a trial would not be part of.
-
-    Raises:
-        EngineUnavailableError: the engine was not tried yet.
-    """
+    """For the capture of a CUDA graph, which a trial would not be part of."""
     if is_untried(subject):
         raise EngineUnavailableError(
             f"engine {subject.record.name.value!r} never ran on {subject.arch}, and its check cannot "
@@ -184,6 +181,7 @@ def require_tried(subject: Subject) -> None:
 
 
 def _needs_trial(subject: Subject) -> bool:
+    # The reference engine has no architectures: it is what others are compared with.
     check, record = current_config().engine_check, subject.record
     if check is EngineCheck.OFF or not record.architectures:
         return False
@@ -192,6 +190,7 @@ def _needs_trial(subject: Subject) -> bool:
 
 def _known(subject: Subject) -> Verdict | None:
     """The verdict of this process, or one that the cache holds."""
+    # With "always" a verdict of an earlier process does not count.
     known = _KNOWN.get(subject.place)
     if known is not None or current_config().engine_check is EngineCheck.ALWAYS:
         return known
@@ -214,6 +213,7 @@ def _read(artefact: Artefact) -> Verdict | None:
 
 def _compiled(subject: Subject, cache: CompileCache) -> bool:
     """Whether the cache holds every kernel, after compiling what a run would compile later."""
+    # The process of a trial loads kernels and compiles none, so all must be there before it starts.
     jobs = run_jobs(subject.record, subject.workload, subject.arch)
     missing = [job for job in jobs if cache.try_load(job.key()) is None]
     # Kernels are compiled by now, unless every kernel is to be compiled where it is needed first.
@@ -225,15 +225,14 @@ def _compiled(subject: Subject, cache: CompileCache) -> bool:
 
 
 def _judge(subject: Subject, cache: CompileCache) -> Verdict:
-    """The verdict that the cache keeps, made by one process of all that ask at once. Where none can
-    be kept or read, one that holds for this process.
-    """
+    """The verdict that the cache keeps; where none can be kept or read, one for this process."""
+    # The lock of the cache lets one process build; the others wait, and read what it wrote.
     made: list[Verdict] = []
 
     def build(folder: Path) -> None:
         if not made:  # the cache asks again for its other directory
             made.append(announced_trial(subject))
-        (folder / _FILE).write_text(json.dumps(made[0].to_json(), indent=1), encoding="utf-8")
+        (folder / _FILE).write_text(json.dumps(asdict(made[0]), indent=1), encoding="utf-8")
 
     try:
         if current_config().engine_check is EngineCheck.ALWAYS:
@@ -288,6 +287,7 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
     cases = tuple(event for event in events if event["event"] == RESULT)
     problems = (f"{case['case']}: {case['problem']}" for case in cases if case["problem"])
     reason = next(problems, None)
+    # A wrong number stays a verdict even where a later case ended the process.
     if ended is None or reason is not None:
         return Verdict(reason is None, reason or "", cases)
     begun = [event["case"] for event in events if event["event"] == BEGIN]
@@ -296,6 +296,7 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
     if ended == "killed":  # by somebody else, as a rule because the host had no memory left
         raise UndecidedError(f"{begun[-1]}: the process was killed from outside")
     reason = f"{begun[-1]}: {ended}{quoted(words)}"
+    # A full GPU or a missing compiler is no fault of the kernels. The next process asks again.
     if ended.startswith("exit") and any(sign in words for sign in _ELSEWHERE):
         raise UndecidedError(reason)
     return Verdict(False, reason, cases)

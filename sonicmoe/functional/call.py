@@ -21,7 +21,7 @@ from ..engine.interface import (
     Saved,
     plain_tokens,
 )
-from ..engine.select import announce, announce_emulation, ready_engine
+from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
@@ -94,7 +94,6 @@ class Plan:
             with self.config.activate():
                 choice = ready_engine(device, self.engine, workload)
                 announce(choice, device)
-                announce_emulation(choice, device)
             settings = choice.settings or self.settings
             found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
             # The fitted plan is asked for the engine as often as this one is for the plan.

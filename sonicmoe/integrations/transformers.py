@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.capabilities import lost_on_gpus
 from ..engine.settings import Workload
-from ..engine.without_kernels import lost_on_gpus
 from ..enums import ActivationType, EngineName
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast

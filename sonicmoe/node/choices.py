@@ -12,7 +12,7 @@ import torch
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config, current_config
 from ..engine.interface import Engine, EngineSettings
-from ..engine.select import announce, announce_emulation, ready_engine
+from ..engine.select import announce, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType
 from ..errors import ConfigError
@@ -106,7 +106,6 @@ class Choices:
         workload = Workload(settings, *self._sizes, token_dtype, tokens=tokens)
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
-        announce_emulation(choice, device)
         settings = choice.settings or settings
         chosen = Chosen(choice.engine, settings, choice.dequantises is not None, validates)
         self._engines = [*self._engines[-_KEPT + 1 :], (key, chosen)]
