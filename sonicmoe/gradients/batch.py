@@ -126,9 +126,10 @@ def fresh_batch(
     settings: EngineSettings,
     dout: Tensor,
 ) -> Batch | None:
-    """Into memory that the engine writes as autograd takes it. None where it cannot, or where experts
-    share a parameter, whose gradient is a sum.
+    """Into memory that the engine writes as autograd takes it. None where it cannot, or where
+    experts share a parameter, whose gradient is a sum.
     """
+    # Sums need memory that was zero before, and fresh memory is written once.
     wanted = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
     fits = engine.writes_gradients(settings) and FreshTargets.fits(p.dtype for p in wanted)
     if not fits or layer.has_biases or len(set(map(id, parameters))) < len(parameters):
@@ -155,5 +156,6 @@ def direct_problem(
     if problem is not None:
         check()  # names the parameter, where it can
         raise LayoutError(problem)
+    # Of memory that was recognised this was found before.
     targets.once("checked", check)
     return engine.problem_of(targets, settings)

@@ -87,6 +87,7 @@ def _check_main_grad(
         )
     if not same_device(main_grad, like):
         require_same_device([("the gradient", like), (f"{name_of(index)}.main_grad", main_grad)])
+    # Memory may be gone (FSDP, Paddle's sharding) although shape and dtype are still there.
     place = data_ptr(main_grad)
     if place == 0:
         raise LayoutError(f"{name_of(index)}.main_grad has no memory: it was freed")

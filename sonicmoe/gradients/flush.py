@@ -1,5 +1,5 @@
-"""A native buffer handed to the parameters that its gradients are for: to `main_grad`, to `.grad`, or
-to autograd. In one launch on a GPU, else by plain operations; both give the same bits.
+"""A native buffer handed to the parameters that its gradients are for: to `main_grad`, to `.grad`,
+or to autograd. In one launch on a GPU, else by plain operations; both give the same bits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def flush_native(
     *,
     through_autograd: bool,
 ) -> list[Tensor | None]:
-    """Add the gradients in `native` to those of `parameters` that `trained` marks, and zero `native`.
-    Where it raises, each gradient is either with its parameter or still in `native`.
+    """Add the gradients in `native` to those of `parameters` that `trained` marks, and zero
+    `native`. Where it raises, each gradient is either with its parameter or still in `native`.
 
     through_autograd: gradients of parameters without `main_grad` are returned, by position, and not
         added to `.grad`. Where it raises then, nothing was handed over.
@@ -35,8 +35,8 @@ def flush_native(
     destinations.check_main_grads(layer, parameters, trained, native.dw1)
     order = into_parameters(device_name(native.dw1))
     with plain_ops():
-        # Finding the kernel may compile and raise, so it comes before the first addition. The kernel
-        # knows one layout for both projections.
+        # Finding the kernel may compile and raise, so it comes before the first addition. The
+        # kernel knows one layout for both projections.
         kernel = destinations.kernel_for(native.dw1) if layer.keeps_layout(parameters) else None
         found = None
         if kernel is not None:
@@ -66,8 +66,8 @@ def _add_one_by_one(
         # memory with the accumulator that is zeroed next.
         if wanted and not destinations.add_to_main_grad(parameter, gradient):
             destinations.add_to_grad(parameter, gradient)
-        # At once: if memory ends at a later parameter, a second flush goes on there and adds nothing
-        # twice. The kernel zeroes while it reads.
+        # At once: if memory ends at a later parameter, a second flush goes on there and adds
+        # nothing twice. The kernel zeroes while it reads.
         accumulator.zero_()
     return [None] * len(trained)
 
@@ -78,8 +78,8 @@ def _return_or_add(
     gradients: Iterator[tuple[Tensor, Tensor, Tensor]],
 ) -> list[Tensor | None]:
     """The same from inside a backward, whose `native` is dropped afterwards."""
-    # A backward that runs out of memory must have handed over nothing, so all memory is taken before
-    # the first addition.
+    # A backward that runs out of memory must have handed over nothing, so all memory is taken
+    # before the first addition.
     is_shared = len(set(map(id, parameters))) < len(parameters)
     added: list[tuple[Tensor, Tensor]] = []
     sums: dict[int, Tensor] = {}
@@ -91,8 +91,8 @@ def _return_or_add(
             total = gradient if earlier is None else earlier + gradient
             # Rounded at once where no other expert's gradient is added, to hold half the bytes.
             sums[id(parameter)] = total if is_shared else total.to(parameter.dtype)
-    # A shared parameter is an input of the autograd node once per expert; its sum is returned at the
-    # first place only.
+    # A shared parameter is an input of the autograd node once per expert; its sum is returned at
+    # the first place only.
     ordered = [(parameter, sums.pop(id(parameter), None)) for parameter in parameters]
     returned = [None if total is None else total.to(p.dtype) for p, total in ordered]
     for parameter, gradient in added:

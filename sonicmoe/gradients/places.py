@@ -3,9 +3,9 @@ run, whether somebody else touched it while gradients wait, and where a CUDA gra
 
 **While gradients wait** for `step()` their memory stays where it was at the first waiting backward,
 or the next backward and `step()` raise: whoever replaced or cleared it may have reduced it, applied
-it, or skipped the batch, and no trace tells which. New views of one memory are the same memory. None
-is no place, so memory that is made in place of None is taken as found. A `main_grad` that owns its
-whole storage must also keep its version. Views of a larger buffer share one counter with their
+it, or skipped the batch, and no trace tells which. New views of one memory are the same memory.
+None is no place, so memory that is made in place of None is taken as found. A `main_grad` that owns
+its whole storage must also keep its version. Views of a larger buffer share one counter with their
 neighbours, and autograd adds to `.grad` by itself, so there the version says nothing.
 
 Our own writes are known as ours (`own_writes`): several nodes may have one parameter.
@@ -58,24 +58,25 @@ class Waiting:
             for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True))
             if wanted
         }
+        # Weakly: a node that is dropped takes its gradients with it.
         _all_waiting.add(self)
 
     def is_for(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
-        """Whether the gradients that wait are for those of these parameters that `trained` marks."""
+        """Whether gradients wait for exactly those of these parameters that `trained` marks."""
         return self.trained == trained and all(map(is_, self.parameters, parameters))
 
     def check(self, name_of: Callable[[int], str]) -> None:
-        """Raise a RuntimeError that names the parameter whose gradient's memory is another by now, or
-        was written by somebody else.
+        """Raise a RuntimeError that names the parameter whose gradient's memory is another by now,
+        or was written by somebody else.
         """
         for index in self._places:
             happened = self._touched(index)
             if happened:
                 raise RuntimeError(
-                    f"{name_of(index)}.{happened} while gradients of {self.count} backward(s) wait in "
-                    "the node for step(); needed: node.step() before anybody replaces, clears, scales "
-                    "or reduces it; node.discard_grads() to skip what waits; or flush='auto', under "
-                    "which nothing waits"
+                    f"{name_of(index)}.{happened} while gradients of {self.count} backward(s) wait "
+                    "in the node for step(); needed: node.step() before anybody replaces, clears, "
+                    "scales or reduces it; node.discard_grads() to skip what waits; or "
+                    "flush='auto', under which nothing waits"
                 )
 
     def take_new_places(self) -> None:
@@ -85,6 +86,7 @@ class Waiting:
     def _touched(self, index: int) -> str:
         """What somebody did to the memory of one gradient; empty if nothing."""
         parameter, then = self.parameters[index], self._places[index]
+        # There was none, so whatever came since is nobody's loss.
         if then is None:
             return ""
         attribute = "main_grad" if hasattr(parameter, "main_grad") else "grad"
@@ -112,11 +114,13 @@ _all_waiting: WeakSet[Waiting] = WeakSet()
 
 
 def _place_of(parameter: Tensor) -> _Place | None:
+    # Autograd adds to `.grad` by itself, so its version says nothing.
     if not hasattr(parameter, "main_grad"):
         return None if parameter.grad is None else _Place(data_ptr(parameter.grad), None)
     held = parameter.main_grad
     if held is None:
         return None
+    # A view shares its counter with every other view of the buffer.
     return _Place(data_ptr(held), writes_of(held) if owns_storage(held) else None)
 
 
@@ -159,9 +163,9 @@ class CapturedMemory:
             if wanted and hasattr(parameter, "main_grad"):
                 if parameter.main_grad is None:
                     raise RuntimeError(
-                        "main_grad is None while a backward is captured into a CUDA graph, and every "
-                        "replay would zero the memory made for it; needed: main_grad allocated before "
-                        "the capture"
+                        "main_grad is None while a backward is captured into a CUDA graph, and "
+                        "every replay would zero the memory made for it; needed: main_grad "
+                        "allocated before the capture"
                     )
                 self._held[id(parameter)] = (parameter, parameter.main_grad)
 
@@ -173,8 +177,8 @@ class CapturedMemory:
             now = getattr(parameter, "main_grad", None)
             if now is not memory and (now is None or data_ptr(now) != data_ptr(memory)):
                 raise RuntimeError(
-                    "the main_grad of an expert weight was replaced after a backward that adds to it "
-                    "was captured into a CUDA graph, and replays add to the memory it had then; "
+                    "the main_grad of an expert weight was replaced after a backward that adds to "
+                    "it was captured into a CUDA graph, and replays add to the memory it had then; "
                     "needed: main_grad that stays in place (zeroed and not rebound), or another "
                     "capture; node.release_grads() forgets captured memory"
                 )

@@ -1,24 +1,24 @@
 """`GradientSink`: the weight gradients of one layer, from the backward that computes them to the
-parameters that they are for. Every face uses this one type: a node keeps one, and the functional API
-(`MoE`, transformers models) makes one for each backward, whose gradients all go to autograd.
+parameters that they are for. Every face uses this one type: a node keeps one, and the functional
+API (`MoE`, transformers models) makes one for each backward, whose gradients all go to autograd.
 
     batch = sink.open(...) ──► sink.add(engine, pending, batch) ──► sink.close(batch) ──► autograd
                                                                        ... flush() ──► main_grad, .grad
 
 With "auto" (alias "backward") a backward leaves its gradients complete:
 
-* straight in `main_grad`, where all parameters that train have that attribute and the engine can add
-  there;
+* straight in `main_grad`, where all parameters that train have that attribute and the engine can
+  add there;
 * through a native buffer that `close` flushes, where the engine cannot;
-* where a parameter has no `main_grad`, autograd gets its gradient, from fresh memory that the engine
-  wrote or from a native buffer; those with `main_grad` get theirs there.
+* where a parameter has no `main_grad`, autograd gets its gradient, from fresh memory that the
+  engine wrote or from a native buffer; those with `main_grad` get theirs there.
 
 With "step" they wait in a native buffer of the sink until `flush()`.
 
-A native buffer of "auto" lives for one backward. So nothing waits there, and a backward that fails in
-one has left nothing. A backward that fails between its additions to `main_grad`, or to the buffer of
-"step", leaves incomplete sums: then every flush refuses until `discard`. Running out of memory loses
-nothing, because engines take theirs before the first addition.
+A native buffer of "auto" lives for one backward. So nothing waits there, and a backward that fails
+in one has left nothing. A backward that fails between its additions to `main_grad`, or to the
+buffer of "step", leaves incomplete sums: then every flush refuses until `discard`. Running out of
+memory loses nothing, because engines take theirs before the first addition.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class GradientSink:
         return waiting is None or not waiting.count or waiting.is_for(parameters, trained)
 
     def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """Refuse to give gradients to a caller who wants none accumulated, where they would be added
-        to `main_grad` or wait for `step()`.
+        """Refuse to give gradients to a caller who wants none accumulated, where they would be
+        added to `main_grad` or wait for `step()`.
         """
         if self.way is FlushMode.STEP or any(map(_has_main_grad, compress(parameters, trained))):
             raise RuntimeError(
@@ -197,10 +197,11 @@ class GradientSink:
         self._incomplete = _PARTLY_IN_MAIN_GRAD if is_direct else _PARTLY_HERE
 
     def close(self, batch: Batch) -> list[Tensor | None]:
-        """A backward has added its gradients, or has handed them to a queue that will. Returns those
-        that autograd is to accumulate, one entry per parameter.
+        """A backward has added its gradients, or has handed them to a queue that will. Returns
+        those that autograd is to accumulate, one entry per parameter.
         """
         returned: list[Tensor | None] = [None] * len(batch.trained)
+        # Counted here and not when the memory was opened: a backward may fail in between.
         if batch.waits:
             assert self._waiting is not None
             self._waiting.count += 1
@@ -220,9 +221,9 @@ class GradientSink:
         the current stream wait for all additions. Where it raises, nothing was flushed.
 
         Raises:
-            RuntimeError: a backward failed while it added; a captured backward adds to memory that no
-                parameter has; the layer has other parameters by now, or their gradients' places are
-                others (`places.Waiting`).
+            RuntimeError: a backward failed while it added; a captured backward adds to memory that
+                no parameter has; the layer has other parameters by now, or their gradients' places
+                are others (`places.Waiting`).
             DTypeError, ShapeError, DeviceError: see `check_main_grads`.
         """
         # Additions straight into main_grad may run on another stream than the one that is about to
@@ -261,8 +262,8 @@ class GradientSink:
         self._waiting, self._incomplete = None, ""
 
     def release(self) -> None:
-        """Free the memory until the next backward, and forget captured memory; raises where gradients
-        wait that were not flushed.
+        """Free the memory until the next backward, and forget captured memory; raises where
+        gradients wait that were not flushed.
         """
         if self.waiting or self._incomplete:
             raise RuntimeError(
@@ -270,6 +271,7 @@ class GradientSink:
                 "discard_grads() first"
             )
         self._buffer = None
+        # Graphs go on adding to that memory; the caller says that none is replayed any more.
         self._captured = CapturedMemory()
 
     def _open_waiting(
@@ -289,7 +291,7 @@ class GradientSink:
     def _open_native(
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> Batch:
-        """Native memory of this backward, for an engine that cannot write where the gradients go."""
+        """Memory of this backward, for an engine that cannot write where the gradients go."""
         if is_capturing(dout):
             self._captured.keep(parameters, trained)
         native = self._native_zeros(engine, dout)
@@ -328,8 +330,9 @@ class GradientSink:
         kinds = engine.record.gradients
         if GradientTarget.NATIVE not in kinds:
             raise ConfigError(
-                f"engine {engine.name!r} adds weight gradients into {[kind.value for kind in kinds]}; "
-                f"this layer has {GradientTarget.NATIVE.value!r} accumulators"
+                f"engine {engine.name!r} adds weight gradients into "
+                f"{[kind.value for kind in kinds]}; this layer has {GradientTarget.NATIVE.value!r} "
+                "accumulators"
             )
         (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
         bias = self._layer.has_biases
@@ -337,6 +340,7 @@ class GradientSink:
 
     def _check_held(self, owners: Sequence[Tensor]) -> None:
         """Raise where gradients wait for parameters that nobody will look at any more."""
+        # Adding to a tensor that left the model would look like success.
         held = set(map(id, self._layer.parameters()))
         gone = sum(id(parameter) not in held for parameter in owners)
         if gone:
@@ -354,9 +358,9 @@ class GradientSink:
             ends_here = self.way is FlushMode.STEP or _has_main_grad(parameter)
             if wanted and ends_here and not parameter.is_leaf:
                 raise LayoutError(
-                    f"{self._layer.name_of(index)} is the result of an operation (a parametrization, "
-                    "functional_call), which its gradient must be passed on to; needed: a parameter "
-                    "without main_grad and flush='auto', or a leaf"
+                    f"{self._layer.name_of(index)} is the result of an operation (a "
+                    "parametrization, functional_call), which its gradient must be passed on to; "
+                    "needed: a parameter without main_grad and flush='auto', or a leaf"
                 )
 
 

@@ -1,13 +1,13 @@
 """The node's border: what is refused of the arguments of a call, without reading device memory, and
 what arrives in FP8.
 
-**Tokens in FP8.** Autograd casts the gradient of an e4m3 tensor to e4m3, without a scale: above 448 it
-saturates, and small values vanish. So the gradient goes to `dx_to`, a bf16 tensor of the graph that
-stands beside the codes.
+**Tokens in FP8.** Autograd casts the gradient of an e4m3 tensor to e4m3, without a scale: above 448
+it saturates, and small values vanish. So the gradient goes to `dx_to`, a bf16 tensor of the graph
+that stands beside the codes.
 
-**Gradients of the output in FP8.** A combine that runs its backward in FP8 delivers e4m3 codes and their
-scales, and autograd carries one tensor. So the scales, and under PyTorch the codes too, come past
-autograd: the node asks a source for them when its backward runs.
+**Gradients of the output in FP8.** A combine that runs its backward in FP8 delivers e4m3 codes and
+their scales, and autograd carries one tensor. So the scales, and under PyTorch the codes too, come
+past autograd: the node asks a source for them when its backward runs.
 
 docs/parallel.md, "Tokens that arrive in FP8" and "Gradients that arrive in FP8", has the reasons.
 """
@@ -79,20 +79,22 @@ class Arrivals(NamedTuple):
         wanted = (int(self.indices.shape[0]), hidden)
         if tuple(x.shape) != wanted:
             raise ShapeError(
-                f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and hidden_size {wanted[1]} need {wanted}"
+                f"x has shape {tuple(x.shape)}; {wanted[0]} rows of dispatched_indices and "
+                f"hidden_size {wanted[1]} need {wanted}"
             )
         if self.x_scale is not None:
             check_fp8_tokens(x, self.x_scale)
             _check_token_gradient(x, self.dx_to)
         elif self.dx_to is not None:
             raise DTypeError(
-                f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; needed: no dx_to, or x in "
-                "float8_e4m3fn with x_scale"
+                f"dx_to came with x in {dtype_name(x.dtype)}, which gets its gradient itself; "
+                "needed: no dx_to, or x in float8_e4m3fn with x_scale"
             )
         source = self.dout_source
         if source is not None and not callable(getattr(source, "take", None)):
             raise DTypeError(
-                f"dout_source is {type(source).__name__}; needed: an object with take(gradient), or None"
+                f"dout_source is {type(source).__name__}; needed: an object with take(gradient), "
+                "or None"
             )
         if self.copies is not None:
             needed = "what make_copies() returned, or None"
@@ -102,12 +104,14 @@ class Arrivals(NamedTuple):
         """`(dtype that the tokens stand for, their format)`."""
         if self.x_scale is None:
             return dtype_name(x.dtype), TokenFormat.PLAIN
+        # Senders quantise bf16 tokens, and out is bf16 again.
         return "bfloat16", token_format(checked_tokens(x, self.x_scale))
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """Of `MlpCall.forward`; the first gets the gradient of the tokens."""
         if self.x_scale is None:
             return x.contiguous(), self.probs
+        # Autograd gives dx to the first input, so the receiver stands there.
         if self.dx_to is None or self.dx_to is x:
             return x, self.probs, self.x_scale
         return self.dx_to, self.probs, self.x_scale, x
@@ -120,8 +124,8 @@ def _check_token_gradient(x: Tensor, dx_to: Any) -> None:
         return
     if requires_grad(x) and grad_enabled():
         raise DTypeError(
-            f"x wants a gradient, and autograd would cast it to {dtype_name(x.dtype)}; needed: x detached, and a bfloat16 "
-            "tensor of its shape as dx_to, which gets the gradient"
+            f"x wants a gradient, and autograd would cast it to {dtype_name(x.dtype)}; needed: x "
+            "detached, and a bfloat16 tensor of its shape as dx_to, which gets the gradient"
         )
     if dx_to is None:
         return
@@ -143,14 +147,15 @@ def _check_own_gradient(x: Tensor) -> None:
     expect(
         IS_PADDLE,
         DTypeError,
-        "dx_to is x, and PyTorch casts the gradient of a tensor to the tensor's own dtype, here float8_e4m3fn; needed: "
-        "a bfloat16 tensor of x's shape",
+        "dx_to is x, and PyTorch casts the gradient of a tensor to the tensor's own dtype, here "
+        "float8_e4m3fn; needed: a bfloat16 tensor of x's shape",
     )
     expect(
         not (requires_grad(x) and x.is_leaf),
         DTypeError,
-        "dx_to is x, and x is a leaf, whose gradient Paddle casts to float8_e4m3fn; needed: x as a PyLayer returned it "
-        "that takes bfloat16 gradients (ctx.set_grad_in_dtype_consistent(False)), or a bfloat16 tensor of x's shape",
+        "dx_to is x, and x is a leaf, whose gradient Paddle casts to float8_e4m3fn; needed: x as a "
+        "PyLayer returned it that takes bfloat16 gradients "
+        "(ctx.set_grad_in_dtype_consistent(False)), or a bfloat16 tensor of x's shape",
     )
 
 
@@ -167,13 +172,16 @@ def gradient_from(
         expect(
             isinstance(found, torch.Tensor),
             DTypeError,
-            f"dout_source.take returned {type(found).__name__}; needed: a BlockScaledTensor or a tensor",
+            f"dout_source.take returned {type(found).__name__}; needed: a BlockScaledTensor or a "
+            "tensor",
         )
         return found
+    # A source is the caller's, so what it gives is checked like an argument.
     check_fp8_tokens(found.codes, found.scale_inv, "dout")
     dout = tokens_of(found.codes.detach(), found.scale_inv.detach())
     reason = gradient_problem(engine.record, settings, token_format(dout))
     if reason is None:
         return dout
+    # The engine cannot read this format. It gets the values, and the log says so once.
     announce_gradients(engine.name, device_name(dout.codes), reason)
     return to_bfloat16(dout)

@@ -41,8 +41,8 @@ class BackwardStep:
         self._ran = False
 
     def backward(self, dout: Tensor) -> tuple[Tensor, Tensor]:
-        """`(dx [T, H], dprobs fp32 [T, K])` of `dout [T, H]`, the gradient of the output; e4m3 codes
-        where the forward was given a `dout_source` that has their scales.
+        """`(dx [T, H], dprobs fp32 [T, K])` of `dout [T, H]`, the gradient of the output; e4m3
+        codes where the forward was given a `dout_source` that has their scales.
 
         Raises:
             RuntimeError: it ran before, or the tokens were written or freed since the forward.
@@ -56,6 +56,7 @@ class BackwardStep:
             )
         self._check(dout)
         call = self._call
+        # Asked before the backward, as autograd does: a hook may freeze a weight.
         trained = list(map(requires_grad, call.parameters))
         try:
             with plain_ops():
@@ -64,6 +65,7 @@ class BackwardStep:
             call.explain(error, "backward")
             raise
         assert dx is not None and dprobs is not None
+        # Only now: a backward that ran out of memory may be run again.
         self._ran = True
         self._given.clear()
         if call.attaches_parameters:
@@ -93,12 +95,15 @@ class BackwardStep:
         expect(
             self._call.dout_source is not None or not is_fp8(dout),
             DTypeError,
-            f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, or a dout_source that has the scales",
+            f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, or a dout_source that has the "
+            "scales",
         )
         for name, tensor in self._given.items():
+            # A tensor without elements never had memory that it could lose.
             held = 0 in tuple(tensor.shape) or holds_memory(tensor)
             if not held or writes_of(tensor) != self._writes[name]:
                 raise RuntimeError(
-                    f"{name} was {'written in place' if held else 'freed'} between this forward_step() and its backward, which "
-                    "reads it; needed: tokens that stay until then"
+                    f"{name} was {'written in place' if held else 'freed'} between this "
+                    "forward_step() and its backward, which reads it; needed: tokens that stay "
+                    "until then"
                 )

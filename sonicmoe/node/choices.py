@@ -23,8 +23,8 @@ _KEPT = 4  # engine choices
 
 class Chosen(NamedTuple):
     """What a call runs. settings: others than those asked for where `auto` falls back from FP8 to
-    BF16. dequantises: the engine is handed the values of tokens that arrived in FP8. validates: what
-    routing tensors hold is checked.
+    BF16. dequantises: the engine is handed the values of tokens that arrived in FP8. validates:
+    what routing tensors hold is checked.
     """
 
     engine: Engine

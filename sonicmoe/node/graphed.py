@@ -38,8 +38,10 @@ _WARM_UPS = 2  # the second finds what the first has allocated
 class GraphedLayer:
     """What `SonicMoEMlpNode.graphed` returns: call it as the node, without counts.
 
-    Weights are read where they lay at the capture, and quantised again where they changed. Memory of
-    the graphs lives as long as this object.
+    Weights are read where they lay at the capture, and quantised again where they changed. Memory
+    of the graphs lives as long as this object.
+
+    trained: which parameters the captured backward adds gradients for.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class GraphedLayer:
         _check_samples(x, indices, probs)
         self._layer = layer.parameters
         self._parameters = self._layer.parameters()
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
-        _check_destinations(self._parameters, self._trained, self._layer.name_of)
+        self.trained = [parameter.requires_grad for parameter in self._parameters]
+        _check_destinations(self._parameters, self.trained, self._layer.name_of)
         # Zeros and no expert: the warm-up adds nothing to any gradient.
         self._x, self._probs, self._dout = map(torch.zeros_like, (x.detach(), probs.detach(), x))
         self._indices = torch.full_like(indices, _NO_EXPERT)
@@ -88,10 +90,12 @@ class GraphedLayer:
     def replay_forward(self, x: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         """The output, outside autograd; `_calls` counts these."""
         tokens = int(x.shape[0])
+        # Another stream may still run the replay before this one, on the same memory.
         self._order.enter(x)
         self._x[:tokens].copy_(x)
         self._probs[:tokens].copy_(probs)
         self._indices[:tokens].copy_(indices)
+        # Rows of a longer batch before it would add to the gradients again.
         if tokens < self._used:
             self._indices[tokens : self._used].fill_(_NO_EXPERT)
         self._used = tokens
@@ -104,14 +108,17 @@ class GraphedLayer:
 
     def replay_backward(self, dout: Tensor, call: int) -> tuple[Tensor, Tensor]:
         """dx and dprobs of the last forward, whose number is `call`."""
+        # Each forward writes over the static inputs and over what was saved of them.
         if call != self._calls:
             raise RuntimeError(
-                f"this backward is of call {call} of a graphed layer, and {self._calls - call} forward(s) ran since, which wrote "
-                "over what it reads; needed: each backward before the next forward, or a graphed layer for each of them"
+                f"this backward is of call {call} of a graphed layer, and {self._calls - call} "
+                "forward(s) ran since, which wrote over what it reads; needed: each backward "
+                "before the next forward, or a graphed layer for each of them"
             )
-        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+        if [parameter.requires_grad for parameter in self._parameters] != self.trained:
             raise RuntimeError(
-                "a weight was frozen or unfrozen since the layer was captured; needed: another capture"
+                "a weight was frozen or unfrozen since the layer was captured; needed: another "
+                "capture"
             )
         tokens = int(dout.shape[0])
         self._order.enter(dout)
@@ -121,17 +128,10 @@ class GraphedLayer:
         self._order.leave()
         return results
 
-    @property
-    def trained(self) -> list[bool]:
-        """Which parameters the captured backward adds gradients for."""
-        return self._trained
-
     def _warm_up(self, forward_step: ForwardStep) -> None:
         """Have kernels loaded and weights prepared, on a side stream as a capture demands."""
-        current, stream = (
-            torch.cuda.current_stream(self._x.device),
-            torch.cuda.Stream(self._x.device),
-        )
+        device = self._x.device
+        current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -143,6 +143,7 @@ class GraphedLayer:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward):
             self._out, step = forward_step(self._x, None, self._indices, self._probs)
+        # One pool, because the backward reads what a replay of the forward leaves in it.
         with torch.cuda.graph(self._backward, pool=self._forward.pool()):
             self._dx, self._dprobs = step.backward(self._dout)
         # It holds the weights that the graphs read by address.
@@ -161,13 +162,11 @@ class GraphedLayer:
                 raise DeviceError(
                     f"{name} is on {device_name(value)}; captured: {device_name(sample)}"
                 )
-            fits = tuple(value.shape) == (rows, int(sample.shape[1])) and rows <= int(
-                sample.shape[0]
-            )
-            if not fits:
+            most, width = map(int, sample.shape)
+            if tuple(value.shape) != (rows, width) or rows > most:
                 raise ShapeError(
-                    f"{name} has shape {tuple(value.shape)}; captured: {tuple(sample.shape)}, of which a batch may have fewer rows, "
-                    "as many in each argument"
+                    f"{name} has shape {tuple(value.shape)}; captured: {tuple(sample.shape)}, of "
+                    "which a batch may have fewer rows, as many in each argument"
                 )
 
 
@@ -188,10 +187,12 @@ class _Replayed(torch.autograd.Function):
         layer: GraphedLayer = ctx.layer
         # Of the tensors among the arguments x, indices and probs come first.
         reached, collected = asked_for([node for node, _ in ctx.next_functions[3:]])
+        # A graph cannot leave out an addition that it was captured with.
         if collected or reached != layer.trained:
             raise RuntimeError(
-                "gradients of some inputs alone were asked for (torch.autograd.grad, or backward(inputs=...)), and the captured "
-                "backward of a graphed layer adds those of its weights to main_grad; needed: backward(), or the node itself"
+                "gradients of some inputs alone were asked for (torch.autograd.grad, or "
+                "backward(inputs=...)), and the captured backward of a graphed layer adds those of "
+                "its weights to main_grad; needed: backward(), or the node itself"
             )
         dx, dprobs = layer.replay_backward(gradients[0], ctx.call)
         needs_x, _, needs_probs = ctx.needs_input_grad[1:4]
@@ -203,8 +204,9 @@ def check_in_place(now: list[Tensor], captured: list[Tensor], places: list[int])
     """Raise RuntimeError where a layer's weights are not those, or not where those lay."""
     if not all(map(is_, now, captured)) or list(map(data_ptr, now)) != places:
         raise RuntimeError(
-            "the layer has other weights by now than at the capture, or they lie elsewhere (load_state_dict(assign=True), .data, "
-            "FSDP), and a replay reads those of the capture; needed: another capture"
+            "the layer has other weights by now than at the capture, or they lie elsewhere "
+            "(load_state_dict(assign=True), .data, FSDP), and a replay reads those of the capture; "
+            "needed: another capture"
         )
 
 
@@ -213,12 +215,14 @@ def _check_engine(name: str, layer: LayerState) -> None:
     expect(
         name != EngineName.REFERENCE.value,
         ConfigError,
-        "engine 'reference' waits for the device, which no graph can; needed: a GPU engine (`sonicmoe doctor` says what is missing)",
+        "engine 'reference' waits for the device, which no graph can; needed: a GPU engine "
+        "(`sonicmoe doctor` says what is missing)",
     )
     expect(
         layer.gradients.way is not FlushMode.STEP,
         ConfigError,
-        "flush='step': gradients would wait for a step() that knows of no replay; needed: a node with flush='auto'",
+        "flush='step': gradients would wait for a step() that knows of no replay; needed: a node "
+        "with flush='auto'",
     )
 
 

@@ -5,8 +5,8 @@
 **Offered.** A framework fires the hooks of every weight that is an input of an autograd node when
 the backward of that node ends, before an addition that a schedule puts into a pipeline bubble. So a
 call whose gradients are offered does not take its weights as inputs, and the hooks of weights that
-the schedule leaves here are fired here. The destination of a gradient is looked up when it is added:
-by then `main_grad` may be another tensor.
+the schedule leaves here are fired here. The destination of a gradient is looked up when it is
+added: by then `main_grad` may be another tensor.
 
     backward ── offer(down) ──► taken: the schedule runs it, then fires the hooks
              └─ offer(up) ────► left:  added now, then the hooks are fired here
@@ -14,8 +14,8 @@ by then `main_grad` may be another tensor.
 **Queued.** On a GPU a side stream computes them. Their kernels fill every multiprocessor, so a
 collective launched behind them would wait for them. An autograd hook therefore launches them after
 the operation that takes dx, which is normally the combine. On a host nothing runs beside anything,
-so they wait until a schedule asks for them (`finish`). They are added in the order of the backwards,
-so sums have the same bits as without the queue.
+so they wait until a schedule asks for them (`finish`). They are added in the order of the
+backwards, so sums have the same bits as without the queue.
 
     host             dx kernels, submit | combine | hook: launch | other layers ... | finish
     caller's stream  [dx kernels]──ready──[combine]────[other layers ...]──────────────wait──►
@@ -47,7 +47,7 @@ Tensor = torch.Tensor
 
 
 class WgradOffer(Protocol):
-    """Asked once per weight and backward whether it takes the addition of that weight's gradient."""
+    """Asked once per weight and backward whether it takes the addition of its gradient."""
 
     def __call__(self, position: int, weight: Tensor, run: Callable[[], None]) -> bool:
         """`position` of the weight among the layer's parameters; `run` adds the gradient, and is to
@@ -187,8 +187,8 @@ class WgradQueue:
         # A task of an earlier backward still waits where autograd ended before its hook fired. It
         # goes now, because it holds its operands alive.
         self.launch()
-        # The launch takes small clusters: while a collective holds some multiprocessors, no CTA with
-        # a fixed share of the work waits for them.
+        # The launch takes small clusters: while a collective holds some multiprocessors, no CTA
+        # with a fixed share of the work waits for them.
         pending.shares_gpu = True
         if pending.dout is None or not is_cuda(anchor_of(pending.dout)):
             # On a host the addition runs late and reads x and dout, which the caller owns and may
@@ -312,7 +312,7 @@ def _writes_to(pending: PendingWgrad) -> list[int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dataclasses and sequences: engines keep operands in forms of their own."""
+    """Every tensor in nested dataclasses and sequences: engines keep operands in their own forms."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, BlockScaledTensor):

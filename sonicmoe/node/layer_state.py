@@ -25,8 +25,8 @@ logger = logging.getLogger("sonicmoe")
 
 
 class LayerState:
-    """The user's parameters, the engine weights made of them, and the gradients on their way to them.
-    Holds no activation, and no memory before the first call.
+    """The user's parameters, the engine weights made of them, and the gradients on their way to
+    them. Holds no activation, and no memory before the first call.
 
     sizes: E, H and I.
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
@@ -40,7 +40,7 @@ class LayerState:
         flush: FlushMode | str = FlushMode.AUTO,
         split_wgrad: bool = False,
     ) -> None:
-        """Wrap the parameters; reads and allocates nothing. `flush` and `split_wgrad` are checked."""
+        """Wrap the parameters, and check the other two; reads and allocates nothing."""
         way = member_of(FlushMode, flush, "flush")
         if split_wgrad and flush == "backward":
             raise ConfigError(
@@ -68,8 +68,8 @@ class LayerState:
         trained: list[bool],
         dout: Tensor,
     ) -> Batch:
-        """See `GradientSink.open`. Gradients that wait for other parameters, or for others of these,
-        are handed over first: each set is for the parameters that its backward was for.
+        """See `GradientSink.open`. Gradients that wait for other parameters, or for others of
+        these, are handed over first: each set is for the parameters that its backward was for.
         """
         self._questions.at_backward(compress(parameters, trained), self.gradients.waiting)
         if not self.gradients.accepts(parameters, trained):
@@ -104,13 +104,15 @@ class LayerState:
 
     def end_step(self) -> None:
         """The parameters have their gradients, and an optimizer is about to write the weights."""
+        # The optimizer writes the weights next, and no trace of that is relied on.
         self._questions.steps += 1
         self.weights.invalidate("node.step() announced an optimizer step")
 
     def discard(self) -> None:
         """Drop every gradient that waits, here or in the queue."""
         if self.wgrad_queue is not None:
-            # First, because additions that still run on the side stream must not follow the zeroing.
+            # First, because additions that still run on the side stream must not follow the
+            # zeroing.
             self.wgrad_queue.discard()
         self.gradients.discard()
 

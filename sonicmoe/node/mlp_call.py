@@ -81,9 +81,9 @@ class MlpCall(DifferentiableCall):
             return self.forward(inputs, save=save)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
-        """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in FP8,
-        and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. The gradient
-        of the tokens belongs to the first input, whichever it is.
+        """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in
+        FP8, and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. The
+        gradient of the tokens belongs to the first input, whichever it is.
         """
         probs = inputs[1]
         with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
@@ -139,8 +139,8 @@ class MlpCall(DifferentiableCall):
             trained = list(map(and_, trained, reached))
         # Several threads may run backwards of this layer, or of layers that share experts.
         with self.state.gradients.alone(anchor_of(dout)), self.config.activate():
-            # An engine that updates in place may have overwritten the weights of this forward. It is
-            # refused here, before anything is added.
+            # An engine that updates in place may have overwritten the weights of this forward. It
+            # is refused here, before anything is added.
             self.reading.check_current()
             dx, dprobs, returned, batch = self._compute(dout, saved, trained, collected)
         if is_awaited():
@@ -221,8 +221,8 @@ class MlpCall(DifferentiableCall):
 def call_on(
     x: Tensor, arrived: Arrivals, state: LayerState, choices: Choices
 ) -> tuple[MlpCall, tuple[Tensor, ...]]:
-    """One forward of the tokens x with everything that it and its backward need, and its inputs; the
-    arguments are checked first.
+    """One forward of the tokens x with everything that it and its backward need, and its inputs;
+    the arguments are checked first.
     """
     experts, hidden, _ = state.sizes
     arrived.check(x, experts, hidden)

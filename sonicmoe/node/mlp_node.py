@@ -75,10 +75,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         flush: when weight gradients are complete (docs/gradients.md).
             "auto", or "backward": when a backward returns. They are in fp32 `main_grad` of each
             parameter that has the attribute (None: memory is made), and autograd gets the others.
-            "step": they wait in fp32 accumulators of the node, and `step()` adds them to `main_grad`,
-            or to `.grad`. Until then their memory stays in place and nobody else writes it.
-            With "auto" the framework's gradient hooks see complete gradients, once per weight and
-            backward. Hooks that take a gradient get None for one in `main_grad`.
+            "step": they wait in fp32 accumulators of the node, and `step()` adds them to
+            `main_grad`, or to `.grad`. Until then their memory stays in place and nobody else
+            writes it. With "auto" the framework's gradient hooks see complete gradients, once per
+            weight and backward. Hooks that take a gradient get None for one in `main_grad`.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
             combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
             for `finish_wgrad()` or `step()`. Needs flush "step", which "auto" then means.
@@ -161,9 +161,8 @@ class SonicMoEMlpNode(NodeUpkeep):
         split_wgrad: bool = False,
         **options: Any,
     ) -> SonicMoEMlpNode:
-        return cls.over(
-            LayerState(parameters, flush, split_wgrad), parameters.activation, **options
-        )
+        state = LayerState(parameters, flush, split_wgrad)
+        return cls.over(state, parameters.activation, **options)
 
     @classmethod
     def over(
@@ -190,6 +189,7 @@ class SonicMoEMlpNode(NodeUpkeep):
     ) -> None:
         if config is not None and not isinstance(config, SonicMoEConfig):
             raise ConfigError(f"config is {config!r}; needed: a SonicMoEConfig, or None")
+        # Here, because a process without a node need not care about our flags.
         warn_unknown_flags()
         self._state = state
         self.flush_mode = state.gradients.way
@@ -261,6 +261,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
         arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies, recompute_z)
         call, inputs = call_on(x, arrived, self._state, self._choices)
+        # Outside autograd nothing is saved for a backward that cannot come.
         wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
         if wanted and grad_enabled():
             return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
@@ -283,6 +284,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         interleave the forward of one micro-batch with the backward of another. Arguments and errors
         are those of `forward`; no tensor that is passed in or returned joins a graph.
         """
+        # Autograd must not see the call: its backward is the caller's.
         tokens, probs = (
             value.detach() if isinstance(value, torch.Tensor) else value
             for value in (x, dispatched_probs)
@@ -319,7 +321,8 @@ class SonicMoEMlpNode(NodeUpkeep):
         expect(
             not self._choices.settings()[0].validate_dispatch,
             ConfigError,
-            "validate_dispatch reads ids on the host, which no graph can; needed: validate_dispatch=False",
+            "validate_dispatch reads ids on the host, which no graph can; needed: "
+            "validate_dispatch=False",
         )
         expect(
             not IS_PADDLE,
@@ -340,5 +343,6 @@ def _refuse_biases(experts: Sequence[Any]) -> None:
             expect(
                 bias is None,
                 LayoutError,
-                f"experts[{index}].{name} has a bias; the node computes without: needed: bias_attr=False (bias=False)",
+                f"experts[{index}].{name} has a bias; the node computes without: needed: "
+                "bias_attr=False (bias=False)",
             )
