@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import framework
 import pytest
+from engine.fp8_arrivals import problem_with_idle_tokens
+from engine.moe_golden import make_problem
 
 collect_ignore_glob = [] if framework.IS_PADDLE else ["test_double*.py"]
+
+
+@pytest.fixture(scope="session")
+def problem():
+    return make_problem(dtype=framework.torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def wide():
+    """Wide enough for two scales a row; some tokens have no slot."""
+    return problem_with_idle_tokens()
 
 
 @pytest.fixture
@@ -15,3 +28,11 @@ def traceless(monkeypatch):
     from sonicmoe.weights.changes import Traces
 
     monkeypatch.setattr(layer, "traces_of", lambda _weights: Traces())
+
+
+@pytest.fixture
+def undeclared(monkeypatch):
+    """Nobody has said what packed words mean."""
+    from sonicmoe.fleet import carrier
+
+    monkeypatch.setattr(carrier, "_declared", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from engine.moe_golden import Result, native_order
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import want_gradient
@@ -11,6 +12,17 @@ from weights.weight_sources import native_arrays
 from sonicmoe.fleet.run import run_sonic_moe
 
 LAYOUTS = ("sonic", "grouped")
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def bf16(values):
+    return tensor(values, torch.float32).to(torch.bfloat16)
+
+
+def assert_same(found, wanted):
+    """Equal arrays, pair by pair."""
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def arrays_in(layout, up_gate, down):
@@ -21,9 +33,9 @@ def arrays_in(layout, up_gate, down):
 def to_grouped(index, array):
     """The first or second weight's array, from Sonic's layout."""
     swapped = array.transpose(0, 2, 1)
-    return (
-        swapped[:, :, np.argsort(native_order(swapped.shape[2], True))] if index == 0 else swapped
-    )
+    if index:
+        return swapped
+    return swapped[:, :, np.argsort(native_order(swapped.shape[2], True))]
 
 
 def to_sonic(index, array):
@@ -97,10 +109,9 @@ class Call:
     """One forward whose backward is still to come."""
 
     def __init__(
-        self, experts, problem, *, counts=None, index_dtype=None, x=None, scores_grad=True, **given
+        self, experts, p, *, counts=None, index_dtype=None, x=None, scores_grad=True, **given
     ):
-        self.problem, p = problem, problem
-        self.x = x
+        self.problem, self.x = p, x
         if x is None:
             self.x = tensor(p.x, torch.float32).to(experts.dtype)
             want_gradient(self.x, True)
@@ -122,3 +133,8 @@ class Call:
     @property
     def dprobs(self):
         return numpy(self.scores.grad)
+
+    @property
+    def arrays(self):
+        """Of the output and of both gradients."""
+        return [numpy(self.out), self.dx, self.dprobs]

@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from engine.moe_golden import golden, make_problem
-from fleet.fleet_calls import LAYOUTS, Experts, zeros
-from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+from engine.moe_golden import golden
+from fleet.fleet_calls import LAYOUTS, Experts, assert_same, bf16, zeros
+from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import problems, want_gradient
+from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError, LayoutError, OutOfMemoryError
@@ -42,9 +43,24 @@ def no_hook_stays():
     WeightGradStore.clear()
 
 
-@pytest.fixture(scope="module")
-def problem():
-    return make_problem(dtype=torch.bfloat16)
+@pytest.fixture
+def tasks():
+    """What every backward offers is put off, into this list."""
+    taken = []
+    set_wgrad_deferral_hook(lambda _point, _weight, run: taken.append(run) or True)
+    return taken
+
+
+@pytest.fixture
+def asked():
+    """The points at which the hook was asked; nothing is put off."""
+    points = []
+    set_wgrad_deferral_hook(lambda point, _weight, _run: points.append(point))
+    return points
+
+
+def main_grads(experts):
+    return [numpy(weight.main_grad) for weight in experts.weights]
 
 
 def fleets_hook(points):
@@ -88,26 +104,27 @@ class Hooked:
 
 
 def at_once(problem, **options):
-    """Gradients without a hook."""
+    """The backward and the gradients without a hook."""
+    hook = wgrad_deferral_hook()
+    set_wgrad_deferral_hook(None)
     experts = Experts(problem, **options)
-    experts.call().backward()
-    return [numpy(weight.main_grad) for weight in experts.weights]
+    call = experts.call().backward()
+    set_wgrad_deferral_hook(hook)
+    return call, main_grads(experts)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "points", [POINTS, POINTS[:1], POINTS[1:], ()], ids=["both", "up", "down", "none"]
+    ("points", "layout", "fp8"),
+    pairwise([POINTS, POINTS[:1], POINTS[1:], ()], LAYOUTS, [False, True]),
 )
 def test_runs_and_then_fires_the_hook_once(problem, points, layout, fp8):
-    expected = at_once(problem, layout=layout, fp8=fp8)
+    plain, expected = at_once(problem, layout=layout, fp8=fp8)
     experts = Experts(problem, layout, fp8=fp8)
     hooked = Hooked(experts)
     set_wgrad_deferral_hook(fleets_hook(points))
     call = experts.call().backward()
-    plain = Experts(problem, layout, fp8=fp8)
     set_wgrad_deferral_hook(None)
-    np.testing.assert_array_equal(call.dx, plain.call().backward().dx)
+    np.testing.assert_array_equal(call.dx, plain.dx)
     late = {WHICH[point] for point in points}
     assert hooked.counts == [int(i not in late) for i in range(2)]
     for index in late:
@@ -115,9 +132,8 @@ def test_runs_and_then_fires_the_hook_once(problem, points, layout, fp8):
     assert len(WeightGradStore.cache) == len(points)
     run_queue()
     assert hooked.counts == [1, 1]
-    for seen, weight, wanted in zip(hooked.seen, experts.weights, expected, strict=True):
-        np.testing.assert_array_equal(seen[0], wanted)  # complete when the hook fired
-        np.testing.assert_array_equal(numpy(weight.main_grad), wanted)
+    assert_same([seen[0] for seen in hooked.seen], expected)  # complete when the hook fired
+    assert_same(main_grads(experts), expected)
 
 
 def test_the_hook_gets_what_fleet_expects(problem):
@@ -134,14 +150,14 @@ def test_the_hook_gets_what_fleet_expects(problem):
     assert asked[0][1] is experts.weights[1] and asked[1][1] is experts.weights[0]
 
 
-@pytest.mark.parametrize("main_grad", ["weight", "none"])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1), (1, 2, 0, 3)])
-def test_two_micro_batches_under_zero_bubble_orders(order, main_grad):
+@pytest.mark.parametrize(
+    ("order", "main_grad"),
+    pairwise([(0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1), (1, 2, 0, 3)], ["weight", "none"]),
+)
+def test_two_micro_batches_under_zero_bubble_orders(order, main_grad, tasks):
     """Both forwards, both backwards in reverse order, then the additions in any order."""
     batches = problems(2, dtype=torch.bfloat16)
     plain, experts = (Experts(batches[0], main_grad=main_grad) for _ in range(2))
-    tasks = []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
     calls = [experts.call(batch) for batch in batches]
     for call in reversed(calls):
         call.backward()
@@ -151,13 +167,12 @@ def test_two_micro_batches_under_zero_bubble_orders(order, main_grad):
     set_wgrad_deferral_hook(None)
     for batch in reversed(batches):
         plain.call(batch).backward()
-    for weight, other in zip(experts.weights, plain.weights, strict=True):
-        if order == (0, 1, 2, 3):
-            np.testing.assert_array_equal(numpy(weight.main_grad), numpy(other.main_grad))
-        assert relative_rmse(numpy(weight.main_grad), numpy(other.main_grad)) < 1e-6
+    for found, wanted in zip(main_grads(experts), main_grads(plain), strict=True):
+        assert order != (0, 1, 2, 3) or np.array_equal(found, wanted)
+        assert relative_rmse(found, wanted) < 1e-6
 
 
-def test_operands_are_free_after_both_have_run(problem, monkeypatch):
+def test_operands_are_free_after_both_have_run(problem, monkeypatch, tasks):
     kept, original = [], ReferenceEngine.backward_dx
 
     def watched(self, *arguments):
@@ -166,8 +181,7 @@ def test_operands_are_free_after_both_have_run(problem, monkeypatch):
         return result
 
     monkeypatch.setattr(ReferenceEngine, "backward_dx", watched)
-    experts, tasks = Experts(problem), []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
+    experts = Experts(problem)
     experts.call().backward()
     gc.collect()
     assert all(held() is not None for held in kept)
@@ -178,9 +192,8 @@ def test_operands_are_free_after_both_have_run(problem, monkeypatch):
         tasks[0]()
 
 
-def test_main_grad_is_looked_up_when_it_runs(problem):
-    (wanted, _), experts, tasks = at_once(problem), Experts(problem), []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
+def test_main_grad_is_looked_up_when_it_runs(problem, tasks):
+    (_, (wanted, _)), experts = at_once(problem), Experts(problem)
     experts.call().backward()
     old, new = experts.weights[0].main_grad, zeros(tuple(experts.weights[0].shape))
     experts.weights[0].main_grad = new
@@ -190,18 +203,16 @@ def test_main_grad_is_looked_up_when_it_runs(problem):
     np.testing.assert_array_equal(numpy(new), wanted)
 
 
-def test_main_grad_that_was_removed_is_missed(problem):
-    experts, tasks = Experts(problem), []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
+def test_main_grad_that_was_removed_is_missed(problem, tasks):
+    experts = Experts(problem)
     experts.call().backward()
     del experts.weights[1].main_grad
     with pytest.raises(LayoutError, match="main_grad of an expert weight was removed"):
         tasks[0]()
 
 
-def test_a_run_without_memory_may_be_repeated(problem, monkeypatch):
-    expected, experts, tasks = at_once(problem), Experts(problem), []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
+def test_a_run_without_memory_may_be_repeated(problem, monkeypatch, tasks):
+    (_, expected), experts = at_once(problem), Experts(problem)
     experts.call().backward()
     original, failed = ReferenceEngine.backward_dw, []
 
@@ -216,22 +227,19 @@ def test_a_run_without_memory_may_be_repeated(problem, monkeypatch):
         tasks[0]()
     for task in tasks:
         task()
-    for weight, wanted in zip(experts.weights, expected, strict=True):
-        np.testing.assert_array_equal(numpy(weight.main_grad), wanted)
+    assert_same(main_grads(experts), expected)
 
 
-def test_frozen_weights_are_not_offered(problem):
-    experts, asked = Experts(problem), []
+def test_frozen_weights_are_not_offered(problem, asked):
+    experts = Experts(problem)
     hooked = Hooked(experts)
     want_gradient(experts.weights[0], False)
-    set_wgrad_deferral_hook(lambda point, _weight, _run: asked.append(point))
     experts.call().backward()
     assert asked == [DOWN_POINT] and hooked.counts == [0, 1]
 
 
-def test_a_backward_to_the_tokens_alone_offers_nothing(problem):
-    experts, asked = Experts(problem), []
-    set_wgrad_deferral_hook(lambda point, _weight, _run: asked.append(point))
+def test_a_backward_to_the_tokens_alone_offers_nothing(problem, asked):
+    experts = Experts(problem)
     call = experts.call()
     (dx,) = paddle.grad(call.out, call.x, call.dout)
     assert asked == [] and not any(g.any() for g in experts.gradients())
@@ -240,45 +248,38 @@ def test_a_backward_to_the_tokens_alone_offers_nothing(problem):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute(problem, reentrant):
-    expected, experts = at_once(problem), Experts(problem)
-    hooked = Hooked(experts)
+    (_, expected), experts = at_once(problem), Experts(problem)
+    hooked, x = Hooked(experts), bf16(problem.x)
     set_wgrad_deferral_hook(fleets_hook(POINTS))
-    x = tensor(problem.x, torch.float32).astype("bfloat16")
     x.stop_gradient = False
     out = recompute(lambda x: experts.call(x=x).out, x, use_reentrant=reentrant)
-    out.backward(tensor(problem.dout, torch.float32).astype("bfloat16"))
+    out.backward(bf16(problem.dout))
     assert hooked.counts == [0, 0]
     run_queue()
     assert hooked.counts == [1, 1]
-    for weight, wanted in zip(experts.weights, expected, strict=True):
-        np.testing.assert_array_equal(numpy(weight.main_grad), wanted)
+    assert_same(main_grads(experts), expected)
 
 
 class TestNotOffered:
     """Gradients are then complete when the backward returns, and Paddle fires the hooks."""
 
     def ran(self, problem, experts, **given):
-        asked = []
-        set_wgrad_deferral_hook(lambda point, _weight, _run: asked.append(point))
-        call = experts.call(**given).backward()
-        assert asked == []
-        for found, wanted in zip(
-            experts.gradients(), (golden(problem).dw1, golden(problem).dw2), strict=True
-        ):
-            assert relative_rmse(found, wanted) < 0.01
-        return call
+        experts.call(**given).backward()
+        wanted = golden(problem)
+        for found, exact in zip(experts.gradients(), (wanted.dw1, wanted.dw2), strict=True):
+            assert relative_rmse(found, exact) < 0.01
 
-    def test_without_main_grad(self, problem, caplog):
+    def test_without_main_grad(self, problem, caplog, asked):
         with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            experts = Experts(problem, main_grad="absent")
-            self.ran(problem, experts)
+            self.ran(problem, Experts(problem, main_grad="absent"))
+        assert asked == []
         assert "are not put off, because a weight that trains has no main_grad" in caplog.text
 
-    def test_where_no_input_wants_a_gradient(self, problem):
+    def test_where_no_input_wants_a_gradient(self, problem, asked):
         experts = Experts(problem)
-        hooked, x = Hooked(experts), tensor(problem.x, torch.float32).astype("bfloat16")
-        self.ran(problem, experts, x=x, scores_grad=False)
-        assert hooked.counts == [1, 1]
+        hooked = Hooked(experts)
+        self.ran(problem, experts, x=bf16(problem.x), scores_grad=False)
+        assert asked == [] and hooked.counts == [1, 1]
 
 
 def test_what_is_no_function_is_refused():

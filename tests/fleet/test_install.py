@@ -363,6 +363,7 @@ def test_the_ten_lines_in_a_process_of_their_own(tmp_path):
         "print('late', late.torch.Tensor is paddle.Tensor)\n"
     )
     env = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    env["OMP_NUM_THREADS"] = "1"
     result = processes.run(["-c", program], env, ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "paddle.float8_e4m3fn paddle.int32 paddle.Size([4, 2])" in result.stdout

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from engine.fp8_arrivals import quantised
 from engine.moe_golden import make_problem
-from fleet.fleet_calls import LAYOUTS, Experts
+from fleet.fleet_calls import LAYOUTS, Experts, assert_same, bf16
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import problems
+from pairwise import pairwise
 
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.fleet import carrier
@@ -30,12 +31,11 @@ class Steps:
     def __init__(self, experts, problem, *, fp8=False, tokens=None, handle=None):
         topk = problem.indices.shape[1]
         self.step = ExpertsStep(topk, problem.num_experts, *experts.weights, fp8, handle)
-        self.x = tensor(problem.x, torch.float32).to(torch.bfloat16)
-        self.scale = None
+        self.x, self.scale = bf16(problem.x), None
         if tokens is not None:
             self.x, self.scale = tokens.codes, tokens.scale_inv
         self.indices, self.scores = tensor(problem.indices), tensor(problem.probs, torch.float32)
-        self.dout = tensor(problem.dout, torch.float32).to(torch.bfloat16)
+        self.dout = bf16(problem.dout)
 
     def forward(self, **given):
         routing = (self.x, self.indices, self.scores)
@@ -45,14 +45,9 @@ class Steps:
         return self.step.backward(self.dout if dout is None else dout)
 
 
-def assert_same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("main_grad", ["weight", "none", "absent"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "main_grad", "fp8"), pairwise(LAYOUTS, ["weight", "none", "absent"], [False, True])
+)
 def test_has_the_bits_of_the_call(problem, layout, main_grad, fp8):
     usual, experts = (Experts(problem, layout, main_grad=main_grad) for _ in range(2))
     call = usual.call(fp8=fp8).backward()
@@ -60,8 +55,7 @@ def test_has_the_bits_of_the_call(problem, layout, main_grad, fp8):
     out = steps.forward()
     dx, dscores = steps.backward()
     assert dx.dtype == torch.bfloat16 and dscores.dtype == torch.float32
-    found = [out, dx, dscores]
-    assert_same(map(numpy, found), [numpy(call.out), call.dx, call.dprobs])
+    assert_same(map(numpy, (out, dx, dscores)), call.arrays)
     assert_same(experts.gradients(), usual.gradients())
 
 
@@ -76,7 +70,7 @@ def test_two_micro_batches_interleaved(problem):
     again.forward()  # the next one, before the second's backward
     gradients.append(second.backward())
     for call, out, (dx, dscores) in zip(calls, outs, gradients, strict=True):
-        assert_same(map(numpy, (out, dx, dscores)), [numpy(call.out), call.dx, call.dprobs])
+        assert_same(map(numpy, (out, dx, dscores)), call.arrays)
     assert_same(experts.gradients(), usual.gradients())
 
 
@@ -160,9 +154,8 @@ class TestRefusals:
     def test_gradients(self, problem):
         steps = Steps(Experts(problem), problem)
         steps.forward()
-        with pytest.raises(
-            ShapeError, match=r"dout has shape \(36, 256\); the output has \(37, 256\)"
-        ):
+        words = r"dout has shape \(36, 256\); the output has \(37, 256\)"
+        with pytest.raises(ShapeError, match=words):
             steps.backward(steps.dout[1:])
         with pytest.raises(DTypeError, match="dout is float8_e4m3fn; needed: bfloat16"):
             steps.backward(steps.dout.to(torch.float8_e4m3fn))

@@ -9,15 +9,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from engine.fp8_arrivals import poisoned, problem_with_idle_tokens, quantised
+from engine.fp8_arrivals import poisoned, quantised
 from engine.moe_golden import assert_same_bits, golden, make_problem
-from fleet.fleet_calls import (
-    LAYOUTS,
-    Experts,
-    overwrite,
-)
+from fleet.fleet_calls import Experts, assert_same, bf16, each_layout, overwrite
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from node.node_harness import Layer, assert_close, counts_of
+from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
@@ -28,11 +25,7 @@ from sonicmoe.fleet import layer as layers
 from sonicmoe.fleet.carrier import Carrier, declare_carrier
 from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
-from sonicmoe.fleet.layer import (
-    all_weights_changed,
-    layer_of,
-    weights_changed,
-)
+from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
 from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.weights.pair import GROUPED, NATIVE, layout_of_pair
@@ -43,22 +36,6 @@ if IS_PADDLE:
 
 # Fleet's engine keeps z in BF16 unless it is told otherwise.
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-@pytest.fixture(scope="module")
-def problem():
-    return make_problem(dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def wide():
-    return problem_with_idle_tokens()
-
-
-@pytest.fixture
-def undeclared(monkeypatch):
-    monkeypatch.setattr(carrier, "_declared", None)
 
 
 def test_the_signature_is_fleets():
@@ -73,8 +50,16 @@ def test_the_signature_is_fleets():
     assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
+def result_of_the_node(problem, layout, **options):
+    """The same experts as a node of its own."""
+    arrangement = "native" if layout == "sonic" else "fused"
+    node = Layer(problem, arrangement=arrangement, dtype=torch.bfloat16, **options)
+    node.set_main_grad(0.0)
+    return node.result(node.run())
+
+
 @each_layout
-class TestBf16:
+class TestTheCall:
     @pytest.mark.parametrize("main_grad", ["weight", "none", "absent"])
     def test_equals_the_experts_in_fp64(self, problem, layout, main_grad):
         experts = Experts(problem, layout, main_grad=main_grad)
@@ -83,16 +68,16 @@ class TestBf16:
         absent = (problem.indices < 0) | (problem.indices >= problem.num_experts)
         assert absent.any() and (result.dprobs[absent] == 0.0).all()
 
-    def test_has_the_bits_of_the_node(self, problem, layout):
-        experts = Experts(problem, layout)
-        arrangement = "native" if layout == "sonic" else "fused"
-        node = Layer(problem, arrangement=arrangement, dtype=torch.bfloat16)
-        node.set_main_grad(0.0)
-        call = node.run()
-        assert_same_bits(experts.result(experts.call().backward()), node.result(call))
+    @pytest.mark.parametrize("options", [{}, {"config": FP8}], ids=["bf16", "fp8"])
+    def test_has_the_bits_of_the_node(self, problem, wide, layout, options):
+        p = wide if options else problem
+        experts = Experts(p, layout, fp8=bool(options))
+        found = experts.result(experts.call().backward())
+        assert_same_bits(found, result_of_the_node(p, layout, **options))
 
-    @pytest.mark.parametrize("kind", ["list", "int32", "none"])
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize(
+        ("kind", "dtype"), pairwise(["list", "int32", "none"], [torch.int32, torch.int64]), ids=str
+    )
     def test_counts_and_ids_in_every_form(self, problem, layout, kind, dtype):
         given = counts_of(problem)
         counts = {"list": given, "int32": tensor(given).to(torch.int32), "none": None}[kind]
@@ -100,26 +85,15 @@ class TestBf16:
         call = experts.call(counts=counts, index_dtype=dtype).backward()
         assert_same_bits(experts.result(call), usual.result(usual.call().backward()))
 
-    def test_no_tokens(self, problem, layout):
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_no_tokens(self, problem, layout, fp8):
         names = ("x", "indices", "probs", "dout")
         empty = problem.but(**{name: getattr(problem, name)[:0] for name in names})
-        for fp8 in (False, True):
-            experts = Experts(empty, layout, fp8=fp8)
-            call = experts.call(counts=[0] * empty.num_experts)
-            assert tuple(call.out.shape) == (0, 80) and call.out.dtype == torch.bfloat16
-            call.backward()
-            assert not any(gradient.any() for gradient in experts.gradients())
-
-
-@each_layout
-class TestFp8:
-    def test_has_the_bits_of_the_node(self, wide, layout):
-        experts = Experts(wide, layout, fp8=True)
-        arrangement = "native" if layout == "sonic" else "fused"
-        node = Layer(wide, arrangement=arrangement, dtype=torch.bfloat16, config=FP8)
-        node.set_main_grad(0.0)
-        call = node.run()
-        assert_same_bits(experts.result(experts.call().backward()), node.result(call))
+        experts = Experts(empty, layout, fp8=fp8)
+        call = experts.call(counts=[0] * empty.num_experts)
+        assert tuple(call.out.shape) == (0, 80) and call.out.dtype == torch.bfloat16
+        call.backward()
+        assert not any(gradient.any() for gradient in experts.gradients())
 
     def test_weights_are_quantised_once(self, wide, layout, prepared, weights_on_a_gpu):
         experts = Experts(wide, layout, fp8=True)
@@ -135,8 +109,7 @@ class TestFp8:
     def test_both_precisions_by_turns(self, wide, layout):
         experts = Experts(wide, layout)
         outs = [numpy(experts.call(fp8=fp8).out) for fp8 in (True, False, True, False)]
-        np.testing.assert_array_equal(outs[0], outs[2])
-        np.testing.assert_array_equal(outs[1], outs[3])
+        assert_same(outs[:2], outs[2:])
         assert relative_rmse(outs[0], outs[1]) > 1e-3
 
 
@@ -148,8 +121,7 @@ def fp8_tokens(problem, form):
     if form == "words":
         declare_carrier(Carrier.FP32_1X128)
         return tokens.codes, tokens.scale_inv.view(torch.int32), tokens
-    x = tensor(problem.x, torch.float32).to(torch.bfloat16)
-    codes, exponents = quantize_fast(x, scale_dtype=torch.int32)
+    codes, exponents = quantize_fast(bf16(problem.x), scale_dtype=torch.int32)
     return codes, exponents, carrier.tokens_from_carrier(codes, exponents).tokens
 
 
@@ -168,10 +140,8 @@ class TestFp8Tokens:
         out = node.node(tokens.codes, None, tensor(wide.indices), scores, tokens.scale_inv)
         out.backward(call.dout)
         assert call.out.dtype == torch.bfloat16
-        np.testing.assert_array_equal(numpy(call.out), numpy(out))
-        np.testing.assert_array_equal(call.dprobs, numpy(scores.grad))
-        for one, other in zip(experts.gradients(), node.gradients("main_grad"), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same([numpy(call.out), call.dprobs], [numpy(out), numpy(scores.grad)])
+        assert_same(experts.gradients(), node.gradients("main_grad"))
 
     def test_rows_without_a_slot_are_never_read(self, wide):
         x, results = quantised(wide.x), []
@@ -179,8 +149,7 @@ class TestFp8Tokens:
             experts = Experts(wide, fp8=True)
             call = experts.call(x=given.codes, fp8_scale=given.scale_inv).backward()
             results.append([numpy(call.out), call.dprobs, *experts.gradients()])
-        for one, other in zip(*results, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same(*results)
 
     @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts the gradient of an e4m3 tensor")
     @pytest.mark.parametrize("form", ["fp32", "words", "e8m0"])
@@ -198,7 +167,7 @@ class TestFp8Tokens:
                 assert dx.dtype == paddle.bfloat16
                 return dx
 
-        source = tensor(wide.x, torch.float32).astype("bfloat16")
+        source = bf16(wide.x)
         source.stop_gradient = False
         experts = Experts(wide, fp8=True)
         experts.call(x=Dispatch.apply(source), fp8_scale=scale).backward()
@@ -207,7 +176,7 @@ class TestFp8Tokens:
         dx_to.register_hook(seen.append)
         scores = tensor(wide.probs, torch.float32)
         out = node.node(tokens.codes, None, tensor(wide.indices), scores, tokens.scale_inv, dx_to)
-        out.backward(tensor(wide.dout, torch.float32).astype("bfloat16"))
+        out.backward(bf16(wide.dout))
         np.testing.assert_array_equal(numpy(source.grad), numpy(seen[0]))
 
     @pytest.mark.skipif(IS_PADDLE, reason="Paddle's tensors in FP8 take gradients in BF16")
@@ -237,14 +206,15 @@ class TestLayouts:
         ],
     )
     def test_shapes_that_fit_nothing_are_refused(self, shapes):
-        with pytest.raises(
-            ShapeError, match=r"w1 has shape .* and w2 .* H = 16; needed: \[E, 2I, H\]"
-        ):
+        words = r"w1 has shape .* and w2 .* H = 16; needed: \[E, 2I, H\]"
+        with pytest.raises(ShapeError, match=words):
             layout_of_pair(*shapes, 16)
 
-    @pytest.mark.parametrize("fp8", [False, True])
-    @pytest.mark.parametrize(("hidden", "intermediate"), [(96, 48), (64, 64), (80, 48)])
-    def test_parameters_change_it_in_place_between_steps(self, hidden, intermediate, fp8):
+    @pytest.mark.parametrize(
+        ("fp8", "hidden", "intermediate"),
+        [(False, 96, 48), (True, 64, 64), (False, 64, 64), (True, 80, 48)],
+    )
+    def test_parameters_change_it_in_place_between_steps(self, fp8, hidden, intermediate):
         """Also where one of them has one shape in both layouts."""
         p = make_problem(hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16)
         experts, expected = Experts(p, "grouped", fp8=fp8), None
@@ -253,12 +223,10 @@ class TestLayouts:
             experts.convert(layout)
             for weight in experts.weights:
                 weight.main_grad = None
-            call = experts.call().backward()
+            found = experts.call().backward().arrays
             assert layer_of(*experts.weights, hidden) is layer
-            found = [numpy(call.out), call.dx, call.dprobs]
             expected = expected or found
-            for one, other in zip(found, expected, strict=True):
-                np.testing.assert_array_equal(one, other)
+            assert_same(found, expected)
 
     def test_a_change_of_the_layout_is_seen_where_no_write_is(
         self, wide, prepared, weights_on_a_gpu, traceless
@@ -333,8 +301,7 @@ class TestTheLayerOfAPair:
         weights_changed(*Experts(problem).weights)
         assert len(layers._layers) == before
 
-    @pytest.mark.parametrize("main_grad", ["weight", "none"])
-    @each_layout
+    @pytest.mark.parametrize(("layout", "main_grad"), [("sonic", "weight"), ("grouped", "none")])
     def test_nothing_waits_where_the_engine_cannot_add_to_main_grad(
         self, problem, layout, main_grad, monkeypatch
     ):
@@ -377,10 +344,6 @@ class TestActivations:
         np.testing.assert_array_equal(numpy(experts.call().out), first)
 
 
-def as_bf16(array):
-    return tensor(array, torch.float32).to(torch.bfloat16)
-
-
 def scores_of(problem):
     return tensor(problem.probs, torch.float32)
 
@@ -392,9 +355,9 @@ def scores_of(problem):
         (ShapeError, r"topk_scores has shape \(36, 2\).* T = 37", lambda p: {"topk_scores": scores_of(p)[1:]}),
         (ShapeError, r"topk_scores has shape \(37, 1\) and", lambda p: {"topk_scores": scores_of(p)[:, :1]}),
         (RoutingError, "E is 5, and w1 and w2 hold 4 experts", lambda p: {"E": 5}),
-        (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": as_bf16(p.x)[None]}),
-        (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": as_bf16(p.x)[:, :40]}),
-        (DTypeError, "topk_scores is bfloat16", lambda p: {"topk_scores": as_bf16(p.probs)}),
+        (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": bf16(p.x)[None]}),
+        (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": bf16(p.x)[:, :40]}),
+        (DTypeError, "topk_scores is bfloat16", lambda p: {"topk_scores": bf16(p.probs)}),
         (DTypeError, "topk_indices is float32", lambda p: {"topk_indices": scores_of(p)}),
         (DTypeError, "float8_e4m3fn and fp8_scale is None", lambda p: {"hidden_states": quantised(p.x).codes}),
         (DTypeError, "fp8_scale came with hidden_states in bfloat16", lambda p: {"fp8_scale": quantised(p.x).scale_inv}),
@@ -408,7 +371,7 @@ def scores_of(problem):
 def test_refusals(wide, error, words, changes):
     experts = Experts(wide)
     given = {
-        "hidden_states": as_bf16(wide.x), "topk_indices": tensor(wide.indices),
+        "hidden_states": bf16(wide.x), "topk_indices": tensor(wide.indices),
         "topk_scores": scores_of(wide), "K": wide.indices.shape[1], "E": wide.num_experts,
         "w1": experts.weights[0], "w2": experts.weights[1],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The forms in which PaddleFleet's dispatchers call `run_sonic_moe`. `test_double_ranks.py` has them
+"""The forms in which PaddleFleet's dispatchers call `run_sonic_moe`. `test_double_runs.py` has them
 over two ranks.
 
 allgather     every rank holds all experts with 1/EP of their columns; the tokens of all ranks come
@@ -14,12 +14,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from engine.moe_golden import golden, make_problem
-from fleet.fleet_calls import LAYOUTS, Experts
+from fleet.fleet_calls import Experts, each_layout
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import counts_of
 
 RANKS, PADDING = 2, 5
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_precision = pytest.mark.parametrize(
     ("fp8", "bound"), [(False, 0.01), (True, 0.09)], ids=["bf16", "fp8"]
 )

@@ -5,21 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine.moe_golden import make_problem
-from fleet.fleet_calls import LAYOUTS, Experts, arrays_in, overwrite, to_grouped, to_sonic, zeros
+from fleet.fleet_calls import (
+    LAYOUTS,
+    Experts,
+    arrays_in,
+    assert_same,
+    each_layout,
+    overwrite,
+    to_grouped,
+    to_sonic,
+    zeros,
+)
 from framework import IS_PADDLE, numpy, torch
 from node.node_harness import Layer
+from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ShapeError
 
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 # In the second both layouts give w1 one shape, in the third w2.
-each_size = pytest.mark.parametrize(("hidden", "inner"), [(80, 48), (96, 48), (64, 64)])
-
-
-@pytest.fixture(scope="module")
-def problem():
-    return make_problem(dtype=torch.bfloat16)
+SIZES = [(80, 48), (96, 48), (64, 64)]
+each_size = pytest.mark.parametrize(("hidden", "inner"), SIZES)
 
 
 class TestMainGradInTheOtherLayout:
@@ -35,12 +41,13 @@ class TestMainGradInTheOtherLayout:
         self.micro_batches(experts)
         return [numpy(weight.main_grad) for weight in experts.weights]
 
-    @pytest.mark.parametrize("direct", [True, False], ids=["direct", "accumulators"])
-    @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-    @each_size
+    @pytest.mark.parametrize(
+        ("size", "fp8", "direct"), pairwise(SIZES, [False, True], [True, False]), ids=str
+    )
     def test_fleets_way_gives_the_same_bits_in_the_same_buffers(
-        self, hidden, inner, fp8, direct, monkeypatch
+        self, size, fp8, direct, monkeypatch
     ):
+        hidden, inner = size
         p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
         if not direct:
             monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
@@ -52,8 +59,7 @@ class TestMainGradInTheOtherLayout:
         self.micro_batches(experts)
         assert all(w.main_grad is b for w, b in zip(experts.weights, buffers, strict=True))
         assert tuple(buffers[1].shape) == (4, inner, hidden)
-        np.testing.assert_array_equal(to_grouped(0, numpy(buffers[0])), expected[0])
-        np.testing.assert_array_equal(numpy(buffers[1]), expected[1])
+        assert_same([to_grouped(0, numpy(buffers[0])), numpy(buffers[1])], expected)
 
     @each_size
     @each_layout
@@ -65,23 +71,16 @@ class TestMainGradInTheOtherLayout:
         experts = Experts(p, layout, main_grad="none")
         self.micro_batches(experts)
         dw1, dw2 = (numpy(weight.main_grad) for weight in experts.weights)
-        np.testing.assert_array_equal(
-            dw1 if layout == "grouped" else to_grouped(0, dw1), expected[0]
-        )
-        np.testing.assert_array_equal(dw2, expected[1])
+        assert_same([dw1 if layout == "grouped" else to_grouped(0, dw1), dw2], expected)
 
-    @pytest.mark.parametrize("of_up", LAYOUTS)
-    @pytest.mark.parametrize("of_down", LAYOUTS)
-    @each_layout
+    @pytest.mark.parametrize(("layout", "of_up", "of_down"), pairwise(*[LAYOUTS] * 3))
     def test_shapes_tell_each_by_itself(self, problem, layout, of_up, of_down):
         expected, experts = self.expected(problem), Experts(problem, layout)
-        for index, (weight, wanted) in enumerate(
-            zip(experts.weights, (of_up, of_down), strict=True)
-        ):
-            weight.main_grad = zeros(arrays_in(wanted, problem.up_gate, problem.down)[index].shape)
+        for index, wanted in enumerate((of_up, of_down)):
+            shape = arrays_in(wanted, problem.up_gate, problem.down)[index].shape
+            experts.weights[index].main_grad = zeros(shape)
         self.micro_batches(experts)
-        for found, wanted in zip(experts.gradients(), expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        assert_same(experts.gradients(), expected)
 
     @pytest.mark.skipif(IS_PADDLE, reason="the test makes memory with strides")
     def test_strides_are_taken_as_they_are(self, problem):
@@ -92,8 +91,7 @@ class TestMainGradInTheOtherLayout:
         self.micro_batches(experts)
         np.testing.assert_array_equal(numpy(held[:, :, :80].permute(1, 0, 2)), expected[1])
         assert not held[:, :, 80:].any()
-        for found, wanted in zip(experts.gradients(), expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        assert_same(experts.gradients(), expected)
 
     def test_a_shape_of_neither_layout_is_refused(self, problem):
         experts = Experts(problem)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 
-import numpy as np
 import pytest
-from framework import IS_PADDLE, tensor
+from framework import IS_PADDLE
 
-from sonicmoe.config import SonicMoEConfig, active_config
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import EngineUnavailableError, FrameworkError
+from sonicmoe.errors import FrameworkError
 from sonicmoe.fleet.symbols import MOUNT, SYMBOLS, mounted_modules
 
 CALLED = [symbol for symbol in SYMBOLS if symbol.parameters is not None]
@@ -140,30 +138,3 @@ class TestModules:
             import sonicmoe
 
             assert top.MoE is sonicmoe.MoE and top.count_cumsum is sonicmoe.count_cumsum
-
-
-class TestTwin:
-    """Names of Fleet's in-tree copy of `run_sonic_moe`."""
-
-    @pytest.mark.parametrize("name", ["_UpProjection", "_DownProjection"])
-    def test_projections_cannot_be_applied(self, name):
-        projection = getattr(mounted_modules()[f"{MOUNT}.functional"], name)
-        with pytest.raises(EngineUnavailableError, match=rf"{name} .*call .*run_sonic_moe"):
-            projection.apply(tensor(np.zeros(3)), fp8_config=None)
-
-    def test_nothing_is_prepared(self):
-        attach = mounted_modules()[f"{MOUNT}.functional"].attach_preallocated_gated_outputs
-        with pytest.raises(EngineUnavailableError, match="attach_preallocated_gated_outputs"):
-            attach(None, ())
-
-    def test_fp8_can_be_switched(self):
-        enable_fp8 = mounted_modules()[f"{MOUNT}.functional.utils"].enable_fp8
-        with SonicMoEConfig(fp8_mode="mem", recipe="1x128").activate():
-            with enable_fp8(False):
-                assert active_config().resolve().fp8_mode == "off"
-                with enable_fp8(True):
-                    assert active_config().resolve().fp8_mode == "perf"
-            with enable_fp8():
-                assert active_config().resolve().fp8_mode == "mem"
-                assert active_config().recipe == "1x128"
-        assert active_config().resolve().fp8_mode == "off"

@@ -1,4 +1,6 @@
-"""PaddleFleet's metadata tuple against its definition, element by element and in plain loops."""
+"""Names of Fleet's in-tree copy of `run_sonic_moe`: the metadata tuple against its definition, element
+by element and in plain loops, and what can be bound and not used.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ from framework import IS_PADDLE, numpy, tensor, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonicmoe.errors import DTypeError, RoutingError, ShapeError
+from sonicmoe.config import SonicMoEConfig, active_config
+from sonicmoe.errors import DTypeError, EngineUnavailableError, RoutingError, ShapeError
 from sonicmoe.fleet.twin import (
+    DownProjection,
+    UpProjection,
+    attach_preallocated_gated_outputs,
     deepep_topk_to_sonic_metadata,
     deepep_topk_to_sonic_metadata_with_scales,
     differentiable_router_scores,
+    enable_fp8,
     scatter_router_scores_i32,
 )
 
@@ -165,3 +172,22 @@ class TestScores:
             differentiable_router_scores(leaf, ids, None, 1, 4, 2)
         with pytest.raises(ShapeError, match="scores has 1 elements for 2 indices"):
             scatter_router_scores_i32(leaf.reshape([-1])[:1], ids.reshape([-1]), 2)
+
+
+@pytest.mark.parametrize("name", [UpProjection, DownProjection, attach_preallocated_gated_outputs])
+@pytest.mark.parametrize("way", [lambda it: it.apply, lambda it: it])
+def test_parts_of_the_copy_can_be_bound_and_not_used(name, way):
+    with pytest.raises(EngineUnavailableError, match=rf"{name._name} .*call .*run_sonic_moe"):
+        way(name)(tensor(np.zeros(3)), fp8_config=None)
+
+
+def test_fp8_can_be_switched():
+    with SonicMoEConfig(fp8_mode="mem", recipe="1x128").activate():
+        with enable_fp8(False):
+            assert active_config().resolve().fp8_mode == "off"
+            with enable_fp8(True):
+                assert active_config().resolve().fp8_mode == "perf"
+        with enable_fp8():
+            assert active_config().resolve().fp8_mode == "mem"
+            assert active_config().recipe == "1x128"
+    assert active_config().resolve().fp8_mode == "off"

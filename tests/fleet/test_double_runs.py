@@ -1,0 +1,161 @@
+"""Whole runs of Fleet's side: its two loaders, a hundred steps beside plain Paddle experts and a run
+that is resumed, and the layer over two ranks of gloo.
+"""
+
+from __future__ import annotations
+
+import double_cases as cases
+import numpy as np
+import pytest
+from fleet.double import load, machine, model
+from worlds import TESTS, paddle_variables, run_world
+
+STEPS, TOKENS, LR = 100, 128, 1e-3
+PRECISIONS = {"bf16": {}, "fp8": {"fp8": "e4m3"}}
+# Of the mean loss of the last twenty steps; FP8's is the project's bar for its main job.
+BOUNDS = {"bf16": 2e-4, "fp8": 2.5e-3}
+
+
+@pytest.mark.parametrize("loader", ["eager", "lazy"])
+def test_hopper_is_shut_out(loader):
+    """What a team on Hopper meets without an installer."""
+    with load(loader, on=machine.HOPPER) as fleet:
+        assert not fleet.ops.is_sonic_moe_available()
+        assert fleet.fused_a2a.quantize_activation_blockscaled_fast is None
+        assert fleet.expert._refresh_fp8_config is None
+        with pytest.raises(RuntimeError, match="Blackwell"):
+            import paddlefleet_ops.sonicmoe  # noqa: F401
+        with pytest.raises(AssertionError, match="Blackwell"):
+            fleet.layer.MoELayer(cases.config_of(fleet), model.one_rank())
+        if loader == "lazy":
+            with pytest.raises(RuntimeError, match="Blackwell"):
+                fleet.ops.load_sonic_moe()
+
+
+def test_lazy_loader_imports_on_demand():
+    import sonicmoe
+
+    with load("lazy", on=machine.BLACKWELL) as fleet:
+        with pytest.raises(RuntimeError, match="load_sonic_moe"):
+            import paddlefleet_ops.sonicmoe  # noqa: F401
+        assert fleet.expert._refresh_fp8_config is None
+        fleet.layer.MoELayer(cases.config_of(fleet), model.one_rank())
+        loaded = fleet.ops.sonicmoe
+        fleet.ops.load_sonic_moe()
+        assert fleet.ops.sonicmoe is loaded is not sonicmoe
+        assert fleet.expert.run_sonic_moe is loaded.run_sonic_moe
+
+
+@pytest.mark.parametrize("loader", ["eager", "lazy"])
+def test_this_package_on_hopper(loader):
+    """A step in FP8 after `install()`, with either loader; without it Hopper is shut out again."""
+    with cases.engine("sonicmoe", loader) as fleet:
+        assert fleet.ops.is_sonic_moe_available()
+        trainer = model.sonic_trainer(fleet, cases.config_of(fleet, fp8="e4m3"))
+        losses = [trainer.step(model.micro_batches(0, 2, 32)) for _ in range(3)]
+        assert losses[2] < losses[0]
+        assert fleet.expert.run_sonic_moe.__module__ == "sonicmoe.fleet.run"
+        assert fleet.expert.fused_grouped_w1_to_sonic.__module__ == "sonicmoe.fleet.weight_layout"
+        assert fleet.fused_a2a._SONIC_PACK_SCALE_WORDS_AVAILABLE
+    with load(loader, on=machine.HOPPER) as fleet:
+        assert not fleet.ops.is_sonic_moe_available()
+
+
+def losses_of(trainer, steps=STEPS, first=0, tokens=TOKENS):
+    """Every fourth step has two micro-batches."""
+    every = range(first, first + steps)
+    counts = [2 if step % 4 == 0 else 1 for step in every]
+    return np.array([
+        trainer.step(model.micro_batches(step, count, tokens))
+        for step, count in zip(every, counts, strict=True)
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with cases.engine("fleets") as fleet:
+        return losses_of(model.plain_trainer(fleet, cases.config_of(fleet), lr=LR))
+
+
+@pytest.mark.trained
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_hundred_steps(plain, precision, record_property):
+    with cases.engine("sonicmoe") as fleet:
+        config = cases.config_of(fleet, **PRECISIONS[precision])
+        found = losses_of(model.sonic_trainer(fleet, config, lr=LR))
+    gap = found[-20:].mean() / plain[-20:].mean() - 1
+    record_property("loss_gap_percent", round(100 * float(gap), 4))
+    print(f"{precision}: loss {found[-20:].mean():.4f}, gap {100 * gap:+.4f} %")
+    assert plain[-20:].mean() < 0.5 * plain[0], "both learn"
+    assert abs(gap) <= BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_is_the_uninterrupted_one(precision):
+    with cases.engine("sonicmoe") as fleet:
+        config = cases.config_of(fleet, **PRECISIONS[precision])
+        trainer = model.sonic_trainer(fleet, config, lr=LR)
+        losses_of(trainer, 3, tokens=32)
+        saved = trainer.save()
+        whole = losses_of(trainer, 2, 3, tokens=32)
+        resumed = model.sonic_trainer(fleet, config, lr=LR)
+        resumed.load(saved)
+        assert np.array_equal(losses_of(resumed, 2, 3, tokens=32), whole)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("double")
+    folder = TESTS / "fleet"
+    run_world(
+        lambda rank: [folder / "double_worker.py", rank, directory],
+        [{**each, "SONICMOE_TEST_FRAMEWORK": "paddle"} for each in paddle_variables(2)],
+    )
+    return [dict(np.load(directory / f"{rank}.npz")) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    with cases.engine("fleets") as fleet:
+        return {
+            form: cases.plain_results(fleet, cases.config_of(fleet, **changes), cases.RANK_BATCHES)
+            for form, changes in cases.RANK_FORMS.items()
+        }
+
+
+@pytest.mark.parametrize("form", cases.RANK_FORMS)
+def test_ranks_together_are_the_whole_layer(ranks, wanted, form):
+    bound, tokens = 0.085 if "fp8" in form else 8e-3, cases.RANK_TOKENS
+    for name, value in wanted[form].items():
+        for rank, found in enumerate(ranks):
+            got = found[f"{form}/{name}"]
+            if name in ("out", "dx"):
+                part = value[:, rank * tokens : (rank + 1) * tokens]
+            elif name == "gate.weight":
+                got, part = sum(each[f"{form}/{name}"] for each in ranks), value
+            else:
+                part = cases.own(form, name, value, rank, 2)
+            assert cases.relative(got, part) <= bound, (name, rank)
+
+
+def test_fp8_sends_half_the_bytes(ranks):
+    """Codes and a 32-bit word per 128 columns, there and back; routing is counted nowhere."""
+    for rank in ranks:
+        plain, fp8 = (int(rank[f"{form}/sent"]) for form in ("deepep", "deepep fp8"))
+        assert fp8 - plain == plain * (128 + 4) / 256
+
+
+@pytest.mark.parametrize("form", cases.RANK_FORMS)
+def test_shards_of_a_checkpoint_are_the_whole_weights(ranks, form):
+    with cases.engine("fleets") as fleet:
+        config = cases.config_of(fleet, **cases.RANK_FORMS[form])
+        whole = model.initialise(model.PlainMoE(config, fleet.layer.TopKRouter))
+        weights = [cases.as_numpy(w) for w in whole.grouped_gemm_experts.parameters()]
+    for name, weight in zip(("weight1", "weight2"), weights, strict=True):
+        shape = ranks[0][f"{form}/saved/{name}/place"][0]
+        together = np.full(shape, np.nan, np.float32)
+        for rank in ranks:
+            shard, (_, first) = (rank[f"{form}/saved/{name}{end}"] for end in ("", "/place"))
+            place = [slice(n, n + size) for n, size in zip(first, shard.shape, strict=True)]
+            together[tuple(place)] = shard
+        assert np.array_equal(together.ravel(), weight.ravel())
