@@ -63,9 +63,15 @@ class Model(nn.Module):
         return x
 
 
-def compiled(model):
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "fp8"])
+def compiled(request):
+    """A sound model, and a step of it in a graph that was compiled before anybody observed."""
     torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", fullgraph=True)
+    model, fp8 = Model(bias=True), request.param
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    graph(make_tokens(4, 10, H).requires_grad_(), use_fp8=fp8).sum().backward()
+    yield model, lambda x: graph(x, use_fp8=fp8), fp8
+    torch._dynamo.reset()
 
 
 def spoil(tensor, *index, value=NAN):
@@ -109,22 +115,25 @@ WEIGHTS = [
 ]
 
 
+def check_name(model, weight, run):
+    """Of a NaN in a weight of the middle layer."""
+    name, index, stage = weight
+    spoil(model.layers[1].get_parameter(name), *index)
+    error = found(run)
+    whole = f"layers.1.{name}[{', '.join(map(str, index))}]"
+    assert fault_of(error).startswith(f"first bad: input {stage} = {whole} at expert 3: nan;")
+    assert "output of layers.1 is not finite" in str(error)
+    assert error.report.layer == "layers.1"
+    caller = error.report.to_json()["fault"]["caller"]
+    assert caller == {"name": f"layers.1.{name}", "index": list(index)}
+
+
 class TestMoE:
-    @pytest.mark.parametrize(
-        ("weight", "fp8", "in_graph"), pairwise(WEIGHTS, [False, True], [False, True])
-    )
-    def test_a_weight_is_named_as_the_model_names_it(self, weight, fp8, in_graph):
-        name, index, stage = weight
+    @pytest.mark.parametrize("weight", WEIGHTS)
+    @FP8
+    def test_a_weight_is_named_as_the_model_names_it(self, weight, fp8):
         model = Model(bias=True)
-        spoil(model.layers[1].get_parameter(name), *index)
-        run = compiled(model) if in_graph else model
-        error = found(lambda: run(make_tokens(4, 10, H), use_fp8=fp8))
-        whole = f"layers.1.{name}[{', '.join(map(str, index))}]"
-        assert fault_of(error).startswith(f"first bad: input {stage} = {whole} at expert 3: nan;")
-        assert "output of layers.1 is not finite" in str(error)
-        assert error.report.layer == "layers.1"
-        caller = error.report.to_json()["fault"]["caller"]
-        assert caller == {"name": f"layers.1.{name}", "index": list(index)}
+        check_name(model, weight, lambda: model(make_tokens(4, 10, H), use_fp8=fp8))
 
     @FP8
     def test_tokens_and_gradients_have_the_axes_of_hidden_states(self, fp8):
@@ -138,11 +147,6 @@ class TestMoE:
         assert "input dout = the gradient of output[1, 9, 7] at token 19" in fault_of(error)
         assert str(error).startswith("the gradient of hidden_states is not finite")
         assert "from the side of the loss: torch.autograd.detect_anomaly()" in str(error)
-
-    def test_a_compiled_graph_knows_the_axes_before(self):
-        moe = compiled(make_layer())
-        error = found(lambda: moe(spoil(make_tokens(4, 10, H), 2, 3, 5)))
-        assert "input x = hidden_states[2, 3, 5]" in fault_of(error)
 
     @pytest.mark.parametrize("name", ["block.router.weight", "router.weight"])
     def test_the_router(self, name):
@@ -248,25 +252,38 @@ def test_captured_calls_run_again(fp8, bias, activation, path):
     assert measured(path) == "call-1 layers.1"
 
 
-@FP8
-def test_a_compiled_model_is_captured_and_dumped(fp8, path):
-    """The same copies as of the eager model, but for the axes that the tokens had."""
-    model, x = Model(bias=True), make_tokens(4, 10, H).requires_grad_()
-    graph = compiled(model)
-    graph(x, use_fp8=fp8).sum().backward()  # compiled before anybody observes
-    model.layers[1].dump(path)
-    with captured_calls("call") as cases:
-        graph(x, use_fp8=fp8).sum().backward()
-    with captured_calls("call") as eager:
-        model(x, use_fp8=fp8).sum().backward()
-    for case, wanted in zip(cases, eager, strict=True):
-        assert case.name == wanted.name and case.settings == wanted.settings
-        for name in ("indices", "w1", "w2", "b1", "b2"):
-            np.testing.assert_array_equal(getattr(case, name), getattr(wanted, name))
-        np.testing.assert_allclose(case.dout, wanted.dout, rtol=0.01, atol=1e-3)
-    step = load_dump(path)
-    np.testing.assert_array_equal(step.indices, cases[1].indices)
-    assert step.dout is not None and bisect(step, "reference").healthy
+class TestCompiled:
+    def test_it_is_captured_and_dumped(self, compiled, path):
+        """The same copies as of the eager model."""
+        model, graph, fp8 = compiled
+        x = make_tokens(4, 10, H).requires_grad_()
+        model.layers[1].dump(path)
+        with captured_calls("call") as cases:
+            graph(x).sum().backward()
+        with captured_calls("call") as eager:
+            model(x, use_fp8=fp8).sum().backward()
+        for case, wanted in zip(cases, eager, strict=True):
+            assert case.name == wanted.name and case.settings == wanted.settings
+            for name in ("indices", "w1", "w2", "b1", "b2"):
+                np.testing.assert_array_equal(getattr(case, name), getattr(wanted, name))
+            np.testing.assert_allclose(case.dout, wanted.dout, rtol=0.01, atol=1e-3)
+        step = load_dump(path)
+        np.testing.assert_array_equal(step.indices, cases[1].indices)
+        assert step.dout is not None and bisect(step, "reference").healthy
+
+    def test_it_knows_the_axes_before(self, compiled):
+        _, graph, _ = compiled
+        x = spoil(make_tokens(4, 10, H), 2, 3, 5).requires_grad_()
+        assert "input x = hidden_states[2, 3, 5]" in fault_of(found(lambda: graph(x)))
+
+    @pytest.mark.parametrize("weight", WEIGHTS)
+    def test_a_weight_is_named_as_the_model_names_it(self, weight, compiled):
+        model, graph, _ = compiled
+        sound = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            check_name(model, weight, lambda: graph(make_tokens(4, 10, H).requires_grad_()))
+        finally:
+            model.load_state_dict(sound)
 
 
 def test_the_command_names_the_caller(path):

@@ -5,7 +5,6 @@ upstream's users enter it.
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 
 import processes
@@ -52,23 +51,17 @@ IMPORTS = [
 
 
 def test_without_torch():
-    """Every door says what to install, at the first knock and at the next."""
+    """Every door says what to install, at the first knock and at the next; names that need no
+    framework are there.
+    """
     attempts = "".join(IMPORT % statement for statement in IMPORTS[:3] * 2)
-    lines = python("-c", textwrap.dedent(WITHOUT_TORCH + attempts))
+    names = "from sonicmoe import SonicMoEConfig, ActivationType, KernelBackendMoE\n"
+    names += "print(KernelBackendMoE.torch.value, ActivationType('swiglu').name)"
+    lines = python("-c", WITHOUT_TORCH + attempts + names)
+    assert lines.pop() == "torch SWIGLU"
     assert len(lines) == 6
-    for line in lines:
-        assert line.startswith(
-            f"FrameworkError: sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle"
-        ), line
-
-
-def test_framework_free_names_without_torch():
-    names = "from sonicmoe import SonicMoEConfig, ActivationType, KernelBackendMoE"
-    lines = python(
-        "-c",
-        f"{WITHOUT_TORCH}\n{names}\nprint(KernelBackendMoE.torch.value, ActivationType('swiglu').name)",
-    )
-    assert lines == ["torch SWIGLU"]
+    wanted = f"FrameworkError: sonicmoe needs PyTorch ({install_hint('torch')}), or Paddle"
+    assert all(line.startswith(wanted) for line in lines), lines
 
 
 @pytest.mark.paddle
@@ -88,12 +81,7 @@ def test_under_paddle():
         assert "sonicmoe.ernie_compat.SonicMoEMlpNode" in line
 
 
-def test_upstream_script_runs_unchanged():
-    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cpu")
-    assert line.startswith("shape (4, 16, 64), aux loss ")
-
-
-@pytest.mark.gpu
-def test_upstream_script_runs_unchanged_on_a_gpu():
-    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), "cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_upstream_script_runs_unchanged(device):
+    (line,) = python(str(Path(__file__).with_name("upstream_script.py")), device)
     assert line.startswith("shape (4, 16, 64), aux loss ")
