@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -71,6 +74,21 @@ FAMILIES = {
 }
 
 
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+# Every family once, by turns in one of the implementations; test_transformers_models.py has the
+# numbers of all pairs.
+BY_TURNS = pytest.mark.parametrize(
+    ("family", "implementation"),
+    list(zip(FAMILIES, itertools.cycle(["sonicmoe", "sonicmoe_fp8"]), strict=False)),
+)
+
+
+def text(length: int = 24, seed: int = 1) -> torch.Tensor:
+    """Ids of two sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (2, length), generator=generator)
+
+
 def build(config, implementation: str = "eager", seed: int = 0) -> torch.nn.Module:
     """An fp32 model in training mode whose experts weigh as much as its residual stream."""
     torch.manual_seed(seed)
@@ -89,7 +107,7 @@ def build(config, implementation: str = "eager", seed: int = 0) -> torch.nn.Modu
 
 def run(model: torch.nn.Module, implementation: str, seed: int = 1) -> dict[str, torch.Tensor]:
     """Logits, and the gradient of every parameter of the language-modelling loss."""
-    ids = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(seed))
+    ids = text(seed=seed)
     model.set_experts_implementation(implementation)
     model.zero_grad()
     output = model(input_ids=ids.to(model.device), labels=ids.to(model.device), use_cache=False)

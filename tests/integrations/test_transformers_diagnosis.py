@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 from click.testing import CliRunner
-from integrations.hf_models import FAMILIES, VOCABULARY, build
+from integrations.hf_models import BY_TURNS, FAMILIES, IMPLEMENTATIONS, build, text
 
 from sonicmoe import observe
 from sonicmoe.cli.main import main
@@ -24,7 +24,6 @@ from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.integrations.transformers import invalidate_caches, register
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 LAYERS = 3
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,12 +35,18 @@ def registered():
     assert observe._observers == ()
 
 
-def ids() -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+def step(model):
+    model(input_ids=text(), labels=text(), use_cache=False).loss.backward()
 
 
-def step(model, **options):
-    model(input_ids=ids(), labels=ids(), use_cache=False, **options).loss.backward()
+def spoil(weight, *index):
+    with torch.no_grad():
+        weight[index] = float("nan")
+
+
+def fault_in(run):
+    """The line that says where it began."""
+    return str(found(run)).splitlines()[1]
 
 
 def experts_of(model):
@@ -59,8 +64,7 @@ def found(run, directory=None) -> NonFiniteError:
     return caught.value
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@IMPLEMENTATIONS
+@BY_TURNS
 def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, tmp_path):
     """A NaN in the up half of one of the last layer's gate_up_proj; the file names it too."""
     model = build(FAMILIES[family](LAYERS - 1), implementation)
@@ -68,8 +72,7 @@ def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, 
     weight = experts.gate_up_proj
     # Behind the middle of the axis of gate and up, which is the last one of transposed weights.
     index = (5, 7, 43) if experts.is_transposed else (5, weight.shape[1] // 2 + 3, 7)
-    with torch.no_grad():
-        weight[index] = float("nan")
+    spoil(weight, *index)
     error = found(lambda: step(model), tmp_path)
     whole = f"{name}.gate_up_proj[{', '.join(map(str, index))}]"
     line = str(error).splitlines()[1]
@@ -107,25 +110,22 @@ def test_a_write_that_left_no_trace_is_found_in_the_weights_and_in_the_copies(bl
 def test_every_other_weight_of_a_model_with_biases(name):
     model = build(FAMILIES["gpt-oss"](2), "sonicmoe")
     index = (4, 7, 3)[: 3 if name == "down_proj" else 2]
-    with torch.no_grad():
-        getattr(model.model.layers[1].mlp.experts, name)[index] = float("nan")
+    spoil(getattr(model.model.layers[1].mlp.experts, name), *index)
     stage = {"down_proj": "w2", "gate_up_proj_bias": "b1", "down_proj_bias": "b2"}[name]
     whole = f"model.layers.1.mlp.experts.{name}[{', '.join(map(str, index))}]"
-    line = str(found(lambda: step(model))).splitlines()[1]
+    line = fault_in(lambda: step(model))
     assert line.startswith(f"first bad: input {stage} = {whole} at expert 4: nan")
 
 
 def test_tokens_probabilities_and_the_gradient():
     model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
-    with torch.no_grad():
-        model.model.layers[1].mlp.gate.weight[3] = float("nan")
+    spoil(model.model.layers[1].mlp.gate.weight, 3)
     text = str(found(lambda: step(model)))
     assert "of model.layers.1.mlp.experts is not finite" in text
     assert "first bad: input probs = top_k_weights[" in text
 
     model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
-    with torch.no_grad():
-        model.model.layers[1].post_attention_layernorm.weight[5] = float("nan")
+    spoil(model.model.layers[1].post_attention_layernorm.weight, 5)
     assert "input x = hidden_states[0, 5] at token 0, column 5" in str(found(lambda: step(model)))
 
     model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
@@ -139,14 +139,12 @@ def test_tokens_probabilities_and_the_gradient():
     assert "first bad: input dout at token 0, column 0" in text
 
 
-@IMPLEMENTATIONS
-def test_in_a_compiled_model(implementation):
+def test_in_a_compiled_model():
     torch._dynamo.reset()
-    model = build(FAMILIES["mixtral"](2), implementation)
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+    model = build(FAMILIES["mixtral"](2), "sonicmoe_fp8")
+    spoil(model.model.layers[1].mlp.experts.gate_up_proj, 5, 60, 3)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    line = str(found(lambda: step(model))).splitlines()[1]
+    line = fault_in(lambda: step(model))
     whole = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
     assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan")
 
@@ -167,9 +165,8 @@ def test_a_weight_that_is_computed_has_the_name_of_its_attribute(implementation,
     step(model)
     written = load_dump(path)
     assert written.caller.layer == "model.layers.1.mlp.experts" and written.dout is not None
-    with torch.no_grad():
-        experts.parametrizations.gate_up_proj.original[5, 60, 3] = float("nan")
-    line = str(found(lambda: step(model))).splitlines()[1]
+    spoil(experts.parametrizations.gate_up_proj.original, 5, 60, 3)
+    line = fault_in(lambda: step(model))
     named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
     assert line.startswith(f"first bad: input w1 = {named} at expert 5: nan")
 
@@ -189,8 +186,7 @@ def test_of_a_distributed_weight_it_is_this_ranks_part(implementation, one_rank_
 
     model = build(FAMILIES["qwen3-moe"](2), implementation)
     experts = model.model.layers[1].mlp.experts
-    with torch.no_grad():
-        experts.gate_up_proj[5, 60, 3] = float("nan")
+    spoil(experts.gate_up_proj, 5, 60, 3)
     whole = distribute_tensor(experts.gate_up_proj.detach(), one_rank_mesh, [Shard(0)])
     experts.gate_up_proj = torch.nn.Parameter(whole)
     error = found(lambda: step(model))
@@ -199,16 +195,14 @@ def test_of_a_distributed_weight_it_is_this_ranks_part(implementation, one_rank_
     assert error.report.layer == "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@IMPLEMENTATIONS
+@BY_TURNS
 def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, tmp_path):
     model = build(FAMILIES[family](2), implementation)
     with detect_nonfinite(), captured_calls("step") as cases:
         step(model)
     names = list(experts_of(model))
-    assert [case.name for case in cases] == [
-        f"step-{n} {name}" for n, name in enumerate(reversed(names))
-    ]
+    wanted = [f"step-{n} {name}" for n, name in enumerate(reversed(names))]
+    assert [case.name for case in cases] == wanted
     path = tmp_path / "case.npz"
     save_dump(path, cases[0])
     result = CliRunner().invoke(main, ["bisect", str(path), "--json"])
@@ -242,44 +236,44 @@ import sys
 
 import torch
 import torch.distributed as dist
-from integrations.hf_models import FAMILIES, VOCABULARY, build
+from integrations.hf_models import FAMILIES, build, text
 from torch.distributed.fsdp import fully_shard
 
 from sonicmoe.diagnostics.capture import dump
 from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.integrations.transformers import register
 
-implementation, path = sys.argv[1:]
 register()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = dist.init_device_mesh("cpu", (1,))
-model = build(FAMILIES["qwen3-moe"](2), implementation)
-with torch.no_grad():
-    model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
-for layer in model.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-dump(model.model.layers[0].mlp.experts, path)
-ids = torch.randint(3, VOCABULARY, (2, 24))
-try:
-    with detect_nonfinite():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-except ArithmeticError as error:
-    print(error)
+for implementation in ("sonicmoe", "sonicmoe_fp8"):
+    model = build(FAMILIES["qwen3-moe"](2), implementation)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    dump(model.model.layers[0].mlp.experts, f"{sys.argv[1]}/{implementation}.npz")
+    try:
+        with detect_nonfinite():
+            model(input_ids=text(), labels=text(), use_cache=False).loss.backward()
+    except ArithmeticError as error:
+        print(error)
 dist.destroy_process_group()
 """
 
 
-@IMPLEMENTATIONS
-def test_in_a_fully_sharded_model(implementation, tmp_path):
+def test_in_a_fully_sharded_model(tmp_path):
     """The parameter is gathered for the call, and is found by the same name as without. In another
     process, because one that has sharded a module keeps no prepared weights.
     """
-    script, path = tmp_path / "sharded.py", tmp_path / "step.npz"
+    script = tmp_path / "sharded.py"
     script.write_text(SHARDED, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    arguments = [str(script), implementation, str(path)]
-    result = processes.run(arguments, environment, ROOT, timeout=240)
+    result = processes.run([str(script), str(tmp_path)], environment, ROOT, timeout=240)
     named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
-    assert f"first bad: input w1 = {named} at expert 5: nan" in result.stdout, result.stderr
-    assert load_dump(path).caller.layer == "model.layers.0.mlp.experts"
+    line = f"first bad: input w1 = {named} at expert 5: nan"
+    assert result.stdout.count(line) == 2, result.stderr
+    for implementation in ("sonicmoe", "sonicmoe_fp8"):
+        written = load_dump(tmp_path / f"{implementation}.npz")
+        assert written.caller.layer == "model.layers.0.mlp.experts"

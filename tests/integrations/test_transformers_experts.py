@@ -4,6 +4,7 @@ sentinels, DTensors, refusals.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from functools import partial
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from functional.following import Following
-from integrations.hf_models import relative_rmse
+from integrations.hf_models import IMPLEMENTATIONS, relative_rmse
+from pairwise import pairwise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -27,15 +29,9 @@ from sonicmoe.integrations.transformers import check_model, register, unsupporte
 
 T, K, E, H, I = 37, 3, 5, 32, 24
 LAYOUTS = [
-    {
-        "is_transposed": transposed,
-        "is_concatenated": concatenated,
-        "has_bias": bias,
-        "has_gate": gate,
-    }
-    for transposed in (False, True)
-    for concatenated, gate in ((True, True), (False, True), (True, False))
-    for bias in (False, True)
+    dict(zip(("is_transposed", "is_concatenated", "has_gate", "has_bias"), values, strict=True))
+    for values in itertools.product((False, True), repeat=4)
+    if values[1] or values[2]  # without a gate nothing lies in pairs
 ]
 
 
@@ -175,21 +171,25 @@ def test_every_arrangement(options):
     assert relative_rmse(run(experts, "sonicmoe_fp8", *batch())["out"], expected["out"]) > 1e-3
 
 
-@pytest.mark.parametrize("hidden_act", ["silu", "swish", "gelu", "relu"])
-def test_gated_activations(hidden_act):
-    experts = make(hidden_act)
+@pytest.mark.parametrize(
+    ("has_gate", "hidden_act"),
+    [
+        *((True, act) for act in ("silu", "swish", "gelu", "relu")),
+        *((False, act) for act in ("silu", "gelu", "relu", "relu2")),
+    ],
+)
+def test_activations(has_gate, hidden_act):
+    experts = make(hidden_act, has_gate=has_gate)
     assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
 
 
-@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "relu", "relu2"])
-def test_plain_activations(hidden_act):
-    experts = make(hidden_act, has_gate=False)
-    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
+GARBAGE = [0.0, float("nan")]  # weights of slots that are not here
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-@pytest.mark.parametrize("invalid", [0.3, 0.99, 1.0])
-@pytest.mark.parametrize("garbage", [0.0, float("nan")], ids=["zero weight", "NaN weight"])
+@pytest.mark.parametrize(
+    ("invalid", "implementation", "garbage"),
+    pairwise([0.3, 0.99, 1.0], ["sonicmoe", "sonicmoe_fp8"], GARBAGE),
+)
 def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
     """Another rank's slots add nothing, whatever their weight says, and get a gradient of exactly
     zero.
@@ -198,18 +198,16 @@ def test_sentinels_of_expert_parallelism(implementation, invalid, garbage):
     x, ids, weights, dout = batch(invalid)
     here = (ids >= 0) & (ids < E)
     found = run(experts, implementation, x, ids, torch.where(here, weights, garbage), dout)
-    assert_close(
-        found,
-        run(experts, "eager", x, ids, weights, dout),
-        1e-6 if implementation == "sonicmoe" else 0.15,
-    )
+    bound = 1e-6 if implementation == "sonicmoe" else 0.15
+    assert_close(found, run(experts, "eager", x, ids, weights, dout), bound)
     assert not found["weights"][~here].any()
     assert not found["out"][~here.any(-1)].any() and not found["x"][~here.any(-1)].any()
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-@pytest.mark.parametrize("invalid", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("garbage", [0.0, float("nan")], ids=["zero weight", "NaN weight"])
+@pytest.mark.parametrize(
+    ("invalid", "implementation", "garbage"),
+    pairwise([0.0, 0.3, 1.0], ["sonicmoe", "sonicmoe_fp8"], GARBAGE),
+)
 def test_gpt_oss_with_sentinels(implementation, invalid, garbage):
     """Its eager forward takes no sentinel: slots of weight 0 stand for them there."""
     x, ids, weights, dout = batch(invalid)
@@ -224,10 +222,8 @@ def test_gpt_oss_with_sentinels(implementation, invalid, garbage):
 
 def test_gpt_oss_gate_in_halves_under_another_name():
     """What is tried out is the gate, in the arrangement that the module declares."""
-    experts = make_gpt_oss(gate_in_halves, is_concatenated=True)
-    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
-    experts = make_gpt_oss(GptOssExperts._apply_gate)
-    assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
+    for experts in (make_gpt_oss(gate_in_halves, True), make_gpt_oss(GptOssExperts._apply_gate)):
+        assert_close(run(experts, "sonicmoe", *batch()), run(experts, "eager", *batch()), 1e-6)
 
 
 @pytest.fixture
@@ -255,7 +251,7 @@ def test_local_parts_of_dtensors(distributed):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@IMPLEMENTATIONS
 def test_in_place_changes_of_dtensors_are_seen(distributed, implementation, training):
     """They move no version counter of the local part, in which kept codes would look current."""
     distributed.config._experts_implementation, (x, ids, weights, _) = implementation, batch()
@@ -267,17 +263,6 @@ def test_in_place_changes_of_dtensors_are_seen(distributed, implementation, trai
         with torch.set_grad_enabled(training):
             outputs.append(distributed(x, ids, weights).detach())
     assert relative_rmse(outputs[1], -1.5 * outputs[0]) < 0.02
-
-
-def test_changed_weights_are_seen():
-    experts = make()
-    for implementation in ("sonicmoe", "sonicmoe_fp8"):
-        before = run(experts, implementation, *batch())["out"]
-        with torch.no_grad():
-            experts.gate_up_proj.mul_(-1.5)
-        after = run(experts, implementation, *batch())["out"]
-        assert relative_rmse(after, before) > 0.1
-        assert relative_rmse(after, run(experts, "eager", *batch())["out"]) < 0.1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -299,13 +284,12 @@ def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
 
 REFUSED = {
     "norm behind every expert": (lambda: with_norm(make()), "normalises the output of every expert"),
-    "tanh GELU": (lambda: make("gelu_new"), "activation NewGELUActivation; needed"),
+    "tanh GELU": (lambda: make("gelu_new"), r"activation NewGELUActivation; needed: one of \['gelu', 'relu', 'silu'\]"),
     "a function": (lambda: with_function(torch.tanh), "activation .*tanh; needed"),
     "a function with the tanh approximation": (lambda: with_function(tanh_gelu), "activation .*tanh_gelu; needed"),
     "arguments bound to a function": (lambda: with_function(partial(tanh_gelu)), "activation functools.partial"),
     "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation; needed"),
     "8-bit weights": (lambda: with_weight(make(), "down_proj", torch.zeros(E, H, I).to(torch.float8_e4m3fn)), "down_proj in"),
-    "GPT-OSS's gate with another alpha": (lambda: make_gpt_oss(gate_in_halves, True, alpha=1.5), "alpha 1.5 in GPT-OSS's gate; needed"),
     "halves under a module that declares pairs": (lambda: make_gpt_oss(gate_in_halves), "a gate of its own"),
     "no 1 added to up": (lambda: make_gpt_oss(gate_without_one), "a gate of its own"),
     "one more clamp": (lambda: make_gpt_oss(gate_clamped_from_below), "a gate of its own"),

@@ -8,13 +8,20 @@ import sys
 
 import pytest
 import torch
-from integrations.hf_models import FAMILIES, VOCABULARY, build, errors, relative_rmse, run
+from integrations.hf_models import (
+    BY_TURNS,
+    FAMILIES,
+    IMPLEMENTATIONS,
+    build,
+    errors,
+    relative_rmse,
+    run,
+    text,
+)
 from transformers import AutoModelForCausalLM
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.integrations.transformers import invalidate_caches, register
-
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +43,10 @@ def token_dtypes(monkeypatch):
 
 
 def prompt() -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
+    return text(5, seed=2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@IMPLEMENTATIONS
+@BY_TURNS
 def test_autocast_lowers_the_experts_whatever_the_norms_return(
     family, implementation, token_dtypes
 ):
@@ -50,9 +56,7 @@ def test_autocast_lowers_the_experts_whatever_the_norms_return(
     with torch.autocast("cpu", torch.bfloat16):
         rounded, found = run(model, "eager"), run(model, implementation)
     assert set(token_dtypes) == {torch.bfloat16}
-    assert {name: value.dtype for name, value in found.items()} == {
-        name: t.dtype for name, t in rounded.items()
-    }
+    assert [found[name].dtype for name in rounded] == [t.dtype for t in rounded.values()]
     limit = max(errors(rounded, exact).values())
     limit = 1.5 * limit if implementation == "sonicmoe" else limit + 0.1
     assert 1e-4 < max(errors(found, exact).values()) <= limit
@@ -67,8 +71,7 @@ def test_autocast_in_a_compiled_graph():
         assert max(errors(run(model, "sonicmoe"), expected).values()) <= 0.02
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@IMPLEMENTATIONS
+@BY_TURNS
 def test_decoding_with_a_cache_equals_one_forward(family, implementation):
     """One token per sequence and step: the logits of every step are those of the whole text, and
     greedy text is `eager`'s.
@@ -97,28 +100,24 @@ def test_saved_and_loaded(implementation, tmp_path):
     expected = model(prompt()).logits
     model.save_pretrained(tmp_path)
     assert "sonicmoe" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path, experts_implementation=implementation, **options
+    loaded, plain = (
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation=name
+        )
+        for name in (implementation, "eager")
     )
     assert torch.equal(loaded(prompt()).logits, expected)
-    plain = AutoModelForCausalLM.from_pretrained(
-        tmp_path, experts_implementation="eager", **options
-    )
-    assert relative_rmse(plain(prompt()).logits, expected) <= (
-        1e-5 if implementation == "sonicmoe" else 0.2
-    )
+    bound = 1e-5 if implementation == "sonicmoe" else 0.2
+    assert relative_rmse(plain(prompt()).logits, expected) <= bound
     assert not torch.equal(plain(prompt()).logits, expected)
 
 
 def test_loading_new_weights_into_a_model_in_use():
-    model, other = (
-        build(FAMILIES["mixtral"](1), "sonicmoe_fp8", seed=seed).eval() for seed in (0, 1)
-    )
-    before = model(prompt()).logits
-    model.load_state_dict(other.state_dict())
-    after = model(prompt()).logits
-    assert torch.equal(after, other(prompt()).logits) and not torch.equal(after, before)
+    models = [build(FAMILIES["mixtral"](1), "sonicmoe_fp8", seed=seed).eval() for seed in (0, 1)]
+    before, wanted = (model(prompt()).logits for model in models)
+    models[0].load_state_dict(models[1].state_dict())
+    after = models[0](prompt()).logits
+    assert torch.equal(after, wanted) and not torch.equal(after, before)
 
 
 def test_writes_without_a_trace_are_announced_for_the_whole_model(blind):
