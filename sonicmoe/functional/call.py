@@ -27,7 +27,7 @@ from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
 from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
-from ..layouts import WeightLayout
+from ..layouts import WeightLayout, WeightSource
 from ..observe import (
     FACES,
     STACKED,
@@ -348,8 +348,5 @@ def _described(
 def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> NativeWeights:
     if weights is None:
         return (*reading.values(), reading.weights.b1, reading.weights.b2)
-    w1, w2, b1, b2 = (None if weight is None else weight.detach() for weight in weights)
-    assert w1 is not None and w2 is not None
     with plain_ops():
-        bias = None if b1 is None else layout.native_b1(b1)
-        return layout.native_w1(w1), layout.native_w2(w2), bias, b2
+        return WeightSource.stacked(*weights, layout=layout).native()

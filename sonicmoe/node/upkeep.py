@@ -124,7 +124,7 @@ class NodeUpkeep:
         check_memory(parameters)
         chosen = self._choices.engine_for_weights(parameters[0])
         with self._choices.scope(), advising("make_copies()", chosen.settings):
-            return WeightCopies(chosen.engine, chosen.settings, layer, parameters)
+            return WeightCopies(chosen.engine, chosen.settings, layer)
 
     def drop_caches(self) -> None:
         """Free everything derived from the weights that this node holds; the next forward makes it

@@ -23,6 +23,7 @@ import logging
 import weakref
 from collections.abc import Sequence, Set
 from functools import partial
+from operator import is_
 
 import torch
 
@@ -54,15 +55,8 @@ class WeightCopies:
     backwards: how many backwards have read them since the event.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        settings: EngineSettings,
-        layer: ExpertParameters,
-        parameters: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Quantise the weights of `layer` now. `parameters`: read from it a moment ago, if they
-        were.
+    def __init__(self, engine: Engine, settings: EngineSettings, layer: ExpertParameters) -> None:
+        """Quantise the weights of `layer` now.
 
         Raises:
             ConfigError: the settings have no FP8 recipe.
@@ -74,10 +68,9 @@ class WeightCopies:
                 "fp8_mode='perf' or 'mem', and sizes that an FP8 engine takes"
             )
         with plain_ops():
-            parameters = parameters or layer.parameters()
+            parameters = layer.parameters()
             check_memory(parameters)
-            self._engine, self._settings = engine.name, settings.of_weights
-            self._fits_settings = settings
+            self._settings, self._fit = settings.of_weights, _fit(engine, settings)
             self._made_of = [weakref.ref(parameter) for parameter in parameters]
             self._ids = set(map(id, parameters))
             self._prepared = PreparedWeights()
@@ -121,11 +114,8 @@ class WeightCopies:
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether they were made of these very parameters."""
-        made_of = self._made_of
-        return len(made_of) == len(parameters) and all(
-            reference() is parameter
-            for reference, parameter in zip(made_of, parameters, strict=True)
-        )
+        made_of = [reference() for reference in self._made_of]
+        return len(made_of) == len(parameters) and all(map(is_, made_of, parameters))
 
     def read(
         self,
@@ -198,15 +188,12 @@ class WeightCopies:
     def _check_fit(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor]
     ) -> None:
-        # Settings are found to fit once: every forward has the same ones.
-        if settings is not self._fits_settings or engine.name != self._engine:
-            made, asked = (_fit(self._engine, self._settings), _fit(engine.name, settings))
-            if made != asked:
-                raise ConfigError(
-                    f"the copies of the weights were made for {_named(*made)}, and this call computes with {_named(*asked)}; "
-                    "needed: copies that were made with the configuration of the call"
-                )
-            self._fits_settings = settings
+        asked = _fit(engine, settings)
+        if asked != self._fit:
+            raise ConfigError(
+                f"the copies of the weights were made for {_named(*self._fit)}, and this call computes with {_named(*asked)}; "
+                "needed: copies that were made with the configuration of the call"
+            )
         expect(
             self.are_of(parameters),
             LayoutError,
@@ -284,10 +271,10 @@ def _check_places(parameters: Sequence[Tensor]) -> None:
             ) from error
 
 
-def _fit(engine: str, settings: EngineSettings) -> tuple[str, str | None, bool]:
+def _fit(engine: Engine, settings: EngineSettings) -> tuple[str, str | None, bool]:
     """What copies depend on, apart from the number of buffers."""
     recipe = settings.recipe
-    return engine, None if recipe is None else recipe.name, is_glu(settings.activation)
+    return engine.name, None if recipe is None else recipe.name, is_glu(settings.activation)
 
 
 def _named(engine: str, recipe: str | None, gated: bool) -> str:

@@ -21,13 +21,12 @@ from ..errors import ShapeError
 from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout
 from .parameters import check_parameter
-from .stacked import StackedParameters
+from .stacked import LEGENDS, StackedParameters
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 
 GROUPED = WeightLayout(transposed=True, split_half=True)
-_LEGENDS = {NATIVE: ("[E, 2I, H]", "[E, H, I]"), GROUPED: ("[E, H, 2I]", "[E, I, H]")}
 
 
 def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
@@ -42,7 +41,7 @@ def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
             return NATIVE
         if (experts, hidden, 2 * weight2[1]) == weight1 and weight2[2] == hidden:
             return GROUPED
-    sonic, grouped = (" and ".join(_LEGENDS[layout]) for layout in (NATIVE, GROUPED))
+    sonic, grouped = (" and ".join(LEGENDS[turned]) for turned in (False, True))
     raise ShapeError(
         f"w1 has shape {weight1} and w2 {weight2} with H = {hidden}; needed: {sonic} (Sonic's layout), or {grouped} (grouped)"
     )
@@ -81,7 +80,7 @@ class PairParameters(StackedParameters):
 
     def _check(self, weight1: Tensor, weight2: Tensor, layout: WeightLayout) -> None:
         for index, (name, weight) in enumerate((("w1", weight1), ("w2", weight2))):
-            shape, legend = self.shape_in(layout, index), _LEGENDS[layout][index]
+            shape, legend = self.shape_in(layout, index), LEGENDS[layout.transposed][index]
             check_parameter(weight, name, shape, legend)
 
     def parameters(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..enums import ActivationType, is_glu
 from ..errors import ShapeError, expect
 from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..refusals import need_shape
 from .parameters import ExpertParameters, check_parameter, check_up
 
 Tensor = torch.Tensor
@@ -22,7 +24,8 @@ StackedWeight = Tensor | tuple[Any, str]
 Shape = tuple[int, ...]
 Matrices = tuple[int, int, int]
 
-_FUSED = (WeightLayout(transposed=True), WeightLayout(transposed=True, split_half=True))
+# Of gated weights, by whether they are transposed.
+LEGENDS = {True: ("[E, H, 2I]", "[E, I, H]"), False: ("[E, 2I, H]", "[E, H, I]")}
 
 
 def _sizes(weight: Tensor) -> Shape:
@@ -62,15 +65,12 @@ class StackedParameters(ExpertParameters):
     def name_of(self, index: int) -> str:
         return f"weight{index + 1}"
 
-    def other_layout(self) -> WeightLayout:
-        """That of the two in which the weights are not."""
-        return NATIVE if self.layout.transposed else _FUSED[is_glu(self.activation)]
-
     def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
         """The layouts of the gradient of the weight at this place, in the order in which they are
         tried; memory that is made for it has the first.
         """
-        return self.layout, self.other_layout()
+        fused = WeightLayout(transposed=True, split_half=is_glu(self.activation))
+        return self.layout, NATIVE if self.layout.transposed else fused
 
     def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
         """Of the first or of the second weight."""
@@ -160,17 +160,11 @@ class FusedParameters(StackedParameters):
         self._weights = self._checked(*map(_current, self._given))
         self._keep_sizes(*map(_sizes, self._weights))
 
-    def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = ("[E, H, 2I]", "[E, I, H]")
-        if not self.layout.transposed:
-            first, second = ("[E, 2I, H]", "[E, H, I]")
+    def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, ...]:
+        first, second = LEGENDS[self.layout.transposed]
         for name, weight, legend in (("weight1", weight1, first), ("weight2", weight2, second)):
             require_framework_tensor(weight, name)
-            expect(
-                len(weight.shape) == 3,
-                ShapeError,
-                f"{name} has shape {tuple(weight.shape)}; needed: {legend}",
-            )
+            need_shape(len(weight.shape) == 3, name, weight, legend)
         up, down = shapes = _sizes(weight1), _sizes(weight2)
         if shapes != (wanted := self._wanted_beside(up, down)):
             turned = _turned(up), _turned(down)
@@ -201,17 +195,16 @@ class FusedParameters(StackedParameters):
         Raises:
             ShapeError: their sizes are not those of the first ones.
         """
-        weight1, weight2 = map(_current, self._given)
-        held1, held2 = self._weights
-        if weight1 is not held1 or weight2 is not held2:
+        given = tuple(map(_current, self._given))
+        if not all(map(is_, given, self._weights)):
             shapes = [tuple(weight.shape) for weight in self._weights]
-            found = [tuple(weight.shape) for weight in self._checked(weight1, weight2)]
+            found = [tuple(weight.shape) for weight in self._checked(*given)]
             expect(
                 found == shapes,
                 ShapeError,
                 f"weight1 and weight2 have shapes {found} by now; the node was made for {shapes}",
             )
-            self._weights = weight1, weight2
+            self._weights = given
         return list(self._weights)
 
 
@@ -241,7 +234,8 @@ class PassedParameters(StackedParameters):
         return self._records
 
     def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
-        """No, so that no kernel is needed for gradients that one plain operation makes."""
+        # No flush kernel then: one plain operation makes what autograd takes, and the kernel would
+        # also zero memory that nobody reads again.
         return False
 
     def user_gradients(
