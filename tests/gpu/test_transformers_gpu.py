@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.device import poisoned_allocator
+from gpu.engine_cases import make_case
+from node.direct_layers import assert_same_bits
 
 pytest.importorskip("transformers", minversion="5.7")
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.gpu
 H, I, E, K = 256, 128, 8, 4
 FP8 = 0.12  # E4M3's 7 % on every gradient, and bf16 between the layers
 BF16 = 0.04
+both = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,11 +43,30 @@ def registered():
     register()
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """The engine of every call, and the dtype of its tokens."""
+    found, original = [], Plan.choose
+
+    def choose(self, x, weights):
+        engine = original(self, x, weights)
+        found.append((engine.name, x.dtype))
+        return engine
+
+    monkeypatch.setattr(Plan, "choose", choose)
+    return found
+
+
 def model_of(family: str) -> torch.nn.Module:
     """One MoE layer, H and I multiples of 128, bf16, on the GPU."""
     config = FAMILIES[family](1)
     config.hidden_size, config.intermediate_size, config.moe_intermediate_size = H, I, I
     return build(config).to("cuda", torch.bfloat16)
+
+
+def some_ids(rows: int, length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator).cuda()
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
@@ -58,35 +80,24 @@ def test_logits_and_every_gradient(family: str) -> None:
     assert found["logits"] >= 1e-3, "nothing was quantised"
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_gpt_oss_runs_in_bf16(implementation: str, monkeypatch, caplog) -> None:
+@both
+def test_gpt_oss_runs_in_bf16(implementation: str, chosen, caplog) -> None:
     """The FP8 kernels have neither its activation nor biases: a warning says so, once."""
-    names, original = [], Plan.choose
-
-    def choose(self, x, weights):
-        engine = original(self, x, weights)
-        names.append(engine.name)
-        return engine
-
-    monkeypatch.setattr(Plan, "choose", choose)
     model = model_of("gpt-oss")
     with torch.no_grad():
         model.model.layers[0].mlp.experts.gate_up_proj.mul_(6.0)  # beyond the clamps
     expected = run(model, "eager")
     with caplog.at_level("INFO", logger="sonicmoe"):
         found = errors(run(model, implementation), expected)
-    assert max(found.values()) <= FP8, (
-        found
-    )  # a z that bf16 rounds across a bound turns its gradient on or off
-    assert found["logits"] <= BF16 and set(names) == {"bf16"}
+    # A z that bf16 rounds across a bound turns its gradient on or off.
+    assert max(found.values()) <= FP8, found
+    assert found["logits"] <= BF16 and {name for name, _ in chosen} == {"bf16"}
     # With a cold cache there are lines on compiling, too.
-    warned = [record for record in caplog.records if "not hopper: " in record.message]
-    assert [record.levelname for record in warned] == ["WARNING"] * (
-        implementation == "sonicmoe_fp8"
-    )
+    levels = [record.levelname for record in caplog.records if "not hopper: " in record.message]
+    assert levels == ["WARNING"] * (implementation == "sonicmoe_fp8")
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@both
 def test_same_bits_with_gradient_checkpointing_and_again(implementation: str) -> None:
     model = model_of("qwen3-moe")
     expected = run(model, implementation)
@@ -95,7 +106,7 @@ def test_same_bits_with_gradient_checkpointing_and_again(implementation: str) ->
     assert max(errors(run(model, implementation), expected).values()) == 0
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@both
 def test_compiled_in_one_graph(implementation: str) -> None:
     torch._dynamo.reset()
     model = model_of("qwen3-moe")
@@ -111,9 +122,7 @@ def test_fp8_training_follows_eager() -> None:
         model = model_of("mixtral")
         model.set_experts_implementation(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        ids = torch.randint(
-            3, VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1)
-        ).cuda()
+        ids = some_ids(4, 48, seed=1)
         history = []
         for _ in range(5):
             loss = model(input_ids=ids, labels=ids).loss
@@ -128,36 +137,26 @@ def test_fp8_training_follows_eager() -> None:
     assert ((fp8 - eager).abs() / eager).max() <= 0.05
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
-def test_fp32_parameters_under_autocast(implementation: str, monkeypatch) -> None:
+@both
+def test_fp32_parameters_under_autocast(implementation: str, chosen) -> None:
     """Norms return fp32 there; the experts get bf16 all the same, so that a GPU engine takes them."""
-    names, original = [], Plan.choose
-
-    def choose(self, x, weights):
-        engine = original(self, x, weights)
-        names.append((engine.name, x.dtype))
-        return engine
-
-    monkeypatch.setattr(Plan, "choose", choose)
     model = model_of("mixtral").float()
     with torch.autocast("cuda", torch.bfloat16):
         expected, found = run(model, "eager"), run(model, implementation)
-    assert {dtype for _, dtype in names} == {torch.bfloat16} and "reference" not in {
-        name for name, _ in names
-    }
-    assert max(errors(found, expected).values()) <= (
-        FP8 if implementation == "sonicmoe_fp8" else BF16
-    )
+    assert {dtype for _, dtype in chosen} == {torch.bfloat16}
+    assert "reference" not in {name for name, _ in chosen}
+    bound = FP8 if implementation == "sonicmoe_fp8" else BF16
+    assert max(errors(found, expected).values()) <= bound
 
 
-@pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
+@both
 def test_decoding_with_a_cache(implementation: str) -> None:
     """Two tokens a step: every step's logits are those of the whole text, up to what other
     attention kernels round.
     """
     model = model_of("qwen3-moe").eval()
     model.set_experts_implementation(implementation)
-    ids = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2)).cuda()
+    ids = some_ids(2, 5, seed=2)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "output_scores": True}
     generated = model.generate(ids, **options, return_dict_in_generate=True)
     with torch.inference_mode():
@@ -166,50 +165,35 @@ def test_decoding_with_a_cache(implementation: str) -> None:
     assert relative_rmse(torch.stack(generated.scores, 1), whole) <= 0.05
 
 
-# Sentinels
-
-
-def experts_run(invalid: float, use_fp8: bool, tokens: int = 700) -> list[torch.Tensor]:
+def experts_run(invalid: float, use_fp8: bool) -> list[torch.Tensor]:
     """Mask of valid slots, out, dx, dprobs, dw1, dw2 of split-half weights as transformers stores
-    them.
+    them. What an invalid slot carries is nobody's business.
     """
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
-
-    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
-    dropped = torch.rand(tokens, K, generator=generator) < invalid
-    ids[dropped] = torch.where(torch.rand(tokens, K, generator=generator) < 0.5, -1, E + 2)[dropped]
-    here = ((ids >= 0) & (ids < E)).cuda()
-    probs = torch.rand(tokens, K, generator=generator).cuda()
-    probs = torch.where(
-        here, probs, float("nan")
-    ).requires_grad_()  # what an invalid slot carries is nobody's business
-    x, w1, w2 = normal(tokens, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * I**-0.5
-    leaves = [leaf.requires_grad_() for leaf in (x, w1, w2)]
+    sizes = {"hidden": H, "intermediate": I, "experts": E, "topk": K}
+    case = make_case(700, **sizes, invalid=invalid, empty=(), seed=3)
+    probs = torch.where(case.valid, case.probs, float("nan"))
+    leaves = [leaf.requires_grad_() for leaf in (case.x, probs, *case.weights[:2])]
+    x, probs, w1, w2 = leaves
     out = expert_mlp(
-        x, ids.cuda(), probs, w1, w2, None, None, ActivationType.SWIGLU,
+        x, case.indices, probs, w1, w2, None, None, ActivationType.SWIGLU,
         layout=WeightLayout(split_half=True), use_fp8=use_fp8,
     )  # fmt: skip
-    dx, dw1, dw2, dprobs = torch.autograd.grad(out, [*leaves, probs], normal(tokens, H))
-    return [here, out.detach(), dx, dprobs, dw1, dw2]
+    return [case.valid, out.detach(), *torch.autograd.grad(out, leaves, case.dout)]
 
 
-@pytest.mark.parametrize("use_fp8", [False, True])
 @pytest.mark.parametrize("invalid", [0.0, 0.5, 0.99, 1.0])
-def test_sentinels_touch_nothing_under_a_poisoned_allocator(use_fp8: bool, invalid: float) -> None:
-    clean = experts_run(invalid, use_fp8)
-    with poisoned_allocator():
-        poisoned = experts_run(invalid, use_fp8)
-    for a, b in zip(clean, poisoned, strict=True):
-        assert torch.equal(a, b) and bool(torch.isfinite(a.float()).all())
-    here, out, dx, dprobs, *_ = clean
-    assert not dprobs[~here].any()
-    assert not out[~here.any(-1)].any() and not dx[~here.any(-1)].any()
-
-
-def test_fp8_of_valid_slots_does_not_depend_on_the_invalid_ones() -> None:
-    """The same valid slots among invalid ones of either spelling: FP8 against the unquantised run."""
-    for fp8, plain in zip(experts_run(0.5, True)[1:], experts_run(0.5, False)[1:], strict=True):
-        assert 1e-3 <= relative_rmse(fp8, plain) <= FP8
+def test_sentinels_touch_nothing_under_a_poisoned_allocator(invalid: float) -> None:
+    """FP8 of the valid slots is as far from the unquantised run as ever."""
+    found = []
+    for use_fp8 in (False, True):
+        clean = experts_run(invalid, use_fp8)
+        with poisoned_allocator():
+            assert_same_bits(experts_run(invalid, use_fp8), clean)
+        assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in clean)
+        here, out, dx, dprobs, *_ = clean
+        assert not dprobs[~here].any()
+        assert not out[~here.any(-1)].any() and not dx[~here.any(-1)].any()
+        found.append(clean[1:])
+    if invalid == 0.5:
+        for plain, fp8 in zip(*found, strict=True):
+            assert 1e-3 <= relative_rmse(fp8, plain) <= FP8
