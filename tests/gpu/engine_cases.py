@@ -335,11 +335,7 @@ def owned(value, rows, used):
         return [("", value[:used])] if value.shape[0] == rows else []
     if rows not in value.codes.shape:
         return []
-    codes, scales, used_scales = (
-        value.bytes,
-        value.scale_inv,
-        used // value.block.rows,
-    )
+    codes, scales, used_scales = (value.bytes, value.scale_inv, used // value.block.rows)
     if value.orientation is Orientation.COLUMNS:
         return [(".codes", codes[:, :used]), (".scale_inv", scales[:, :used_scales])]
     return [(".codes", codes[:used]), (".scale_inv", scales[:used_scales])]

@@ -112,12 +112,7 @@ class TestMemory:
         freed = before - self.PARAMETERS
         assert self.allocated() - freed == pytest.approx(orders * self.ORDER, abs=1)
         if not iso:
-            layers.outstanding(
-                layer,
-                (0,),
-                copies,
-                before_backward=partial(self.released, copies),
-            )
+            layers.outstanding(layer, (0,), copies, before_backward=partial(self.released, copies))
             assert self.allocated() - freed == pytest.approx(self.ORDER, abs=1)
         del copies
         release_scratch()

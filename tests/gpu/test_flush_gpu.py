@@ -238,9 +238,7 @@ def test_the_kernel_serves_gpu_accumulators(monkeypatch):
     weights = GradientSink(source, FlushMode.STEP)
     fill(weights, 0)
     monkeypatch.setattr(
-        flush,
-        "_add_one_by_one",
-        lambda *_: pytest.fail("plain operations served the flush"),
+        flush, "_add_one_by_one", lambda *_: pytest.fail("plain operations served the flush")
     )
     weights.flush()
 

@@ -5,9 +5,11 @@ shows it.
 
 import pytest
 import torch
+from gpu.test_quantize_gpu import user_weights
+from kernels.test_quantize_on_host import values as values_on_host
 from pairwise import pairwise
 
-from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
+from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import dequantize, quantize
@@ -20,22 +22,19 @@ pytestmark = [
 
 
 def values(shape, dtype, seed=0):
-    """Rows of very different sizes, with zeros, denormals, NaN and infinity."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    octaves = torch.randint(-12, 12, (shape[-2], 1), generator=generator, device="cuda")
-    x = (torch.randn(shape, generator=generator, device="cuda") * torch.exp2(octaves)).to(dtype)
-    flat = x.view(-1)
-    for special in (float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).tiny / 4):
-        flat[torch.randint(0, flat.numel(), (3,), generator=generator, device="cuda")] = special
-    flat[:16], flat[1] = 0.0, -0.0
-    return x
+    return values_on_host(shape, dtype, seed).cuda()
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found.bytes, wanted.bytes)
+    assert torch.equal(found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32))
 
 
 def square(x):
     return quantize(x, iso(32), scale_format=ScaleFormat.POW2)
 
 
-def random_routing(tokens, experts, topk, seed=0, spare=0):
+def random_routing(tokens, experts, topk, seed=0):
     """Expert 1 has no tokens; a third of the slots serves nobody."""
     generator = torch.Generator("cuda").manual_seed(seed)
     ids = torch.rand((tokens, experts), generator=generator, device="cuda").argsort(1)[:, :topk]
@@ -74,13 +73,9 @@ def test_rows(width, gathers):
     if not gathers:
         source = gathered(x, routing).to(torch.bfloat16)
         source[routing.row_token < 0] = float("nan")  # must not matter
-    found = mx.quantize_rows_iso32(
-        source, routing.row_token, routing.padded_offsets, gathers=gathers
-    )
+    places = routing.row_token, routing.padded_offsets
+    found, again = (mx.quantize_rows_iso32(source, *places, gathers=gathers) for _ in range(2))
     assert_rows(found, wanted, routing)
-    again = mx.quantize_rows_iso32(
-        source, routing.row_token, routing.padded_offsets, gathers=gathers
-    )
     rows = int(routing.padded_offsets[-1])  # nobody writes those behind
     assert torch.equal(found.bytes[:rows], again.bytes[:rows])
 
@@ -92,8 +87,7 @@ def test_every_bit_pattern():
     offsets = torch.tensor([0, 256, 512], device="cuda")
     found = mx.quantize_rows_iso32(x, token, offsets, gathers=True)
     wanted = square(x)
-    assert torch.equal(found.bytes, wanted.bytes)
-    assert torch.equal(found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32))
+    assert_same(found, wanted)
 
 
 def test_one_contraction_alone():
@@ -127,23 +121,13 @@ def test_the_product_of_codes_is_that_of_values():
     pairwise([torch.bfloat16, torch.float16, torch.float32], *[[False, True]] * 2),
 )
 def test_weights(dtype, transposed, split_half):
-    for experts, hidden, inner in ((3, 272, 80), (2, 512, 384)):
-        w1, w2 = (
-            values((experts, 2 * inner, hidden), dtype, 1),
-            values((experts, hidden, inner), dtype, 2),
-        )
-        up = deinterleave_gate_up(w1) if split_half else w1
-        order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
-        layout = WeightLayout(transposed, split_half)
-        source = WeightSource(tuple(order(up)), tuple(order(w2)), layout)
+    for sizes in ((3, 272, 80), (2, 512, 384)):
+        source = user_weights(sizes, dtype, transposed, split_half)
         weights = mx.MxWeights()
         weights.update(source, force=True)
-        for native, found in zip((w1, w2), (weights.w1, weights.w2), strict=True):
+        for native, found in zip(source.native()[:2], (weights.w1, weights.w2), strict=True):
             wanted = square(native)
-            assert torch.equal(found.bytes, wanted.bytes)
-            assert torch.equal(
-                found.scale_inv.view(torch.int32), wanted.scale_inv.view(torch.int32)
-            )
+            assert_same(found, wanted)
             for scales, atoms in zip(
                 (found.along_columns, found.along_rows), mx.scale_atoms(wanted), strict=True
             ):

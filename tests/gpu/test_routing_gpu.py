@@ -12,14 +12,7 @@ from functools import partial
 import pytest
 import torch
 from gpu.device import captured, poisoned_allocator, waiting_is_an_error
-from kernels.routing_cases import (
-    built_by,
-    corpus,
-    distinct_probs,
-    moved_by,
-    sentinels,
-    topk_of,
-)
+from kernels.routing_cases import built_by, corpus, distinct_probs, moved_by, sentinels, topk_of
 
 from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.errors import RoutingError
