@@ -13,8 +13,8 @@ from functools import cache
 
 import pytest
 import torch
+from gpu import hopper_step
 from gpu.device import start_two_ranks
-from gpu.hopper_step import Batch, main_grads, make_batch, make_experts, make_node, run
 from gpu.lost_rank_gpu_worker import METHODS, TIMEOUT_S
 from node.direct_layers import assert_same_bits
 from worlds import ROOT, TESTS, finish
@@ -107,24 +107,14 @@ def test_the_other_rank_ends_and_says_why(kind, place, tmp_path):
     print(f"{kind}, {place}: ended with {survivor[0]} after {seconds:.0f} s")
 
 
-def step_on(device: str, config: SonicMoEConfig) -> list[torch.Tensor]:
-    """out, dx, dprobs and every main_grad, on the host."""
-    experts = make_experts().to(device)
-    for parameter in experts.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, device=device)
-    x, indices, probs, dout = (tensor.detach().to(device) for tensor in make_batch().tensors)
-    node = make_node(experts, config)
-    results = run(node, Batch(x.requires_grad_(), indices, probs.requires_grad_(), dout))
-    node.step()
-    return [tensor.cpu() for tensor in (*results, *main_grads(experts))]
-
-
 @pytest.mark.parametrize("engine", ["hopper", "bf16"])
 def test_gives_the_bits_of_the_current_one(engine: str) -> None:
     config = SonicMoEConfig(fp8_mode="perf" if engine == "hopper" else "off", engine=engine)
     assert torch.cuda.current_device() == 0
-    second = step_on("cuda:1", config)  # before the current one has loaded anything
-    first = step_on("cuda:0", config)
+    # The second one before the current one has loaded anything.
+    second, first = (
+        hopper_step.layer(config, device=device).step(0) for device in ("cuda:1", "cuda:0")
+    )
     assert torch.cuda.current_device() == 0
-    assert_same_bits(first, second)
+    assert_same_bits(first, [tensor.to("cuda:0") for tensor in second])
     assert any(bool(tensor.any()) for tensor in first)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
 from gpu.device import compiled_beforehand, fill_free_memory
-from gpu.hopper_step import E, H, I, K, make_batch
+from gpu.hopper_step import E, H, I, K, layer
 from node.direct_layers import DirectLayer, Setup
 from node.sentinel_layers import memory_full_of
 
@@ -286,7 +286,7 @@ def test_moe_on_a_full_gpu(fails_at):
     def run(fails_at):
         torch.manual_seed(0)
         moe = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16)
-        x = make_batch().x.detach().requires_grad_()
+        x = layer().batch()[0].detach().requires_grad_()
 
         def step():
             moe.zero_grad()

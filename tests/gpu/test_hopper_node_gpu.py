@@ -10,27 +10,13 @@ import logging
 import pytest
 import torch
 from gpu.device import LONG, captured, compiled_beforehand, waiting_is_an_error
-from gpu.hopper_step import (
-    FP8,
-    E,
-    H,
-    I,
-    K,
-    backward,
-    forward,
-    main_grads,
-    make_batch,
-    make_experts,
-    make_node,
-    run,
-)
+from gpu.hopper_step import FP8, E, H, I, K, T, layer
 from node.direct_layers import assert_same_bits, relative
 
 from sonicmoe import MoE, SonicMoEConfig
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.enums import ActivationType
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.gradients import destinations
 from sonicmoe.jit.cuda_source import CudaSource
@@ -54,18 +40,31 @@ compiled = compiled_beforehand(
 )
 
 
-def layer(seed=0, config=FP8, **options):
-    """`(node, experts)`."""
-    experts = make_experts(seed)
-    return make_node(experts, config, **options), experts
-
-
-def whole_step(node, experts, *batches):
+def whole_step(made, *batches):
     """Results of every micro-batch, then every main_grad; no gradient waits for `step()`."""
-    results = [tensor for batch in batches for tensor in run(node, batch)]
-    assert node.gradient_bytes == 0
-    node.step()
-    return results + main_grads(experts)
+    results = [tensor for batch in batches for tensor in made.run(batch)]
+    assert made.node.gradient_bytes == 0
+    made.node.step()
+    return results + made.main_grads
+
+
+def batches_of(*tokens):
+    made = layer()
+    return [made.batch(seed, count) for seed, count in enumerate(tokens)]
+
+
+def forward(made, batch):
+    x, indices, probs, _ = batch
+    return made.node(x, None, indices, probs)
+
+
+def backward(out, batch):
+    """`(dx, dprobs)`"""
+    x, _, probs, dout = batch
+    out.backward(dout)
+    found = x.grad, probs.grad
+    x.grad = probs.grad = None
+    return found
 
 
 def engine_lines(caplog):
@@ -82,7 +81,7 @@ class TestChoice:
 
     def test_node(self, caplog):
         for seed in range(2):
-            whole_step(*layer(seed, AUTO), make_batch())
+            whole_step(made := layer(AUTO, seed=seed), made.batch())
         (line,) = engine_lines(caplog)
         assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
 
@@ -97,8 +96,8 @@ class TestChoice:
         assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
 
     def test_a_size_without_a_kernel_falls_back_out_loud(self, caplog):
-        experts = make_experts(0, *UNFIT)
-        run(make_node(experts, AUTO), make_batch(50, 0, 256, 2, 1))
+        made = layer(AUTO, sizes=(*UNFIT, 1), tokens=50)
+        made.run(made.batch())
         (line,) = engine_lines(caplog)
         assert line.startswith("engine bf16 on cuda:0: not hopper: H is 256 and I is 96")
         assert line.endswith("without FP8")
@@ -109,8 +108,7 @@ class TestChoice:
 class TestNumbers:
     def test_node_against_the_emulation(self):
         ours, theirs = (
-            whole_step(*layer(config=config), make_batch(), make_batch(300, 1))
-            for config in (FP8, EMULATION)
+            whole_step(layer(config), *batches_of(700, 300)) for config in (FP8, EMULATION)
         )
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert relative(a, b) <= 0.03, index
@@ -130,62 +128,57 @@ class TestNumbers:
             assert relative(a, b) <= (0.06 if name == "router.weight" else 0.03), name
 
     def test_an_empty_micro_batch(self):
-        node, experts = layer()
-        empty, batch = make_batch(0), make_batch()
-        wanted = whole_step(*layer(), batch)
-        out, dx, dprobs = run(node, empty)
+        made, (batch,) = layer(), batches_of(700)
+        wanted = whole_step(layer(), batch)
+        out, dx, dprobs = made.run([tensor.detach()[:0] for tensor in batch])
         assert out.shape == dx.shape == (0, H) and dprobs.shape == (0, K)
-        assert_same_bits(whole_step(node, experts, batch), wanted)
-
-
-def fused_layer(config=FP8, **options):
-    """`layer` on two stacked parameters, with `main_grad`s."""
-    experts = make_experts()
-    stacked = [
-        torch.stack([getattr(e, name).weight.detach() for e in experts])
-        for name in ("up_gate_proj", "down_proj")
-    ]
-    weights = torch.nn.ParameterList(torch.nn.Parameter(weight) for weight in stacked)
-    for weight in weights:
-        weight.main_grad = torch.zeros(weight.shape, device=weight.device)
-    return SonicMoEMlpNode.from_fused(*weights, config=config, **options), weights
+        assert_same_bits(whole_step(made, batch), wanted)
 
 
 def memory_mode(**changes):
     return SonicMoEConfig(**{"fp8_mode": "perf", "engine": "hopper"} | changes)
 
 
-STEP, SPLIT = {"flush": "step"}, {"flush": "step", "split_wgrad": True}
+STEP, SPLIT, FUSED = (
+    {"flush": "step"},
+    {"flush": "step", "split_wgrad": True},
+    {"arrangement": "fused"},
+)
 SYNC_FREE = {
-    "plain": (layer, FP8, {}),
-    "iso_weight and recompute_z": (layer, memory_mode(iso_weight=True, recompute_z=True), {}),
-    "mem": (layer, memory_mode(fp8_mode="mem"), {}),
-    "plain wgrad": (layer, PLAIN_WGRAD, {}),
-    "step": (layer, FP8, STEP),
-    "split_wgrad": (layer, FP8, SPLIT),
-    "from_fused": (fused_layer, FP8, {}),
-    "bf16": (layer, BF16, {}),
-    "bf16, step": (layer, BF16, STEP),
-    "bf16, split_wgrad": (layer, BF16, SPLIT),
-    "bf16, from_fused": (fused_layer, BF16, {}),
+    "plain": (FP8, {}),
+    "iso_weight and recompute_z": (memory_mode(iso_weight=True, recompute_z=True), {}),
+    "mem": (memory_mode(fp8_mode="mem"), {}),
+    "plain wgrad": (PLAIN_WGRAD, {}),
+    "step": (FP8, STEP),
+    "split_wgrad": (FP8, SPLIT),
+    "from_fused": (FP8, FUSED),
+    "bf16": (BF16, {}),
+    "bf16, step": (BF16, STEP),
+    "bf16, split_wgrad": (BF16, SPLIT),
+    "bf16, from_fused": (BF16, FUSED),
 }
 
 
-@pytest.mark.parametrize(("make", "config", "options"), SYNC_FREE.values(), ids=SYNC_FREE)
-def test_waits_for_nothing(make, config, options):
-    node, weights = make(config=config, **options)
-    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 333, 1500))]
-    counts = [int((batches[2].indices == e).sum()) for e in range(E)]
+@pytest.mark.parametrize(("config", "options"), SYNC_FREE.values(), ids=SYNC_FREE)
+def test_waits_for_nothing(config, options):
+    made, batches = layer(config, **options), batches_of(700, 333, 1500)
+    counts = [int((batches[2][1] == e).sum()) for e in range(E)]
+
+    def with_counts(x, _, *rest):
+        return made.node(x, counts, *rest)
+
     for _ in range(3):  # over the first steps the guard of a forgotten step() compares values
-        run(node, batches[0])
-        node.step()
+        made.run(batches[0])
+        made.node.step()
     with waiting_is_an_error():
         for _ in range(2):
             for batch in batches:
-                run(node, batch)
-            backward(forward(node, batches[2], counts), batches[2])
-            node.step()
-    assert all(bool(weight.main_grad.any()) for weight in weights.parameters()), "computed nothing"
+                made.run(batch)
+            made.run(batches[2], node=with_counts)
+            made.node.step()
+    # One expert has no token.
+    idle = [not bool(gradient.any()) for gradient in made.main_grads]
+    assert sum(idle) == (0 if len(idle) == 2 else 2), "computed nothing"
 
 
 @pytest.mark.parametrize(
@@ -200,54 +193,51 @@ def test_captured_in_a_cuda_graph():
     """Forward, backward and step; replayed with other tokens, other routing and other weights, all
     copied in place.
     """
-    node, experts = layer()
-    static = make_batch()
+    made = layer()
+    static = made.batch(0, T)
 
     def step():
-        results = run(node, static)
-        node.step()
+        results = made.run(static)
+        made.node.step()
         return results
 
     def before():
         for _ in range(3):
             step()
         # so that the graph holds the check for changes, and no unconditional quantisation
-        node.prequantize_weights()
+        made.node.prequantize_weights()
 
     graph, results = captured(step, before)
     for seed in (1, 2, 2):
-        fresh_node, fresh = layer(seed)
-        batch = make_batch(seed=seed)
-        wanted = whole_step(fresh_node, fresh, batch)
+        fresh = layer(seed=seed)
+        batch = fresh.batch(seed, T)
+        wanted = whole_step(fresh, batch)
         with torch.no_grad():
-            for mine, its in zip(static.tensors, batch.tensors, strict=True):
+            for mine, its in zip((*static, *made.weights), (*batch, *fresh.weights), strict=True):
                 mine.copy_(its)
-            for mine, its in zip(experts.parameters(), fresh.parameters(), strict=True):
-                mine.copy_(its)
-                mine.main_grad.zero_()
+        made.clear()
         graph.replay()
-        assert_same_bits([*results, *main_grads(experts)], wanted)
+        assert_same_bits([*results, *made.main_grads], wanted)
 
 
 def test_micro_batches_on_a_side_stream():
-    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 129, 1024))]
-    wanted = whole_step(*layer(), *batches)
-    node, experts = layer()
-    originals = [batch.x.detach().clone() for batch in batches]
+    batches = batches_of(700, 129, 1024)
+    wanted, made = whole_step(layer(), *batches), layer()
+    originals = [x.detach().clone() for x, *_ in batches]
     with torch.no_grad():
-        for batch in batches:
-            batch.x.fill_(float("nan"))  # what the caller's stream would read
+        for x, *_ in batches:
+            x.fill_(float("nan"))  # what the caller's stream would read
     torch.cuda.synchronize()
     side, results = torch.cuda.Stream(), []
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
         for batch, original in zip(batches, originals, strict=True):
             with torch.no_grad():
-                batch.x.copy_(original)
-            results += run(node, batch)
+                batch[0].copy_(original)
+            results += made.run(batch)
     torch.cuda.current_stream().wait_stream(side)
-    node.step()
-    assert_same_bits(results + main_grads(experts), wanted)
+    made.node.step()
+    assert_same_bits(results + made.main_grads, wanted)
 
 
 @pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
@@ -255,20 +245,19 @@ def test_two_streams_share_a_node(config):
     """The first is late, and nobody waits for it: the second needs the weights it prepares, and
     adds to the sums it adds to.
     """
-    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 513))]
-    wanted = whole_step(*layer(config=config), *batches)
-    node, experts = layer(config=config)
+    batches = batches_of(700, 513)
+    wanted, made = whole_step(layer(config), *batches), layer(config)
     streams, results = [torch.cuda.Stream() for _ in batches], []
     torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
         torch.cuda._sleep(LONG)
     for stream, batch in zip(streams, batches, strict=True):
         with torch.cuda.stream(stream):
-            results += run(node, batch)
+            results += made.run(batch)
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
-    node.step()
-    assert_same_bits(results + main_grads(experts), wanted)
+    made.node.step()
+    assert_same_bits(results + made.main_grads, wanted)
 
 
 @pytest.mark.parametrize(
@@ -277,51 +266,49 @@ def test_two_streams_share_a_node(config):
     ids=["in order", "backwards, mem", "another"],
 )
 def test_several_forwards_outstanding(config, order):
-    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 129, 1024))]
-    one_by_one = whole_step(*layer(), *batches)
-    node, experts = layer(config=config)
-    outs = [forward(node, batch) for batch in batches]
+    batches = batches_of(700, 129, 1024)
+    one_by_one, made = whole_step(layer(), *batches), layer(config)
+    outs = [forward(made, batch) for batch in batches]
     gradients_of = {index: backward(outs[index], batches[index]) for index in order}
-    node.step()
+    made.node.step()
     results = [t for index in range(3) for t in (outs[index].detach(), *gradients_of[index])]
     assert_same_bits(results, one_by_one[:9])
-    for a, b in zip(main_grads(experts), one_by_one[9:], strict=True):
+    for a, b in zip(made.main_grads, one_by_one[9:], strict=True):
         assert relative(a, b) <= 1e-6  # three fp32 sums in another order
 
 
 @pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
 def test_split_weight_gradients_are_the_same_bits(config):
     """Whatever the caller writes into memory that a backward has dropped."""
-    batches = [make_batch(tokens, seed) for seed, tokens in enumerate((700, 4096, 300))]
-    wanted = whole_step(*layer(config=config), *batches)
+    batches = batches_of(700, 4096, 300)
+    wanted = whole_step(layer(config), *batches)
     for _ in range(3):
-        (node, experts), results = layer(config=config, split_wgrad=True), []
+        made, results = layer(config, split_wgrad=True), []
         for batch in batches:
-            results += run(node, batch)
-            torch.full([len(batch.x) * K * 4, 2 * I], float("nan"), device="cuda")
-        node.step()
-        assert_same_bits(results + main_grads(experts), wanted)
+            results += made.run(batch)
+            torch.full([len(batch[0]) * K * 4, 2 * I], float("nan"), device="cuda")
+        made.node.step()
+        assert_same_bits(results + made.main_grads, wanted)
 
 
 def test_split_weight_gradients_outlive_the_callers_memory():
     """The side stream is late, and the caller's goes on and takes every byte that the backward has
     dropped.
     """
-    (node, experts), batch = layer(**SPLIT), make_batch()
-    wanted = whole_step(*layer(), batch)[3:]
-    run(node, batch)
-    node.step()
-    for gradient in main_grads(experts):
-        gradient.zero_()
+    made, (batch,) = layer(**SPLIT), batches_of(700)
+    wanted = whole_step(layer(), batch)[3:]
+    made.run(batch)
+    made.node.step()
+    made.clear()
     torch.cuda.synchronize()
-    with torch.cuda.stream(node._state.wgrad_queue._stream):
+    with torch.cuda.stream(made.node._state.wgrad_queue._stream):
         torch.cuda._sleep(LONG)
-    run(node, batch)
-    rows = num_rows_bound(len(batch.x) * K, E, 128)
+    made.run(batch)
+    rows = num_rows_bound(len(batch[0]) * K, E, 128)
     sizes = [n * rows for n in (I, 2 * I, H)] * 8
     held = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
-    node.step()
-    assert_same_bits(main_grads(experts), wanted)
+    made.node.step()
+    assert_same_bits(made.main_grads, wanted)
     del held
 
 
@@ -329,15 +316,15 @@ def test_accumulators_outlive_their_node():
     """The node is gone while its side stream is still to add: the memory that the caller gets next
     must not be added to.
     """
-    (node, experts), batch = layer(config=AUTO, split_wgrad=True), make_batch()
-    run(node, batch)
-    node.step()
+    made, (batch,) = layer(AUTO, split_wgrad=True), batches_of(700)
+    made.run(batch)
+    made.node.step()
     torch.cuda.synchronize()
-    bytes_held = node.gradient_bytes
-    with torch.cuda.stream(node._state.wgrad_queue._stream):
+    bytes_held = made.node.gradient_bytes
+    with torch.cuda.stream(made.node._state.wgrad_queue._stream):
         torch.cuda._sleep(2 * LONG)
-    run(node, batch)
-    del node, experts
+    made.run(batch)
+    del made
     gc.collect()
     sizes = (bytes_held // 12, bytes_held // 6)
     taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(8)]
@@ -350,43 +337,41 @@ class TestWeightsThatChange:
         """By an optimizer that the node is not told of, and through `.data`, which moves no version
         counter.
         """
-        node, experts = layer()
-        batch = make_batch()
-        optimizer = torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=True)
-        seen = [run(node, batch)[0]]
-        for change in (optimizer.step, lambda: [p.data.mul_(-0.75) for p in experts.parameters()]):
-            for parameter in experts.parameters():
-                parameter.grad = torch.randn_like(parameter)
+        made, (batch,) = layer(), batches_of(700)
+        optimizer = torch.optim.AdamW(made.weights, lr=1e-2, fused=True)
+        seen = [made.run(batch)[0]]
+        for change in (optimizer.step, lambda: [w.data.mul_(-0.75) for w in made.weights]):
+            for weight in made.weights:
+                weight.grad = torch.randn_like(weight)
             change()
-            other = make_experts()
-            other.load_state_dict(experts.state_dict())
-            got = run(node, batch)
-            assert_same_bits(got, run(make_node(other), batch))
+            other = layer()
+            for mine, its in zip(other.weights, made.weights, strict=True):
+                mine.data.copy_(its.data)
+            got = made.run(batch)
+            assert_same_bits(got, other.run(batch))
             assert all(relative(got[0], before) > 0.01 for before in seen)
             seen.append(got[0])
 
     def test_between_a_forward_and_its_backward(self):
-        node, experts = layer()
-        batch = make_batch()
-        late = forward(node, batch)
+        made, (batch,) = layer(), batches_of(700)
+        late = forward(made, batch)
         with torch.no_grad():
-            experts[0].down_proj.weight.mul_(0.5)
-        run(node, batch)
+            made.experts[0].down_proj.weight.mul_(0.5)
+        made.run(batch)
         with pytest.raises(RuntimeError, match="between this forward and its backward"):
             backward(late, batch)
 
     def test_one_expert_alone(self):
-        node, experts = layer()
-        batch = make_batch()
-        before = run(node, batch)[0]
-        experts[3].down_proj.weight.data.neg_()
-        after, served = run(node, batch)[0], (batch.indices == 3).any(1)
+        made, (batch,) = layer(), batches_of(700)
+        before = made.run(batch)[0]
+        made.experts[1].down_proj.weight.data.neg_()
+        after, served = made.run(batch)[0], (batch[1] == 1).any(1)
         assert torch.equal(after[~served], before[~served])
         assert bool((after[served] != before[served]).any(1).all())
 
     def test_of_a_moe_layer(self):
         torch.manual_seed(0)
-        moe, x = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16), make_batch().x.detach()
+        moe, x = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16), layer().batch()[0].detach()
         with FP8.activate():
             before, _ = moe(x, use_fp8=True)
             moe.c_fc.weight.data.neg_()
@@ -410,7 +395,7 @@ def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
     monkeypatch.setattr(CudaSource, "load", remember)
     for remembered in (passes_on, gpu._kernels, backends._choose, destinations._kernel_on):
         remembered.cache_clear()
-    results = whole_step(*layer(), make_batch())
+    results = whole_step(layer(), *batches_of(700))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)
     planned = set(plan(ModelSpec(E, H, I), FP8.resolve()))
     assert set(engine_sources("sm_90a", ActivationType.SWIGLU)) <= set(loaded) <= planned
