@@ -209,7 +209,8 @@ def test_a_new_activation(tmp_path):
     pages = (
         f"tests/engine/test_{n}.py" for n in ("engine_activations", "capabilities", "engine_select")
     )
-    passes(tree, *pages, "-k", "qgeglu or ActivationsOfRecords or never_picks")
+    asked = "qgeglu or ActivationsOfRecords or never_picks or epilogues"
+    passes(tree, *pages, "tests/kernels/test_cute_facts.py", "-k", asked)
 
     # The page with the table of the engines is asked to follow.
     result = pytest_on(tree, "tests/engine/test_capabilities.py", "-k", "table")

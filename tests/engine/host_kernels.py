@@ -191,15 +191,10 @@ def gather_dgated_gemm(
         put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
 
 
-def gather_dgated_gemm_folded(
-    dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream,
-):  # fmt: skip
+def gather_dgated_gemm_folded(*arguments):
     """The same as it is built for scales that stay along K."""
-    gather_dgated_gemm(
-        dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-        dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream, folds=not wide,
-    )  # fmt: skip
+    wide = arguments[17]
+    gather_dgated_gemm(*arguments, folds=not wide)
 
 
 def sum_or_zero(index, given, out, stream):

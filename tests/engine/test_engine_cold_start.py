@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     yield Run(tmp_path)
 
 
-def test_jobs_of_several_runs_are_compiled_once(run: Run) -> None:
+def test_jobs_of_several_runs_are_compiled_once(run):
     with run.config.activate():
         for _ in range(2):
             compile_ahead(run.jobs)
@@ -64,9 +64,7 @@ def test_jobs_of_several_runs_are_compiled_once(run: Run) -> None:
     assert len(run.field.log.read_text(encoding="utf-8").splitlines()) == len(run.jobs)
 
 
-def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(run, caplog):
     run.start()
     assert run.field.builds() == {1: 1, 2: 1, 3: 1}
     before, after = (record.getMessage() for record in caplog.records)
@@ -80,9 +78,7 @@ def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(
     assert cold_start._options(settings, "sm_100a") == f" --arch sm_100a{options}"
 
 
-def test_a_process_looks_once_and_a_warm_one_says_nothing(
-    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_looks_once_and_a_warm_one_says_nothing(run, caplog, monkeypatch):
     run.start()
     run.start()
     assert run.looks == 1
@@ -92,37 +88,33 @@ def test_a_process_looks_once_and_a_warm_one_says_nothing(
     assert run.looks == 2 and not caplog.records and sum(run.field.builds().values()) == 3
 
 
-def test_only_what_is_missing_is_compiled(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_is_missing_is_compiled(run, caplog):
     run.jobs[1].compile(CompileCache(run.field.root, run.field.local))
     run.start()
     assert run.field.builds() == {1: 1, 2: 1, 3: 1} and "compiling 2 kernels" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"compile_jobs": "off"}, {"forbid_compile": True}])
-def test_it_can_be_switched_off(run: Run, change: dict[str, object]) -> None:
-    with SonicMoEConfig(**change).activate():  # type: ignore[arg-type]
+def test_it_can_be_switched_off(run, change):
+    with SonicMoEConfig(**change).activate():
         run.start(**change)
     assert not run.field.builds()
 
 
-def test_nothing_is_compiled_where_that_is_forbidden(run: Run) -> None:
+def test_nothing_is_compiled_where_that_is_forbidden(run):
     with no_compile():
         run.start()
     assert not run.field.builds()
 
 
-def test_a_kernel_that_fails_is_named_and_raises_where_it_is_loaded(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.jobs = (*run.jobs, FailingJob(4, run.field.log))  # type: ignore[assignment]
+def test_a_kernel_that_fails_is_named_and_raises_where_it_is_loaded(run, caplog):
+    run.jobs = (*run.jobs, FailingJob(4, run.field.log))
     run.start()
     assert run.field.builds() == {1: 1, 2: 1, 3: 1}
     assert caplog.messages[-1].endswith("; failed: fake_4")
 
 
-def test_what_this_machine_has_no_compiler_for_is_left_to_the_loader(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_machine_has_no_compiler_for_is_left_to_the_loader(run, monkeypatch):
     def without_toolchain(job: FakeJob) -> CompileKey:
         return CompileKey("fake", "sm_90a", (("H", job.size),), (), None)
 
@@ -133,9 +125,7 @@ def test_what_this_machine_has_no_compiler_for_is_left_to_the_loader(
 
 @pytest.mark.parametrize("name", [EngineName.HOPPER, EngineName.BF16])
 @pytest.mark.parametrize("recompute_z", [False, True])
-def test_a_run_of_an_engine_needs_its_kernels_and_those_of_every_run(
-    name: EngineName, recompute_z: bool
-) -> None:
+def test_a_run_of_an_engine_needs_its_kernels_and_those_of_every_run(name, recompute_z):
     settings = replace(
         FP8.settings, recompute_z=recompute_z, recipe=None if name is EngineName.BF16 else FP8.settings.recipe
     )  # fmt: skip
@@ -157,22 +147,16 @@ class TestReadyEngine:
         capturing(monkeypatch, lambda: False)
         return seen
 
-    def test_compiles_for_the_engine_that_was_chosen(
-        self, compiled: list[tuple[str, Workload, str]]
-    ) -> None:
+    def test_compiles_for_the_engine_that_was_chosen(self, compiled):
         assert ready_engine("cuda:0", EngineName.AUTO, FP8).engine.name == "hopper"
         assert compiled == [(EngineName.HOPPER, FP8, "sm_90a")]
 
-    def test_compiles_with_the_settings_of_a_fallback(
-        self, compiled: list[tuple[str, Workload, str]]
-    ) -> None:
+    def test_compiles_with_the_settings_of_a_fallback(self, compiled):
         ready_engine("cuda:0", EngineName.AUTO, replace(FP8, bias=True))
         ((name, workload, _),) = compiled
         assert name is EngineName.BF16 and workload.bias and workload.settings.recipe is None
 
-    def test_compiles_nothing_on_a_host_or_in_a_capture(
-        self, compiled: list[tuple[str, Workload, str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_compiles_nothing_on_a_host_or_in_a_capture(self, compiled, monkeypatch):
         ready_engine("cpu", EngineName.AUTO, FP8)
         capturing(monkeypatch, lambda: True)
         ready_engine("cuda:0", EngineName.AUTO, FP8)

@@ -28,6 +28,7 @@ from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_mx import mx_quantize_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
+from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources
 
 # How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
@@ -50,6 +51,7 @@ SOURCES = (
     wgrad_operands_source("sm_90a"),
     flush_source("sm_90a"),
     mx_quantize_source("sm_100a"),
+    expert_rows_source("sm_90a"),
     *gemm_sources("sm_90a"),
     *variants(HUNGRIEST, steady=True),
     *variants(HUNGRIEST, ZCode.BF16),
@@ -106,6 +108,8 @@ WANTED = {
         64,
         1,
     ),
+    # Index; sums of rows and of columns for two dtypes each.
+    "expert_rows": Wanted(5, "index_rows row_sums column_sums"),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
     # The plain GEMM with either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU}
     # x {with z, without}.
@@ -188,15 +192,15 @@ def test_modules_name_the_activations_they_were_built_with(source, artefacts: Co
 def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
     import torch
 
-    routing, flush = (
-        source.load(artefacts) for source in (cuda_sources("sm_90a")[0], flush_source("sm_90a"))
-    )
     index, values = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    with pytest.raises(Exception, match="index must be on a CUDA device"):
-        routing.gather_or_zero(index, values, values, 0)
-    dw1 = dw2 = torch.zeros((1, 4, 4))
-    with pytest.raises(Exception, match="dw1 must be on a CUDA device"):
-        flush.flush_gradients(dw1, dw2, [0] * 4, True, True, 0)
+    counts, gradient = torch.zeros(2, dtype=torch.int32), torch.zeros((1, 4, 4))
+    for source, function, arguments, name in (
+        (cuda_sources("sm_90a")[0], "gather_or_zero", (index, values, values), "index"),
+        (flush_source("sm_90a"), "flush_gradients", (gradient, gradient, [0] * 4, True, True), "dw1"),
+        (expert_rows_source("sm_90a"), "index_rows", (counts, counts, index[:3], counts, counts[:1]), "row_token"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=f"{name} must be on a CUDA device"):
+            getattr(source.load(artefacts), function)(*arguments, 0)
 
 
 def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:

@@ -1,24 +1,18 @@
 """MXFP8's quantisers: the CUDA kernels themselves, compiled for the host, against the reference
-quantiser bit for bit, and the blocked layout of scales against CuTe's own algebra.
+quantiser bit for bit.
 
 Rounding, NaN and infinity are the GPU's own in tests/gpu/test_mx_quantize_gpu.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from kernels import host_cuda
 from kernels.needs import HOST_MODULE
 from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, user_matrices, values
-from worlds import ROOT, environment
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
@@ -28,38 +22,10 @@ from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.routing.build import build_routing
 
-needs_quack = pytest.mark.skipif(
-    importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
-)
-
 
 def square(x):
     """The exact quantiser in 32x32 blocks with power-of-two scales."""
     return quantize(x, iso(32), scale_format=ScaleFormat.POW2)
-
-
-@needs_quack
-def test_the_layout_is_that_of_cute_and_a_gather_is_refused():
-    """Every scale of a matrix of 2 x 3 atoms, by closed formula, by `to_atoms`, by CuTe's
-    `tile_atom_to_shape_SF` evaluated on the host, and by the packer of quack's own tests. And what a
-    build says of block scales with gathered rows.
-    """
-    rows, blocks = 256, 12
-    script = Path(__file__).with_name("mx_layout_of_cute.py")
-    command = [sys.executable, "-P", str(script), str(rows), str(blocks)]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout)
-    ours = [[mx.scale_offset(m, b, blocks) for b in range(blocks)] for m in range(rows)]
-    assert ours == theirs["cute"] == theirs["quack"]
-    flat = torch.arange(rows * blocks, dtype=torch.int64).reshape(rows, blocks)
-    for byte in (flat % 251, flat // 251):  # together they tell every scale from every other
-        atoms = mx.to_atoms(byte.to(torch.uint8)).reshape(-1)
-        assert torch.equal(atoms[torch.tensor(ours)], byte.to(torch.uint8))
-    assert "gather=True with block scales: the kernel would wait for ever" in theirs["gather"]
-    assert "needed: rows that lie in expert order (quantize_rows_iso32)" in theirs["gather"]
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (3, 256, 8)], ids=str)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import processes
 import pytest
-from framework import torch
 from kernels import ptx_report
 from kernels.gemm_matrix import (
     SWIGLU,
@@ -39,7 +38,7 @@ from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
-from sonicmoe.jit import CompileCache, no_compile
+from sonicmoe.jit import no_compile
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
@@ -51,7 +50,6 @@ from sonicmoe.kernels.quack_gemm import (
     candidates,
     choose_config,
     down_kernel,
-    expert_rows_source,
 )
 from sonicmoe.kernels.quack_tilings import (
     FAMILIES,
@@ -127,7 +125,7 @@ def covering_variants() -> tuple[CuteKernel, ...]:
     return tuple(chosen)
 
 
-def test_a_covering_set_leaves_no_choice_out() -> None:
+def test_a_covering_set_leaves_no_choice_out():
     variants, chosen = every_variant(SHAPE), covering_variants()
     assert set(chosen) < set(variants) and len(chosen) <= 0.25 * len(variants)
     shown, choices = (set().union(*map(shown_by, set_)) for set_ in (chosen, variants))
@@ -191,9 +189,7 @@ def require_sound(kernel: CuteKernel, report: str, moved: Traffic) -> None:
 
 @needs_quack
 @pytest.mark.slow
-def test_variants_compile_without_spills_and_load_every_operand(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_variants_compile_without_spills_and_load_every_operand(pytestconfig):
     """For Hopper a covering set of the variants, and with `--every-variant` all of them, four times as
     many. A few for each other target; all of those with `tools/ci/compile_matrix.py --every`.
     """
@@ -208,7 +204,7 @@ def test_variants_compile_without_spills_and_load_every_operand(
 
 
 @needs_quack
-def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: CompileCache) -> None:
+def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts):
     kernel = down_kernel(replace(SHAPE, bias=True))
     artefact = kernel.compile(artefacts)
     require_no_spills(resource_usage(artefact))
@@ -231,25 +227,6 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts: Compi
     assert "cu_rows: Tensor([n4], int32), gather_index: None, max_clusters: int32" in done.stdout
 
 
-@needs_quack
-def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
-    resources = resource_usage(expert_rows_source("sm_90a").compile(artefacts))
-    assert len(resources) == 5  # index; sums of rows and of columns for two dtypes each
-    require_no_spills(resources)
-    assert all(item.stack_bytes == 0 for item in resources)
-    module = expert_rows_source("sm_90a").load(artefacts)
-    counts = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(Exception, match="row_token must be on a CUDA device"):
-        module.index_rows(
-            counts,
-            counts,
-            torch.zeros(3, dtype=torch.int64),
-            counts,
-            torch.zeros(3, dtype=torch.int32),
-            0,
-        )
-
-
 @pytest.mark.parametrize(
     ("hidden", "tile", "cluster"),
     [
@@ -262,7 +239,7 @@ def test_row_kernels_compile_without_spills(artefacts: CompileCache) -> None:
         (128, (128, 128), (2, 1)),
     ],
 )
-def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
+def test_tiles_fit_the_width(hidden, tile, cluster):
     """3072 is 8 pairs of 192; 2880 and 5120 are 15 and 27 tiles of 192, pairs of which would end
     outside; 2048 is 8 of 256.
     """
@@ -271,7 +248,7 @@ def test_tiles_fit_the_width(hidden: int, tile: tuple[int, int], cluster: tuple[
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
-def test_no_tiling_computes_much_for_nothing(arch: str) -> None:
+def test_no_tiling_computes_much_for_nothing(arch):
     hiddens = (2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
     intermediates = (512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336)
     for hidden, intermediate in itertools.product(hiddens, intermediates):
@@ -283,7 +260,7 @@ def test_no_tiling_computes_much_for_nothing(arch: str) -> None:
 
 
 @pytest.mark.parametrize(("arch", "family"), TARGETS)
-def test_tilings_keep_to_what_the_kernels_can_do(arch: str, family: str) -> None:
+def test_tilings_keep_to_what_the_kernels_can_do(arch, family):
     shape = shape_for(arch, family)
     assert tuple(FAMILIES[family].candidates) == PRODUCTS
     for product in PRODUCTS:
@@ -317,9 +294,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arch", "family", "product", "changes", "words"), REFUSED)
-def test_what_a_class_cannot_run_is_refused(
-    arch: str, family: str, product: str, changes: dict, words: str
-) -> None:
+def test_what_a_class_cannot_run_is_refused(arch, family, product, changes, words):
     """Where the description is made, in any process: most of these would trace, and some would hang."""
     shape = MlpShape(3072, 1536, SWIGLU, arch=arch, family=family)
     (config, _) = FAMILIES[family].candidates[product][-1]
@@ -329,7 +304,7 @@ def test_what_a_class_cannot_run_is_refused(
     assert words in str(found.value) and f"of {product} cannot have" in str(found.value)
 
 
-def test_the_family_follows_the_architecture() -> None:
+def test_the_family_follows_the_architecture():
     assert {arch: family_of(arch) for arch, family in TARGETS[:5]} == dict(TARGETS[:5])
     for arch in ("sm_80", "sm_89", "sm_75", "sm_90"):
         with pytest.raises(
@@ -338,7 +313,7 @@ def test_the_family_follows_the_architecture() -> None:
             shape_for(arch)
 
 
-def test_another_family_can_be_made_to_serve_an_architecture() -> None:
+def test_another_family_can_be_made_to_serve_an_architecture():
     with served_by("sm_90a", "sm120"):
         shape = MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
     assert shape.family == "sm120" and shape != MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
@@ -348,7 +323,7 @@ def test_another_family_can_be_made_to_serve_an_architecture() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
-def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch: str) -> None:
+def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch):
     """Cluster launch control starts a block per tile, whatever number of clusters it is given."""
     free, capped = shape_for(arch), shape_for(arch, capped=True)
     for product in PRODUCTS:
@@ -358,14 +333,14 @@ def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch: str) -> N
     assert all_kernels(shape_for("sm_90a", capped=True)) == all_kernels(SHAPE)
 
 
-def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation() -> None:
+def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation():
     assert choose_config("up", SHAPE).accumulators == 192
     for shape in (replace(SHAPE, bias=True), replace(SHAPE, activation=ActivationType.GELU)):
         assert {config.accumulators for config, _ in candidates("up", shape)} == {128}
         assert choose_config("up", shape).accumulators == 128
 
 
-def test_no_variant_depends_on_sizes_but_through_its_tiling() -> None:
+def test_no_variant_depends_on_sizes_but_through_its_tiling():
     large, wide = (
         replace(SHAPE, hidden=6144, intermediate=3072),
         replace(SHAPE, hidden=2880, intermediate=2880),
@@ -373,7 +348,7 @@ def test_no_variant_depends_on_sizes_but_through_its_tiling() -> None:
     assert all_kernels(large) == all_kernels(SHAPE) != all_kernels(wide)
 
 
-def test_plan_covers_a_training_run_with_and_without_biases() -> None:
+def test_plan_covers_a_training_run_with_and_without_biases():
     def planned(spec: ModelSpec, **config: object) -> set[str]:
         return {
             job.name for job in plan(spec, current_config(SonicMoEConfig(**config)))
@@ -397,7 +372,7 @@ def test_plan_covers_a_training_run_with_and_without_biases() -> None:
 
 
 @needs_quack
-def test_a_compile_is_refused_where_it_is_forbidden(tmp_path: Path) -> None:
+def test_a_compile_is_refused_where_it_is_forbidden(tmp_path):
     gemms = GroupedGemms(SHAPE, 132)
     with (
         SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local").activate(),
@@ -407,6 +382,6 @@ def test_a_compile_is_refused_where_it_is_forbidden(tmp_path: Path) -> None:
         gemms.down(None, None, None, None, None)
 
 
-def test_widths_of_z() -> None:
+def test_widths_of_z():
     for activation in ActivationType:
         assert MlpShape(64, 24, activation, arch=ARCH).n1 == (48 if is_glu(activation) else 24)

@@ -12,6 +12,7 @@ from kernels.triton_interpreter import repair
 
 repair()
 
+from engine.fp8_layer import parameter_targets  # noqa: E402
 from engine.plain_layer import (  # noqa: E402
     BF16,
     FP16,
@@ -30,7 +31,6 @@ from sonicmoe.engine.gpu import Gpu  # noqa: E402
 from sonicmoe.engine.interface import (  # noqa: E402
     FreshTargets,
     ParameterTargets,
-    WeightTarget,
 )
 from sonicmoe.engine.triton import TritonEngine  # noqa: E402
 from sonicmoe.enums import ActivationType  # noqa: E402
@@ -127,15 +127,8 @@ def targets() -> int:
 def targets_of(layout, kind, stacked, dtype):
     """Memory that holds ones where it is added to, and NaN where it is written."""
     fill = 1.0 if kind is ParameterTargets else float("nan")
-
-    def target(height, width):
-        shape = (width, height) if layout.transposed else (height, width)
-        if stacked:
-            return WeightTarget.stacked(torch.full((E, *shape), fill, dtype=dtype), E, layout)
-        matrices = [torch.full(shape, fill, dtype=dtype) for _ in range(E)]
-        return WeightTarget.per_expert(matrices, layout)
-
-    return kind(target(2 * I, H), target(H, I))
+    options = {"stacked": stacked, "fill": fill, "kind": kind, "dtype": dtype}
+    return parameter_targets((E, 2 * I, H, I), layout, **options)
 
 
 def no_rows() -> int:

@@ -1,6 +1,10 @@
-"""Byte offsets of the scales of an MXFP8 operand as CuTe's own algebra and quack's packer have them,
-and what is said of a GEMM that gathers, as JSON on standard output: `python mx_layout_of_cute.py ROWS
-BLOCKS`. Needs no GPU. One program for both, because importing CuTe DSL takes longer than either.
+"""Facts that only a process with CuTe DSL and quack knows, as JSON on standard output: `python
+cute_facts.py ROWS BLOCKS`. Needs no GPU. One program for all, because importing CuTe DSL takes longer
+than any of them.
+
+* Byte offsets of the scales of an MXFP8 operand as CuTe's own algebra and quack's packer have them.
+* What is said of a GEMM that gathers.
+* How many functions the epilogues have for each activation.
 """
 
 import json
@@ -19,7 +23,9 @@ from cutlass import cute  # noqa: E402
 from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF  # noqa: E402
 from quack.blockscaled.utils import _pack_blockscaled_scales  # noqa: E402
 
+from sonicmoe.enums import ACTIVATIONS  # noqa: E402
 from sonicmoe.kernels.mx_build import compile_down  # noqa: E402
+from sonicmoe.kernels.quack_epilogues import gate_functions, ungated_functions  # noqa: E402
 
 BLOCK = 32
 
@@ -55,8 +61,26 @@ def refused_gather() -> str:
     return ""
 
 
+def functions_of_activations() -> dict[str, int]:
+    """Those that the epilogues compute, and how many functions they have for each."""
+    counts = {}
+    for activation, record in ACTIVATIONS.items():
+        find = gate_functions if record.gated else ungated_functions
+        own = [" ".join(f"{name}={value}" for name, value in record.values().items())]
+        try:
+            counts[activation.value] = len(find(activation.value, *own * bool(record.parameters)))
+        except NotImplementedError:
+            continue
+    return counts
+
+
 if __name__ == "__main__":
     sizes = int(sys.argv[1]), int(sys.argv[2])
     trace(*sizes)
-    facts = {"cute": found, "quack": packed_by_quack(*sizes), "gather": refused_gather()}
+    facts = {
+        "cute": found,
+        "quack": packed_by_quack(*sizes),
+        "gather": refused_gather(),
+        "activations": functions_of_activations(),
+    }
     json.dump(facts, sys.stdout)

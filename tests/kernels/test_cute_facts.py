@@ -1,0 +1,56 @@
+"""What this package says of CuTe DSL and quack is what they say, asked once of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import ROOT, environment
+
+from sonicmoe.engine.capabilities import BF16
+from sonicmoe.enums import ActivationType
+from sonicmoe.quant import mx
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
+)
+ROWS, BLOCKS = 256, 12  # 2 x 3 atoms
+
+
+@pytest.fixture(scope="module")
+def facts():
+    script = Path(__file__).with_name("cute_facts.py")
+    command = [sys.executable, "-P", str(script), str(ROWS), str(BLOCKS)]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_layout_of_scales_is_that_of_cute_and_of_quack(facts):
+    """Every scale of a matrix, by closed formula, by `to_atoms`, by CuTe's `tile_atom_to_shape_SF`
+    evaluated on the host, and by the packer of quack's own tests.
+    """
+    ours = [[mx.scale_offset(m, b, BLOCKS) for b in range(BLOCKS)] for m in range(ROWS)]
+    assert ours == facts["cute"] == facts["quack"]
+    flat = torch.arange(ROWS * BLOCKS, dtype=torch.int64).reshape(ROWS, BLOCKS)
+    for byte in (flat % 251, flat // 251):  # together they tell every scale from every other
+        atoms = mx.to_atoms(byte.to(torch.uint8)).reshape(-1)
+        assert torch.equal(atoms[torch.tensor(ours)], byte.to(torch.uint8))
+
+
+def test_block_scales_with_gathered_rows_are_refused_by_the_build(facts):
+    assert "gather=True with block scales: the kernel would wait for ever" in facts["gather"]
+    assert "needed: rows that lie in expert order (quantize_rows_iso32)" in facts["gather"]
+
+
+def test_the_bf16_record_has_the_activations_of_the_epilogues(facts):
+    """A record says an engine has a kernel exactly where its sources have one."""
+    wanted = {a.value: 2 for a in ActivationType if a in BF16.activations}
+    assert facts["activations"] == wanted
