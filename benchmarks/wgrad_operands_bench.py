@@ -29,8 +29,7 @@ from gpu_timing import interleaved_us
 from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
-from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.gpu_wgrad import transpose_codes
+from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import iso
 from sonicmoe.routing.build import build_routing
 
@@ -55,14 +54,8 @@ def operand_variants(
     )
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
     routing = build_routing(indices, torch.rand((tokens, topk), device="cuda"), experts, counts)
-    rows, n1 = routing.num_rows, 2 * intermediate
+    rows = routing.num_rows
     x, dout = (torch.randn((tokens, hidden), device="cuda").to(torch.bfloat16) for _ in range(2))
-    codes = torch.randint(0, 120, (rows, n1), dtype=torch.uint8, device="cuda").view(
-        torch.float8_e4m3fn
-    )
-    dz = BlockScaledTensor(
-        codes, torch.rand((rows // 128, -(-n1 // 128)), device="cuda"), iso(128), Code.E4M3
-    )
     one = hidden * (2.0 * tokens + rows)
     kernels = wgrad_operands_source("sm_90a").load()
     outs = [
@@ -81,7 +74,6 @@ def operand_variants(
     return {
         "x^T": (gather, one),
         "x^T and dout^T, one launch": (gather_pair, 2 * one),
-        "dz^T": (lambda: transpose_codes(dz, routing.padded_offsets), 2.0 * rows * n1),
         "copy of as much as x^T": copy_of(one),
     }
 

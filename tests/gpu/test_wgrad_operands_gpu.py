@@ -13,7 +13,6 @@ from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
 from sonicmoe.quant.folding import with_row_scales
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.gpu_wgrad import transpose_codes
 from sonicmoe.quant.recipes import Line, iso, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
@@ -273,16 +272,6 @@ def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
     )
     assert_bits(q, on_host(x, routing), used)
 
-    source = torch.randint(0, 256, (rows, 272), dtype=torch.uint8, device="cuda")
-    blocks = torch.rand((rows // 128, 3), device="cuda")
-    codes.fill_(0xAB)
-    scale.fill_(-5.0)
-    module.transpose_codes(source, blocks, routing.padded_offsets, codes, scale, stream)
-    assert torch.equal(codes[:, :used], source[:used].T) and bool((codes[:, used:] == 0xAB).all())
-    assert torch.equal(scale[:, : used // 128], blocks[: used // 128].T) and bool(
-        (scale[:, used // 128 :] == -5).all()
-    )
-
 
 def test_tokens_out_of_range_are_zeros():
     x = torch.ones((4, 128), device="cuda", dtype=torch.bfloat16)
@@ -292,15 +281,6 @@ def test_tokens_out_of_range_are_zeros():
     (q,) = launched("gather_transpose_quantize", [x], row_token, offsets)
     bits = q.bytes
     assert bool((bits[:, 0] == 0x7E).all()) and not bool(bits[:, 1:].any())
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (384, 2064), (1280, 16), (4096, 3072)])
-def test_transpose_codes(shape):
-    q = quantize(torch.randn(shape, device="cuda"), iso(128))
-    offsets = torch.tensor([0, 128, shape[0]], device="cuda")
-    got = transpose_codes(q, offsets)
-    assert torch.equal(got.bytes, q.bytes.T)
-    assert torch.equal(got.scale_inv, q.scale_inv.T)
 
 
 def test_past_two_to_the_31_elements():
@@ -315,14 +295,6 @@ def test_past_two_to_the_31_elements():
         want = quantised_rows(x, block)
         assert torch.equal(q.bytes[:, first : first + 128].cpu(), want.bytes), first
         assert torch.equal(q.scale_inv[:, first // 128].cpu(), want.scale_inv[:, 0]), first
-    del q
-    codes = torch.randint(0, 120, (rows, width), dtype=torch.uint8, device="cuda").view(
-        torch.float8_e4m3fn
-    )
-    scale = torch.rand((rows // 128, width // 128), device="cuda")
-    got = transpose_codes(BlockScaledTensor(codes, scale, iso(128), Code.E4M3), offsets)
-    assert torch.equal(got.bytes, codes.view(torch.uint8).T)
-    assert torch.equal(got.scale_inv, scale.T)
 
 
 def test_graph_and_no_sync():

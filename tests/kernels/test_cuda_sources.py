@@ -99,12 +99,12 @@ WANTED = {
         7,
         "quantize_rows_iso32 store_addresses num_checksums check_weights quantize_weights_iso32",
     ),
-    # {bf16, fp16, fp32, codes of three kinds}, scales of rows. Memory-bound: four CTAs of 256 threads
+    # {bf16, fp16, fp32, codes of two kinds}, scales of rows. Memory-bound: four CTAs of 256 threads
     # keep enough loads under way. The rare fp32 tokens have twice the values in registers.
     "wgrad_operands": Wanted(
-        7,
+        6,
         "gather_transpose_quantize gather_transpose_quantize_pair gather_transpose_requantize "
-        "gather_row_scales gather_transpose_codes transpose_codes",
+        "gather_row_scales gather_transpose_codes",
         64,
         1,
     ),

@@ -1,5 +1,5 @@
-// In which order the CTAs of a transposition take its 128 x 128 tiles: as rows lie, or all experts
-// of a window of tokens together.
+// In which order the CTAs of a transposition take its 128 x 128 tiles: all experts of a window of
+// tokens together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -48,29 +48,6 @@ __device__ __forceinline__ unsigned first_tile(const TransposeWork& launch, unsi
   const int64_t row = max(int64_t(0), __ldg(launch.padded_offsets + expert));
   return static_cast<unsigned>(min(static_cast<int64_t>(launch.n.row_tiles), row / kTile));
 }
-
-// Every gridDim.x-th tile, complete rows of the source at about the same time: codes are read once.
-struct RowWalk {
-  unsigned row, column, rows, row_step, column_step;
-
-  __device__ RowWalk(const TransposeWork& launch, unsigned, unsigned)
-      : row(blockIdx.x / launch.n.column_tiles),
-        column(blockIdx.x % launch.n.column_tiles),
-        rows(first_tile(launch, launch.experts)),
-        row_step(gridDim.x / launch.n.column_tiles),
-        column_step(gridDim.x % launch.n.column_tiles) {}
-  __device__ __forceinline__ TilePlace next(const TransposeWork& launch, unsigned, unsigned) {
-    if (row >= rows) return {kNone, 0};
-    const TilePlace tile{row, column};
-    row += row_step;
-    column += column_step;
-    if (column >= launch.n.column_tiles) {
-      column -= launch.n.column_tiles;
-      ++row;
-    }
-    return tile;
-  }
-};
 
 // A CTA takes every gridDim.x-th window of tokens in a column of tiles, its groups the shares of a
 // window in turns. Rows of an expert are ordered by token, so that equal parts of all experts hold

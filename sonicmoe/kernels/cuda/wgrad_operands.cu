@@ -5,7 +5,7 @@
 // gather_transpose_requantize: the same of tokens that are E4M3 codes with one scale per 128
 // columns of a row, so that their values are rounded a second time. gather_transpose_codes: those
 // codes themselves, in units of their row's largest scale, which stands with the other operand
-// (quant/folding.py); `gather_row_scales` finds it. transpose_codes: moves bytes only.
+// (quant/folding.py); `gather_row_scales` finds it.
 //
 // Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
@@ -50,11 +50,10 @@ __device__ __forceinline__ void store_past_l1(uint8_t* address, uint4 words) {
 // left to transpose.
 template <typename T>
 struct ValuePatch {
-  static constexpr bool kGathers = true, kHasRowScales = false;
+  static constexpr bool kHasRowScales = false;
   static constexpr int kGroups =
       sizeof(T) == 4 ? 2 : 4;      // of a CTA: what the registers of an SM hold
   static constexpr int kCtas = 1;  // of an SM
-  using Walk = WindowWalk;
   static constexpr int kCount = Vector16<T>::kCount;
   Vector16<T> at[kPatch][kPatch / kCount];
 
@@ -121,27 +120,6 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high, next_high, 0x7632);
 }
 
-// Eight rows of eight codes.
-struct CodePatch {
-  static constexpr bool kGathers = false, kHasRowScales = false;
-  static constexpr int kGroups = 1, kCtas = 4;
-  using Walk = RowWalk;
-  uint32_t at[2][2][4];  // [columns / 4][rows / 4][row % 4], four columns a word
-
-  __device__ __forceinline__ void load(int row, const uint8_t* address) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(at[0][row / 4][row % 4]), "=r"(at[1][row / 4][row % 4])
-                 : "l"(address));
-  }
-  __device__ __forceinline__ void transpose() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
-  }
-  __device__ __forceinline__ uint2 codes(int column, float) const {
-    return make_uint2(at[column / 4][0][column % 4], at[column / 4][1][column % 4]);
-  }
-};
-
 // Two codes as fp16, which holds every E4M3 value, NaN included.
 __device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
   uint32_t halves;
@@ -152,10 +130,9 @@ __device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
 // Eight rows of eight codes of tokens that have one scale a row: a tile is as wide as a scale
 // block.
 struct TokenCodes {
-  static constexpr bool kGathers = true, kHasRowScales = true;
+  static constexpr bool kHasRowScales = true;
   static constexpr int kGroups = 4, kCtas = 1;
-  using Walk = WindowWalk;
-  uint32_t at[2][2][4];  // as in CodePatch
+  uint32_t at[2][2][4];  // [columns / 4][rows / 4][row % 4], four columns a word
   float scale;           // of the row whose token this lane knows
 
   __device__ __forceinline__ void load(int row, const uint8_t* address) {
@@ -240,20 +217,15 @@ __device__ __forceinline__ float amax_of(const RowScaledPatch& patch) {
 // A CTA's threads as groups that share nothing but L1.
 __device__ __forceinline__ unsigned group_of_thread() { return threadIdx.x / kGroupThreads; }
 __device__ __forceinline__ unsigned thread_of_group() { return threadIdx.x % kGroupThreads; }
-template <typename Patch>
 __device__ __forceinline__ void sync_group() {
-  if constexpr (Patch::kGroups == 1)
-    __syncthreads();
-  else
-    asm volatile("bar.sync %0, %1;" ::"r"(group_of_thread() + 1), "n"(kGroupThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(group_of_thread() + 1), "n"(kGroupThreads) : "memory");
 }
 
-template <typename Walk>
 struct alignas(16) Group {
   uint2 columns[kTile][kTile / 8];
   unsigned warp_amax[kWarps];
   TilePlace ahead;
-  Walk walk;  // of one thread, in nobody's registers
+  WindowWalk walk;  // of one thread, in nobody's registers
 };
 
 // Where a thread's patch is in a tile: 16 lanes side by side in columns, two patches of a warp and
@@ -289,12 +261,8 @@ __device__ __forceinline__ void load_patch(Patch& patch, const Matrix& m, TilePl
   }
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
-    bool valid = column < n.width;
-    unsigned from = tile.row * kTile + patch_row() + i;
-    if constexpr (Patch::kGathers) {
-      from = static_cast<unsigned>(__shfl_sync(kFull, token, i, 16));
-      valid = valid && from < n.tokens;  // -1 in padding rows
-    }
+    const auto from = static_cast<unsigned>(__shfl_sync(kFull, token, i, 16));
+    const bool valid = column < n.width && from < n.tokens;  // -1 in padding rows
     const char* address = valid ? first + static_cast<uint64_t>(from) * n.pitch
                                 : reinterpret_cast<const char*>(kZeros);
     patch.load(i, reinterpret_cast<const Value*>(address));
@@ -344,20 +312,15 @@ template <typename Patch>
 __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_amax)[kWarps],
                                             const Matrix& m, TilePlace tile, const Sizes& n) {
   float* scale_t = m.scale_t + tile.column * (n.rows / kTile) + tile.row;
-  if constexpr (!Patch::kGathers) {
-    if (thread_of_group() == 0)
-      *scale_t = __ldg(m.scale + static_cast<int64_t>(tile.row) * n.column_tiles + tile.column);
-    sync_group<Patch>();
-    return 1.f;
-  } else if constexpr (std::is_same_v<Patch, FoldedPatch>) {
+  if constexpr (std::is_same_v<Patch, FoldedPatch>) {
     if (thread_of_group() == 0) *scale_t = 1.f;
-    sync_group<Patch>();
+    sync_group();
     return 1.f;
   } else {
     // Magnitudes compare like their bits.
     const unsigned of_warp = __reduce_max_sync(kFull, __float_as_uint(amax_of(patch)));
     if (threadIdx.x % 32 == 0) warp_amax[thread_of_group() / 32] = of_warp;
-    sync_group<Patch>();
+    sync_group();
     unsigned amax = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = max(amax, warp_amax[w]);
@@ -371,30 +334,30 @@ template <typename Value, typename Patch>
 __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
     transpose_tiles(const __grid_constant__ TransposeWork launch) {
   extern __shared__ uint4 shared[];
-  auto& group = reinterpret_cast<Group<typename Patch::Walk>*>(shared)[group_of_thread()];
+  auto& group = reinterpret_cast<Group*>(shared)[group_of_thread()];
   const Sizes& n = launch.n;
   const Matrix& m = launch.matrix[blockIdx.y];
   const bool leads = thread_of_group() == 0;
   const auto next = [&] { return group.walk.next(launch, group_of_thread(), Patch::kGroups); };
   const auto token_of = [&](TilePlace tile) {
-    return Patch::kGathers && tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0;
+    return tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0;
   };
   if (leads) {
-    group.walk = typename Patch::Walk(launch, group_of_thread(), Patch::kGroups);
+    group.walk = WindowWalk(launch, group_of_thread(), Patch::kGroups);
     group.ahead = next();
   }
-  sync_group<Patch>();
+  sync_group();
 
   Patch patch;
   TilePlace tile = group.ahead;
   if (tile.row == kNone) return;
   load_patch<Value>(patch, m, tile, token_of(tile), n);
-  sync_group<Patch>();
+  sync_group();
   if (leads) group.ahead = next();
-  sync_group<Patch>();
+  sync_group();
   TilePlace ahead = group.ahead;
   int token = token_of(ahead);
-  sync_group<Patch>();
+  sync_group();
   while (true) {
     if (leads) group.ahead = next();  // the tile after the next, while this one is on its way
     const float multiplier = scale_tile(patch, group.warp_amax, m, tile, n);
@@ -406,7 +369,7 @@ __global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
       ahead = group.ahead;
       token = token_of(ahead);
     }
-    sync_group<Patch>();
+    sync_group();
     write_tile(m.codes_t, group.columns, done, n);
     if (tile.row == kNone) return;
   }
@@ -444,7 +407,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 // One wave of CTAs for each matrix.
 template <typename Value, typename Patch>
 void launch_tiles(const TransposeWork& launch, int matrices, DLDevice device, int64_t stream) {
-  constexpr int kShared = Patch::kGroups * sizeof(Group<typename Patch::Walk>);
+  constexpr int kShared = Patch::kGroups * sizeof(Group);
   const unsigned tiles = launch.n.row_tiles * launch.n.column_tiles;
   if (tiles == 0 || launch.experts == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
@@ -455,9 +418,8 @@ void launch_tiles(const TransposeWork& launch, int matrices, DLDevice device, in
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   // No more than that, so that the rest is L1.
-  if (Patch::kGathers)
-    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveoutPercent));
+  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveoutPercent));
   const dim3 grid(std::min(tiles, static_cast<unsigned>(sms * Patch::kCtas)), matrices);
   kernel<<<grid, Patch::kGroups * kGroupThreads, kShared, as_stream(stream)>>>(launch);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
@@ -651,20 +613,6 @@ void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_t
   launch_gather(x, launch, 2, stream);
 }
 
-// codes e4m3 [R, C] with scale fp32 [R / 128, ceil(C / 128)] -> codes_t [C, R], scale_t [ceil(C /
-// 128), R / 128], before padded_offsets[E].
-void transpose_codes(TensorView codes, TensorView scale, TensorView padded_offsets,
-                     TensorView codes_t, TensorView scale_t, int64_t stream) {
-  TransposeWork launch{};
-  launch.n = checked_sizes(codes, codes.size(0));
-  set_offsets(launch, padded_offsets, codes.device());
-  Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, codes.device());
-  matrix.source = checked_codes(codes, "codes", codes.device());
-  matrix.scale = checked_f32(scale, "scale", codes.device(), scale_t.numel());
-  launch.matrix[0] = matrix;
-  launch_tiles<uint8_t, CodePatch>(launch, 1, codes.device(), stream);
-}
-
 }  // namespace
 }  // namespace sonicmoe
 
@@ -674,4 +622,3 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair,
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_row_scales, sonicmoe::gather_row_scales);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_codes, sonicmoe::gather_transpose_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_requantize, sonicmoe::gather_transpose_requantize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_codes, sonicmoe::transpose_codes);
