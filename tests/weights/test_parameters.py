@@ -109,8 +109,7 @@ class TestSources:
     def test_both_sources_are_the_same_weights(self, activation):
         arrays = weight_arrays(activation=activation)
         fused, per_expert = (
-            fused_source(*arrays, activation),
-            per_expert_source(*arrays, activation),
+            make(*arrays, activation) for make in (fused_source, per_expert_source)
         )
         assert fused.native_shapes() == per_expert.native_shapes()
         for one, other in zip(fused.native(), per_expert.native(), strict=True):
@@ -120,12 +119,11 @@ class TestSources:
     def test_user_gradients_have_the_layout_of_their_parameter(self, make):
         source = make(*weight_arrays())
         weights, dw1, dw2 = filled(source)
-        pairs = [made[:2] for made in source.user_gradients(NativeBuffer(**weights.held()))]
-        assert {id(weight) for weight, _ in pairs} == {id(weight) for weight in source.parameters()}
-        by_parameter = {id(weight): gradient for weight, gradient in pairs}
-        for weight in source.parameters():
-            assert tuple(by_parameter[id(weight)].shape) == tuple(weight.shape)
-        ordered = [numpy(by_parameter[id(weight)]) for weight in source.parameters()]
+        made = list(source.user_gradients(NativeBuffer(**weights.held())))
+        parameters = source.parameters()
+        assert [id(weight) for weight, _, _ in made] == [id(weight) for weight in parameters]
+        assert [tuple(g.shape) for _, g, _ in made] == [tuple(w.shape) for w in parameters]
+        ordered = [numpy(gradient) for _, gradient, _ in made]
         expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
         for got, want in zip(ordered, expected, strict=True):
             np.testing.assert_array_equal(got, want)
@@ -165,133 +163,116 @@ class TestSources:
             with pytest.raises(LayoutError, match="2 local modules"):
                 source.parameters()
 
-    @pytest.mark.parametrize("n_experts", [2, 4])
-    def test_wrong_number_of_experts(self, n_experts):
-        modules = [*expert_modules(*weight_arrays()), None]
-        with pytest.raises(
-            LayoutError, match=rf"3 local modules \(4 entries.*n_experts is {n_experts}"
-        ):
-            PerExpertParameters(modules, n_experts, 16, 12, SWIGLU)
 
-    @pytest.mark.parametrize("name", ["up_gate_proj", "down_proj"])
-    def test_missing_projection(self, name):
-        modules = expert_modules(*weight_arrays())
-        delattr(modules[2], name)
-        with pytest.raises(LayoutError, match=rf"experts\[2\] \(Expert\) has no {name}.weight"):
-            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-
-    def test_separate_gate_and_up_get_a_hint(self):
-        modules = expert_modules(*weight_arrays())
-        modules[0].gate_proj = modules[0].up_proj = modules[0].up_gate_proj
-        del modules[0].up_gate_proj
-        with pytest.raises(
-            LayoutError,
-            match=r"gate_proj.*up_proj.*fuse gate and up into one \[H, 2I\] weight, gate first",
-        ):
-            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-
-    @pytest.mark.parametrize(
-        ("hidden", "intermediate", "activation"),
-        [(15, 12, SWIGLU), (16, 13, SWIGLU), (16, 12, ActivationType.RELU)],
-    )
-    def test_wrong_shapes(self, hidden, intermediate, activation):
-        with pytest.raises(
-            ShapeError, match=r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "
-        ):
-            PerExpertParameters(
-                expert_modules(*weight_arrays()), 3, hidden, intermediate, activation
-            )
-
-    def test_torch_linear_layout_is_refused(self):
-        """`[out, in]` weights, as PyTorch's Linear has them, have the wrong shape here and must not
-        be read as right.
-        """
-        up_gate, down = weight_arrays()
-        with pytest.raises(
-            ShapeError, match=r"has shape \(24, 16\); needed: \[H, 2I\] = \(16, 24\)"
-        ):
-            PerExpertParameters(
-                expert_modules(up_gate.transpose(0, 2, 1), down.transpose(0, 2, 1)),
-                3,
-                16,
-                12,
-                SWIGLU,
-            )
-
-    @pytest.mark.parametrize(
-        ("shape1", "shape2", "message"),
-        [
-            ((3, 16), (3, 12, 16), r"weight1 has shape \(3, 16\); needed: \[E, H, 2I\]"),
-            ((3, 16, 24), (12, 16), r"weight2 has shape \(12, 16\); needed: \[E, I, H\]"),
-            ((3, 16, 23), (3, 12, 16), r"weight1 has shape .*\(3, 16, 24\)"),
-            ((3, 16, 24), (2, 12, 16), r"weight2 has shape .*\(3, 12, 16\)"),
-            ((3, 16, 24), (3, 12, 15), r"weight2 has shape .*\(3, 12, 16\)"),
-            ((3, 24, 16), (3, 12, 16), r"weight1 has .*= \(3, 16, 24\); it looks transposed"),
-            ((3, 16, 24), (3, 16, 12), r"weight2 has .*= \(3, 12, 16\); it looks transposed"),
-            ((3, 24, 16), (3, 16, 12), r"both look transposed; .*or from_native"),
-        ],
-    )
-    def test_fused_shapes(self, shape1, shape2, message):
-        with pytest.raises(ShapeError, match=message):
-            FusedParameters(
-                parameter(np.zeros(shape1, np.float32)),
-                parameter(np.zeros(shape2, np.float32)),
-                SWIGLU,
-            )
-
-    def test_dtype(self):
-        modules = expert_modules(*weight_arrays())
-        modules[1].down_proj.weight = tensor(np.zeros((12, 16), np.float64), grad=True)
-        with pytest.raises(DTypeError, match=r"experts\[1\]\.down_proj\.weight is float64"):
-            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-
-    def test_no_tensor(self):
-        with pytest.raises(TypeError, match="weight2 must be a"):
-            FusedParameters(parameter(np.zeros((1, 2, 4), np.float32)), np.zeros((1, 2, 2)), SWIGLU)
-
-    def test_result_of_an_operation(self):
-        modules = expert_modules(*weight_arrays())
-        modules[0].down_proj.weight = modules[0].down_proj.weight * 2.0
-        with pytest.raises(LayoutError, match="result of an operation"):
-            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-
-    @pytest.mark.skipif(IS_PADDLE, reason="Paddle parameters are contiguous by construction")
-    def test_non_contiguous_parameter(self):
-        modules = expert_modules(*weight_arrays())
-        modules[0].down_proj.weight = torch.nn.Parameter(torch.zeros(16, 12).t())
-        with pytest.raises(LayoutError, match="not contiguous"):
-            PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+def per_expert(modules, experts=3, hidden=16, intermediate=12, activation=SWIGLU):
+    return PerExpertParameters(modules, experts, hidden, intermediate, activation)
 
 
-class TestUngatedActivations:
-    """Who brings two halves for an ungated activation is told so."""
-
-    def test_of_modules(self):
-        up_gate, down = weight_arrays()
-        hidden, width = up_gate.shape[1:]
-        experts = expert_modules(up_gate, down, torch.float32)
-        with pytest.raises(
-            ShapeError,
-            match=rf"\({hidden}, {width}\); needed: \[H, I\] = \({hidden}, {width // 2}\); 'silu' is ungated; 'swiglu' is gated",
-        ):
-            PerExpertParameters(experts, len(experts), hidden, width // 2, ActivationType.SILU)
-
-    @pytest.mark.parametrize(
-        ("activation", "words"),
-        [
-            (ActivationType.GELU, "'gelu' is ungated; 'geglu' is gated$"),
-            (ActivationType.RELU_SQ, "'relu_sq' is ungated$"),
-        ],
-    )
-    def test_stacked(self, activation, words):
-        up_gate, down = (parameter(array, torch.float32) for array in weight_arrays())
-        with pytest.raises(ShapeError, match=rf"weight1 has .*needed: \[E, H, I\] = .*{words}"):
-            FusedParameters(up_gate, down, activation)
+def lacks(name):
+    return lambda modules: delattr(modules[2], name)
 
 
-def test_a_wrong_number_of_experts_says_which_is_right():
-    experts = expert_modules(*weight_arrays(), torch.float32)[:1]
-    with pytest.raises(
-        LayoutError, match=r"4 entries.*n_experts is 4; pass the number of local experts \(1\)"
-    ):
-        PerExpertParameters([*experts, None, None, None], 4, 16, 12, SWIGLU)
+def has_gate_and_up_apart(modules):
+    modules[0].gate_proj = modules[0].up_proj = modules[0].up_gate_proj
+    del modules[0].up_gate_proj
+
+
+def has_float64(modules):
+    modules[1].down_proj.weight = tensor(np.zeros((12, 16), np.float64), grad=True)
+
+
+def has_a_result(modules):
+    modules[0].down_proj.weight = modules[0].down_proj.weight * 2.0
+
+
+def has_strides(modules):
+    modules[0].down_proj.weight = torch.nn.Parameter(torch.zeros(16, 12).t())
+
+
+PYTORCH = pytest.mark.skipif(IS_PADDLE, reason="Paddle parameters are contiguous by construction")
+HINT = r"gate_proj.*up_proj.*fuse gate and up into one \[H, 2I\] weight, gate first"
+REFUSED_MODULES = [
+    (lacks("up_gate_proj"), LayoutError, r"experts\[2\] \(Expert\) has no up_gate_proj.weight"),
+    (lacks("down_proj"), LayoutError, r"experts\[2\] \(Expert\) has no down_proj.weight"),
+    (has_gate_and_up_apart, LayoutError, HINT),
+    (has_float64, DTypeError, r"experts\[1\]\.down_proj\.weight is float64"),
+    (has_a_result, LayoutError, "result of an operation"),
+    pytest.param(has_strides, LayoutError, "not contiguous", marks=PYTORCH),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), REFUSED_MODULES)
+def test_refused_modules(change, error, words):
+    modules = expert_modules(*weight_arrays())
+    change(modules)
+    with pytest.raises(error, match=words):
+        per_expert(modules)
+
+
+OTHER_SIZES = r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "
+UNGATED = r"\(16, 24\); needed: \[H, I\] = \(16, 12\); 'silu' is ungated; 'swiglu' is gated"
+WRONG_ARGUMENTS = [
+    ({"experts": 2}, LayoutError, r"3 local modules \(4 entries.*n_experts is 2"),
+    (
+        {"experts": 4},
+        LayoutError,
+        r"\(4 entries.*n_experts is 4; pass the number of local experts \(3\)",
+    ),
+    ({"hidden": 15}, ShapeError, OTHER_SIZES),
+    ({"intermediate": 13}, ShapeError, OTHER_SIZES),
+    ({"activation": ActivationType.RELU}, ShapeError, OTHER_SIZES),
+    # Who brings two halves for an ungated activation is told so.
+    ({"activation": ActivationType.SILU}, ShapeError, UNGATED),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), WRONG_ARGUMENTS)
+def test_arguments_that_the_modules_do_not_fit(wrong, error, words):
+    with pytest.raises(error, match=words):
+        per_expert([*expert_modules(*weight_arrays()), None], **wrong)
+
+
+def test_torch_linear_layout_is_refused():
+    """`[out, in]` weights, as PyTorch's Linear has them, have the wrong shape here and must not be
+    read as right.
+    """
+    turned = (array.transpose(0, 2, 1) for array in weight_arrays())
+    with pytest.raises(ShapeError, match=r"has shape \(24, 16\); needed: \[H, 2I\] = \(16, 24\)"):
+        per_expert(expert_modules(*turned))
+
+
+@pytest.mark.parametrize(
+    ("shape1", "shape2", "message"),
+    [
+        ((3, 16), (3, 12, 16), r"weight1 has shape \(3, 16\); needed: \[E, H, 2I\]"),
+        ((3, 16, 24), (12, 16), r"weight2 has shape \(12, 16\); needed: \[E, I, H\]"),
+        ((3, 16, 23), (3, 12, 16), r"weight1 has shape .*\(3, 16, 24\)"),
+        ((3, 16, 24), (2, 12, 16), r"weight2 has shape .*\(3, 12, 16\)"),
+        ((3, 16, 24), (3, 12, 15), r"weight2 has shape .*\(3, 12, 16\)"),
+        ((3, 24, 16), (3, 12, 16), r"weight1 has .*= \(3, 16, 24\); it looks transposed"),
+        ((3, 16, 24), (3, 16, 12), r"weight2 has .*= \(3, 12, 16\); it looks transposed"),
+        ((3, 24, 16), (3, 16, 12), r"both look transposed; .*or from_native"),
+    ],
+)
+def test_fused_shapes(shape1, shape2, message):
+    weights = (parameter(np.zeros(shape, np.float32)) for shape in (shape1, shape2))
+    with pytest.raises(ShapeError, match=message):
+        FusedParameters(*weights, SWIGLU)
+
+
+@pytest.mark.parametrize(
+    ("activation", "words"),
+    [
+        (ActivationType.GELU, "'gelu' is ungated; 'geglu' is gated$"),
+        (ActivationType.RELU_SQ, "'relu_sq' is ungated$"),
+    ],
+)
+def test_fused_halves_of_an_ungated_activation(activation, words):
+    up_gate, down = (parameter(array, torch.float32) for array in weight_arrays())
+    with pytest.raises(ShapeError, match=rf"weight1 has .*needed: \[E, H, I\] = .*{words}"):
+        FusedParameters(up_gate, down, activation)
+
+
+def test_fused_weights_are_tensors():
+    with pytest.raises(TypeError, match="weight2 must be a"):
+        FusedParameters(parameter(np.zeros((1, 2, 4), np.float32)), np.zeros((1, 2, 2)), SWIGLU)
