@@ -105,6 +105,7 @@ def moe_TC_softmax_topk_layer(
             message names what stands in its place where models have another name for it
             (`norm_topk_prob`).
     """
+    # Before anything else, because Python would have refused an unknown argument first.
     refuse_unknown("moe_TC_softmax_topk_layer", unknown, _WAYS_OUT)
     _check_tokens(x)
     _check_router(router_w, x)
@@ -147,6 +148,7 @@ def softmax_topk_layer(
         f"K is {K!r}; needed: 1 to {experts}, the number of experts",
     )
     check_router_dtype(x, router_w)
+    # The router is an operation of the caller's: autograd, autocast and hooks see it as any other.
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     logits = torch.nn.functional.linear(tokens, router_w)
     indices, probs = _choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
@@ -157,14 +159,13 @@ def softmax_topk_layer(
 def _choose(
     logits: Tensor, K: int, softmax_over_topk: bool, norm_topk_probs: bool
 ) -> tuple[Tensor, Tensor]:
-    """fp32 logits `[T, E]` -> the chosen experts and their probabilities, both `[T, K]`.
-
-    The experts are those of the K largest logits, whatever the softmax is over, because a softmax
-    keeps the order.
-    """
+    """fp32 logits `[T, E]` -> the chosen experts and their probabilities, both `[T, K]`."""
+    # A softmax keeps the order, so whatever it is over the experts are those of the K largest
+    # logits.
     chosen, indices = torch.topk(logits, K, dim=-1)
     if softmax_over_topk:
         return indices, torch.softmax(chosen, dim=-1)
+    # The softmax over all E, computed for the chosen ones alone.
     probs = torch.exp(chosen - torch.logsumexp(logits, dim=-1, keepdim=True))
     return indices, probs / probs.sum(-1, keepdim=True) if norm_topk_probs else probs
 
@@ -262,9 +263,7 @@ def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
 
 
 def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
-    """Three axes, and as many experts on the last as `source` says. The engine checks all other
-    sizes.
-    """
+    # Other sizes are the engine's to check, which knows the activation and the layout.
     require_framework_tensor(w1, "w1")
     require_framework_tensor(w2, "w2")
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
@@ -274,7 +273,7 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
 
 
 def _native_hint(w1: Tensor, w2: Tensor) -> str:
-    """What to pass where both have the experts first, as `MoE` and models hold them."""
+    # `MoE` and models hold the experts first.
     up, down = tuple(w1.shape), tuple(w2.shape)
     if len(up) != 3 or len(down) != 3 or (up[0], up[2]) != down[:2]:
         return ""

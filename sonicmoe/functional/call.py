@@ -211,6 +211,7 @@ def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
     """
     if x.dim() == 2 and not out._is_view():
         return out
+    # A tensor of its own over the same memory: a view would have a base, and a copy takes time.
     whole = out.new_empty(0)
     with plain_ops():
         whole.set_(out.untyped_storage(), out.storage_offset(), x.shape)  # type: ignore[call-overload]
@@ -233,6 +234,7 @@ def forward(
     static_rows: see `build_routing`.
     """
     rows = rows_of(x)
+    # The configuration of the call, because a graph or a thread of autograd has no other.
     with plan.config.activate(), advising("forward", plan.settings, rows):
         routing = route(plan, origin, probs, int(weights[0].shape[0]), static_rows=static_rows)
         engine = plan.choose(rows, weights)
@@ -273,8 +275,8 @@ def backward(
     given: Weights | None,
     origin: Origin,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then rounded
-    once to `dtypes`. Those are None that `trained` does not mark.
+    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then
+    rounded once to `dtypes`. Those are None that `trained` does not mark.
 
     reading: the weights as the forward read them; None: they are read again from `given`.
     given: the caller's weights. Where `reading` is there they are for those who observe the call,
@@ -312,10 +314,11 @@ def _differentiate(
     trained: Sequence[bool],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     nothing = (None,) * len(dtypes)
+    # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
     if not any(trained):
         dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
         return dx, dprobs, nothing
-    # A sink of this backward alone: autograd, and not this package, adds gradients of several calls.
+    # A sink of this backward alone, because autograd adds the gradients of several calls.
     passed = PassedParameters(plan.settings.activation, plan.layout, weights, dtypes)
     parameters, sink = passed.parameters(), GradientSink(passed)
     wanted = list(trained[: len(parameters)])
@@ -329,6 +332,7 @@ def _differentiate(
 def _described(
     plan: Plan, engine: Engine, reading: Reading, weights: Weights | None, origin: Origin
 ) -> ExpertCall:
+    # Bound and not called: an observer that looks at no weight pays for no copy.
     names = zip(("w1", "w2", "b1", "b2"), weights or (), strict=False)
     return ExpertCall(
         engine.name,
@@ -346,6 +350,8 @@ def _described(
 
 
 def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> NativeWeights:
+    # Quantised weights are kept without the tensors that they were made of, so that a backward
+    # holds no more than it reads.
     if weights is None:
         return (*reading.values(), reading.weights.b1, reading.weights.b2)
     with plain_ops():

@@ -71,10 +71,13 @@ class WeightCopies:
             parameters = layer.parameters()
             check_memory(parameters)
             self._settings, self._fit = settings.of_weights, _fit(engine, settings)
+            # Weakly: a model that drops a parameter gets its memory back, whoever holds the copies.
             self._made_of = [weakref.ref(parameter) for parameter in parameters]
+            # Announcements name parameters by id, which is quicker to compare than references.
             self._ids = set(map(id, parameters))
             self._prepared = PreparedWeights()
             made = self._refresh(engine, layer, parameters, stale=True).weights
+            # From here on this object decides what is kept, and in which buffers.
             self.weights = self._prepared.weights = _in_orders(made, settings.iso_weight)
         self._place = _place(layer, parameters)
         self._recomputing: weakref.WeakSet[Reading] = weakref.WeakSet()
@@ -133,6 +136,8 @@ class WeightCopies:
             LayoutError: they were made of other parameters.
         """
         self._check_fit(engine, settings, parameters)
+        # Where any of them was freed nothing can be made again, because an engine quantises all
+        # experts at once.
         if all(map(holds_memory, parameters)):
             with plain_ops():
                 self._bring_up_to_date(engine, layer, parameters)
@@ -164,6 +169,7 @@ class WeightCopies:
         if len(self._recomputing):
             return f"{len(self._recomputing)} outstanding backward(s) recompute z from it"
         forward = [q for q in (weights.w1, weights.w2) if isinstance(q, BlockScaledTensor)]
+        # Launches of earlier forwards may still read it. A graph reads it at every replay.
         if not IS_PADDLE and is_cuda(forward[0].bytes):
             if torch.cuda.is_current_stream_capturing():
                 return "a CUDA graph that is being captured reads it"
@@ -178,6 +184,7 @@ class WeightCopies:
 
     def expire(self, event: str) -> None:
         """Make them stale. `event`: what happened to the weights, in words for a message."""
+        # The first event is the reason; later ones change nothing.
         self._stale = self._stale or event
 
     def _renew(self, parameters: Sequence[Tensor]) -> None:
@@ -202,6 +209,7 @@ class WeightCopies:
 
     def _check_current(self, parameters: Sequence[Tensor]) -> None:
         """For parameters that were freed."""
+        # They are inputs of the PyLayer where gradients are on.
         if IS_PADDLE and grad_enabled():
             _check_places(parameters)
         reason = self._stale
@@ -227,6 +235,7 @@ class WeightCopies:
             (),  # one place for all: they are made again into the same buffers wherever they lie
             traces_of(parameters),
             stale=stale,
+            # A host looks at the weights anyway, and Paddle's optimizers leave no trace.
             keeps=is_cuda(parameters[0]) and not IS_PADDLE,
         )
 
@@ -246,6 +255,7 @@ class WeightCopies:
             # of Paddle's optimizers, and a switch of the layout, which it does show, is no write.
             prepared.writes = writes + _overwrite(kept, made)
         elif moved:
+            # The engine has overwritten its codes, and no version counter says so.
             prepared.writes += 1
         prepared.weights, self._place = kept, place
         if self._stale or prepared.writes != writes:
@@ -283,18 +293,16 @@ def _named(engine: str, recipe: str | None, gated: bool) -> str:
 
 
 def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[object, ...]:
-    """Of weights whose writes version counters show: a counter says nothing of values that came
-    with other memory. On a host codes are compared.
-    """
+    # A version counter says nothing of values that came with other memory. On a host the codes
+    # themselves are compared.
     return layer.place(parameters) if is_cuda(parameters[0]) else ()
 
 
 def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
-    """With a buffer for each direction, unless `iso_weight`. The reference engine reads one in both
-    where the recipe allows that.
-    """
+    """With a buffer for each direction, unless `iso_weight`."""
     w1, w2 = made.w1, made.w2
     assert isinstance(w1, BlockScaledTensor) and isinstance(w2, BlockScaledTensor)
+    # The reference engine reads one in both where the recipe allows that. Fleet's format has two.
     if iso_weight or made.two_orders or w1.serves_both:
         return made
     return EngineWeights(w1, w2, transpose_storage(w1), transpose_storage(w2))
@@ -317,14 +325,13 @@ def _overwrite(kept: EngineWeights, made: EngineWeights) -> bool:
 
 
 def _bits(q: BlockScaledTensor) -> list[Tensor]:
-    """Codes and scales as integers, because NaN is not equal to itself."""
+    # Codes and scales as integers, because NaN is not equal to itself.
     return [q.bytes, *(part.view(torch.uint8) for part in q.parts[1:])]
 
 
 def _outlive_current_stream(buffers: Sequence[BlockScaledTensor]) -> None:
-    """Have PyTorch give this memory to nobody before the current stream has read it. The buffers
-    may belong to another stream, whose next allocation would not wait.
-    """
+    """Have PyTorch give this memory to nobody before the current stream has read it."""
+    # The buffers may belong to another stream, whose next allocation would not wait.
     stream = torch.cuda.current_stream(buffers[0].bytes.device)
     for q in buffers:
         for part in q.parts:

@@ -29,27 +29,28 @@ class LentWeights:
         """
         freed = not all(map(holds_memory, self._tensors))
         if freed or versions_of(self._tensors) != self._versions:
+            happened = "freed" if freed else "modified by an inplace operation"
             raise RuntimeError(
-                f"the expert weights were {'freed' if freed else 'modified by an inplace operation'} between this forward and "
-                "its backward, which reads them where they lie; its gradients would be wrong. Finish every backward before the "
-                "weights change"
+                f"the expert weights were {happened} between this forward and its backward, which "
+                "reads them where they lie; its gradients would be wrong. Finish every backward "
+                "before the weights change"
             )
 
 
 def lent_by(
     parameters: Sequence[Tensor], weights: EngineWeights
 ) -> tuple[LentWeights | None, EngineWeights]:
-    """What a training forward reads of the parameters' own memory, and the weights that it reads
-    instead: on a host they are copies, because nothing there shows a write before the backward.
-    """
+    """What a training forward reads of the parameters' own memory, and all that it reads."""
     # Block-scaled weights are memory of the engine's own.
     plain = [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]
+    # An address is enough: the first of a projection lies where all of it begins.
     firsts = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])} if plain else ()
     lent = [w for w in plain if data_ptr(w) in firsts]
     if not lent:
         return None, weights
     if is_cuda(lent[0]):
         return LentWeights(lent), weights
+    # Nothing on a host shows a write between a forward and its backward, so these read a copy.
     with plain_ops():
         w1, w2 = (w.clone() for w in plain)
     return None, EngineWeights(w1, w2, w1, w2)

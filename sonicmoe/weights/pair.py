@@ -6,8 +6,8 @@
 | Sonic, the native one | `[E, 2I, H]`, gate and up rows in turns | `[E, H, I]` |
 
 The shapes of both weights together tell the layout, once H is known. Where H = 2I weight1 has one
-shape in both, and weight2 decides; where H = I it is the other way round. Both cannot be at once, so
-no pair is undecidable.
+shape in both, and weight2 decides; where H = I it is the other way round. Both cannot be at once,
+so no pair is undecidable.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
     Raises:
         ShapeError: the shapes fit neither layout, or not `hidden`.
     """
+    # Experts of no size have one shape in both layouts.
     if len(weight1) == len(weight2) == 3 and weight1[0] == weight2[0] and 0 not in weight2:
         experts = weight2[0]
         if (experts, 2 * weight2[2], hidden) == weight1 and weight2[1] == hidden:
@@ -92,6 +93,7 @@ class PairParameters(StackedParameters):
         weight1, weight2 = (reference() for reference in self._references)
         if weight1 is None or weight2 is None:
             raise RuntimeError("w1 or w2 of this layer was dropped; needed: parameters that live")
+        # Nobody announces a conversion. Its shapes show it, at the next look.
         shapes = tuple(weight1.shape), tuple(weight2.shape)
         if shapes != self._shapes:
             layout = layout_of_pair(*shapes, self._native_shapes[0][2])
@@ -103,4 +105,5 @@ class PairParameters(StackedParameters):
         return f"w{index + 1}"
 
     def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
+        # PaddleFleet converts w1.main_grad with its weight, and never w2's.
         return (GROUPED, NATIVE) if index == 1 else super().preferred(index)

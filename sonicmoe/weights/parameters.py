@@ -56,8 +56,8 @@ class ExpertParameters(ABC):
         """Every parameter, in a fixed order."""
 
     def native(self) -> tuple[Tensor, Tensor]:
-        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype; `LayoutError` where
-        they hold no memory.
+        """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype; `LayoutError`
+        where they hold no memory.
         """
         check_memory(self.parameters())
         return self.source().native()[:2]
@@ -202,6 +202,7 @@ class PerExpertParameters(ExpertParameters):
         modules. A new module is checked as the first ones were.
         """
         local = _local(self._given)
+        # Modules compare by identity, and nearly always all are the same.
         if local != self._experts:
             self._experts = self._checked(local, len(self._experts))
         return _weights_of(self._experts)
@@ -244,6 +245,7 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
     Raises:
         LayoutError: they are on the meta device, or the framework has freed some of them.
     """
+    # A model that is built without memory is on the meta device as a whole.
     if not IS_PADDLE and parameters[0].is_meta:
         raise LayoutError(
             "the experts' weights are on the meta device and hold no memory; needed: weights "
@@ -265,6 +267,7 @@ def _projection(expert: Any, index: int, name: str) -> Any:
     module = getattr(expert, name, None)
     if module is not None and getattr(module, "weight", None) is not None:
         return module
+    # The names that models use which keep gate and up apart, or fuse them under another name.
     others = ("gate_proj", "up_proj", "gate_up_fused_proj")
     found = [other for other in others if hasattr(expert, other)]
     hint = f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first"
@@ -283,6 +286,7 @@ def check_up(
     if is_glu(activation):
         check_parameter(weight, name, shape, legend)
         return
+    # Two halves for an ungated activation are the likeliest mistake, so the remark answers it.
     check_parameter(weight, name, shape, legend.replace("2I", "I"), _of_gated(activation))
 
 

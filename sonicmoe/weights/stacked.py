@@ -156,6 +156,7 @@ class FusedParameters(StackedParameters):
         """Check the pair against each other; `layout`: None or the native one."""
         super().__init__(activation)
         self.layout = layout or self.layout
+        # Kept as given, and looked up in every call: a module may get another parameter.
         self._given = (weight1, weight2)
         self._weights = self._checked(*map(_current, self._given))
         self._keep_sizes(*map(_sizes, self._weights))
@@ -196,6 +197,7 @@ class FusedParameters(StackedParameters):
             ShapeError: their sizes are not those of the first ones.
         """
         given = tuple(map(_current, self._given))
+        # By identity, because every call asks; only another tensor is looked at.
         if not all(map(is_, given, self._weights)):
             shapes = [tuple(weight.shape) for weight in self._weights]
             found = [tuple(weight.shape) for weight in self._checked(*given)]
@@ -222,10 +224,11 @@ class PassedParameters(StackedParameters):
         weights: EngineWeights,
         dtypes: Sequence[torch.dtype | None],
     ) -> None:
-        """`weights`: as the engine read them. `dtypes`: of w1, w2, b1, b2, None where there is none."""
+        """`weights`: as the engine read them. `dtypes`: of w1, w2, b1, b2, or None."""
         super().__init__(activation)
         self.layout, self.has_biases = layout, weights.b1 is not None
         self._native_shapes = tuple(weights.w1.shape), tuple(weights.w2.shape)  # type: ignore[assignment]
+        # Of a bias nobody asks the shape: its gradient leaves the accumulators as it is.
         shapes = self.shape_in(layout, 0), self.shape_in(layout, 1), (), ()
         of_each = zip(shapes, dtypes, strict=True)
         self._records = [_Record(shape, dtype) for shape, dtype in of_each if dtype is not None]
