@@ -125,7 +125,8 @@ def _relu_sq(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
 
 
 def _positive(x: Tensor) -> Tensor:
-    """`max(x, 0)`. The second term keeps NaN alive where a framework's clamp drops it."""
+    """`max(x, 0)`."""
+    # The second term keeps NaN alive where a framework's clamp drops it.
     return x.clamp(min=0.0) + x * 0.0
 
 
@@ -165,9 +166,8 @@ def _clamped_swish(gate: Tensor, values: Values) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(x: Tensor, bound: float, *, both: bool) -> Tensor:
-    """`min(x, bound)`, and `max` of that and `-bound` when `both`. It chooses element by element,
-    because a framework's clamp may drop NaN.
-    """
+    """`min(x, bound)`, and `max` of that and `-bound` when `both`."""
+    # It chooses element by element, because a framework's clamp may drop NaN.
     limit = torch.full_like(x, bound)
     below = torch.where(x > limit, limit, x)
     return torch.where(below < -limit, -limit, below) if both else below

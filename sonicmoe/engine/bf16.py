@@ -44,6 +44,8 @@ class Bf16Engine(PlainEngine):
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
+        # Tiles depend on these two, and on no number of tokens: a batch of another size compiles
+        # nothing.
         sizes = weights.hidden_size, weights.intermediate_size
         gemms = _gemms(x, sizes, settings, weights.b1 is not None)
         with launch_scope(x):

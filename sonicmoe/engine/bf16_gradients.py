@@ -68,6 +68,7 @@ def problem_of(targets: ParameterTargets, gemms: str = "BF16") -> str | None:
 def _problem_of(targets: ParameterTargets, gemms: str) -> str | None:
     both = ("up-projection gradients", targets.up), ("down-projection gradients", targets.down)
     wanted = [(name, weight) for name, weight in both if weight.is_wanted]
+    # The GEMM takes one address and one stride from expert to expert.
     for name, weight in wanted:
         if not weight.is_stacked:
             return f"{name} have a tensor for each expert, and the {gemms} GEMMs add to one for all"

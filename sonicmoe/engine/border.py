@@ -114,6 +114,7 @@ def check_forward(
         raise RoutingError(
             f"routing is for {routing.num_experts} experts, the weights hold {weights.num_experts}"
         )
+    # Blocks of the recipe must not span two experts. More padding than needed is no harm.
     if routing.alignment % settings.row_alignment:
         raise RoutingError(
             f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
@@ -125,6 +126,7 @@ def check_forward(
             f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
+    # One comparison for the usual case. The list that names every tensor is made for an error only.
     w1 = weights.w1.bytes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
     given = x.codes if isinstance(x, BlockScaledTensor) else x
     row_token = routing.row_token

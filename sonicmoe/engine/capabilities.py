@@ -359,6 +359,7 @@ def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> 
         return f"{record.loads_with}, which loads and launches its kernels, is not installed"
     # A GPU node often has no compiler: kernels that were compiled elsewhere are enough.
     cache = default_cache()
+    # The first job that can be had in no way is the answer.
     for job in record.jobs(workload, arch):
         reason = missing_package([job]) or _missing_compiler(job)
         if reason is not None and cache.try_load(job.key()) is None:
@@ -372,6 +373,7 @@ def missing_package(jobs: Iterable[CompileJob]) -> str | None:
     """
     jobs = tuple(jobs)
     in_triton = any(isinstance(job, TritonVariant) for job in jobs)
+    # Triton is taken in any version: its kernels use the language and no internals.
     if in_triton and dict(package_versions("triton"))["triton"] == "absent":
         return "triton compiles its kernels, and it is absent"
     # Versions are pinned: the builders call internals of these packages.

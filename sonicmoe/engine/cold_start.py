@@ -120,6 +120,7 @@ def _compile(
 
 def _options(settings: EngineSettings, arch: str) -> str:
     """What a warm-up is told beside the sizes, where it is not the default."""
+    # A user copies this line, so it has what the command does not assume.
     named = "" if arch == DEFAULT_ARCH else f" --arch {arch}"
     if settings.activation is EngineSettings().activation:
         return named

@@ -106,6 +106,7 @@ def _problems(parts: Iterable[str], spec: ModelSpec, config: ResolvedConfig) -> 
     found = {}
     for part in parts:
         settings = config.replace(**_SETTINGS[part])
+        # Every engine is asked, so that the message has all reasons and not the first.
         workload, engines = _workload(spec, settings), _engines(settings)
         reasons = {r.name.value: _reason(r, workload, spec.arch) for r in engines}
         if not engines:

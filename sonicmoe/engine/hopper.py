@@ -61,6 +61,7 @@ class HopperEngine(QuantisedEngine):
     name = "hopper"
 
     def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
+        # Scales that stay along K differ between the two orders, so each is made from the weights.
         if is_steady(settings):
             assert settings.recipe is not None
             return SteadyWeights(settings.recipe)
@@ -82,6 +83,7 @@ class HopperEngine(QuantisedEngine):
         with plain_ops():
             x = _aligned(x)
             layer = HopperLayer(x, routing, weights, settings)
+            # The kernel writes z only where it is given memory for it.
             z = layer.empty_z() if save and not settings.recompute_z else None
             out = empty(tuple(x.shape), token_dtype(x), device_of(anchor_of(x)))
             layer.forward(x, z, out)
@@ -111,6 +113,7 @@ class HopperEngine(QuantisedEngine):
                 saved.z = None
             del z
             dx = tap("dx", layer.dgrad(dz_scratch, x))
+            # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
             pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
             pending.native = layer.routed
@@ -127,6 +130,7 @@ class HopperEngine(QuantisedEngine):
         settings = pending.settings
         require_operands(pending)
         if not settings.fp8_wgrad:
+            # Here and not in backward_dx: until now the tokens take half the memory.
             if isinstance(pending.x, BlockScaledTensor):
                 pending.x = to_bfloat16(pending.x)
             if isinstance(pending.dout, BlockScaledTensor):
@@ -167,7 +171,8 @@ def _aligned(x: Tokens) -> Tokens:
 
 
 def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
-    """The arguments that all passes of these weight gradients share. They keep no operand alive."""
+    """The arguments that all passes of these weight gradients share."""
+    # They keep no operand alive.
     return {
         "weights": None,
         "routing": pending.native.handle,
@@ -202,8 +207,9 @@ def _add_one_by_one(
     passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
 ) -> None:
     """The same, one product after the other: each frees its operands before the next begins, so
-    that the other's need not lie beside its own. A product that nobody wants is left out.
+    that the other's need not lie beside its own.
     """
+    # A product that nobody wants is left out.
     bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
     dout, y1s = pending.dout, pending.y1s
     # One scratch serves both products. The second must not have to ask for memory when the first

@@ -237,6 +237,7 @@ class Engine(ABC):
         targets: GradientTargets | None,
     ) -> tuple[Tensor, Tensor]:
         """`backward_dx`, then `backward_dw` unless `targets` is None (frozen weights)."""
+        # Frozen weights cost no product: the operands are dropped where nobody adds them.
         dx, dprobs, pending = self.backward_dx(dout, saved, weights)
         if targets is not None:
             self.backward_dw(pending, targets)

@@ -148,6 +148,7 @@ class _Products(Products):
     def settle(self, pending: PendingWgrad, dout: MxTensor) -> MxTensor:
         """Quantise dz and y1s, which lie in expert order."""
         with stage("quantize_dz"):
+            # wgrad contracts dz over the rows; without FP8 wgrad nobody asks for those scales.
             dz = self._quantised("dz", pending.dz, along_rows=self.fp8_wgrad)
             if self.fp8_wgrad:
                 # Nobody contracts y1s over its columns.
@@ -172,9 +173,8 @@ class _Products(Products):
 def _gathered(
     name: str, tokens: Tensor, routing: RoutingMetadata, *, shows: bool = True, **directions: bool
 ) -> MxTensor:
-    """x or dout. Both products read the same codes, which show themselves as wgrad's, where that is
-    quantised.
-    """
+    """x or dout."""
+    # Both products read the same codes, which show themselves as wgrad's, where that is quantised.
     with stage(f"quantize_{name}"):
         token, ends = routing.row_token, routing.padded_offsets
         q = mx.quantize_rows_iso32(tokens, token, ends, gathers=True, **directions)

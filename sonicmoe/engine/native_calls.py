@@ -75,6 +75,7 @@ class _Observer:
 
     def close(self) -> None:
         """Leave the open range, if there is one."""
+        # Cleared first: closing may raise, and must not be tried twice.
         opened, self._range = self._range, None
         if opened is not None:
             opened.__exit__(None, None, None)

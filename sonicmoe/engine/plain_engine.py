@@ -67,6 +67,7 @@ class PlainEngine(ProductsEngine):
         written: bool = True,
     ) -> EngineWeights:
         """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
+        # A node with fp32 parameters would otherwise have no engine on a GPU.
         if source.anchor.dtype == torch.float32 and source.compute_dtype is None:
             source = replace(source, compute_dtype=torch.bfloat16)
         return super().refresh(source, settings, previous, written)

@@ -54,6 +54,8 @@ class QuantisedEngine(Engine):
             store.update(source, force=written)
             if previous is not None and previous.w1 is store.w1:
                 return previous
+            # Views of the store, so that an update in place is seen by weights that were handed
+            # out.
             forward = store.w1, store.w2
             dgrad = forward if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
             return EngineWeights(*forward, *dgrad, store=store)

@@ -60,6 +60,7 @@ class ReferenceEngine(Engine):
         """Quantise native weights once; without a recipe, keep them."""
         check_weights(w1, w2, b1, b2, settings.activation)
         with plain_ops():
+            # Without one the user's tensors are read as they lie, and nothing is copied.
             recipe = settings.recipe
             if recipe is None:
                 return EngineWeights(
@@ -98,6 +99,7 @@ class ReferenceEngine(Engine):
         """
         check_forward(x, routing, weights, settings, REFERENCE)
         with plain_ops(), ieee_matmul():
+            # Autograd is the bridge's affair: a graph in here would keep every intermediate.
             x, dtype = _detached(x), token_dtype(x)
             # fp32 until the activation: rounding z first would round y1 twice.
             z = tap("z", _up_projection(x, routing, weights, settings))

@@ -36,6 +36,7 @@ def token_rows(
     once per token, by the sender or here, and gathered after. Blocks of several rows exist after the
     gather only; those codes are the operand of wgrad, and show themselves under its name.
     """
+    # The sender's codes are the operand: quantising their values again would round twice.
     if isinstance(tokens, BlockScaledTensor):
         return gather_rows(dequantize(tap(_STAGE_OF_OPERAND[name], tokens)), routing)
     recipe = settings.recipe

@@ -73,6 +73,7 @@ class EngineSettings:
         """These settings as far as engine weights depend on them: equal for two calls that can read
         the same ones, whatever each of them saves or recomputes.
         """
+        # Everything that is left out changes what a call saves, and no weight.
         return EngineSettings(self.activation, self.recipe, iso_weight=self.iso_weight)
 
     @property

@@ -196,6 +196,7 @@ class ParameterTargets(GradientTargets):
         return layout.user_w1(gradient) if name == "dw1" else layout.user_w2(gradient)
 
     def add(self, name: str, expert: int, gradient: Tensor) -> None:
+        # None where this expert is frozen: its gradient was asked for with those of the others.
         matrix = self._weight(name).matrix(expert)
         if matrix is not None:
             matrix.add_(gradient)
@@ -227,6 +228,8 @@ class ParameterTargets(GradientTargets):
 
     def _problem(self, n1: int, hidden: int, intermediate: int, device: str) -> str | None:
         for name, weight in self._weights():
+            # A shape that is wrong here would make an addition elsewhere, so every tensor is looked
+            # at.
             native = (n1, hidden) if name == "dw1" else (hidden, intermediate)
             wanted: tuple[int, ...] = native[::-1] if weight.layout.transposed else native
             if weight.is_stacked:

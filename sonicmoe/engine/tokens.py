@@ -77,6 +77,7 @@ class Saved:
         else:
             tensors = [self.x]
         tensors += self.routing.tensors()
+        # z last, because recomputing leaves it out.
         z_spec: BlockSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
             tensors += [self.z.bytes, self.z.scale_inv]
@@ -138,6 +139,7 @@ class SavedSpec:
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
         given, tensors = tensors[: self.given], tensors[self.given :]
         routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
+        # The tensors may be others than at `pack`: activation recompute makes them again.
         fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
         routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
         # Under activation recompute the tensors come from a second forward and the spec from the

@@ -120,6 +120,7 @@ class Problem:
         return x, dout
 
     def infer(self, engine: Engine) -> Results:
+        # Prepared in every run, because preparing launches kernels too.
         weights = self._weights(engine)
         out, _ = engine.forward(self.x, self.routing, weights, self.settings, save=False)
         return {"out": _numbers(out)}
@@ -243,6 +244,7 @@ def _target_cases(
 ) -> Iterator[tuple[Case, Results]]:
     """Into the parameters' own memory, in every layout that the engine adds or writes to."""
     halves = (False, True) if is_glu(problem.settings.activation) else (False,)
+    # Every layout is one launch more. Together they cost less than loading the kernels.
     for transposed, split_half, stacked in itertools.product((False, True), halves, (False, True)):
         layout = WeightLayout(transposed, split_half)
         where = [name for name, is_so in vars(layout).items() if is_so] + ["stacked"] * stacked
@@ -323,6 +325,7 @@ def _problem(
                 f"an element of {name} is {element:.2f} of its row's typical one away from the "
                 f"reference engine's, of at most {bars.element}"
             )
+    # Last, because a wrong number says more than one that changes.
     differing = [name for name in first if not np.array_equal(first[name], second[name])]
     return f"two equal calls differ in {differing[0]}" if differing else None
 
@@ -350,6 +353,7 @@ def record_of(workload: Workload) -> dict[str, Any]:
         name: getattr(workload.settings, name) for name in EngineSettings.__dataclass_fields__
     }
     settings["activation"] = workload.settings.activation.value
+    # JSON has neither enums nor recipes, and the other process knows both by name.
     settings["recipe"] = workload.settings.recipe and workload.settings.recipe.name
     settings["save_z"] = workload.settings.save_z.value
     return {

@@ -44,6 +44,7 @@ class TritonEngine(PlainEngine):
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
+        # Kernels are compiled for H and I, and for no number of tokens.
         sizes = weights.hidden_size, weights.intermediate_size
         with _launch_scope(x):
             calls = _calls(sizes, settings, weights.b1 is not None, x)
@@ -54,6 +55,7 @@ class TritonEngine(PlainEngine):
             _write_zeros(targets)
             return
         settings, x, dz = pending.settings, plain_tokens(pending.x), plain_operand(pending.dz)
+        # Parameters' own memory has no place for bias gradients.
         biased = isinstance(targets, NativeBuffer) and targets.db1 is not None
         with _launch_scope(x):
             calls = _calls((int(x.shape[1]), int(pending.y1s.shape[1])), settings, biased, x)

@@ -64,6 +64,7 @@ def _problem_of(targets: ParameterTargets) -> str | None:
 
 def _stride_problem(targets: ParameterTargets) -> str | None:
     for name, weight in (("up", targets.up), ("down", targets.down)):
+        # Addresses may differ, because a table has them. Strides are arguments of the launch.
         if len({place[1:] for place in _wanted(weight)}) > 1:
             return (
                 f"the experts' {name}-projection gradients have different strides, and the Triton "
@@ -73,6 +74,7 @@ def _stride_problem(targets: ParameterTargets) -> str | None:
 
 
 def _wanted(weight: WeightTarget) -> list[Place]:
+    # Frozen experts have address 0, and no say in this.
     found = weight.places(weight.layout.split_half)
     return [place for place in found if place.address]
 

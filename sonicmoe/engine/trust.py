@@ -260,6 +260,7 @@ def announced_trial(subject: Subject) -> Verdict:
         "these kernels and this driver, in a process of its own",
         subject,
     )
+    # The log has both lines, because a first run waits here for minutes.
     started = time.monotonic()
     verdict = try_engine(subject)
     seconds = time.monotonic() - started

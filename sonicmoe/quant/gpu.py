@@ -117,6 +117,7 @@ class QuantizedWeights:
         if not is_cuda(source.up[0]):
             self._update_on_host(source)
             return
+        # The host knows addresses and layouts; what the values are is the device's affair.
         pointers = source.pointers
         layout = _layout_of(source)
         if layout != self._layout or pointers != self._pointers:
@@ -140,6 +141,7 @@ class QuantizedWeights:
         """`update` for weights that lie where they lay at the last one, without their source; False
         where that one failed, read a copy, or was on a host.
         """
+        # A copy of the parameters was read once, and the parameters may have changed since.
         if not self._current or self._was_copied or not self._check_arguments:
             return False
         self._current = False
@@ -151,6 +153,8 @@ class QuantizedWeights:
         table = self._check_arguments[0]
         self._order.enter(table)
         kernels, stream = self._kernels, current_stream(table)
+        # The first launch leaves its finding in `state` and the second one reads it there, so the
+        # host waits for neither.
         kernels.check_weights(*self._check_arguments, stream)
         self._quantize(*self._quantize_arguments, force, stream)
         self._order.leave()
@@ -213,6 +217,7 @@ class QuantizedWeights:
         self._check_arguments = (*sizes, checksums, state)
         form = transposed, source.layout.split_half, dtype
         self._quantize_arguments = (table, *self._written(), *form, state)
+        # The new table is empty: `update` fills it where it compares addresses.
         self._layout, self._pointers = layout, ()
 
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
@@ -222,6 +227,7 @@ class QuantizedWeights:
         self._dgrad = _unwritten(sizes, stored, device, Orientation.COLUMNS)
 
     def _update_on_host(self, source: WeightSource) -> None:
+        # A host has no kernel that reads the user's layout.
         w1, w2, *_ = source.native()
         self._forward = quantize(w1, W1_BLOCK), quantize(w2, W2_BLOCK)
         self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
@@ -250,6 +256,8 @@ class SteadyWeights(QuantizedWeights):
         self._forward = _unwritten(sizes, (recipe.w1, recipe.w2), device)
         dgrad = recipe.w1_dgrad, recipe.w2_dgrad
         self._dgrad = _unwritten(sizes, dgrad, device, Orientation.COLUMNS)
+        # A scale along a line needs the largest value of all its tiles: one kernel leaves these
+        # here for the next.
         tiles = sum(math.prod(q.scale_inv.shape) for q in self._forward)
         self._tile_amax = empty((tiles,), torch.float32, device)
 
@@ -296,6 +304,7 @@ def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
         return transpose_storage(q)
     matrices, n_rows, n_cols = (int(size) for size in q.codes.shape)
     stream = current_stream(q.codes)
+    # By stream, because two streams would write one buffer at the same time.
     key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.block, q.orientation)
     if key not in _scratch:
         other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
@@ -320,9 +329,9 @@ def _layout_of(source: WeightSource) -> tuple[Any, ...]:
 
 
 def _codes_of(layout: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """What the codes depend on. Parameters that change their layout in place keep their codes'
-    memory, which callers and outstanding backwards hold.
-    """
+    """What the codes depend on."""
+    # Parameters that change their layout in place keep their codes' memory, which callers and
+    # outstanding backwards hold.
     return None if layout is None else (layout[:4], layout[-1])
 
 
@@ -340,6 +349,7 @@ def _check_source(source: WeightSource) -> None:
         ("down", source.down, (hidden, inner)),
     ):
         wanted = shape[::-1] if source.layout.transposed else shape
+        # One matrix that the kernels cannot read spoils the layer, so each is looked at.
         for index, matrix in enumerate(matrices):
             name = f"{kind}[{index}]"
             need_shape(tuple(matrix.shape) == wanted, name, matrix, wanted)

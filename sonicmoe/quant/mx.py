@@ -45,6 +45,7 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
     """Byte of the scale of one row and one block of 32 of the contraction, in a matrix of `blocks`
     blocks a row.
     """
+    # An atom is 32 lines of 16 bytes: rows r, r + 32, r + 64 and r + 96 with four blocks each.
     across = -(-blocks // ATOM_BLOCKS)
     atom = row // ATOM_ROWS * across + block // ATOM_BLOCKS
     in_atom = row % ATOM_ROWS
@@ -177,6 +178,7 @@ class MxTensor(BlockScaledTensor):
         m, k = (int(size) for size in self.bytes.shape[-2:])
         across = -(-k // _BLOCK)
         if self.along_columns is not None:
+            # Every row of a block repeats its scale, so the first row of each is enough.
             scales = self._of_tiles(self.along_columns, 0)
             return from_bytes(from_atoms(scales)[..., : m : self.block.rows, :across]).contiguous()
         assert self.along_rows is not None and self.block == BLOCK
@@ -241,6 +243,7 @@ def quantize_rows_iso32(
     def scales(wanted: bool, *atoms: int) -> Tensor | None:
         return empty((*atoms, ATOM_BYTES), torch.uint8, device) if wanted else None
 
+    # Bytes, because the kernels know no FP8 dtype of a framework.
     codes = empty((num_rows, width), torch.uint8, device)
     by_columns, by_rows = scales(along_columns, down, across), scales(along_rows, across, down)
     if is_cuda(source):
@@ -261,7 +264,8 @@ def _quantize_on_host(
     codes: Tensor,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """By the exact quantiser. An expert's rows are whole blocks, so all rows are one matrix."""
+    """By the exact quantiser."""
+    # An expert's rows are whole blocks, so all rows are one matrix.
     num_rows = int(row_token.shape[0])
     if num_rows == 0:
         return
@@ -297,6 +301,7 @@ class MxWeights(QuantizedWeights):
     """
 
     def __init__(self) -> None:
+        # One order of codes, which is what `iso_weight` means to the base.
         super().__init__(iso_weight=True)
 
     @property
@@ -325,6 +330,7 @@ class MxWeights(QuantizedWeights):
         )
 
     def _update_on_host(self, source: WeightSource) -> None:
+        # A square block has one scale for both directions, so `scale_atoms` serves dgrad too.
         made = []
         for native in source.native()[:2]:
             q = quantize(native, BLOCK, scale_format=ScaleFormat.POW2)

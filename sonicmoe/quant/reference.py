@@ -143,7 +143,8 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
 
 def _perhaps_any(mask: Tensor) -> bool:
-    """False only where no element is set. A GPU is not asked, because that waits for it."""
+    """False only where no element is set."""
+    # A GPU is not asked, because that waits for it.
     return is_cuda(mask) or bool(mask.any())
 
 
@@ -154,6 +155,7 @@ def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
     shape = q.shape
     if any(size == 0 for size in shape):
         return torch.zeros(shape, dtype=dtype, device=q.codes.device)
+    # One fp32 product an element, as the kernels have it: no other order could give their bits.
     tiles = _to_tiles(q.codes.to(torch.float32), q.block) * q.scale_inv.unsqueeze(-1).unsqueeze(-3)
     return _from_tiles(tiles, shape).to(dtype)
 
@@ -174,6 +176,7 @@ def _to_tiles(x: Tensor, block: BlockShape) -> Tensor:
     *lead, n_rows, n_cols = (int(size) for size in x.shape)
     *_, row_blocks, col_blocks = scale_shape(tuple(x.shape), block)
     pad_rows, pad_cols = row_blocks * block.rows - n_rows, col_blocks * block.cols - n_cols
+    # Zeros decide no amax, so a partial block has the scale of its own elements.
     if pad_cols:
         x = torch.cat(
             [x, torch.zeros([*lead, n_rows, pad_cols], dtype=x.dtype, device=x.device)], -1

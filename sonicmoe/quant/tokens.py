@@ -107,6 +107,7 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
         needed = f"{name} in float8_e4m3fn, or no {scale}"
         raise DTypeError(f"{name} is {found} and {scale} was given; needed: {needed}")
     if x_scale.dtype != torch.float32:
+        # DeepEP carries multipliers as words; whoever forgets to decode them is told so.
         needed = "float32 multipliers (words of a carrier become such by sonicmoe.fleet.carrier)"
         raise DTypeError(f"{scale} is {dtype_name(x_scale.dtype)}; needed: {needed}")
     need_shape(len(x.shape) == 2, name, x, "[T, H]")

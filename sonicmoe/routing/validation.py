@@ -68,7 +68,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
 
 
 def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
-    """Whether the pair is as needed. Asked at every forward, so it composes no message."""
+    """Whether the pair is as needed."""
+    # Asked at every forward, so it composes no message.
     return (
         isinstance(indices, torch.Tensor)
         and isinstance(probs, torch.Tensor)
