@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -24,26 +25,20 @@ from sonicmoe.diagnostics.bisect import (
     WGRAD_OPERANDS,
     bisect,
     stages_of,
-)
+)  # fmt: skip
 from sonicmoe.diagnostics.bisect_report import text_of, verdict
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
 from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
 from sonicmoe.diagnostics.stage_runner import Recorder, engine_named, engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, octaves, row_deviations, stage_stats
-from sonicmoe.diagnostics.step_dump import (
-    STEP_FLAGS,
-    DumpError,
-    StepSettings,
-    load_dump,
-    save_dump,
-)
+from sonicmoe.diagnostics.step_dump import STEP_FLAGS, DumpError, StepSettings, load_dump, save_dump
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import EngineUnavailableError, ShapeError
 from sonicmoe.observe import listening
-from sonicmoe.quant.recipes import RECIPES, BlockShape
-from sonicmoe.quant.reference import quantize, transpose_storage
+from sonicmoe.quant.recipes import RECIPES, BlockShape, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
 PLAIN = {"recipe": None}
@@ -53,23 +48,27 @@ TOKEN_STAGES = ("x", "x_fp8", "out", "dout", "dout_fp8", "dx")
 def place_of(stage, kind, step):
     """Where to plant, and what the tool must say of it."""
     row, token, slot = row_of(step)
+    served = {"expert": 2, "row": row, "token": token, "slot": slot}
     if stage in ROW_STAGES:
         # A broken scale of a square block breaks all of its rows, and the first is named.
         square = stage == "dz_fp8" or stage in WGRAD_OPERANDS
         whole_block = square and kind != "nan" and step.settings.recipe == "dx256"
-        return (row, 5), {"expert": 2} if whole_block else {
-            "expert": 2,
-            "row": row,
-            "token": token,
-            "slot": slot,
-        }
+        return (row, 5), {"expert": 2} if whole_block else served
     if stage in SLOT_STAGES:
-        return (token, slot), {"expert": 2, "row": row, "token": token, "slot": slot}
+        return (token, slot), served
     if stage in WEIGHT_STAGES:
         return (2, 9, 4), {"expert": 2}
     if stage in BIAS_STAGES:
         return (2, 9), {"expert": 2}
     return (token, 7), {"token": token}
+
+
+def bisected(step, *listeners):
+    """What `bisect` finds while these plant their faults."""
+    with ExitStack() as heard:
+        for listener in listeners:
+            heard.enter_context(listening(listener))
+        return bisect(step, "reference")
 
 
 FAULTS = [
@@ -90,8 +89,7 @@ PLANTED = [
 def test_a_planted_fault_is_named(stage, settings, kind):
     step = make_step(bias=stage in BIAS_STAGES, **settings)
     index, wanted = place_of(stage, kind, step)
-    with listening(plant(stage, kind, index)):
-        report = bisect(step, "reference")
+    report = bisected(step, plant(stage, kind, index))
     fault = report.fault
     assert fault is not None and fault.stage == stage, text_of(report)
     assert fault.kind in (("deviation",) if kind == "scaled" else ("nan", "inf"))
@@ -99,44 +97,34 @@ def test_a_planted_fault_is_named(stage, settings, kind):
     if kind == "scaled":
         assert report.wrong == (stage,), "a stage that is right on wrong inputs is right"
     if stage in TOKEN_STAGES:
-        assert fault.place.experts == tuple(
-            e for e in step.indices[wanted["token"]] if 0 <= e < SIZES.experts
-        )
+        ids = step.indices[wanted["token"]]
+        assert fault.place.experts == tuple(one for one in ids if 0 <= one < SIZES.experts)
 
 
 def test_a_row_given_to_the_wrong_token_is_named():
     step = make_step()
-    with listening(plant("routing", "", ())):
-        report = bisect(step, "reference")
+    report = bisected(step, plant("routing", "", ()))
     first = layout_of(step).fields["row_token"]
     assert report.fault.kind == "routing"
     assert report.fault.place.expert == 0 and report.fault.place.row == 0
     assert f"row_token is {first[1]}; the contract says {first[0]} (2 of" in str(report.fault)
 
 
-@pytest.mark.parametrize("stage", ["y1", "dz_fp8", "y1s", "wgrad_x"])
+@pytest.mark.parametrize("stage", ["y1", "dz_fp8", "y1s", "wgrad_x", "y2"])
 def test_nan_in_a_padding_row_is_a_fault_when_it_spreads(stage):
+    """Nobody reads one of y2."""
     step = make_step()
     padding = int(np.flatnonzero(~layout_of(step).real)[0])
-    with listening(plant(stage, "nan", (padding, 0))):
-        report = bisect(step, "reference")
-        with listening(plant("dw1", "nan", (0, 0, 0))):
-            fault = bisect(step, "reference").fault
+    bad = plant(stage, "nan", (padding, 0))
+    report = bisected(step, bad)
     assert report.healthy
+    if stage == "y2":
+        assert report.padding == ()
+        return
     assert report.padding[0].startswith(f"{stage} at expert 0, row {padding}, column 0: nan")
-    assert (fault.stage, fault.kind, fault.place.row, fault.place.expert) == (
-        stage,
-        "padding",
-        padding,
-        0,
-    )
-
-
-def test_nobody_reads_a_padding_row_of_y2():
-    step = make_step()
-    with listening(plant("y2", "nan", (int(np.flatnonzero(~layout_of(step).real)[0]), 0))):
-        report = bisect(step, "reference")
-    assert report.healthy and report.padding == ()
+    fault = bisected(step, bad, plant("dw1", "nan", (0, 0, 0))).fault
+    assert (fault.stage, fault.kind) == (stage, "padding")
+    assert (fault.place.row, fault.place.expert) == (padding, 0)
 
 
 @pytest.mark.parametrize("kind", DATA_KINDS)
@@ -166,9 +154,8 @@ def test_every_activation(activation):
     if activation.value in ("gelu", "relu", "silu", "relu_sq"):
         step = step.but(w1=step.w1[:, ::2].copy(), activation=activation.value)
     report = bisect(step.but(activation=activation.value), "reference")
-    assert report.healthy and all(one.cosine > 0.98 for one in report.stats.values()), text_of(
-        report
-    )
+    assert report.healthy, text_of(report)
+    assert all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu_sq"])
@@ -189,14 +176,11 @@ def test_empty_experts_and_more_than_a_tile(sizes):
     assert bisect(make_step(sizes=sizes), "reference").healthy
 
 
-def test_a_rank_without_a_valid_slot():
+def test_without_a_valid_slot_and_without_a_backward():
     step = make_step()
     report = bisect(step.but(indices=np.full_like(step.indices, -1)), "reference")
     assert report.healthy and report.stats["z"].total == 0
-
-
-def test_forward_only():
-    report = bisect(make_step().but(dout=None), "reference")
+    report = bisect(step.but(dout=None), "reference")
     assert report.healthy and "out" in report.stats and "dz" not in report.stats
 
 
@@ -213,8 +197,7 @@ def test_an_engine_that_raises_keeps_the_stages_before_it():
             raise IndexError("row 7")
         return value
 
-    with listening(raising):
-        report = bisect(make_step(), "reference")
+    report = bisected(make_step(), raising)
     assert not report.healthy and report.error == "IndexError: row 7"
     assert "y1" in report.stats and "y2" in report.missing
     assert "the engine raised: IndexError: row 7" in verdict(report)
@@ -255,22 +238,17 @@ def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
 def test_a_listener_changes_no_bit(settings):
     step = make_step(**settings)
     own = engine_settings(step)
+    x, w1, w2, dout = (tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout))
+    ids, probs = tensor(step.indices), tensor(step.probs)
 
     def run():
         engine = ReferenceEngine()
-        x, w1, w2, dout = (
-            tensor(a).to(torch.bfloat16) for a in (step.x, step.w1, step.w2, step.dout)
-        )
-        routing = build_routing(
-            tensor(step.indices), tensor(step.probs), 4, alignment=own.row_alignment
-        )
+        routing = build_routing(ids, probs, 4, alignment=own.row_alignment)
         weights = engine.prepare_weights(w1, w2, None, None, own)
         out, saved = engine.forward(x, routing, weights, own)
         sums = NativeBuffer.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
-        return [
-            numpy(t)
-            for t in (out, *engine.backward(dout, saved, weights, sums), sums.dw1, sums.dw2)
-        ]
+        gradients = engine.backward(dout, saved, weights, sums)
+        return list(map(numpy, (out, *gradients, sums.dw1, sums.dw2)))
 
     with listening(lambda name, value: value):
         shown = run()
@@ -282,9 +260,8 @@ def test_layout_is_the_routing_contract():
     step = make_step()
     routing = build_routing(tensor(step.indices), tensor(step.probs), SIZES.experts)
     for name, wanted in RowLayout.of(step, 128).fields.items():
-        np.testing.assert_array_equal(
-            numpy(getattr(routing, name)), wanted.astype(np.float64), err_msg=name
-        )
+        found = numpy(getattr(routing, name))
+        np.testing.assert_array_equal(found, wanted.astype(np.float64), err_msg=name)
 
 
 def test_golden_and_reference_agree_where_nothing_is_quantised():
@@ -306,11 +283,8 @@ def test_forced_stages_show_the_planted_stage_alone(settings):
         suspect = run_stages(step, ReferenceEngine(), "cpu").stages
         values = {name: value.values for name, value in suspect.items() if name not in INPUTS}
         forced = run_stages(step, ReferenceEngine(), "cpu", forced=values).stages
-    off = {
-        name
-        for name, value in forced.items()
-        if not np.array_equal(value.values, suspect[name].values)
-    }
+    same = {name: np.array_equal(one.values, suspect[name].values) for name, one in forced.items()}
+    off = {name for name, equal in same.items() if not equal}
     assert off == {"dz"}
 
 
@@ -319,9 +293,8 @@ def test_statistics():
     stats = stage_stats(StageValue(values), None, np.array([True, True, True, False]))
     assert (stats.total, stats.finite, stats.nan, stats.inf) == (6, 3, 1, 2)
     assert (stats.first_bad, stats.low, stats.high) == ((1, 0), -2.0, 4.0)
-    assert stage_stats(
-        StageValue(values), None, np.array([False, False, True, True])
-    ).first_bad == (2, 0)
+    later = stage_stats(StageValue(values), None, np.array([False, False, True, True]))
+    assert later.first_bad == (2, 0)
 
 
 def test_use_of_codes():
@@ -330,12 +303,8 @@ def test_use_of_codes():
     stats = stage_stats(StageValue(codes, codes, BlockShape(1, 4), 448.0), wanted)
     assert stats.saturation == 0.5 and stats.underflow == pytest.approx(1 / 3)
     assert stats.octaves is None
-    assert octaves(np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]]), BlockShape(2, 2)) == (
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    )
+    alike = np.array([[8.0, 1.0], [0.0, 0.0], [-1.0, 2.0]])
+    assert octaves(alike, BlockShape(2, 2)) == (0.0, 0.0, 0.0, 0.0)
     assert octaves(np.array([[8.0, 1.0], [0.5, 1.0]]), BlockShape(2, 2))[-1] == 3.0
 
 
@@ -388,9 +357,8 @@ def test_bad_dumps_are_refused(tmp_path):
         load_dump(tmp_path / "partial.npz")
     with pytest.raises(ShapeError, match="probs has shape"):
         make_step().but(probs=np.zeros((3, 2), np.float32))
-    with pytest.raises(DumpError, match="recipe is 'fp4'"):
-        StepSettings.of(recipe="fp4")
     for names, words in (
+        ({"recipe": "fp4"}, "recipe is 'fp4'"),
         ({"save_z": "int4"}, "settings of a step: SonicMoEConfig.save_z='int4' is not understood"),
         ({"colour": "blue"}, "settings of a step: .*'colour'"),
     ):
@@ -412,9 +380,8 @@ def test_command(tmp_path):
     save_dump(tmp_path / "bad.npz", step.but(x=x))
     bad = run(tmp_path / "bad.npz", "--precision", "bf16")
     assert bad.exit_code == 1
-    assert bad.output.splitlines()[0].startswith(
-        "first bad: input x at token 11, column 3, served by experts"
-    )
+    words = "first bad: input x at token 11, column 3, served by experts"
+    assert bad.output.splitlines()[0].startswith(words)
     data = json.loads(run(tmp_path / "bad.npz", "--json").stdout)
     assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1
     assert data["against"] == "golden"
@@ -440,8 +407,7 @@ def test_codes_are_counted_in_either_orientation():
 
 def test_runs_show_every_stage():
     shown = run_stages(make_step(), engine_named("reference", "cpu"), "cpu")
-    assert shown.error is None
-    assert set(shown.stages) == set(STAGES) - {"routing", *BIAS_STAGES}
+    assert shown.error is None and set(shown.stages) == set(STAGES) - {"routing", *BIAS_STAGES}
 
 
 def test_the_framework_that_wrote_a_dump_is_taken(tmp_path, monkeypatch):
@@ -454,3 +420,58 @@ def test_the_framework_that_wrote_a_dump_is_taken(tmp_path, monkeypatch):
     assert taken == [("auto", None), ("auto", "paddle"), ("auto", "torch")]
     with pytest.raises(DumpError, match="framework is 'jax'; needed: one of"):
         make_step().but(framework="jax")
+
+
+# The recipe `row128`, whose weight gradients read the codes of tokens.
+ROW128 = {"recipe": "row128"}
+FOLDED = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
+
+
+def arrived(step):
+    """The step with x and dout as they arrive in FP8, one scale per row and 128 columns."""
+    fields = {}
+    for name in ("x", "dout"):
+        q = quantize(tensor(getattr(step, name)), rows(128))
+        fields[name] = numpy(dequantize(q)).astype(np.float32)
+        fields[f"{name}_codes"] = numpy(q.codes.view(torch.uint8)).astype(np.uint8)
+        fields[f"{name}_scale"] = numpy(q.scale_inv).astype(np.float32)
+    return step.but(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8_tokens", "recipe"),
+    [
+        *((kind, False, "row128") for kind in DATA_KINDS), ("gaussian", True, "row128"),
+        ("outliers", True, "row128"), ("outliers", False, "row128-dx256"),
+    ],
+)  # fmt: skip
+def test_healthy_folded_steps_are_called_healthy(kind, fp8_tokens, recipe):
+    step = make_step(kind, recipe=recipe)
+    report = bisect(arrived(step) if fp8_tokens else step, "reference")
+    assert report.healthy and report.missing == FOLDED, text_of(report)
+
+
+@pytest.mark.parametrize("where", ["x", "dout"])
+@pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
+def test_one_bad_element_of_a_token_is_named_though_all_of_dw1_is_nan(where, value):
+    step = make_step(**ROW128)
+    _, token, _ = row_of(step)
+    bad = getattr(step, where).copy()
+    bad[token, 7] = value
+    report = bisect(step.but(**{where: bad}), "reference")
+    place = report.fault.place
+    assert (report.fault.stage, place.token, place.column) == (where, token, 7)
+    assert 2 in place.experts and "dw1" in report.wrong
+    assert report.stats["dw1"].nan >= step.w1[2].size
+
+
+@pytest.mark.parametrize("fp8_tokens", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("stage", ["dw1", "dw2", "dz", "y1s"])
+def test_a_fault_of_weight_gradients_is_named(stage, fp8_tokens):
+    step = make_step(**ROW128)
+    step = arrived(step) if fp8_tokens else step
+    row, *_ = row_of(step)
+    index = (2, 9, 4) if stage in ("dw1", "dw2") else (row, 5)
+    report = bisected(step, plant(stage, "scaled", index))
+    assert (report.fault.stage, report.fault.place.expert) == (stage, 2)
+    assert report.wrong == (stage,), "a stage that is right on wrong inputs is right"

@@ -5,12 +5,12 @@ under Paddle.
 from __future__ import annotations
 
 import json
-import types
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from framework import IS_PADDLE, parameter, tensor, torch
+from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.cli.main import main
@@ -52,12 +52,8 @@ class Block(Module):
         up, down = arrays(arrangement, broken)
         config = {"config": SonicMoEConfig(fp8_mode=mode)}
         if arrangement == "per expert":
-            self.experts = ModuleList(
-                [
-                    Expert(parameter(one), parameter(other))
-                    for one, other in zip(up, down, strict=True)
-                ]
-            )
+            pairs = zip(map(parameter, up), map(parameter, down), strict=True)
+            self.experts = ModuleList([Expert(*pair) for pair in pairs])
             self.node = SonicMoEMlpNode(list(self.experts), E, H, I, **config)
             return
         self.weight1, self.weight2 = parameter(up), parameter(down)
@@ -94,7 +90,7 @@ def train_step(node, x=None, dout=None, probs=None):
     node.step()
 
 
-def found(run) -> NonFiniteError:
+def found(run):
     with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
         run()
     return caught.value
@@ -132,14 +128,7 @@ def test_weights_of_no_module_have_the_names_of_the_arguments(arrangement, named
     if arrangement == "fused":
         node = SonicMoEMlpNode.from_fused(parameter(up), parameter(down))
     else:
-        plain = [
-            types.SimpleNamespace(
-                up_gate_proj=types.SimpleNamespace(weight=parameter(one)),
-                down_proj=types.SimpleNamespace(weight=parameter(other)),
-            )
-            for one, other in zip(up, down, strict=True)
-        ]
-        node = SonicMoEMlpNode(plain, E, H, I)
+        node = SonicMoEMlpNode(expert_modules(up, down), E, H, I)
     text = str(found(lambda: train_step(node)))
     assert f"first bad: input w2 = {named} at expert 2: nan" in text
     assert text.startswith("output is not finite (engine reference")
@@ -148,17 +137,15 @@ def test_weights_of_no_module_have_the_names_of_the_arguments(arrangement, named
 @MODES
 def test_tokens_probabilities_and_gradients(mode):
     node = Block("fused", mode).node
-    bad = np.ones((T, H), dtype=np.float32)
-    bad[17, 5] = np.nan
-    assert "first bad: input x at token 17, column 5" in str(found(lambda: train_step(node, x=bad)))
-    assert "first bad: input dout at token 17, column 5" in str(
-        found(lambda: train_step(node, dout=bad))
-    )
-    probs = np.ones((T, K), dtype=np.float32)
-    probs[17, 1] = np.nan
-    assert "first bad: input probs = dispatched_probs[17, 1] at expert" in str(
-        found(lambda: train_step(node, probs=probs))
-    )
+    bad, probs = np.ones((T, H), dtype=np.float32), np.ones((T, K), dtype=np.float32)
+    bad[17, 5] = probs[17, 1] = np.nan
+    for given, words in (
+        ({"x": bad}, "x at token 17, column 5"),
+        ({"dout": bad}, "dout at token 17, column 5"),
+        ({"probs": probs}, "probs = dispatched_probs[17, 1] at expert"),
+    ):
+        error = found(lambda given=given: train_step(node, **given))
+        assert f"first bad: input {words}" in str(error)
 
 
 @MODES
@@ -174,18 +161,21 @@ def test_dumped_captured_bisected_measured(arrangement, mode, tmp_path):
     assert case.name == f"call-0 {layer}"
     save_dump(tmp_path / "case.npz", case)
     assert load_dump(tmp_path / "step.npz").caller == case.caller
-    framework = ["--framework", "paddle" if IS_PADDLE else "torch"]
     for file in ("step.npz", "case.npz"):
         path = str(tmp_path / file)
-        result = CliRunner().invoke(main, ["bisect", path, "--json", *framework])
-        assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)
+        report = said(["bisect", path])
         assert report["layer"] == layer and "flush" in report["stages"]
-        arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json", *framework]
-        result = CliRunner().invoke(main, ["numerics", "--captured", path, *arguments])
-        assert result.exit_code == 0, result.output
-        (entry,) = json.loads(result.stdout)["results"]
+        own = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8"]
+        (entry,) = said(["numerics", "--captured", path, *own])["results"]
         assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
+
+
+def said(words):
+    """The JSON object that a command prints."""
+    framework = ["--framework", "paddle" if IS_PADDLE else "torch"]
+    result = CliRunner().invoke(main, [*words, "--json", *framework])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 class TestLocate:
@@ -232,9 +222,8 @@ class TestLocate:
     def test_without_a_gate_rows_are_rows(self):
         caller = Caller(MOE, {"w1": Named(("up",), "ENH")})
         assert caller.locate("w1", (1, 15, 2), 32, gated=False) == Located("up", (1, 15, 2))
-        assert caller.locate("flush", (1, 2, 15), 32, gated=False) == Located(
-            "the gradient of up", (1, 15, 2)
-        )
+        flushed = caller.locate("flush", (1, 2, 15), 32, gated=False)
+        assert flushed == Located("the gradient of up", (1, 15, 2))
 
     def test_plain_data_comes_back(self):
         assert Caller.from_json(json.loads(json.dumps(self.caller.to_json()))) == self.caller

@@ -12,9 +12,7 @@ from sonicmoe.enums import ActivationType, is_glu
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("activation", list(ActivationType), ids=lambda member: member.value)
-def test_gradients_are_the_derivatives_of_the_output(
-    activation: ActivationType, bias: bool
-) -> None:
+def test_gradients_are_the_derivatives_of_the_output(activation, bias):
     """Central differences of <dout, out> in fp64, along a random direction of each input."""
     rng = np.random.default_rng(1)
     width = 8 if is_glu(activation) else 4
@@ -30,11 +28,11 @@ def test_gradients_are_the_derivatives_of_the_output(
     }
     settings = StepSettings(activation=activation.value, recipe=None)
 
-    def golden(**changed: np.ndarray) -> dict[str, np.ndarray]:
+    def golden(**changed):
         step = StepDump("random", settings, **{**inputs, **changed})
         return golden_stages(step, RowLayout.of(step, alignment=1))
 
-    def loss(**changed: np.ndarray) -> float:
+    def loss(**changed):
         return float((golden(**changed)["out"] * inputs["dout"]).sum())
 
     gradients = golden()

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import types
 
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from planted import plant
+from weights.weight_sources import Expert
 
 from sonicmoe import SonicMoEConfig, observe
 from sonicmoe.diagnostics import step_capture
@@ -29,15 +29,12 @@ T, H, I, E, K = 40, 128, 128, 4, 2
 def make_experts():
     rng = np.random.default_rng(0)
 
-    def projection(rows, columns):
-        weight = parameter(rng.standard_normal((rows, columns)) * rows**-0.5, torch.bfloat16)
-        weight.main_grad = None
-        return types.SimpleNamespace(weight=weight)
+    def weight(rows, columns):
+        made = parameter(rng.standard_normal((rows, columns)) * rows**-0.5, torch.bfloat16)
+        made.main_grad = None
+        return made
 
-    return [
-        types.SimpleNamespace(up_gate_proj=projection(H, 2 * I), down_proj=projection(I, H))
-        for _ in range(E)
-    ]
+    return [Expert(weight(H, 2 * I), weight(I, H)) for _ in range(E)]
 
 
 def make_node(mode="perf", experts=None, **options):
@@ -45,13 +42,15 @@ def make_node(mode="perf", experts=None, **options):
     return SonicMoEMlpNode(experts, E, H, I, config=SonicMoEConfig(fp8_mode=mode), **options)
 
 
+def in_bf16(values):
+    return tensor(values, torch.float32).to(torch.bfloat16)
+
+
 def batch(seed=1):
     rng = np.random.default_rng(seed)
     indices = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int64)
     indices[::4, 1] = -1
-    x, dout = (
-        tensor(rng.standard_normal((T, H)), torch.float32).to(torch.bfloat16) for _ in range(2)
-    )
+    x, dout = (in_bf16(rng.standard_normal((T, H))) for _ in range(2))
     probs = tensor(rng.random((T, K)).astype(np.float32), grad=True)
     if IS_PADDLE:
         x.stop_gradient = False
@@ -74,6 +73,13 @@ def nothing_left_behind():
     assert observe._observers == ()
 
 
+def found(run, match=None, **options):
+    """The error of a block that does this."""
+    with pytest.raises(NonFiniteError, match=match) as caught, detect_nonfinite(**options):
+        run()
+    return caught.value
+
+
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
 def test_a_healthy_step_passes(mode):
     with detect_nonfinite():
@@ -84,23 +90,20 @@ def test_a_healthy_step_passes(mode):
 
 
 def test_a_bad_token_is_named_in_forward(tmp_path):
-    x, *_ = batch()
-    values = numpy(x)
+    values = numpy(batch()[0])
     values[17, 5] = np.inf
-    with (
-        pytest.raises(NonFiniteError, match=r"first bad: input x at token 17, column 5") as caught,
-        detect_nonfinite(tmp_path),
-    ):
-        train_step(make_node(), x=tensor(values, torch.float32).to(torch.bfloat16))
-    assert caught.value.report.fault.kind == "inf"
-    assert caught.value.dump == tmp_path / "nonfinite-call-1.npz"
-    report = bisect(load_dump(caught.value.dump), "reference")
-    assert str(report.fault) == str(caught.value.report.fault)
-    before = caught.value.dump.read_bytes()
-    with pytest.raises(NonFiniteError) as again, detect_nonfinite(tmp_path):
-        train_step(make_node(), x=tensor(values, torch.float32).to(torch.bfloat16))
-    assert again.value.dump == tmp_path / "nonfinite-call-1-2.npz", "the first one stays"
-    assert caught.value.dump.read_bytes() == before
+
+    def step():
+        train_step(make_node(), x=in_bf16(values))
+
+    error = found(step, "first bad: input x at token 17, column 5", dump_dir=tmp_path)
+    assert error.report.fault.kind == "inf" and error.dump == tmp_path / "nonfinite-call-1.npz"
+    report = bisect(load_dump(error.dump), "reference")
+    assert str(report.fault) == str(error.report.fault)
+    before = error.dump.read_bytes()
+    again = found(step, dump_dir=tmp_path)
+    assert again.dump == tmp_path / "nonfinite-call-1-2.npz", "the first one stays"
+    assert error.dump.read_bytes() == before
 
 
 @pytest.mark.parametrize(("mode", "bad"), [("perf", np.nan), ("off", np.inf)])
@@ -114,24 +117,26 @@ def test_a_bad_weight_of_an_expert_without_tokens_is_named(mode, bad):
     x, indices, probs, _ = batch()
     ids = numpy(indices)
     ids[ids == 2] = -1
-    with (
-        pytest.raises(NonFiniteError, match=r"first bad: input w2 = ") as caught,
-        detect_nonfinite(),
-    ):
-        node(x, None, tensor(ids), probs)
-    assert "experts[2].down_proj.weight[7, 3]" in str(caught.value)
-    assert "older than the weights" not in str(caught.value)
+    text = str(found(lambda: node(x, None, tensor(ids), probs), "first bad: input w2 = "))
+    assert "experts[2].down_proj.weight[7, 3]" in text and "older than the weights" not in text
 
 
-def test_a_bad_gradient_is_named_in_backward(tmp_path):
-    *_, dout = batch()
-    values = numpy(dout)
+def test_a_bad_gradient_is_named_in_backward():
+    values = numpy(batch()[3])
     values[23, 9] = np.nan
-    with (
-        pytest.raises(NonFiniteError, match=r"first bad: input dout at token 23, column 9"),
-        detect_nonfinite(),
-    ):
-        train_step(make_node("mem"), dout=tensor(values, torch.float32).to(torch.bfloat16))
+    words = "first bad: input dout at token 23, column 9"
+    found(lambda: train_step(make_node("mem"), dout=in_bf16(values)), words)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Has every node choose this engine."""
+
+    def choose(it):
+        choice = EngineChoice(it, "test")
+        monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
+
+    return choose
 
 
 class SpoiledEngine(ReferenceEngine):
@@ -145,31 +150,18 @@ class SpoiledEngine(ReferenceEngine):
 
 
 @pytest.mark.parametrize("flush", ["auto", "step", "backward"])
-def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, monkeypatch):
-    choice = EngineChoice(SpoiledEngine(), "test")
-    monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
-    with pytest.raises(NonFiniteError, match="did not repeat") as caught, detect_nonfinite():
-        train_step(make_node(flush=flush))
-    assert caught.value.report.healthy
+def test_a_bad_weight_gradient_is_found_wherever_it_went(flush, engine):
+    engine(SpoiledEngine())
+    assert found(lambda: train_step(make_node(flush=flush)), "did not repeat").report.healthy
 
 
 @pytest.mark.parametrize("stage", ["y1", "dz"])
-def test_a_stage_that_breaks_in_training_is_named(stage, monkeypatch):
-    choice = EngineChoice(ReferenceEngine(), "test")
-    monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
-    with (
-        listening(plant(stage, "nan", (3, 2))),
-        pytest.raises(NonFiniteError) as caught,
-        detect_nonfinite(),
-    ):
-        train_step(make_node())
-    fault = caught.value.report.fault
-    assert (fault.stage, fault.place.row, fault.place.expert, fault.place.column) == (
-        stage,
-        3,
-        0,
-        2,
-    )
+def test_a_stage_that_breaks_in_training_is_named(stage, engine):
+    engine(ReferenceEngine())
+    with listening(plant(stage, "nan", (3, 2))):
+        fault = found(lambda: train_step(make_node())).report.fault
+    assert fault.stage == stage
+    assert (fault.place.row, fault.place.expert, fault.place.column) == (3, 0, 2)
 
 
 @pytest.mark.parametrize("mode", ["perf", "mem", "off"])
@@ -228,11 +220,8 @@ def test_a_write_that_fails_during_the_step_does_not_break_it(
 
 def test_a_block_without_a_node_call_says_that_it_checked_nothing(caplog):
     def warnings():
-        return [
-            record.getMessage()
-            for record in caplog.records
-            if "detect_nonfinite" in record.getMessage()
-        ]
+        said = [record.getMessage() for record in caplog.records]
+        return [line for line in said if "detect_nonfinite" in line]
 
     with caplog.at_level(logging.WARNING, logger="sonicmoe"):
         node = make_node()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from framework import parameter, tensor, torch
+from weights.weight_sources import expert_modules, weight_arrays
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig
@@ -79,6 +80,13 @@ def default_result(kind):
 
 def run(*arguments):
     return CliRunner().invoke(main, ["numerics", *arguments])
+
+
+def measured(*arguments):
+    """The results that the command prints."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["results"]
 
 
 @pytest.mark.parametrize("kind", DATA_KINDS)
@@ -182,13 +190,10 @@ def test_square_blocks_of_32_are_no_worse_than_mxfp8(kind):
 
 def test_the_command_says_what_is_compared_with():
     options = ["--recipe", "iso32", "--z", "bf16", *TINY_OPTIONS]
-    found = json.loads(run(*options, "--against", "mxfp8", "--json").stdout)
-    assert [one["recipe"] for one in found["results"]] == ["iso32", "iso32-pow2"]
-    own = [one["tensors"]["out"]["ratio"] for one in found["results"]]
-    other = json.loads(run(*options, "--json").stdout)["results"]
-    assert own != [one["tensors"]["out"]["ratio"] for one in other]
-    refused = run(*options, "--against", "mxfp8", "--dispatch", "fp8")
-    assert refused.exit_code == 2 and "arrive in bf16" in refused.output
+    found, other = measured(*options, "--against", "mxfp8"), measured(*options)
+    assert [one["recipe"] for one in found] == ["iso32", "iso32-pow2"]
+    ratios, others = ([one["tensors"]["out"]["ratio"] for one in each] for each in (found, other))
+    assert ratios != others
 
 
 def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
@@ -206,13 +211,9 @@ def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
 
 def test_the_command_says_which_dispatch():
     options = ["--recipe", "iso128", "--recipe", "wide256", "--scales", "fp32", "--z", "int8"]
-    options += ["--data", "gaussian", "--dispatch", "fp8", "--dispatch", "bf16", *TINY_OPTIONS]
-    found = json.loads(run(*options, "--json").stdout)["results"]
-    assert [(one["recipe"], one["dispatch"]) for one in found] == [
-        ("iso128", "bf16"),
-        ("wide256", "bf16"),
-        ("iso128", "fp8"),
-    ]
+    options += ["--dispatch", "fp8", "--dispatch", "bf16", *TINY_OPTIONS]
+    found = [(one["recipe"], one["dispatch"]) for one in measured(*options)]
+    assert found == [("iso128", "bf16"), ("wide256", "bf16"), ("iso128", "fp8")]
     assert "| iso128, fp8 dispatch | int8 |" in run(*options, "--markdown").stdout
 
 
@@ -252,61 +253,49 @@ def test_the_golden_agrees_with_autograd(kind):
     case = make_case(kind, TINY, seed=1)
     case.indices[::3, 0], case.indices[::4, 1] = -1, TINY.experts  # both spellings of "not here"
     case.indices[case.indices == 2] = -1  # and an expert without tokens
-    wanted = autograd(case)
-    for name, value in golden_tensors(case).items():
-        np.testing.assert_allclose(
-            value,
-            wanted[name].numpy(),
-            rtol=1e-9,
-            atol=1e-12 * float(np.abs(value).max()),
-            err_msg=name,
-        )
-    assert not golden_tensors(case)["dw1"][2].any()
+    wanted, golden = autograd(case), golden_tensors(case)
+    for name, value in golden.items():
+        atol = 1e-12 * float(np.abs(value).max())
+        found = wanted[name].numpy()
+        np.testing.assert_allclose(value, found, rtol=1e-9, atol=atol, err_msg=name)
+    assert not golden["dw1"][2].any()
+
+
+def in_bf16(values):
+    return tensor(values).to(torch.bfloat16).to(torch.float32).numpy()
 
 
 def test_cases_hold_bf16_values_and_repeat_with_their_seed():
-    case, again, other = (
-        make_case("outliers", TINY, 3),
-        make_case("outliers", TINY, 3),
-        make_case("outliers", TINY, 4),
-    )
+    case, again, other = (make_case("outliers", TINY, seed) for seed in (3, 3, 4))
     for name in ("x", "w1", "w2", "dout"):
         values = getattr(case, name)
-        np.testing.assert_array_equal(
-            values, tensor(values).to(torch.bfloat16).to(torch.float32).numpy()
-        )
+        np.testing.assert_array_equal(values, in_bf16(values))
         np.testing.assert_array_equal(values, getattr(again, name))
         assert (values != getattr(other, name)).any()
     assert all(len(set(row)) == TINY.topk for row in case.indices)
-
-
-def test_rounding_to_bf16_matches_the_framework():
-    values = np.float32(
-        [1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0]
-    )
-    np.testing.assert_array_equal(
-        round_to_bf16(values), tensor(values).to(torch.bfloat16).to(torch.float32).numpy()
-    )
+    odd = [1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0]
+    np.testing.assert_array_equal(round_to_bf16(np.float32(odd)), in_bf16(np.float32(odd)))
 
 
 def test_data_kinds_are_what_they_say():
     sizes = Sizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
-    norms = {
-        kind: np.sqrt((make_case(kind, sizes, 0).x.astype(float) ** 2).mean(1))
-        for kind in DATA_KINDS
-    }
-    assert 9 < np.log2(norms["row-spread"].max() / norms["row-spread"].min()) < 11
-    channels = np.abs(make_case("outliers", sizes, 0).x).mean(0)
+    cases = {kind: make_case(kind, sizes, 0) for kind in DATA_KINDS}
+    norms = np.sqrt((cases["row-spread"].x.astype(float) ** 2).mean(1))
+    assert 9 < np.log2(norms.max() / norms.min()) < 11
+    channels = np.abs(cases["outliers"].x).mean(0)
     assert (channels > 20 * np.median(channels)).sum() == 3
-    assert (
-        np.abs(make_case("student-t", sizes, 0).w1).max()
-        > 3 * np.abs(make_case("gaussian", sizes, 0).w1).max()
-    )
+    assert np.abs(cases["student-t"].w1).max() > 3 * np.abs(cases["gaussian"].w1).max()
+
+
+@functools.cache
+def tiny():
+    """A case and its golden."""
+    case = make_case("gaussian", TINY, seed=2)
+    return case, golden_tensors(case)
 
 
 def test_scores_measure_the_error_put_in():
-    case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case)
+    case, wanted = tiny()
     for name in TENSORS:
         one = score(name, case, wanted[name] * 1.05, wanted[name] * 1.1, wanted[name])
         for part in one.parts:
@@ -318,33 +307,26 @@ def test_scores_measure_the_error_put_in():
         assert math.isnan(one.row_p99) if name == "ds" else one.row_p99 == pytest.approx(0.05)
 
 
-def test_an_error_in_one_expert_is_that_experts():
-    case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case)
-    for name in ("ds", "dw1", "dw2"):
-        wrong = wanted[name].copy()
-        if name == "ds":
-            wrong[case.indices == 3] *= 2
-        else:
-            wrong[3] *= 2
-        one = score(name, case, wrong, wrong, wanted[name])
-        assert [round(part.rmse, 9) for part in one.experts] == [0, 0, 0, 1]
-        assert one.worst_rmse == pytest.approx(1.0)
+@pytest.mark.parametrize("name", ["ds", "dw1", "dw2"])
+def test_an_error_in_one_expert_is_that_experts(name):
+    case, wanted = tiny()
+    wrong = wanted[name].copy()
+    wrong[case.indices == 3 if name == "ds" else 3] *= 2
+    one = score(name, case, wrong, wrong, wanted[name])
+    assert [round(part.rmse, 9) for part in one.experts] == [0, 0, 0, 1]
+    assert one.worst_rmse == pytest.approx(1.0)
 
 
 def test_the_standard_error_predicts_the_scatter():
-    rng = np.random.default_rng(0)
-    samples = [
-        root_ratio(rng.standard_exponential(400), rng.standard_exponential(400)) for _ in range(300)
-    ]
+    draw = np.random.default_rng(0).standard_exponential
+    samples = [root_ratio(draw(400), draw(400)) for _ in range(300)]
     scatter = np.std([value for value, _ in samples])
     assert np.mean([error for _, error in samples]) == pytest.approx(scatter, rel=0.15)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_fails_every_bar(poison):
-    case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case)
+    case, wanted = tiny()
     wrong = {name: value.copy() for name, value in wanted.items()}
     for value in wrong.values():
         value.flat[int(np.flatnonzero(value)[0])] = poison
@@ -356,26 +338,18 @@ def test_what_is_not_finite_fails_every_bar(poison):
     assert unresolved == ()
 
 
+@pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize(("slack", "misses"), [(0.99, False), (1.01, True)])
-def test_every_bar_is_where_it_says(slack, misses):
-    case = make_case("gaussian", TINY, seed=2)
-    wanted = golden_tensors(case)
-    for name in TENSORS:
-        off = 1 + slack * RMSE_BARS[name]
-        against_bar = judge(
-            "gaussian",
-            {name: score(name, case, wanted[name] * off, wanted[name] * 2, wanted[name])},
-        )[0]
-        assert bool(against_bar) == misses, name
-        against_baseline = judge(
-            "outliers",
-            {
-                name: score(
-                    name, case, wanted[name] * (1 + 0.103 * slack), wanted[name] * 1.1, wanted[name]
-                )
-            },
-        )
-        assert bool(against_baseline[0]) == misses, name
+def test_every_bar_is_where_it_says(name, slack, misses):
+    case, wanted = tiny()
+    golden = wanted[name]
+
+    def failures(kind, computed, baseline):
+        scores = {name: score(name, case, golden * computed, golden * baseline, golden)}
+        return judge(kind, scores)[0]
+
+    assert bool(failures("gaussian", 1 + slack * RMSE_BARS[name], 2)) == misses
+    assert bool(failures("outliers", 1 + 0.103 * slack, 1.1)) == misses
 
 
 def test_a_saved_case_comes_back_exactly(tmp_path):
@@ -393,22 +367,10 @@ def test_a_case_that_does_not_fit_together_is_refused():
         dataclasses.replace(case, w1=case.w1[:, :, :-1])
 
 
-class Expert:
-    def __init__(self, rng, hidden, width):
-        self.up_gate_proj = type(
-            "P",
-            (),
-            {"weight": parameter(rng.standard_normal((hidden, 2 * width)).astype(np.float32))},
-        )()
-        self.down_proj = type(
-            "P", (), {"weight": parameter(rng.standard_normal((width, hidden)).astype(np.float32))}
-        )()
-
-
 def test_captured_calls_are_what_the_node_saw():
     """The golden of the captured case must be what the node computed from the originals."""
     rng = np.random.default_rng(0)
-    node = SonicMoEMlpNode([Expert(rng, 32, 16) for _ in range(3)], 3, 32, 16)
+    node = SonicMoEMlpNode(expert_modules(*weight_arrays(3, 32, 16)), 3, 32, 16)
     x = tensor(round_to_bf16(rng.standard_normal((40, 32))), grad=True)
     indices = np.stack([rng.permutation(4)[:2] for _ in range(40)])  # id 3 is nobody's here
     probs = tensor(rng.uniform(0.1, 1, (40, 2)).astype(np.float32), grad=True)
@@ -424,32 +386,25 @@ def test_captured_calls_are_what_the_node_saw():
     np.testing.assert_array_equal(case.indices, indices)
     np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
     wanted = golden_tensors(case)["out"]
-    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(
-        wanted
-    )  # weights went through bf16
+    # Weights went through bf16.
+    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(wanted)
 
 
 def test_the_command_prints_tables_and_a_verdict():
-    result = run(*TINY_OPTIONS, *["--recipe", "iso128", "--z", "int8", "--scales", "fp32"])
+    own = [*TINY_OPTIONS, "--recipe", "iso128"]
+    result = run(*own, "--z", "int8", "--scales", "fp32")
     assert result.exit_code == 0, result.output
     for text in ("gaussian", "iso128", "int8", "meets every bar"):
         assert text in result.output
-    markdown = run(
-        *TINY_OPTIONS, *["--recipe", "iso128", "--z", "bf16", "--scales", "pow2", "--markdown"]
-    )
+    markdown = run(*own, "--z", "bf16", "--scales", "pow2", "--markdown")
     assert "| iso128-pow2 | bf16 |" in markdown.output and "**gaussian**" in markdown.output
 
 
 def test_the_command_writes_json_a_program_can_read():
-    result = run(
-        *TINY_OPTIONS, *["--recipe", "iso128", "--recipe", "1x128", "--z", "int8", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert [(r["recipe"], r["z"]) for r in report["results"]] == [
-        (name, "int8") for name in ("1x128", "1x128-pow2", "iso128", "iso128-pow2")
-    ]
-    for entry in report["results"]:
+    results = measured(*TINY_OPTIONS, "--recipe", "iso128", "--recipe", "1x128", "--z", "int8")
+    wanted = ("1x128", "1x128-pow2", "iso128", "iso128-pow2")
+    assert [(r["recipe"], r["z"]) for r in results] == [(name, "int8") for name in wanted]
+    for entry in results:
         assert set(entry["tensors"]) == set(TENSORS)
         assert 0 < entry["tensors"]["out"]["rmse"] < 0.2
         assert len(entry["tensors"]["dw1"]["experts"]) == 4
@@ -457,11 +412,9 @@ def test_the_command_writes_json_a_program_can_read():
 
 def test_captured_files_are_measured_instead_of_generated_data(tmp_path):
     path = tmp_path / "call.npz"
-    save_dump(path, dataclasses.replace(make_case("gaussian", TINY, 0), name="layer 7"))
-    result = run(
-        "--captured", str(path), "--recipe", "iso128", "--z", "int8", "--scales", "fp32", "--json"
-    )
-    assert {entry["data"] for entry in json.loads(result.stdout)["results"]} == {"layer 7"}
+    save_dump(path, make_case("gaussian", TINY, 0).but(name="layer 7"))
+    own = ["--recipe", "iso128", "--z", "int8", "--scales", "fp32"]
+    assert {entry["data"] for entry in measured("--captured", str(path), *own)} == {"layer 7"}
 
 
 def test_recipes_are_listed_without_a_framework():
@@ -480,6 +433,7 @@ def test_recipes_are_listed_without_a_framework():
         (["--topk", "9"], "topk is 9; needed: at most the number of experts, 8"),
         (["--captured", "no-such-file.npz"], "cannot read"),
         (["--json", "--markdown"], "exclude each other"),
+        (["--against", "mxfp8", "--dispatch", "fp8"], "arrive in bf16"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, words):
@@ -494,8 +448,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
     path = tmp_path / "bad.npz"
     path.write_bytes(content)
     result = run("--captured", str(path))
-    assert result.exit_code == 2
-    assert str(path) in result.output
+    assert result.exit_code == 2 and str(path) in result.output
 
 
 def test_a_file_without_a_whole_call_is_refused(tmp_path):
