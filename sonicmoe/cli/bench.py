@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from ..bench.runner import Effort
     from ..bench.workload import Variant
 
+# click names a parameter by its letter in lower case; the shape has words.
 SIZE_FIELDS = {"h": "hidden", "i": "intermediate", "e": "experts", "k": "topk"}
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
+# On a host a round takes seconds, and nobody decides by its time.
 ROUNDS = {"cuda": 20, "cpu": 3}
+# A GPU reaches its power limit after about a second of work without a pause.
 SUSTAINED_S = {"cuda": 2.5, "cpu": 0.0}
 MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
 _BF16 = 2  # bytes
@@ -140,6 +143,7 @@ def bench(
         # A measurement may take an hour. Where nothing can be drawn, that is said before it.
         require_matplotlib()
         plot.mkdir(parents=True, exist_ok=True)
+    # Neither this nor the list needs a framework, so both answer at once.
     if fit is not None:
         report_fit(fit, plot, as_json, markdown)
         return
@@ -152,6 +156,7 @@ def bench(
         run_sweep(sweep, engines, flushes, budget, rounds, sustained or 0.0, as_json)
         report_fit(sweep, plot, as_json, markdown)
         return
+    # After `load_framework`: the modules that measure import it.
     from ..bench.runner import Effort, find_device
 
     device = find_device()
@@ -166,6 +171,7 @@ def bench(
     shapes = chosen_shapes(names, tokens, sizes, device)
     results = measure_all(shapes, chosen_variants(engines, flushes, device), effort)
     report(results, draw(results, plot), kernels, as_json, markdown)
+    # One engine that cannot run here is a line of the report; none at all is a failure.
     if all(result.refusal is not None for result in results):
         raise click.exceptions.Exit(1)
 
@@ -185,6 +191,8 @@ def chosen_shapes(
             for count in tokens or (default.tokens,)
         ]
     shapes = shapes or [default]
+    # A GPU that runs out of memory says so. A host that does is slowed down by its disk, or the
+    # system ends some process of its own choice.
     if device == "cpu":
         for shape in shapes:
             # Tokens in and out, and the weights, which every engine holds at least once.
@@ -231,6 +239,7 @@ def report(
     versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items() if found)
     device = ", ".join(filter(None, (facts["device"], facts["architecture"])))
     click.echo(f"{device}, {facts['date']}: {versions}")
+    # A table compares what was measured on the same shape; what was not measured has no table.
     for shape in dict.fromkeys(result.shape for result in results):
         own = [result for result in results if result.shape == shape]
         if any(result.pair_us for result in own):
@@ -256,7 +265,7 @@ def draw(results: list[Result], directory: Path | None) -> list[str]:
 
 
 def list_shapes(as_json: bool) -> None:
-    """Names and sizes."""
+    """Print the shapes that have a name, and their sizes."""
     if as_json:
         click.echo(json.dumps({name: vars(shape) for name, shape in SHAPES.items()}, indent=2))
         return
@@ -314,6 +323,7 @@ def report_fit(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> 
     for group, points in groups.items():
         try:
             model = fit_model(points)
+        # Too few points of one engine must not hide the model of another.
         except FitError as error:
             data[group] = {"points": len(points), "error": str(error)}
             continue

@@ -48,8 +48,10 @@ def bisect(
     `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Bad weights
     are named by parameter and index as the model has them. Exit code 1 when a stage is wrong.
     """
+    # Read first: a file that is no dump is refused before a framework is imported.
     step = load_dump(dump)
     if precision != "as-dumped":
+        # A step that ran unquantised has no recipe of its own, so it takes the default one.
         quantised = step.settings.recipe or StepSettings().recipe
         step = step.but(recipe=None if precision == "bf16" else quantised)
     load_framework(framework, step.framework)

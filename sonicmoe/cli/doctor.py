@@ -13,13 +13,7 @@ from rich.table import Table
 
 from ..architectures import describe
 from ..diagnostics.doctor import examine
-from ..diagnostics.doctor_report import (
-    COMPILE_COMMAND,
-    PRECISIONS,
-    CacheState,
-    Report,
-    Severity,
-)
+from ..diagnostics.doctor_report import COMPILE_COMMAND, PRECISIONS, CacheState, Report, Severity
 from ..diagnostics.json_data import plain
 from ..diagnostics.report_file import write_report
 from .framework import framework_option
@@ -81,16 +75,14 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """Print the screen."""
+    # A grid folds long paths inside their own column, so that the headings stay readable.
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     for name, text in fact_lines(report):
         facts.add_row(name, text)
-    console.print(
-        f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}",
-        style="bold",
-        soft_wrap=True,
-    )
+    title = f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}"
+    console.print(title, style="bold", soft_wrap=True)
     console.print(facts)
     console.print(flag_table(report))
     if report.self_test:
@@ -108,13 +100,11 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
     """`(heading, text)` of everything that is one line."""
     versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
     absent = ", ".join(name for name, found in report.versions.items() if not found)
+    framework = f"{report.framework} ({report.framework_reason})" if report.framework else "none"
     return [
         ("versions", versions),
         ("not installed", absent or "-"),
-        (
-            "framework",
-            f"{report.framework} ({report.framework_reason})" if report.framework else "none",
-        ),
+        ("framework", framework),
         ("device", device_line(report)),
         *engine_lines(report),
         *((f"  {name}", able) for name, able in report.engines.items()),
@@ -176,34 +166,23 @@ def flag_table(report: Report) -> Table:
     """Flags in force; those set in the environment stand out."""
     table = Table("flag", "value", "source", box=None, padding=(0, 2, 0, 0))
     for flag in report.flags:
-        table.add_row(
-            flag.name,
-            flag.value,
-            flag.source,
-            style="bold" if flag.source == "environment" else None,
-        )
+        style = "bold" if flag.source == "environment" else None
+        table.add_row(flag.name, flag.value, flag.source, style=style)
     return table
 
 
 def self_test_table(report: Report) -> Table:
     """One row per tensor; cosine, relative RMSE and verdict per precision."""
     headings = [text for name in PRECISIONS for text in (f"{name} cosine", "rel. RMSE", "")]
-    table = Table(
-        f"self-test {report.self_test_seconds or 0:.1f} s",
-        *headings,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    title = f"self-test {report.self_test_seconds or 0:.1f} s"
+    table = Table(title, *headings, box=None, padding=(0, 2, 0, 0))
     # A dictionary keeps the order of the checks; a set would not.
     tensors = dict.fromkeys(check.tensor for check in report.self_test)
     for tensor in tensors:
         cells = []
         for check in (check for check in report.self_test if check.tensor == tensor):
-            cells += [
-                f"{check.cosine:.6f}",
-                f"{check.relative_rmse:.2%}",
-                "pass" if check.passed else "FAIL",
-            ]
+            passed = "pass" if check.passed else "FAIL"
+            cells += [f"{check.cosine:.6f}", f"{check.relative_rmse:.2%}", passed]
         table.add_row(tensor, *cells)
     return table
 
@@ -217,6 +196,7 @@ def trials_table(report: Report) -> Table:
         trials = [trial for trial in report.trials if trial.engine == name]
         errors = [rmse for t in trials for case in t.cases for rmse, _ in case["errors"].values()]
         passed = sum(trial.verdict == "passed" for trial in trials)
+        # An engine without kernels for this GPU has one entry, with the reason and no case.
         untried = [trial.reason for trial in trials if trial.verdict == "not tried"]
         table.add_row(
             name,
@@ -228,10 +208,9 @@ def trials_table(report: Report) -> Table:
 
 
 def verdict(report: Report) -> str:
-    """The last line."""
+    """The last line: healthy or not, and how many findings there are of each kind."""
     warnings = sum(problem.severity is Severity.WARNING for problem in report.problems)
     errors = len(report.problems) - warnings
     counts = f"{errors} failed checks, {warnings} warnings"
-    return ("healthy" if report.healthy else "not healthy") + (
-        f": {counts}" if report.problems else ""
-    )
+    word = "healthy" if report.healthy else "not healthy"
+    return f"{word}: {counts}" if report.problems else word

@@ -31,6 +31,7 @@ def load_framework(requested: str, written_by: str | None = None) -> None:
     Raises:
         FrameworkError: see `frameworks.choose` and `frameworks.load`.
     """
+    # Said before the import, which takes seconds: whoever wanted the other one need not wait.
     choice = preferring(choose(requested), written_by)
     line = choice_line(choice)
     if line is not None:
@@ -41,6 +42,7 @@ def load_framework(requested: str, written_by: str | None = None) -> None:
 
 def preferring(choice: FrameworkChoice, written_by: str | None) -> FrameworkChoice:
     """The framework that wrote the file, where both are installed and nobody asked for one."""
+    # Where the user named a framework there is no other, and his word stands.
     if choice.other is None or written_by not in (choice.name, choice.other):
         return choice
     other = choice.name if written_by == choice.other else choice.other

@@ -50,6 +50,7 @@ class LazyGroup(OneLineGroup):
             ConfigError: naming the variable, its value and what is needed.
             UsageError: no such subcommand; the message names the nearest.
         """
+        # Before click looks: its own message would not name the nearest command.
         near = difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []
         if near and args[0] not in COMMANDS:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
@@ -62,6 +63,7 @@ class LazyGroup(OneLineGroup):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands from `COMMANDS`, importing none."""
+        # click would import every command for the first line of its help.
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 

@@ -126,23 +126,12 @@ def numerics(
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
     recipes = chosen_recipes(recipe, scales)
     if list_only:
-        listing = [
-            {
-                "name": r.name,
-                "note": r.note,
-                "blocks": {name: str(getattr(r, name)) for name in OPERANDS},
-            }
-            for r in recipes
-        ]
-        click.echo(json.dumps(listing, indent=2)) if as_json else print_table(
-            list_table(recipes), markdown
-        )
+        list_recipes(recipes, as_json, markdown)
         return
     codes = [code for code in ZCode if not z or code.value in z]
     problem = Sizes(**sizes)
-    from_files = [
-        load_case(path) for path in captured
-    ]  # a bad file is refused before the first minute of work
+    # A bad file is refused before the first minute of work.
+    from_files = [load_case(path) for path in captured]
     load_framework(framework)
     with Activity("numerics") as doing:
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
@@ -155,6 +144,19 @@ def numerics(
         click.echo(json.dumps(to_json(results), indent=2, allow_nan=False))
     else:
         report(results, markdown)
+
+
+def list_recipes(recipes: list[Fp8Recipe], as_json: bool, markdown: bool) -> None:
+    """Print the block of every operand of these recipes."""
+    if not as_json:
+        print_table(list_table(recipes), markdown)
+        return
+    blocks = [{name: str(getattr(r, name)) for name in OPERANDS} for r in recipes]
+    listing = [
+        {"name": r.name, "note": r.note, "blocks": own}
+        for r, own in zip(recipes, blocks, strict=True)
+    ]
+    click.echo(json.dumps(listing, indent=2))
 
 
 def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recipe]:
@@ -183,6 +185,7 @@ def measure(
     """
     from ..diagnostics.numerics import evaluate
 
+    # The bar counts combinations, those that turn out not to run included, so its end is known.
     pairs = len(recipes) * len(codes)
     doing.begin("measuring", total=(len(from_files) + count) * len(ways) * pairs)
     results: list[Result] = []
@@ -208,29 +211,16 @@ def report(results: list[Result], markdown: bool) -> None:
 
 def error_table(data: str, results: list[Result]) -> Table:
     """One row per recipe and code."""
-    table = Table(
-        "recipe",
-        "z",
-        *(f"{name} %" for name in TENSORS),
-        "least cosine",
-        "token p99 %",
-        "bars",
-        title=data,
-    )
+    errors = (f"{name} %" for name in TENSORS)
+    table = Table("recipe", "z", *errors, "least cosine", "token p99 %", "bars", title=data)
     for result in results:
+        # Of the experts too: a recipe may be good on average and bad for one of them.
         least = min(part.cosine for score in result.scores.values() for part in score.parts)
         cells = (percent(result.scores[name]) for name in TENSORS)
         tokens = " / ".join(f"{100 * result.scores[name].row_p99:.1f}" for name in ("out", "dx"))
+        judged = (f"{least:.4f}", tokens, verdict(result))
         style = None if result.failures else "green"
-        table.add_row(
-            name_of(result),
-            result.z.value,
-            *cells,
-            f"{least:.4f}",
-            tokens,
-            verdict(result),
-            style=style,
-        )
+        table.add_row(name_of(result), result.z.value, *cells, *judged, style=style)
     return table
 
 
@@ -252,7 +242,7 @@ def percent(score: Score) -> str:
 
 
 def list_table(recipes: list[Fp8Recipe]) -> Table:
-    """Blocks per operand."""
+    """One row per recipe: the block that shares a scale, per operand."""
     table = Table("recipe", *OPERANDS, "note")
     for recipe in recipes:
         table.add_row(recipe.name, *(str(getattr(recipe, name)) for name in OPERANDS), recipe.note)
@@ -262,6 +252,7 @@ def list_table(recipes: list[Fp8Recipe]) -> Table:
 def verdict_lines(results: list[Result]) -> Iterator[str]:
     """Which combinations met every bar on all data measured."""
     pairs = dict.fromkeys((name_of(result), result.z.value) for result in results)
+    # One failure on any data is enough: a recipe is chosen for all data that may come.
     missed = {(name_of(result), result.z.value) for result in results if result.failures}
     met = [f"{name} with {z} z" for name, z in pairs if (name, z) not in missed]
     yield "meets every bar on all of this data: " + (", ".join(met) or "nothing")
@@ -278,30 +269,25 @@ def print_table(table: Table, markdown: bool) -> None:
     rows = zip(*(list(column.cells) for column in table.columns), strict=True)
     if table.title:
         click.echo(f"\n**{table.title}**\n")
-    click.echo(
-        "\n".join(
-            "| " + " | ".join(map(str, row)) + " |" for row in (heads, ["---"] * len(heads), *rows)
-        )
-    )
-    click.echo()
+    lines = (heads, ["---"] * len(heads), *rows)
+    click.echo("\n".join("| " + " | ".join(map(str, row)) + " |" for row in lines) + "\n")
 
 
 def to_json(results: list[Result]) -> dict[str, Any]:
     """Plain data; a number that is not finite becomes null."""
-    return {
-        "results": [
-            {
-                "data": result.data,
-                "recipe": result.recipe.name,
-                "z": result.z.value,
-                "dispatch": result.dispatch.value,
-                "failures": list(result.failures),
-                "unresolved": list(result.unresolved),
-                "tensors": {name: score_json(score) for name, score in result.scores.items()},
-            }
-            for result in results
-        ]
-    }
+    listed = [
+        {
+            "data": result.data,
+            "recipe": result.recipe.name,
+            "z": result.z.value,
+            "dispatch": result.dispatch.value,
+            "failures": list(result.failures),
+            "unresolved": list(result.unresolved),
+            "tensors": {name: score_json(score) for name, score in result.scores.items()},
+        }
+        for result in results
+    ]
+    return {"results": listed}
 
 
 def score_json(score: Score) -> dict[str, Any]:

@@ -75,11 +75,12 @@ class _OneLine:
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Parse; here click finds errors of usage."""
+        # Not around `main`: a test, or another program, may invoke the command itself.
         with one_line_errors():
             return super().make_context(*args, **extra)  # type: ignore[misc,no-any-return]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run."""
+        """Run the command; its own errors become one line too."""
         with one_line_errors():
             return super().invoke(ctx)  # type: ignore[misc]
 
@@ -101,7 +102,7 @@ class Seconds(click.FloatRange):
         super().__init__(min=0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType`."""
+        """The number, refused where it is negative, NaN or infinite."""
         seconds = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
             self.fail(f"{value} is not finite; needed: seconds", param, ctx)
@@ -120,8 +121,9 @@ class Location(click.Path):
         super().__init__(path_type=Path, **options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType`."""
+        """The path, refused where no command could use it."""
         text = os.fspath(value)
+        # `Path("")` is the current directory, which nobody means by an empty variable of a shell.
         if not text.strip():
             self.fail(f"{text!r} is empty; needed: a path", param, ctx)
         try:
@@ -130,6 +132,7 @@ class Location(click.Path):
             sound = False
         if not sound:
             self.fail(f"{text!r} cannot be the name of a file", param, ctx)
+        # Opening a FIFO waits for a writer, and reading /dev/zero ends with the memory.
         if _is_special(text):
             self.fail(f"{text!r} is neither a file nor a directory", param, ctx)
         return super().convert(value, param, ctx)

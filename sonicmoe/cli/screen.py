@@ -90,6 +90,7 @@ class _Stage:
         words = [f"{self.done} of {self.total}"] if self.total is not None else []
         words.append(f"{duration(now - started)} so far")
         if self.total is not None and 0 < self.done < self.total:
+            # From the pace of this stage alone: the stages before it had other work.
             left = (now - self.since) / self.done * (self.total - self.done)
             words.append(f"about {duration(left)} left")
         return f"{self.title}: {', '.join(words)}"
@@ -138,7 +139,7 @@ class Activity:
         self._show(_Stage(name, total, time.monotonic()))
 
     def at(self, detail: str) -> None:
-        """What the stage is at."""
+        """Tell which part of the stage comes now."""
         self._show(replace(self._stage, detail=detail))
 
     def advance(self, count: int = 1) -> None:
@@ -152,6 +153,7 @@ class Activity:
     def __enter__(self) -> Activity:
         self._started = time.monotonic()
         self._stage = replace(self._stage, since=self._started)
+        # A bar draws itself on a terminal and nothing elsewhere, where lines take its place.
         self._bar.start()
         if not self.console.is_interactive:
             self._lines.start()
@@ -164,6 +166,7 @@ class Activity:
         trace: TracebackType | None,
     ) -> None:
         """Stop the bar and the lines. An error is told by whoever catches it."""
+        # The lines end before anything else is printed, so that none comes behind the result.
         self._ended.set()
         self._bar.stop()
         if self._lines.is_alive():

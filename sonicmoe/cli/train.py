@@ -200,15 +200,10 @@ def train(
     """
     from ernie_compat.checkpoint import CheckpointError
 
+    # What was typed: click has None for an option that was not, and () for one that may be repeated.
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     try:
-        code = _run(
-            [*data, *more_data],
-            out,
-            resume,
-            overwrite,
-            as_json,
-            {name: value for name, value in options.items() if value not in (None, ())},
-        )
+        code = _run([*data, *more_data], out, resume, overwrite, as_json, given)
     except KeyboardInterrupt:
         saved = "no checkpoint was written since the last one"
         if options["checkpoint"] is False:
@@ -217,11 +212,9 @@ def train(
     except SonicMoEError as error:
         # Every rank refuses the same input; one of them says so.
         said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
-        _fail(
-            str(error),
-            EXIT_FAILED if isinstance(error, ArithmeticError | RankLostError) else EXIT_BAD_INPUT,
-            said_by_rank_0,
-        )
+        # Numbers that are not finite and ranks that are gone end a run that was well asked for.
+        failed = isinstance(error, ArithmeticError | RankLostError)
+        _fail(str(error), EXIT_FAILED if failed else EXIT_BAD_INPUT, said_by_rank_0)
     except OSError as error:
         _fail(str(error), EXIT_FAILED)
     drop_unwritable()
@@ -250,6 +243,7 @@ def _run(
     log_to(console)
     _refuse_contradictions(out, resume, overwrite, given)
     saved = None
+    # The checkpoint is read before the options are completed: it has the values of those not given.
     if out is not None and resume:
         run_directory.require_checkpoint(out)
         saved = SavedRun.read(out / CHECKPOINT_NAME)
@@ -263,12 +257,9 @@ def _run(
         run_directory.opened(out, launch.rank, resume or overwrite) as directory,
         lost_ranks_named(layout, config.framework),
     ):
-        parallel = make_parallel(
-            config.framework,
-            layout,
-            config.tokens_per_rank(layout.world_size),
-            config.wait_for_counts,
-        )
+        # The ranks join here: from now on one that ends leaves the others waiting for it.
+        tokens = config.tokens_per_rank(layout.world_size)
+        parallel = make_parallel(config.framework, layout, tokens, config.wait_for_counts)
         start = Trainer.resume if resume else Trainer.start
         with Activity(f"importing {config.framework} and building the model", console):
             trainer = start(config, corpus, directory, parallel)
@@ -285,31 +276,20 @@ def _run(
 def _refuse_contradictions(
     out: Path | None, resume: bool, overwrite: bool, given: Mapping[str, Any]
 ) -> None:
-    writes = given.get("checkpoint", True)
-    for sound, words in (
-        (
-            out is not None or not resume,
-            "--resume needs --out DIR, the directory of the run to continue",
-        ),
-        (
-            not (resume and overwrite),
-            "--resume continues the run in --out, and --overwrite removes it; needed: one of them",
-        ),
-        (
-            not resume or writes,
-            "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for "
-            "a new run",
-        ),
-        (
-            writes or "checkpoint_every" not in given,
-            "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them",
-        ),
-        (
-            given.get("compare", True) or "against" not in given,
-            "--against with --no-compare: there is nothing to compare with; needed: one of them",
-        ),
-    ):
-        expect(sound, ConfigError, words)
+    writes, compares = given.get("checkpoint", True), given.get("compare", True)
+    contradictions = {
+        "--resume needs --out DIR, the directory of the run to continue": resume and out is None,
+        "--resume continues the run in --out, and --overwrite removes it; needed: one of them":
+            resume and overwrite,
+        "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for a new run":
+            resume and not writes,
+        "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them":
+            not writes and "checkpoint_every" in given,
+        "--against with --no-compare: there is nothing to compare with; needed: one of them":
+            not compares and "against" in given,
+    }  # fmt: skip
+    for words, holds in contradictions.items():
+        expect(not holds, ConfigError, words)
 
 
 def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> int:
@@ -326,11 +306,9 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
             finished = trainer.train(display.update, guard.requested)
         say_duration("training", started, console)
         if not finished:
-            left = (
-                f"checkpoint saved. Continue with: --resume --out {trainer.directory}"
-                if saves
-                else "this run writes no checkpoint, so it cannot be continued"
-            )
+            left = "this run writes no checkpoint, so it cannot be continued"
+            if saves:
+                left = f"checkpoint saved. Continue with: --resume --out {trainer.directory}"
             console.print(f"interrupted at step {trainer.step}; {left}", soft_wrap=True)
             # Ranks may have received different signals, or none; they agree on one exit code.
             return EXIT_SIGNAL_BASE + trainer.parallel.largest(guard.received)
@@ -364,9 +342,10 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     resumed run can tell "not given" from "the default, given". A resumed run keeps its engine,
     whatever the environment names.
     """
+    # Of a resumed run the checkpoint has every value, and an option changes its one.
     base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
-    if "against" in given:
+    if "against" in given:  # to name a baseline is to ask for the comparison
         given = {**given, "compare": True}
     training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
     return dataclasses.replace(

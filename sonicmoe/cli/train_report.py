@@ -59,6 +59,7 @@ def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     )
     if resume:
         console.print(f"resuming after step {trainer.step}", soft_wrap=True)
+        # Allowed, for continued training on another text; but it may also be a wrong path.
         if SavedRun.read(trainer.directory / CHECKPOINT_NAME).text_sha256 != corpus.sha256:
             console.print(
                 "warning: the text differs from the checkpoint's; without --data the run continues on its own",
@@ -70,9 +71,8 @@ def _baseline(trainer: Trainer) -> str:
     from ernie_compat.trainer import FULL_PRECISION
 
     twin = trainer.learners.get(FULL_PRECISION)
-    return (
-        "" if twin is None else f", compared with {trainer.config.against} on engine {twin.engine}"
-    )
+    against = trainer.config.against
+    return "" if twin is None else f", compared with {against} on engine {twin.engine}"
 
 
 def _ranks(parallel: Parallel) -> str:
@@ -88,7 +88,7 @@ def draw(trainer: Trainer, console: Console) -> dict[str, str]:
 
     from ..plotting import PlotsUnavailableError
 
-    if not trainer.records:
+    if not trainer.records:  # a run that was resumed at its last step
         return {}
     paths = {name: trainer.directory / f"{name}.png" for name in ("loss", "expert_load")}
     try:
@@ -113,26 +113,24 @@ def report(
     from ernie_compat.run_directory import SUMMARY_NAME
     from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
 
+    checkpoint = str(trainer.directory / CHECKPOINT_NAME)
     files = {
         "metrics": str(trainer.directory / METRICS_NAME),
-        "checkpoint": str(trainer.directory / CHECKPOINT_NAME)
-        if trainer.config.train.checkpoint
-        else None,
+        "checkpoint": checkpoint if trainer.config.train.checkpoint else None,
         "captured": [str(path) for path in captured],
     }
     summary |= {"plots": dict(plots), **files}
     path = trainer.directory / SUMMARY_NAME
+    # Renamed into place, because a reader takes a run with a whole summary for a finished one.
     partial = partial_of(path)
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(partial, path)
     if as_json:
         click.echo(json.dumps(summary, indent=2))
         return
-    click.echo(
-        "\n".join(
-            f"{label:<24}{value}" for label, value in _summary_lines(summary) if value is not None
-        )
-    )
+    # A line without a value has nothing to say for this run: no twin, no tokens, no checkpoint.
+    told = [(label, value) for label, value in _summary_lines(summary) if value is not None]
+    click.echo("\n".join(f"{label:<24}{value}" for label, value in told))
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
@@ -150,10 +148,7 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("engine", f"{summary['precision']} on {summary['engine_used']}{baseline}"),
         ("steps", str(summary["steps"])),
         ("loss at start", figure("loss_start", ".4f")),
-        (
-            "loss at end",
-            figure("loss_end", ".4f", _last(smoothing_window(summary["steps"]))),
-        ),
+        ("loss at end", figure("loss_end", ".4f", _last(smoothing_window(summary["steps"])))),
         ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
         ("gap to full precision", gap and f"{gap}  (smoothed loss, last quarter of the steps)"),
         ("seconds per step", figure("seconds_per_step", ".4f", beside("seconds_per_step", ".4f"))),

@@ -73,17 +73,11 @@ MOST = 2**31 - 1
     type=click.IntRange(1),
     help="Worker processes, over all warm-ups of this host; default: the CPUs this process may use.",
 )
+@click.option("--cache-dir", type=Location(file_okay=False), help="Default: SONIC_MOE_CACHE_DIR.")
 @click.option(
-    "--cache-dir",
-    type=Location(file_okay=False),
-    help="Default: SONIC_MOE_CACHE_DIR.",
-)
-@click.option(
-    "--check",
-    "check_only",
-    is_flag=True,
+    "--check", "check_only", is_flag=True,
     help="Compile nothing; exit code 1 if anything is missing.",
-)
+)  # fmt: skip
 @click.option(
     "--pack", "pack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Then write the kernels into FILE, to ship to a cluster or into an image. Without --E, --H and --I: "
@@ -119,6 +113,7 @@ def warmup(
     Exit code 1 when one failed or is missing.
     """
     settings = current_config()
+    # An option for this one run; the variable would also reach the runs that follow.
     if plain_wgrad:
         settings = settings.replace(fp8_wgrad=False)
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
@@ -128,6 +123,7 @@ def warmup(
     if unpack_file is not None:
         _refuse_beside(ctx, "unpack_file", ("arch", "cache_dir", "as_json"))
         ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
+    # Without a model, a pack is a selection of the cache, and there is nothing to compile.
     if pack_file is not None and not any(sizes.values()):
         _refuse_beside(ctx, "pack_file", ("cache_dir",))
         _pack(pack_file, matching(cache.held()), console)
@@ -154,6 +150,7 @@ def warmup(
         show(report, console, compiled=not check_only)
         if remedy is not None:
             _show_remedy(report, remedy, console)
+    # A pack that lacks a kernel would make its user compile, which he cannot, or would rather not.
     if pack_file is not None and report.complete:
         found = [cache.try_load(job.key()) for job in planned.jobs]
         held = [artefact for artefact in found if artefact is not None]
@@ -172,7 +169,7 @@ def command_for(
     their default are left out. The architecture is always named: another host has another default.
     """
     words = ["sonicmoe", "warmup", "--E", spec.E, "--H", spec.H, "--I", spec.I, "--arch", spec.arch]
-    usual = ModelSpec(spec.E, spec.H, spec.I)
+    usual = ModelSpec(spec.E, spec.H, spec.I)  # has the default of every other field
     asked = {
         "--precision": (precision, BOTH),
         "--dtype": (spec.dtype, usual.dtype),
@@ -200,6 +197,7 @@ def _show_remedy(report: WarmUpReport, remedy: str, console: Console) -> None:
 
 def _read_parameter(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
+    # Whether the activation has such a parameter is asked where the model is made.
     try:
         return name, float(value)
     except ValueError:
@@ -213,6 +211,7 @@ def _refuse_beside(ctx: click.Context, option: str, allowed: tuple[str, ...]) ->
     """Refuse options that would have no effect beside `option`."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
+        # By its source and not by its value: an option may be typed with the value it has anyway.
         given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if given and name not in (option, *allowed):
             beside = "--unpack" if option == "unpack_file" else "--pack without --E, --H and --I"
@@ -223,6 +222,7 @@ def _unpack(
     path: Path, cache: CompileCache, arch: str | None, console: Console, as_json: bool
 ) -> int:
     """Install a pack; returns the exit code."""
+    # Checked as a whole, and for this installation, before the first kernel is published.
     pack = _told(path, lambda: read_pack(path))
     reason = refusal(pack, arch)
     if reason is not None:
@@ -233,6 +233,7 @@ def _unpack(
     if pack.model is None:
         return 0
     precision = pack.precision if pack.precision in PRECISIONS else BOTH
+    # What the pack was made for may not be what the settings in force here need.
     planned = warm_up_plan(pack.model, precision)
     report = check(pack.model, cache, planned)
     plain_wgrad = precision != BF16 and not current_config().fp8_wgrad
@@ -323,6 +324,7 @@ def show(report: WarmUpReport, console: Console, *, compiled: bool = True) -> No
     verb = "recorded in" if compiled else "there is a record of a warm-up:"
     record = f"; {verb} {report.record}" if report.record else ""
     where = f"in {report.cache_dir}"
+    # A cluster is warm only if every node finds the kernels, so others are counted apart.
     if report.only_local:
         alone = f"in {report.local_dir} of this node, where no other node looks"
         where = (

@@ -99,9 +99,11 @@ class Caller:
         if named is None:
             return None
         where = dict(zip(NATIVE_AXES[tensor], index, strict=True))
+        # Native rows have gate and up in turns; the caller has all gates before all ups.
         if self.split_half and "N" in where:
             where["N"] = where["N"] // 2 + rows // 2 * (where["N"] % 2)
         found: list[int] = []
+        # The caller's own order of axes; an axis that he has not, such as E of one expert, is left out.
         for axis in named.axes:
             found += _unravelled(where["T"], self.lead) if axis == "T" else [where[axis]]
         return Located(prefix + named.at(where), tuple(found))

@@ -159,6 +159,7 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> StepDump:
         ConfigError: `kind` is not one of `DATA_KINDS`.
     """
     expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
+    # numpy's generator, so that both frameworks and every device get the same case.
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> Array:

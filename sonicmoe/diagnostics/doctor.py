@@ -58,6 +58,7 @@ def examine(
     """
     environ = os.environ if environ is None else environ
     report = Report(versions=installed_versions())
+    # Copies come first: the rest of the report is about the copy that runs.
     examine_copies(report)
     # Everything up to here works without a framework, so a broken installation still gets a report
     # of its flags and caches.
@@ -140,6 +141,7 @@ def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
     report.unknown_flags = unknown_flags(environ)
     for name, nearest in report.unknown_flags.items():
         remedy = f"did you mean {nearest}?" if nearest else "docs/env.md lists the flags; unset it"
+        # Names that Paddle's Fleet reads are no misspelling, and have advice of their own.
         remedy = FLEETS_VARIABLES.get(name, remedy)
         report.warning(f"{name} is not a flag of this package and is ignored", remedy)
     for name in HONOURED_VARIABLES:
@@ -210,6 +212,7 @@ def warmed_models(path: Path) -> tuple[str, ...]:
             precision = record.get("precision", "precision not recorded")
             kernels = f"{len(record['kernels'])} kernels at {record['at']}"
             lines.append(f"{model}: {precision}, {kernels} ({compilers})")
+        # A record of another version may have another layout. It is no problem of this machine.
         except (KeyError, TypeError, AttributeError):
             continue
     return tuple(lines)

@@ -39,6 +39,7 @@ def examine_engine(
         progress: gets a line before and after everything that may take long.
     """
     report.device = device = find_device()
+    # The commonest mistake of an installation: a framework that was built for CPUs.
     if device.gpu is None and NVIDIA_DRIVER.exists():
         report.warning(
             f"this machine has an NVIDIA driver but {report.framework} sees no GPU",
@@ -94,6 +95,7 @@ def examine_trials(report: Report, progress: Progress) -> None:
             report.trials.append(trial)
     except Exception as error:
         report.error(f"the trials ended: {type(error).__name__}: {error}", "report it")
+    # An engine that has no kernels for this GPU ("not tried") is nobody's fault.
     for trial in report.trials:
         if trial.verdict in ("failed", "undecided"):
             report.error(
@@ -112,6 +114,7 @@ def _kernels_are_there(
     """Look for the kernels in the cache; compile the missing ones, or report them. Whether all are
     there.
     """
+    # Looked up as a launch would, so that a kernel of another version or a damaged one is missing.
     cache = default_cache(config)
     missing = [job for job in jobs if cache.try_load(job.key()) is None]
     report.kernels = KernelState(len(jobs), tuple(job.name for job in missing))

@@ -76,7 +76,7 @@ def try_all(device: str, progress: Callable[[str], None]) -> Iterator[EngineTria
     """
     arch, wanted = arch_of(device), []
     for name, record in RECORDS.items():
-        if not record.architectures:
+        if not record.architectures:  # the reference engine, which trials compare with
             continue
         reason = problem(record, None, arch) or missing_tool(record, None, arch)
         if reason is not None:
@@ -108,6 +108,7 @@ def workloads_of(record: EngineRecord) -> list[Workload]:
     """Every activation, dtype, recipe, form of the saved z and of the weight gradients that the
     engine has, and biases: one after the other, not all combinations.
     """
+    # The first recipe and code that the record lists are what a run would take by default.
     recipe = next((name for name in record.recipes if name is not None), None)
     usual = EngineSettings(recipe=None if recipe is None else RECIPES[recipe])
     if recipe is not None:

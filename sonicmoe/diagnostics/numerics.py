@@ -174,6 +174,7 @@ def score(name: str, case: StepDump, computed: Array, baseline: Array, wanted: A
     """Score of one tensor. An expert's share of out and dx is the tokens it serves, of ds its
     slots, of dw its slice.
     """
+    # Sums per unit are made once; every part of the tensor is then a selection of them.
     energies = Energies.of(name, computed, baseline, wanted)
     parts = []
     for expert in range(case.num_experts):
@@ -236,7 +237,7 @@ class Energies:
         """Quantile of every row's own relative error, NaN if one is not finite; rows whose golden
         is zero do not count.
         """
-        live = self.wanted > 0
+        live = self.wanted > 0  # a row of zeros has no relative error
         squares = self.error[live] / self.wanted[live]
         if not np.isfinite(squares).all():
             return float("nan")

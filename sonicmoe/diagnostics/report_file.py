@@ -32,6 +32,7 @@ def write_report(path: Path, report: Report) -> None:
 
 def contents(report: Report) -> dict[str, Any]:
     """The report as JSON types without private names; a number that is not finite is its name."""
+    # The whole report and not a selection: nobody knows yet which fact explains the fault.
     found = {k: v for k, v in asdict(report).items() if k not in PRIVATE_FIELDS}
     system = {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -58,12 +59,14 @@ def private_names() -> tuple[str, ...]:
     found += [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "HOSTNAME")]
     # "root" and "localhost" name nobody.
     usual = ("root", "localhost", "/root", "")
+    # The longest first: a host name that contains the user's would keep its rest.
     return tuple(sorted({name for name in found if name not in usual}, key=len, reverse=True))
 
 
 def scrub(text: str, names: Iterable[str]) -> str:
     """`text` with the last part of each absolute path, and without these names."""
     text = _PATH.sub(lambda found: f".../{found[1]}", text)
+    # Whole words only, because a user may be called "ada" and an engine "adapter".
     for name in names:
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text)
     return text

@@ -111,6 +111,7 @@ def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str,
     if value.codes is None or value.block is None:
         return {}
     codes = value.codes[rows]
+    # A block's amax lies on the largest code by construction, so a share is told and not a count.
     used: dict[str, Any] = {
         "saturation": float((np.abs(codes) >= value.largest_code).mean()) if codes.size else 0.0
     }

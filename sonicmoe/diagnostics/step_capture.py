@@ -144,6 +144,7 @@ def token_fields(name: str, tokens: Tokens, indices: Array, experts: int) -> dic
 
 def settings_of(call: ExpertCall, x: Tokens) -> StepSettings:
     """How the call runs, by name."""
+    # Names instead of objects, because the file outlives this version of the package.
     own = call.settings
     return StepSettings.of(
         activation=own.activation.value,
@@ -228,6 +229,7 @@ class _Writer:
         if call.layer is not None and call.layer is layer:
             return True
         w1 = call.weights.get("w1", ())
+        # A module of several layers: its backward has to be that of the layer that was written.
         if self._taken is not None:
             return self._taken.are_of(call)
         if call.module is not None and any(part is call.module for part in _modules_of(layer)):
@@ -242,6 +244,7 @@ class _Writer:
             if isinstance(event, ForwardDone) and self._indices is None:
                 self._indices = self._here(event)
                 self._write(lambda name: step_of_forward(name, event))
+                # A node says itself when its step is over; for other layers an optimizer does.
                 if event.call.layer is not self._layer():
                     self._taken = _Weights(event.call)
                     _until_optimizer.add(self)

@@ -178,6 +178,7 @@ class StepDump:
         lacking = "b1" if self.b1 is None else "b2"
         both = (self.b1 is None) == (self.b2 is None)
         expect(both, ShapeError, f"{lacking} is missing; needed: both biases, or neither")
+        # Names from a file may belong to another step, and an index would then lead nowhere.
         problem = None if self.caller is None else self.caller.problem(tokens, experts)
         expect(problem is None, DumpError, f"caller: {problem}")
 
@@ -214,6 +215,7 @@ class StepDump:
             return None
         gated = is_glu(self.settings.activation_type)
         found = self.caller.locate(stage, index, int(self.w1.shape[1]), gated)
+        # General routing has its probabilities in one list, a token's behind each other.
         if found is None or self.first_triple is None or stage not in ("probs", "ds"):
             return found
         token, slot = index
@@ -237,6 +239,7 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     """Write an .npz that `load_dump` reads; steps with `dout` also serve `sonicmoe numerics
     --captured`.
     """
+    # Text goes in as arrays of no dimension, which numpy reads without unpickling.
     words = {"name": step.name, "settings": json.dumps(step.settings.names())}
     if step.caller is not None:
         words["caller"] = json.dumps(step.caller.to_json())
