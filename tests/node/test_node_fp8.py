@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,10 +60,16 @@ class Source:
         return self.gradient
 
 
-class TokensCall:
-    """One forward on quantised tokens, with the gradient going to an expanded element."""
+def directly(function, *arguments):
+    return function(*arguments)
 
-    def __init__(self, layer, x, *, dx_to="expanded"):
+
+class TokensCall:
+    """One forward on quantised tokens, with the gradient going to an expanded element. `through`:
+    recompute, which takes a function and its differentiable arguments.
+    """
+
+    def __init__(self, layer, x, *, dx_to="expanded", through=directly):
         p, self.dout = layer.problem, bf16(layer.problem.dout)
         self.probs = tensor(p.probs, torch.float32, grad=True)
         # A leaf behind the expanded element: it gets the sum of dx, and the hook sees dx itself.
@@ -70,8 +77,12 @@ class TokensCall:
         if isinstance(dx_to, str):
             dx_to = bf16(np.zeros((1, 1)), grad=True).expand(*x.codes.shape)
             dx_to.register_hook(self.seen.append)
-        routed = counts_of(p), tensor(p.indices), self.probs
-        self.out = layer.node(x.codes, *routed, x_scale=x.scale_inv, dx_to=dx_to)
+        routed = counts_of(p), tensor(p.indices)
+
+        def call(dx_to, probs):
+            return layer.node(x.codes, *routed, probs, x_scale=x.scale_inv, dx_to=dx_to)
+
+        self.out = through(call, dx_to, self.probs)
 
     def backward(self):
         self.out.backward(self.dout)
@@ -91,11 +102,15 @@ class TokensCall:
 class GradientCall:
     """One forward on bf16 tokens; the gradient that autograd delivers is full of NaN."""
 
-    def __init__(self, layer, source):
+    def __init__(self, layer, source, through=directly):
         p = layer.problem
         self.x, self.probs = (tensor(v, torch.float32, grad=True) for v in (p.x, p.probs))
-        routed = counts_of(p), tensor(p.indices), self.probs
-        self.out = layer.node(self.x.to(torch.bfloat16), *routed, dout_source=source)
+        routed = counts_of(p), tensor(p.indices)
+
+        def call(x, probs):
+            return layer.node(x.to(torch.bfloat16), *routed, probs, dout_source=source)
+
+        self.out = through(call, self.x, self.probs)
 
     def backward(self, **options):
         self.out.backward(bf16(np.full(tuple(self.out.shape), np.nan)), **options)
@@ -119,10 +134,11 @@ class Way:
     def of(self, problem, row=False):
         return quantised(getattr(problem, self.name), row)
 
-    def call(self, layer, arrived):
+    def call(self, layer, arrived, **options):
         if self.name == "x":
-            return TokensCall(layer, arrived)
-        return GradientCall(layer, Source(arrived))
+            return TokensCall(layer, arrived, **options)
+        self.source = Source(arrived)
+        return GradientCall(layer, self.source, **options)
 
     def result(self, problem, arrived, config=FP8, calls=1, **options):
         layer = bf16_layer(problem, config, **options)
@@ -175,6 +191,15 @@ class TestBothWays:
         arrived = way.of(problem)
         split = way.result(problem, arrived, split_wgrad=True)
         assert_same_bits(split, way.result(problem, arrived))
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_activation_recompute(self, problem, way, use_reentrant):
+        if IS_PADDLE and way.name == "x":
+            pytest.skip("TestPaddlesOwnGradient has Paddle's")
+        arrived, again = way.of(problem), partial(recomputed, use_reentrant=use_reentrant)
+        call = way.call(bf16_layer(problem), arrived, through=again).backward()
+        np.testing.assert_array_equal(call.dx, way.wanted(problem, arrived).dx)
+        assert way.name == "x" or len(way.source.asked) == 1
 
     def test_no_tokens(self, problem, way):
         names = ("x", "indices", "probs", "dout")
@@ -336,40 +361,6 @@ class TestPaddlesOwnGradient:
         x.codes.stop_gradient = False
         with pytest.raises(DTypeError, match="x is a leaf, whose gradient Paddle casts"):
             TokensCall(bf16_layer(problem), x, dx_to=x.codes)
-
-
-each_recompute = pytest.mark.parametrize("reentrant", [True, False])
-
-
-@pytest.mark.skipif(IS_PADDLE, reason="TestPaddlesOwnGradient has Paddle's")
-@each_recompute
-def test_activation_recompute_of_tokens(problem, reentrant):
-    x, layer, seen = quantised(problem.x), bf16_layer(problem), []
-    dx_to = bf16(np.zeros((1, 1)), grad=True).expand(*x.codes.shape)
-    dx_to.register_hook(seen.append)
-    probs = tensor(problem.probs, torch.float32, grad=True)
-    given = counts_of(problem), tensor(problem.indices)
-
-    def call(dx_to, probs):
-        return layer.node(x.codes, *given, probs, x_scale=x.scale_inv, dx_to=dx_to)
-
-    recomputed(call, dx_to, probs, use_reentrant=reentrant).backward(bf16(problem.dout))
-    np.testing.assert_array_equal(numpy(seen[0]), run(problem, ISO128, x=x).dx)
-
-
-@each_recompute
-def test_activation_recompute(problem, reentrant):
-    dout = quantised(problem.dout)
-    layer, source = bf16_layer(problem), Source(dout)
-    x, probs = (tensor(v, torch.float32, grad=True) for v in (problem.x, problem.probs))
-    given = counts_of(problem), tensor(problem.indices)
-
-    def call(x, probs):
-        return layer.node(x.to(torch.bfloat16), *given, probs, dout_source=source)
-
-    recomputed(call, x, probs, use_reentrant=reentrant).backward(bf16(np.zeros((37, 256))))
-    assert len(source.asked) == 1
-    np.testing.assert_array_equal(numpy(x.grad), run(problem, ISO128, dout).dx)
 
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch's checkpoint hands arguments through untouched")
