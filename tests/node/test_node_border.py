@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,7 +27,10 @@ from sonicmoe.errors import (
     RoutingError,
     ShapeError,
 )
+from sonicmoe.gradients.sink import GradientSink
+from sonicmoe.node import choices
 from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.weights.layer import LayerWeights
 
 
 class TestConfiguration:
@@ -83,10 +87,6 @@ class TestConfiguration:
         wanted = run_engine(layer.problem, EngineSettings(recipe=RECIPES["dx256"]))
         assert_same_bits(layer.result(call), wanted)
 
-    def test_impossible_settings_are_refused_at_construction(self):
-        with pytest.raises(ConfigError, match="iso_weight"):
-            Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True))
-
     def test_an_unavailable_engine_is_named_at_the_call(self):
         layer = Layer(config=SonicMoEConfig(engine="hopper"))
         with pytest.raises(EngineUnavailableError, match="hopper"):
@@ -114,41 +114,47 @@ class TestConfiguration:
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
         assert Layer(flush="backward").node.flush_mode is FlushMode.AUTO
 
-    @pytest.mark.parametrize("gone", ["direct", "prompt", "sometimes"])
-    def test_unknown_flush_mode(self, gone):
-        words = rf"flush is '{gone}'; needed: one of \['auto', 'step'\]"
-        with pytest.raises(ConfigError, match=words):
-            Layer(flush=gone)
-
     def test_activation_by_value_or_member(self):
         layer = Layer(make_problem(ActivationType.GEGLU))
         by_value = SonicMoEMlpNode(layer.experts, 4, 80, 48, "geglu")
         assert by_value.activation_type is layer.node.activation_type is ActivationType.GEGLU
 
     @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "activated"])
-    def test_is_in_force_inside_both_passes(self, explicit, monkeypatch, tmp_path):
-        """Kernels are loaded inside the passes: from the node's own cache directory, and under its
-        own ban on compiling.
+    def test_is_in_force_in_everything_the_node_does(self, explicit, monkeypatch, tmp_path):
+        """The choice of the engine, weight caches, both passes and the flush load kernels: from the
+        node's own cache directory, and under its own ban on compiling.
         """
-        seen, passes = [], ("forward", "backward_dx", "backward_dw")
+        seen = {}
 
-        def watch(name, original):
-            def spy(*args, **kwargs):
-                seen.append((name, current_config().cache_dir, current_config().forbid_compile))
-                return original(*args, **kwargs)
+        def watch(owner, name):
+            original = getattr(owner, name)
 
-            monkeypatch.setattr(ReferenceEngine, name, spy)
+            def spy(*arguments, **options):
+                seen[name] = current_config().cache_dir, current_config().forbid_compile
+                return original(*arguments, **options)
 
-        for name in passes:
-            watch(name, getattr(ReferenceEngine, name))
+            monkeypatch.setattr(owner, name, spy)
+
+        of_calls = "forward", "backward_dx", "backward_dw"
+        for name in of_calls:
+            watch(ReferenceEngine, name)
+        watch(choices, "ready_engine")
+        watch(LayerWeights, "read")
+        watch(GradientSink, "close")
+        watch(GradientSink, "flush")
         config = SonicMoEConfig(cache_dir=tmp_path, forbid_compile=True)
-        if explicit:
-            Layer(config=config).run()
-        else:
-            with config.activate():
-                call = Layer(config=None).call()
-            call.backward()
-        assert seen == [(name, tmp_path, True) for name in passes]
+        layer = Layer(config=config if explicit else None, flush="step")
+        with nullcontext() if explicit else config.activate():
+            call = layer.call()
+        call.backward()
+        with nullcontext() if explicit else config.activate():
+            layer.node.step()
+        everywhere = *of_calls, "ready_engine", "read", "close", "flush"
+        assert seen == dict.fromkeys(everywhere, (tmp_path, True))
+        seen.clear()
+        with nullcontext() if explicit else config.activate():
+            layer.node.prequantize_weights()
+        assert seen == {"read": (tmp_path, True)}
 
 
 def zeros(*shape, dtype="float32"):
@@ -173,6 +179,9 @@ REFUSED_ARGUMENTS = [
     (TypeError, r"copies is str; needed: what make_copies\(\)", {"copies": "a"}),
 ]
 TANH = r"activation_type is 'tanh'; needed: one of \['swiglu', "
+FLUSHES, UNKNOWN = r"needed: one of \['auto', 'step'\]", ("direct", "prompt", "sometimes")
+SPLIT = r"split_wgrad with flush='backward'.*needed: flush='step'"
+IMPOSSIBLE = SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True)
 # The same of a node's construction.
 REFUSED_EXPERTS = [
     (LayoutError, "n_experts is 5", {"n_experts": 5}),
@@ -181,6 +190,9 @@ REFUSED_EXPERTS = [
     (LayoutError, r"experts is .*; needed: a list", {"experts": object()}),
     (ConfigError, r"config is .*; needed: a SonicMoEConfig", {"config": {"fp8_mode": "perf"}}),
     (ConfigError, TANH, {"activation_type": "tanh"}),
+    (ConfigError, "iso_weight", {"config": IMPOSSIBLE}),
+    *((ConfigError, rf"flush is '{gone}'; {FLUSHES}", {"flush": gone}) for gone in UNKNOWN),
+    (ConfigError, SPLIT, {"flush": "backward", "split_wgrad": True}),
     (ShapeError, r"up_gate_proj\.weight", {"intermediate_size": 47}),
     (ShapeError, r"up_gate_proj\.weight", {"activation_type": ActivationType.RELU}),
 ]

@@ -27,15 +27,10 @@ from node.node_harness import (
 )
 from pairwise import pairwise
 
-from sonicmoe import SonicMoEConfig
-from sonicmoe.config import active_config
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ShapeError
-from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr
-from sonicmoe.node import choices
-from sonicmoe.weights.layer import LayerWeights
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -189,31 +184,6 @@ class TestCaches:
                     weight.copy_(weight.detach() - 0.002 * weight.main_grad)
         assert losses[-1] < 0.8 * losses[0], losses
         assert all(after < before for before, after in itertools.pairwise(losses)), losses
-
-
-def test_everything_the_node_does_happens_under_its_configuration(monkeypatch, tmp_path):
-    """The choice of the engine, the weight caches and the flush load kernels too: from the node's
-    own cache, and under its bans.
-    """
-    seen = {}
-
-    def spied(name, original):
-        def spy(*arguments, **options):
-            seen[name] = active_config().cache_dir
-            return original(*arguments, **options)
-
-        return spy
-
-    monkeypatch.setattr(choices, "ready_engine", spied("choose", choices.ready_engine))
-    watched = (LayerWeights, "read"), (GradientSink, "close"), (GradientSink, "flush")
-    for kind, name in watched:
-        monkeypatch.setattr(kind, name, spied(name, getattr(kind, name)))
-    layer = Layer(config=SonicMoEConfig(cache_dir=tmp_path), flush="step")
-    layer.step()
-    assert seen == dict.fromkeys(("choose", "read", "close", "flush"), tmp_path)
-    seen.clear()
-    layer.node.prequantize_weights()
-    assert seen == {"read": tmp_path}
 
 
 @configs

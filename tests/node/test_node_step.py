@@ -23,7 +23,6 @@ from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
-from sonicmoe.errors import ConfigError
 from sonicmoe.node import questions
 from sonicmoe.node.late_wgrad import WgradQueue, tensors_in
 
@@ -445,12 +444,6 @@ def test_tokens_overwritten_before_the_weight_gradients_are_refused():
         call.x.copy_(call.x * 2)
     with pytest.raises(RuntimeError, match="overwritten after backward"):
         layer.node.step()
-
-
-def test_split_refuses_gradients_that_must_be_complete_after_a_backward():
-    words = r"split_wgrad with flush='backward'.*needed: flush='step'"
-    with pytest.raises(ConfigError, match=words):
-        Layer(flush="backward", split_wgrad=True)
 
 
 def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
