@@ -135,14 +135,20 @@ class GradientSink:
         self._check_leaves(parameters, trained)
         if self.way is FlushMode.STEP:
             return self._open_waiting(engine, parameters, trained, dout)
-        main_grads = main_grads_of(parameters, trained)
+        main_grads, batch = main_grads_of(parameters, trained), None
         if not is_among(ABSENT, main_grads):
-            return self._open_direct(engine, settings, parameters, trained, main_grads, dout)
-        log_once(logging.INFO, _THROUGH_AUTOGRAD)
-        batch = None
-        if not any(map(_has_main_grad, compress(parameters, trained))):
-            batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
-        return batch or self._open_native(engine, parameters, trained, dout)
+            batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
+        else:
+            log_once(logging.INFO, _THROUGH_AUTOGRAD)
+            if not any(map(_has_main_grad, compress(parameters, trained))):
+                batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
+        if batch is None:
+            # The engine cannot write where the gradients go. This memory lives for one backward.
+            batch = Batch(parameters, trained, self._native_zeros(engine, dout))
+        if is_capturing(dout):
+            self._captured.keep(parameters, trained)
+        batch.stand_ins = stand_ins_for(parameters, trained)
+        return batch
 
     def accepts(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
         """Whether gradients of these may join those that wait; else `flush` comes first."""
@@ -288,16 +294,7 @@ class GradientSink:
             self._buffer = self._native_zeros(engine, dout)
         return Batch(parameters, trained, self._buffer, waits=True)
 
-    def _open_native(
-        self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
-    ) -> Batch:
-        """Memory of this backward, for an engine that cannot write where the gradients go."""
-        if is_capturing(dout):
-            self._captured.keep(parameters, trained)
-        native = self._native_zeros(engine, dout)
-        return Batch(parameters, trained, native, stand_ins=stand_ins_for(parameters, trained))
-
-    def _open_direct(
+    def _direct_batch(
         self,
         engine: Engine,
         settings: EngineSettings,
@@ -305,7 +302,8 @@ class GradientSink:
         trained: list[bool],
         main_grads: list[Any],
         dout: Tensor,
-    ) -> Batch:
+    ) -> Batch | None:
+        """Straight into `main_grads`; None where the engine cannot add there."""
         batch = direct_batch(self._layer, parameters, trained, main_grads, dout)
         assert isinstance(batch.targets, ParameterTargets)
         # Where no main_grad has moved since the last backward, nobody asks about it again.
@@ -319,10 +317,7 @@ class GradientSink:
             self._fitting = asked if problem is None else ()
             if problem is not None:
                 log_once(logging.INFO, f"{_THROUGH_AUTOGRAD}: {problem}")
-                return self._open_native(engine, parameters, trained, dout)
-        if is_capturing(dout):
-            self._captured.keep(parameters, trained)
-        batch.stand_ins = stand_ins_for(parameters, trained)
+                return None
         log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
         return batch
 
