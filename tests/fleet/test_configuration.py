@@ -43,6 +43,13 @@ def fresh():
     configuration._node_config.cache_clear()
 
 
+def with_fields(**fields):
+    config = FP8Config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.INFO, logger="sonicmoe")
@@ -64,21 +71,14 @@ class TestFields:
         assert all(line.split("|")[2].strip().startswith(fates) for line in table)
 
     def test_what_fleet_sets_can_be_set(self):
-        config = refresh_fp8_config()
-        config.enabled = True
-        config.fp8_wgrad = False
-        config.fuse_y1_quant = True
-        config.fuse_y1_bf16_trunc = True
-        config.recompute_z = False
-        config.swiglu_clamp_value = 0.0
-        config.situ_beta = 1.0
-        config.situ_linear_beta = None
+        config = with_fields(
+            enabled=True, fp8_wgrad=False, fuse_y1_quant=True, fuse_y1_bf16_trunc=True,
+            recompute_z=False, swiglu_clamp_value=0.0, situ_beta=1.0, situ_linear_beta=None,
+        )  # fmt: skip
         assert config.resolve_situ_linear_beta() is None and config.use_fp8
 
     def test_two_names_of_one_field_are_one(self):
-        config = FP8Config()
-        config.use_fp8 = True
-        config.assume_aligned = True
+        config = with_fields(use_fp8=True, assume_aligned=True)
         assert config.enabled and config.alignment_assumed and config.resolve_assume_aligned()
 
     def test_an_unknown_field_is_refused(self):
@@ -88,45 +88,37 @@ class TestFields:
             with pytest.raises(AttributeError, match=name):
                 getattr(FP8Config(), name)
 
-    @pytest.mark.parametrize("name", sorted(set(FIELDS) - NUMBERS))
-    @pytest.mark.parametrize("bad", [1, "True", 0.5])
-    def test_a_switch_takes_switches(self, name, bad):
-        with pytest.raises(ConfigError, match=r"fp8_config\.\w+ is .*; needed: True, False"):
-            setattr(FP8Config(), name, bad)
-
     @pytest.mark.parametrize(
         ("name", "bad"),
         [
+            *((name, (1, "True", 0.5)) for name in sorted(set(FIELDS) - NUMBERS)),
             ("swiglu_clamp_value", ("10", math.nan, True)),
             ("situ_beta", (0.0, "none")),
             ("situ_linear_beta", (-1.0,)),
             ("gemm_num_sms", (1, -2, "64", 1.5, True)),
         ],
     )
-    def test_a_number_out_of_range_is_refused(self, name, bad):
+    def test_what_a_field_does_not_take(self, name, bad):
+        field = name if name in NUMBERS else r"\w+"
+        needed = "a " if name in NUMBERS else "True, False"
         for value in bad:
-            words = rf"fp8_config\.{name}.* is {value!r}; needed: a "
+            words = rf"fp8_config\.{field}.* is {value!r}; needed: {needed}"
             with pytest.raises(ConfigError, match=words):
                 setattr(FP8Config(), name, value)
 
-    def test_none_is_the_default_but_of_the_linear_bound(self, monkeypatch):
-        config = FP8Config()
-        fresh = vars(FP8Config()).copy()
-        for name in FIELDS:
-            setattr(config, name, None)
-        assert vars(config) == fresh | {"situ_linear_beta": None}
+    def test_none_is_the_default_but_of_the_linear_bound(self):
+        config = with_fields(**dict.fromkeys(FIELDS))
+        assert vars(config) == vars(FP8Config()) | {"situ_linear_beta": None}
 
     def test_copies_and_pickles_are_equal(self):
-        config = FP8Config()
-        config.situ_beta, config.fp8_wgrad = 2.5, False
+        config = with_fields(situ_beta=2.5, fp8_wgrad=False)
         for other in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
             assert other == config and other.resolve_situ_beta() == 2.5
             other.situ_beta = 3.0
             assert config.situ_beta == 2.5
 
     def test_resolving_wgrad_changes_nothing(self):
-        config = FP8Config()
-        config.fp8_wgrad = False
+        config = with_fields(fp8_wgrad=False)
         config.resolve_wgrad(4096)
         assert config.fp8_wgrad is False
 
@@ -178,17 +170,13 @@ class TestNodeConfig:
     @pytest.mark.parametrize("name", ["fp8_wgrad", "recompute_z"])
     @pytest.mark.parametrize("value", [True, False])
     def test_switches_arrive_over_the_environment(self, name, value, monkeypatch):
-        config = FP8Config()
-        monkeypatch.setenv(
-            "SONIC_MOE_" + "FP8_" + name.removeprefix("fp8_").upper(), str(int(not value))
-        )
-        setattr(config, name, value)
+        variable = f"SONIC_MOE_FP8_{name.removeprefix('fp8_').upper()}"
+        monkeypatch.setenv(variable, str(int(not value)))
+        config = with_fields(**{name: value})
         assert getattr(config.node_config(fp8=True).resolve(), name) is value
 
     def test_iso32_is_one_copy_of_each_weight(self):
-        config = FP8Config()
-        config.iso32_weight = True
-        assert config.node_config(fp8=True).resolve().iso_weight
+        assert with_fields(iso32_weight=True).node_config(fp8=True).resolve().iso_weight
 
     def test_a_call_says_whether_it_is_fp8_and_else_the_field_does(self):
         config = FP8Config()
@@ -231,8 +219,7 @@ class TestNodeConfig:
         "name", ["fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant"]
     )
     def test_what_cannot_be_had_is_said_once(self, name, said):
-        config = FP8Config()
-        config.save_z_fp8 = True
+        config = with_fields(save_z_fp8=True)
         config.node_config(fp8=True)
         assert said() == []
         setattr(config, name, False)
@@ -241,8 +228,7 @@ class TestNodeConfig:
         assert len(said()) == 1 and f"{name} off has no effect" in said()[0]
 
     def test_stagewise_memory_prints_there_and_frees_nothing_here(self, said):
-        config = FP8Config()
-        config.stagewise_memory = True
+        config = with_fields(stagewise_memory=True)
         assert not config.node_config(fp8=True).resolve().stagewise_memory
         assert "stagewise_memory has no effect" in said()[-1]
 
@@ -263,17 +249,15 @@ class TestZ:
     @pytest.mark.parametrize("given", [None, "int8", "e4m3"])
     def test_in_fp8_is_the_8_bit_code(self, given):
         with SonicMoEConfig(save_z=given).activate():
-            config = FP8Config()
-            config.save_z_fp8 = True
-            assert config.node_config(fp8=True).save_z is ZCode(given or "int8")
+            made = with_fields(save_z_fp8=True).node_config(fp8=True)
+        assert made.save_z is ZCode(given or "int8")
 
     @pytest.mark.parametrize("given", ["int8", "e4m3", "bf16"])
     def test_is_what_the_flag_says_unless_the_field_is_set(self, given, monkeypatch, said):
         monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", given)
         assert FP8Config().node_config(fp8=True).save_z is ZCode(given)
         assert said() == []
-        config = FP8Config()
-        config.save_z_fp8 = given == "bf16"
+        config = with_fields(save_z_fp8=given == "bf16")
         other = ZCode.INT8 if given == "bf16" else ZCode.BF16
         assert config.node_config(fp8=True).save_z is other
 
@@ -285,55 +269,41 @@ class TestZ:
         assert said() == []
 
 
+BETAS = (("beta", 4.0), ("linear_beta", 25.0))
+NUMBERS_OF_ITS_OWN = {"situ_beta": 3.0, "situ_linear_beta": 5.0}
+DESCRIBED = encode_situ_activation(2.0, None)
+CLAMP = {"swiglu_clamp_value": 7}
+
+
 class TestActivation:
     @pytest.mark.parametrize(
-        ("given", "wanted"),
+        ("fields", "given", "wanted"),
         [
-            ((), SWIGLU),
-            ((SWIGLU,), SWIGLU),
-            (("swiglu",), SWIGLU),
-            (("swiglu_precise",), SWIGLU),
-            (("geglu",), ActivationType.GEGLU),
-            ((ActivationType.REGLU,), ActivationType.REGLU),
+            ({}, (), (SWIGLU, ())),
+            ({}, (SWIGLU,), (SWIGLU, ())),
+            ({}, ("swiglu",), (SWIGLU, ())),
+            ({}, ("swiglu_precise",), (SWIGLU, ())),
+            ({}, ("geglu",), (ActivationType.GEGLU, ())),
+            ({}, (ActivationType.REGLU,), (ActivationType.REGLU, ())),
+            # A clamp makes SwiGLU the clamped one.
+            *((CLAMP, (each,), (CLAMPED, (("limit", 7.0),)))
+              for each in (SWIGLU, "swiglu", "swiglu_precise", CLAMPED)),
+            *(({"swiglu_clamp_value": off}, (SWIGLU,), (SWIGLU, ())) for off in (0, 0.0, -1.0, None)),
+            # SiTU has the numbers of the layer, and a description precedes them.
+            *(({}, (each,), (SITU, BETAS)) for each in (SITU, "situ_glu")),
+            ({"situ_beta": 2.0, "situ_linear_beta": "none"}, (SITU,), (SITU, (("beta", 2.0),))),
+            *((NUMBERS_OF_ITS_OWN, (DESCRIBED + more,), (SITU, (("beta", 2.0),))) for more in ("", ":approx")),
+            (NUMBERS_OF_ITS_OWN, ("situ_glu:b=2.0",), (SITU, (("beta", 2.0), ("linear_beta", 5.0)))),
         ],
-    )
-    def test_without_numbers(self, given, wanted):
-        assert FP8Config().activation(*given) == (wanted, ())
-
-    @pytest.mark.parametrize("given", [SWIGLU, "swiglu", "swiglu_precise", CLAMPED])
-    def test_a_clamp_makes_swiglu_the_clamped_one(self, given):
-        config = FP8Config()
-        config.swiglu_clamp_value = 7
-        assert config.activation(given) == (CLAMPED, (("limit", 7.0),))
-
-    @pytest.mark.parametrize("off", [0, 0.0, -1.0, None])
-    def test_no_clamp(self, off):
-        config = FP8Config()
-        config.swiglu_clamp_value = off
-        assert config.activation(SWIGLU) == (SWIGLU, ())
+    )  # fmt: skip
+    def test_of_a_call(self, fields, given, wanted):
+        assert with_fields(**fields).activation(*given) == wanted
 
     @pytest.mark.parametrize("given", ["geglu", SITU, "situ_glu:b=1.0:lb=none", "relu"])
     def test_a_clamp_with_another_activation_is_refused(self, given):
-        config = FP8Config()
-        config.swiglu_clamp_value = 7.0
-        with pytest.raises(ConfigError, match=r"swiglu_clamp_value is 7\.0 with activation '\w+'"):
-            config.activation(given)
-
-    @pytest.mark.parametrize("given", [SITU, "situ_glu"])
-    def test_situ_has_the_numbers_of_the_layer(self, given):
-        config = FP8Config()
-        wanted = (("beta", 4.0), ("linear_beta", 25.0))
-        assert config.activation(given) == (SITU, wanted)
-        config.situ_beta, config.situ_linear_beta = 2.0, "none"
-        assert config.activation(given) == (SITU, (("beta", 2.0),))
-
-    @pytest.mark.parametrize("approx", ["", ":approx"])
-    def test_a_description_precedes_the_fields(self, approx):
-        config = FP8Config()
-        config.situ_beta, config.situ_linear_beta = 3.0, 5.0
-        word = encode_situ_activation(2.0, None) + approx
-        assert config.activation(word) == (SITU, (("beta", 2.0),))
-        assert config.activation("situ_glu:b=2.0") == (SITU, (("beta", 2.0), ("linear_beta", 5.0)))
+        words = r"swiglu_clamp_value is 7\.0 with activation '\w+'"
+        with pytest.raises(ConfigError, match=words):
+            with_fields(**CLAMP).activation(given)
 
     @pytest.mark.parametrize("given", ["swish", None, 3, "situ_glu:q=1"])
     def test_unknown_ones_are_named(self, given):
