@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import weakref
@@ -14,6 +15,7 @@ from fleet.fleet_calls import Experts
 from fleet.fleet_steps import FleetExpert, same_bits, swap_freed, train
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import problems
+from pairwise import pairwise
 from weights.freed_memory import free, holds_memory
 
 from sonicmoe.config import SonicMoEConfig
@@ -35,45 +37,52 @@ each_format = pytest.mark.parametrize("form", FORMATS)
 LARGE = {"hidden": 144, "intermediate": 136}  # partial blocks at both edges
 
 
-def plain_training(batches, steps=3):
-    """Without copies and without freeing: parameters in grouped layout, quantised by the node."""
+@functools.cache
+def plain_training(count):
+    """Without copies and without freeing: parameters in grouped layout, quantised by the node.
+    Returns the batches, and every array that the steps leave.
+    """
+    batches = problems(count)
     expert = FleetExpert(batches[0])
+    return batches, steps_of(expert, batches, lambda batch: expert.call(batch, fp8=True))
+
+
+def steps_of(expert, batches, forward):
     found = []
-    for _ in range(steps):
-        calls = [expert.call(batch, fp8=True) for batch in batches]
+    for _ in range(3):
+        calls = [forward(batch) for batch in batches]
         for call in calls:
-            call.backward()
-            found += [numpy(call.out), call.dx, call.dprobs]
+            found += call.backward().arrays
+        expert.to_layout("grouped")
         found += expert.gradients()
         expert.optimizer_step()
         found += [numpy(weight) for weight in expert.weights]
     return found
 
 
+@pytest.fixture
+def quantised():
+    """An expert whose copies hang on its parameters."""
+    expert = FleetExpert(make_problem())
+    expert.quant_weight()
+    return expert
+
+
 class TestOrderOfEvents:
-    @each_format
-    @pytest.mark.parametrize("has_master", [False, True])
-    @pytest.mark.parametrize("frees", [False, True])
+    @pytest.mark.parametrize(
+        ("form", "has_master", "frees"), pairwise(FORMATS, [False, True], [False, True])
+    )
     def test_bits_are_those_of_training_without_it(self, form, has_master, frees):
-        batches = problems(3)
+        batches, wanted = plain_training(3)
         found = train(FleetExpert(batches[0], form), batches, frees=frees, has_master=has_master)
-        assert same_bits(found, plain_training(batches))
+        assert same_bits(found, wanted)
 
     @each_format
     def test_a_callback_that_never_runs_is_replaced_by_the_forwards(self, form, caplog):
         """Fleet asks for the attributes' presence only; what hangs there is of the step before."""
-        batches = problems(2)
-        expert, found = FleetExpert(batches[0], form), []
-        for _ in range(3):
-            calls = [expert.forward(batch) for batch in batches]
-            for call in calls:
-                call.backward()
-                found += [numpy(call.out), call.dx, call.dprobs]
-            expert.to_layout("grouped")
-            found += expert.gradients()
-            expert.optimizer_step()
-            found += [numpy(weight) for weight in expert.weights]
-        assert same_bits(found, plain_training(batches))
+        batches, wanted = plain_training(2)
+        expert = FleetExpert(batches[0], form)
+        assert same_bits(steps_of(expert, batches, expert.forward), wanted)
         # docs/weights.md: copies that are made again say so, in a line of the log.
         again = "FP8 copies of expert weights were made again: "
         others = [line for line in caplog.messages if not line.startswith(again)]
@@ -90,18 +99,15 @@ class TestOrderOfEvents:
             expert.forward(batch).backward()
         assert copies_of(*experts[0].weights) is not copies_of(*experts[1].weights)
 
-    def test_buffers_keep_their_place_while_the_layout_changes(self):
-        expert = FleetExpert(make_problem())
-        expert.quant_weight()
-        copies = copies_of(*expert.weights)
-        buffers = [copies.weights.w1.bytes, copies.weights.w2.bytes]
+    def test_buffers_keep_their_place_while_the_layout_changes(self, quantised):
+        copies = copies_of(*quantised.weights)
+        first, second = copies.weights.w1.bytes, copies.weights.w2.bytes
         for layout in ("grouped", "sonic", "grouped"):
-            expert.to_layout(layout)
-            expert.call(fp8=True)
-            assert copies_of(*expert.weights) is copies
-            assert [copies.weights.w1.bytes, copies.weights.w2.bytes][0] is buffers[0]
-            assert copies.weights.w2.bytes is buffers[1]
-        assert copies.version == expert_version(expert), "a switch of the layout is no write"
+            quantised.to_layout(layout)
+            quantised.call(fp8=True)
+            # A switch of the layout is no write.
+            assert copies_of(*quantised.weights) is copies
+            assert copies.weights.w1.bytes is first and copies.weights.w2.bytes is second
 
     @each_format
     def test_memory_goes_with_the_attributes(self, form):
@@ -120,10 +126,6 @@ class TestOrderOfEvents:
             assert [buffer() for buffer in buffers] == [None, None]
         finally:
             gc.enable()
-
-
-def expert_version(expert):
-    return copies_of(*expert.weights).version
 
 
 @pytest.mark.skipif(not IS_PADDLE, reason="the hook needs Paddle")
@@ -153,30 +155,22 @@ def test_weight_gradients_that_a_pipeline_puts_off(form):
 
 
 class TestStaleness:
-    def freed_after(self, event, form="32x32"):
-        batch = make_problem()
-        expert = FleetExpert(batch, form)
-        expert.quant_weight()
-        event(expert)
+    def freed(self, expert):
         expert.to_layout("sonic")
         free(*expert.weights)
-        return expert, batch
+        return expert
 
-    def test_an_announced_write(self):
-        expert, batch = self.freed_after(lambda e: weights_changed(*e.weights))
+    def test_an_announced_write(self, quantised):
+        weights_changed(*quantised.weights)
         with pytest.raises(StaleWeightsError, match=r"announced a write; .* hold no memory"):
-            expert.forward(batch)
+            self.freed(quantised).forward(quantised.problem)
 
-    def test_clearing_after_a_backward_ends_what_the_backward_has_read(self):
+    def test_clearing_after_a_backward_ends_what_the_backward_has_read(self, quantised):
         """The trainer clears caches before its optimizer, and forgets the attributes."""
-
-        def used_and_cleared(expert):
-            expert.forward(expert.problem).backward()
-            clear_all_fp8_weight_caches()
-
-        expert, batch = self.freed_after(used_and_cleared)
+        quantised.forward(quantised.problem).backward()
+        clear_all_fp8_weight_caches()
         with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
-            expert.forward(batch)
+            self.freed(quantised).forward(quantised.problem)
 
     @pytest.mark.parametrize("layers", [1, 2])
     def test_a_layer_that_the_callback_does_not_reach(self, layers):
@@ -202,59 +196,47 @@ class TestStaleness:
         late.forward(batch)
         expert.forward(batch)
 
-    def test_clearing_before_any_backward_ends_nothing(self):
-        def cleared(expert):
-            expert.forward(expert.problem)
-            clear_all_fp8_weight_caches()
+    def test_clearing_before_any_backward_ends_nothing(self, quantised):
+        quantised.forward(quantised.problem)
+        clear_all_fp8_weight_caches()
+        self.freed(quantised).forward(quantised.problem)
 
-        expert, batch = self.freed_after(cleared)
-        expert.forward(batch)
-
-    def test_no_copies_and_no_memory(self):
-        expert, batch = self.freed_after(lambda e: e.clear_fp8_weights())
+    def test_no_copies_and_no_memory(self, quantised):
+        quantised.clear_fp8_weights()
+        self.freed(quantised)
         with pytest.raises(LayoutError, match=r"hold no memory; .*FP8 copies"):
-            expert.call(batch, fp8=True)
+            quantised.call(fp8=True)
         with pytest.raises(LayoutError, match="hold no memory"):
-            expert.quant_weight()
+            quantised.quant_weight()
 
 
 class TestAttributes:
-    def test_copies_of_somebody_else_are_refused(self):
-        expert = FleetExpert(make_problem())
-        expert.quant_weight()
-        w1, _ = expert.weights
+    def test_copies_of_somebody_else_are_refused(self, quantised):
+        w1, _ = quantised.weights
         w1.fp8 = (w1.fp8[0].clone() if not IS_PADDLE else tensor(np.zeros(3)), w1.fp8[1])
         with pytest.raises(LayoutError, match=r"w1\.fp8 holds .* has not made"):
-            expert.forward(expert.problem)
+            quantised.forward(quantised.problem)
 
-    def test_copies_of_two_events_are_refused(self):
-        expert = FleetExpert(make_problem())
-        expert.quant_weight()
-        w1, _ = expert.weights
+    def test_copies_of_two_events_are_refused(self, quantised):
+        w1, _ = quantised.weights
         first = w1.fp8
-        expert.quant_weight()
+        quantised.quant_weight()
         w1.fp8 = first
         with pytest.raises(LayoutError, match=r"two quantisations \(events \d+ and \d+\)"):
-            expert.forward(expert.problem)
+            quantised.forward(quantised.problem)
 
-    def test_parameters_that_are_copied_or_saved_leave_them_behind(self, tmp_path):
-        expert = FleetExpert(make_problem())
-        expert.quant_weight()
-        for weight in expert.weights:
+    def test_parameters_that_are_copied_or_saved_leave_them_behind(self, quantised, tmp_path):
+        for weight in quantised.weights:
             assert getattr(copy.deepcopy(weight), "fp8", None) is None
         if not IS_PADDLE:  # which saves values alone
             with pytest.raises(TypeError, match=r"belong to this process; .*fp8 = None"):
-                torch.save(expert.weights[0], tmp_path / "weight")
+                torch.save(quantised.weights[0], tmp_path / "weight")
 
     @pytest.mark.parametrize("missing", [0, 1])
-    def test_half_of_a_pair_is_none(self, missing):
-        expert = FleetExpert(make_problem())
-        expert.quant_weight()
-        expert.weights[missing].fp8 = None
-        assert copies_of(*expert.weights) is None
-
-    def test_nothing_hangs_there_at_first(self):
+    def test_nothing_at_first_and_half_of_a_pair_are_none(self, quantised, missing):
         assert copies_of(*FleetExpert(make_problem()).weights) is None
+        quantised.weights[missing].fp8 = None
+        assert copies_of(*quantised.weights) is None
 
 
 class TestPayload:
@@ -312,29 +294,26 @@ class TestRelease:
             ]
         return expert, copies, calls
 
-    def test_forwards_order_goes_after_the_last_forward(self, caplog):
-        expert, copies, calls = self.outstanding("1x32", caplog)
-        assert copies.is_released
-        assert [weight.fp8 for weight in expert.weights] == [None, None]
+    @pytest.mark.parametrize(
+        ("form", "recomputes", "said"),
+        [
+            ("1x32", False, None),
+            ("32x32", False, "are kept: forward and backward read the same buffers"),
+            ("1x32", True, "recompute z"),
+        ],
+    )
+    def test_forwards_order_goes_after_the_last_forward_or_the_log_says_why_not(
+        self, form, recomputes, said, caplog
+    ):
+        config = FP8Config()
+        config.recompute_z = recomputes
+        expert, copies, calls = self.outstanding(form, caplog, fp8_config=config)
+        assert copies.is_released is (said is None)
+        assert {weight.fp8 is None for weight in expert.weights} == {said is None}
         assert all(weight.transposed_fp8 is not None for weight in expert.weights)
         for call in calls:
             call.backward()
-        assert "kept" not in caplog.text
-
-    def test_one_buffer_is_kept_and_said_once(self, caplog):
-        expert, copies, calls = self.outstanding("32x32", caplog)
-        assert not copies.is_released and expert.weights[0].fp8 is not None
-        for call in calls:
-            call.backward()
-        assert caplog.text.count("are kept: forward and backward read the same buffers") == 1
-
-    def test_a_backward_that_recomputes_z_keeps_it(self, caplog):
-        config = FP8Config()
-        config.recompute_z = True
-        _, copies, calls = self.outstanding("1x32", caplog, fp8_config=config)
-        assert not copies.is_released and "recompute z" in caplog.text
-        for call in calls:
-            call.backward()
+        assert caplog.text.count(said or "kept") == (said is not None)
 
     def test_copies_that_the_engine_made_are_its_own(self, caplog):
         expert = FleetExpert(make_problem(), "1x32")
