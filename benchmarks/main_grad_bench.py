@@ -44,7 +44,7 @@ SHAPES = (
     Shape(16384, 2048, 768, 128, 8),
 )
 TINY = (Shape(48, 32, 16, 4, 2),)
-MICRO_BATCHES = (1, 4, 16)
+MICRO_BATCHES, TINY_MICRO_BATCHES = (1, 4, 16), (1, 3)
 WAYS = (FlushMode.AUTO, FlushMode.STEP)
 ARRANGEMENTS = ("own", "stacked")  # a parameter of each expert's projection; one of all experts
 TIMED_FORWARDS = 8  # at least so many between two looks at the clock
@@ -170,10 +170,11 @@ def measure_steps(
     every: Sequence[Figures],
     batches: Sequence[Batch],
     rounds: int,
+    counts: Sequence[int],
     device: str,
 ) -> None:
-    """Median time of a step, in rounds that turn their order."""
-    for count in MICRO_BATCHES:
+    """Median time of a step of each count of micro-batches, in rounds that turn their order."""
+    for count in counts:
         steps = [OptimizerStep(node, batches, count) for node in nodes]
         times: list[list[float]] = [[] for _ in nodes]
         for number in range(rounds):
@@ -227,18 +228,19 @@ def measure_host(
 
 
 def measure(
-    shape: Shape, arrangement: str, variant: Variant, device: str, rounds: int, host_calls: int
+    shape: Shape, arrangement: str, variant: Variant, device: str, rounds: int, check: bool
 ) -> list[Figures]:
     """Figures of both ways, in the order of `WAYS`."""
     experts, batches = Experts(shape, arrangement, variant, device), rotating_batches(shape, device)
-    for count in (1, MICRO_BATCHES[-1]):
+    counts = TINY_MICRO_BATCHES if check else MICRO_BATCHES
+    for count in (1, counts[-1]):
         compare(experts, batches, count)
     every = measure_memory(experts, batches, device)
     nodes = [experts.node(way) for way in WAYS]
-    measure_steps(nodes, every, batches, rounds, device)
+    measure_steps(nodes, every, batches, rounds, counts, device)
     if device != "cpu":
         measure_stages(nodes, every, batches)
-    measure_host(nodes, every, shape, device, host_calls)
+    measure_host(nodes, every, shape, device, 5 if check else HOST_CALLS)
     return every
 
 
@@ -297,8 +299,7 @@ def main(check: bool, rounds: int, json_path: Path | None) -> None:
     steps, ways, report = [], [], []
     for shape in TINY if check else SHAPES:
         for arrangement in ARRANGEMENTS:
-            calls = 5 if check else HOST_CALLS
-            every = measure(shape, arrangement, variant, device, rounds, calls)
+            every = measure(shape, arrangement, variant, device, rounds, check)
             name = f"{', '.join(map(str, vars(shape).values()))}, {arrangement}"
             steps += step_rows(name, *every)
             ways += way_rows(name, every)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import one_thread  # noqa: F401
 
 # isort: split
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -168,6 +169,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) and not AVAILABLE[marker]():
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks again at what is imported by now. A process that has collected every test
+    holds a million objects, and a collection of all of them took up to a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
