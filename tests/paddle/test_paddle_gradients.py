@@ -73,12 +73,6 @@ def test_several_micro_batches_accumulate(mode):
     check([make_batch(size, hidden=128, seed=size) for size in (130, 70, 97)], mode=mode)
 
 
-@pytest.mark.parametrize("flush", ["auto", "step"])
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_index_dtypes(index_dtype, flush):
-    check([make_batch()], index_dtype=index_dtype, flush=flush)
-
-
 @pytest.mark.parametrize(
     "only", [[], [0], [1, 2]], ids=["no expert here", "all on one", "one empty"]
 )
@@ -92,25 +86,6 @@ def test_empty_experts_get_exact_zero_gradients(only, flush):
     for expert in empty:
         for weight in (weights[expert], weights[3 + expert]):
             assert not numpy(weight.main_grad).any()
-
-
-@pytest.mark.parametrize("mode", ["fp32", "fp8"])
-@pytest.mark.parametrize("flush", ["auto", "step"])
-def test_no_tokens_at_all(mode, flush):
-    config, token_dtype, weight_dtype, _ = MODES[mode]
-    experts = make_experts(dtype=weight_dtype)
-    node = make_node(experts, config, flush)
-    for weight in weights_of(experts):
-        weight.main_grad = None
-    result = run(node, make_batch(0), dtype=token_dtype)
-    node.step()
-    assert result.out.shape == (0, 32)
-    assert result.dx.shape == (0, 32) and result.dprobs.shape == (0, 2)
-    for weight in weights_of(
-        experts
-    ):  # every local expert gets its (zero) main_grad: reducers index all of them
-        assert tuple(weight.main_grad.shape) == tuple(weight.shape)
-        assert not numpy(weight.main_grad).any()
 
 
 def test_a_batch_without_tokens_between_others():
@@ -137,27 +112,6 @@ def test_invalid_slots_cost_and_give_nothing(marker):
     assert result.dprobs[~invalid].all()
 
 
-def test_nan_probability_at_an_invalid_slot():
-    batch = make_batch()
-    poisoned = Batch(
-        batch.x,
-        batch.indices,
-        np.where(batch.indices < 0, np.float32(np.nan), batch.probs),
-        batch.dout,
-        batch.counts,
-    )
-    node = make_node(make_experts())
-    clean, result = run(node, batch), run(node, poisoned)
-    assert np.array_equal(result.out, clean.out) and np.array_equal(result.dx, clean.dx)
-    assert np.array_equal(result.dprobs, clean.dprobs)
-
-
-def test_none_entries_stand_for_experts_of_other_ranks():
-    local = make_experts()
-    batch = make_batch()
-    check([batch], experts=[None, local[0], None, local[1], local[2], None])
-
-
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -176,23 +130,6 @@ def test_spellings_of_the_counts(spelling):
     plain = run(make_node(make_experts()), batch)
     result = check([batch], counts=spelling(batch.counts))[0]
     assert np.array_equal(result.out, plain.out) and np.array_equal(result.dx, plain.dx)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=["fifo", "lifo", "mixed"])
-@pytest.mark.parametrize("mode", ["fp32", "fp8"])
-def test_three_forwards_before_three_backwards(order, mode):
-    config, token_dtype, weight_dtype, bound = MODES[mode]
-    experts = make_experts(hidden=128, dtype=weight_dtype)
-    node = make_node(experts, config)
-    main_grads = bind_main_grads(experts)
-    batches = [make_batch(size, hidden=128, seed=size) for size in (130, 70, 97)]
-    pending = [Pending(node, batch, dtype=token_dtype) for batch in batches]
-    results = {i: pending[i].backward() for i in order}
-    node.step()
-    wanted = golden(experts, batches, token_dtype)
-    for i in order:
-        assert_results(results[i], wanted.results[i], bound)
-    assert_weight_gradients(main_grads, wanted.dw, bound)
 
 
 def test_interleaved_backwards_of_two_nodes():
@@ -275,22 +212,6 @@ def test_frozen_inputs_do_not_cut_off_the_weights(x_grad, probs_grad):
 
 
 @pytest.mark.parametrize("flush", ["auto", "step"])
-def test_frozen_experts(flush):
-    experts, batch = make_experts(), make_batch()
-    fired = []
-    for weight in weights_of(experts):
-        weight._register_backward_hook(lambda *_: fired.append(1))
-        weight.stop_gradient = True
-        weight.main_grad = None
-    node = make_node(experts, flush=flush)
-    result = run(node, batch)
-    node.step()
-    assert_results(result, golden(make_experts(), [batch]).results[0], PRECISE_BOUND)
-    assert node.gradient_bytes == 0 and not fired
-    assert all(weight.main_grad is None and weight.grad is None for weight in weights_of(experts))
-
-
-@pytest.mark.parametrize("flush", ["auto", "step"])
 def test_partly_frozen_experts(flush):
     """One trainable matrix among frozen ones gets its gradient, once; the frozen get neither
     gradient, main_grad nor hook call.
@@ -314,37 +235,6 @@ def test_partly_frozen_experts(flush):
         for position, weight in enumerate(weights)
         if position != 4
     )
-
-
-def test_everything_frozen_needs_no_graph():
-    experts, batch = make_experts(), make_batch()
-    for weight in weights_of(experts):
-        weight.stop_gradient = True
-    node = make_node(experts)
-    out = Pending(node, batch, x_grad=False, probs_grad=False).out
-    assert out.stop_gradient
-    assert_close(numpy(out), golden(make_experts(), [batch]).results[0].out, PRECISE_BOUND)
-
-
-def test_inference_allocates_no_gradient_memory():
-    experts, batch = make_experts(), make_batch()
-    for weight in weights_of(experts):
-        weight.main_grad = None
-    node = make_node(experts)
-    node.warmup()
-    node.prequantize_weights()
-    with paddle.no_grad():
-        out = Pending(node, batch).out
-    assert out.stop_gradient and node.gradient_bytes == 0
-    waiting = Pending(node, batch)
-    assert node.gradient_bytes == 0, "a forward alone needs no accumulators"
-    assert np.array_equal(numpy(out), numpy(waiting.out))
-    waiting.backward()
-    assert node.gradient_bytes == 4 * 3 * 3 * 32 * 24
-    assert all(weight.main_grad is None for weight in weights_of(experts))
-    node.step()
-    node.release_grads()
-    assert node.gradient_bytes == 0
 
 
 @pytest.mark.parametrize("consumer", ["transpose", "expand", "slice", "sum of a part"])

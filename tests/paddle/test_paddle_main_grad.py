@@ -21,8 +21,6 @@ from ernie import (
 )
 from framework import numpy, tensor
 
-from sonicmoe.errors import DTypeError, ShapeError
-
 FLUSHES = ("auto", "step")
 
 
@@ -101,15 +99,6 @@ def test_slices_of_a_fused_buffer(experts, batch, wanted, flush):
 
 
 @pytest.mark.parametrize("flush", FLUSHES)
-def test_gradients_are_added_to_what_is_there(experts, batch, wanted, flush):
-    """Another producer may have written into the buffer before."""
-    node, fused = make_node(experts, flush=flush), FusedBuffer(experts, fill=2.0)
-    run(node, batch)
-    node.step()
-    assert_weight_gradients([g - 2.0 for g in fused.gradients()], wanted, PRECISE_BOUND)
-
-
-@pytest.mark.parametrize("flush", FLUSHES)
 def test_main_grad_none_is_created_and_then_kept(experts, batch, wanted, flush):
     node = make_node(experts, flush=flush)
     for weight in weights_of(experts):
@@ -126,54 +115,6 @@ def test_main_grad_none_is_created_and_then_kept(experts, batch, wanted, flush):
     assert_weight_gradients(created, [2 * w for w in wanted], PRECISE_BOUND)
     assert len({c.data_ptr() for c in created}) == len(created)
     assert all(w.grad is None for w in weights_of(experts))
-
-
-@pytest.mark.parametrize("flush", FLUSHES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_the_attribute_gradients_go_to_grad(flush, dtype):
-    experts, batches = make_experts(dtype=dtype), [make_batch(seed=1), make_batch(seed=2)]
-    node = make_node(experts, flush=flush)
-    bound = PRECISE_BOUND if dtype == "float32" else 0.01
-    for batch in batches:
-        run(node, batch, dtype=dtype)
-    node.step()
-    wanted = golden(experts, batches, dtype)
-    assert_weight_gradients([w.grad for w in weights_of(experts)], wanted.dw, bound)
-    assert all(w.grad.dtype == w.dtype and not hasattr(w, "main_grad") for w in weights_of(experts))
-    run(node, batches[0], dtype=dtype)
-    node.step()
-    once = golden(experts, batches + batches[:1], dtype)
-    assert_weight_gradients([w.grad for w in weights_of(experts)], once.dw, bound)
-
-
-@pytest.mark.parametrize("flush", FLUSHES)
-def test_step_is_idempotent(experts, batch, wanted, flush):
-    node, main_grads = make_node(experts, flush=flush), bind_main_grads(experts)
-    node.step()
-    run(node, batch)
-    for _ in range(3):
-        node.step()
-        node.flush_grads()
-    assert_weight_gradients(main_grads, wanted, PRECISE_BOUND)
-
-
-@pytest.mark.parametrize("flush", FLUSHES)
-def test_flush_between_micro_batches(experts, flush):
-    """Between forwards, backwards and other batches' flushes, anything may be flushed any number of
-    times.
-    """
-    batches = [make_batch(seed=s) for s in range(3)]
-    node, main_grads = make_node(experts, flush=flush), bind_main_grads(experts)
-    first, second = Pending(node, batches[0]), Pending(node, batches[1])
-    node.flush_grads()
-    first.backward()
-    node.flush_grads()
-    third = Pending(node, batches[2])
-    third.backward()
-    node.step()
-    second.backward()
-    node.step()
-    assert_weight_gradients(main_grads, golden(experts, batches).dw, PRECISE_BOUND)
 
 
 def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch, wanted):
@@ -194,44 +135,6 @@ def test_main_grad_rebound_by_the_framework_between_micro_batches(experts, batch
         weight.main_grad = None
     run(node, batch)
     assert_weight_gradients([w.main_grad for w in weights_of(experts)], wanted, PRECISE_BOUND)
-
-
-@pytest.mark.parametrize(
-    "bad,error,words",
-    [
-        (
-            lambda w: paddle.zeros(w.shape, dtype="bfloat16"),
-            DTypeError,
-            ["main_grad", "bfloat16", "float32"],
-        ),
-        (
-            lambda w: paddle.zeros([w.shape[1], w.shape[0]], dtype="float32"),
-            ShapeError,
-            ["main_grad", "(32, 48)", "(48, 32)"],
-        ),
-        (lambda w: paddle.zeros([1, 1], dtype="float32"), ShapeError, ["main_grad", "(1, 1)"]),
-    ],
-    ids=["dtype", "transposed", "broadcastable"],
-)
-def test_unusable_main_grad_is_refused_and_nothing_is_half_added(
-    experts, batch, wanted, bad, error, words
-):
-    node, main_grads = make_node(experts), bind_main_grads(experts)
-    weight, good = weights_of(experts)[1], main_grads[1]
-    weight.main_grad = bad(weight)
-    # Paddle raises the error of a backward again in a class of its own.
-    with pytest.raises(Exception, match=error.__name__) as caught:
-        run(node, batch)
-    assert all(word in str(caught.value) for word in words)
-    weight.main_grad = good
-    run(node, batch)
-    weight.main_grad = bad(weight)
-    with pytest.raises(RuntimeError, match=r"main_grad lies elsewhere .*discard_grads\(\)"):
-        node.step()
-    assert paddle.is_grad_enabled(), "a refused flush must not leave autograd switched off"
-    weight.main_grad = good
-    node.step()
-    assert_weight_gradients(main_grads, wanted, PRECISE_BOUND)
 
 
 class Hooks:
@@ -305,16 +208,6 @@ def test_no_hook_for_frozen_experts(experts, batch):
     assert hooks.calls == [0] * 6
 
 
-@pytest.mark.parametrize("flush", FLUSHES)
-def test_freezing_after_the_backward_changes_nothing(experts, batch, wanted, flush):
-    """What trains is decided in the backward."""
-    node, main_grads = make_node(experts, flush=flush), bind_main_grads(experts)
-    run(node, batch)
-    weights_of(experts)[0].stop_gradient = True
-    node.step()
-    assert_weight_gradients(main_grads, wanted, PRECISE_BOUND)
-
-
 def test_fused_parameters(batch):
     """Two stacked parameters, as Fleet's grouped experts hold them: same gradients, in place, hooks
     once.
@@ -341,21 +234,3 @@ def test_fused_parameters(batch):
     assert all(w.main_grad is k and w.grad is None for w, k in zip(stacked, kept, strict=True))
     gradients = [piece for main_grad in kept for piece in numpy(main_grad)]
     assert_weight_gradients(gradients, wanted, PRECISE_BOUND)
-
-
-def test_release_refuses_to_lose_gradients(experts, batch):
-    node = make_node(experts)
-    bind_main_grads(experts)
-    run(node, batch)
-    with pytest.raises(RuntimeError, match=r"step\(\)"):
-        node.release_grads()
-    node.step()
-    node.release_grads()
-    assert node.gradient_bytes == 0
-    run(node, batch)
-    node.step()
-    assert_weight_gradients(
-        [w.main_grad for w in weights_of(experts)],
-        [2 * w for w in golden(experts, [batch]).dw],
-        PRECISE_BOUND,
-    )
