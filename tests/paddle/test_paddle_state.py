@@ -5,13 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from ernie import make_batch, make_experts, make_node, paddle
-from framework import tensor
+from ernie import paddle
 
 from sonicmoe import interop
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.interop import torch
-from sonicmoe.node import mlp_call
 
 
 @contextmanager
@@ -42,31 +39,6 @@ def test_plain_ops(gradients):
         with interop.plain_ops():
             assert (weight * 2).stop_gradient
         assert (weight * 2).stop_gradient is not gradients
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_forward_under_mixed_precision_runs_without(monkeypatch, grad):
-    """From the routing on; afterwards the caller has it back."""
-    batch, node, seen = make_batch(), make_node(make_experts()), []
-
-    def noted(function):
-        def call(*args, **kwargs):
-            seen.append(paddle.is_autocast_enabled())
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(mlp_call, "route", noted(mlp_call.route))
-    monkeypatch.setattr(ReferenceEngine, "forward", noted(ReferenceEngine.forward))
-    with mixed_precision():
-        node(
-            tensor(batch.x, grad=grad),
-            batch.counts,
-            tensor(batch.indices),
-            tensor(batch.probs, grad=grad),
-        )
-        assert paddle.is_autocast_enabled()
-    assert seen == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ there.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 from ernie import (
@@ -315,25 +313,6 @@ def test_inference_prepares_in_every_forward(monkeypatch, weights_on_a_gpu):
     assert len(prepared) == 3
 
 
-def test_weights_are_quantised_once_per_optimizer_step(monkeypatch, weights_on_a_gpu):
-    experts, prepared = make_experts(), []
-    prepare = ReferenceEngine.prepare_weights
-    monkeypatch.setattr(
-        ReferenceEngine, "prepare_weights", lambda *a: prepared.append(1) or prepare(*a)
-    )
-    node, optimizer = make_node(experts, FP8), OPTIMIZERS["AdamW"](weights_of(experts))
-    bind_main_grads(experts)
-    node.step()
-    for step in range(1, 4):
-        pending = [Pending(node, make_batch(seed=s), dtype="bfloat16") for s in range(3)]
-        for waiting in pending:
-            waiting.backward()
-            node.flush_grads()
-        assert len(prepared) == step
-        node.step()
-        optimizer.step()
-
-
 def test_a_forgotten_step_is_refused(caplog):
     """Where the optimizer clears `main_grad` while gradients wait."""
     experts, batch = make_experts(), make_batch()
@@ -349,21 +328,3 @@ def test_a_forgotten_step_is_refused(caplog):
     run(node, batch)
     node.step()
     assert all(numpy(w.main_grad).any() for w in weights_of(experts))
-
-
-def test_a_correct_loop_warns_about_nothing(caplog):
-    experts, batch = make_experts(), make_batch()
-    bind_main_grads(experts)
-    with caplog.at_level(logging.WARNING, "sonicmoe"):
-        for flush in ("step", "auto"):
-            node, optimizer = (
-                make_node(experts, flush=flush),
-                OPTIMIZERS["AdamW"](weights_of(experts)),
-            )
-            for _ in range(3):
-                run(node, batch)
-                run(node, batch)
-                node.step()
-                optimizer.step()
-                optimizer.clear_grad()
-    assert not caplog.records
