@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from sonicmoe.engine.settings import TokenFormat, Workload
 from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.jit import no_compile
 from sonicmoe.jit.cache import CompileCache, default_cache
 from sonicmoe.quant.recipes import RECIPES
 
@@ -104,18 +106,36 @@ def inline(monkeypatch, engine, ended="exit status 1"):
     return try_engine(subject(engine))
 
 
+# What an engine does, how its process ended, and the verdict; or why there is none.
+SEEN = {
+    "overwrites": (planted_engines.Overwrites, "exit status 1", Verdict,
+                   r"training: dw1 is [\d.]+% away from the reference engine's"),
+    "differs": (planted_engines.Differs, "exit status 1", Verdict,
+                "inference: two equal calls differ in out$"),
+    "raises": (planted_engines.Raises, "exit status 1", Verdict,
+               r"training: exit status 1 \(RuntimeError: CUDA error: an illegal memory access was encountered\)$"),
+    "no memory": (planted_engines.NoMemory, "exit status 1", UndecidedError,
+                  r"inference: exit status 1 \(RuntimeError: CUDA out of memory"),
+    "no start": (planted_engines.NeverBegins, "exit status 1", UndecidedError,
+                 r"exit status 1 before the first case \(SystemExit: this pac"),
+    "killed": (planted_engines.Raises, "killed", UndecidedError,
+               "training: the process was killed from outside"),
+}  # fmt: skip
+
+
 class TestVerdicts:
-    @pytest.mark.parametrize(("engine", "words"), [
-        (planted_engines.Overwrites, r"^training: dw1 is [\d.]+% away from the reference engine's"),
-        (planted_engines.Differs, "^inference: two equal calls differ in out$"),
-        (planted_engines.Raises, r"^training: exit status 1 \(RuntimeError: CUDA error: an illegal memory access was encountered\)$"),
-    ], ids=["overwrites", "differs", "raises"])  # fmt: skip
-    def test_names_what_is_wrong(self, engine, words, monkeypatch):
+    @pytest.mark.parametrize(("engine", "ended", "kind", "words"), SEEN.values(), ids=SEEN)
+    def test_names_what_is_wrong_or_is_none_where_nothing_was_learnt(
+        self, engine, ended, kind, words, monkeypatch
+    ):
         planted_engines.Differs.calls = 0
-        verdict = inline(monkeypatch, engine)
-        assert not verdict.trusted
-        with pytest.raises(AssertionError, match=words):
-            raise AssertionError(verdict.reason)
+        try:
+            found = inline(monkeypatch, engine, ended)
+            reason = found.reason
+        except UndecidedError as error:
+            found, reason = error, str(error)
+        assert type(found) is kind and re.match(words, reason), reason
+        assert kind is UndecidedError or not found.trusted
 
     def test_routing_of_a_gpu_is_compared_with_that_of_a_host(self, monkeypatch):
         build, built = trial.build_routing, []
@@ -137,16 +157,6 @@ class TestVerdicts:
         assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 2
         assert verdict.reason.startswith("training: ")
 
-    @pytest.mark.parametrize(("engine", "ended", "words"), [
-        (planted_engines.NoMemory, "exit status 1", "inference: exit status 1 (RuntimeError: CUDA out of memory"),
-        (planted_engines.NeverBegins, "exit status 1", "exit status 1 before the first case (SystemExit: this pac"),
-        (planted_engines.Raises, "killed", "training: the process was killed from outside"),
-    ], ids=["no memory", "no start", "killed"])  # fmt: skip
-    def test_what_says_nothing_of_the_engine_is_no_verdict(self, engine, ended, words, monkeypatch):
-        with pytest.raises(UndecidedError) as caught:
-            inline(monkeypatch, engine, ended)
-        assert str(caught.value).startswith(words)
-
     @pytest.mark.parametrize("workload", [
         WORKLOAD,
         Workload(EngineSettings(ActivationType.SITU_GLU, activation_parameters=(("beta", 2.0),)), 64, 32, "float16", True),
@@ -164,9 +174,8 @@ class TestVerdicts:
         def jobs(workload, arch):
             return ("wide",) if workload.hidden_size > 3000 else ("narrow",)
 
-        large = subject(
-            ReferenceEngine, replace(WORKLOAD, hidden_size=7168, intermediate_size=4864)
-        )
+        sizes = replace(WORKLOAD, hidden_size=7168, intermediate_size=4864)
+        large = subject(ReferenceEngine, sizes)
         found = replace(large, record=replace(RECORD, jobs=jobs)).smaller()
         assert (found.hidden_size, found.intermediate_size) == (3584, 608)
 
@@ -224,10 +233,8 @@ class TestKept:
     def test_what_was_not_decided_is_asked_again_by_the_next_process(self, trials):
         trials.verdicts[EngineName.BF16] = UndecidedError("no memory")
         assert not trust.trusted(ASKED) and not trust.trusted(ASKED)
-        assert "could not be checked on this GPU, where it never ran: no memory." in str(
-            trust.refusal(ASKED)
-        )
-        assert len(trials.made) == 1
+        words = "could not be checked on this GPU, where it never ran: no memory."
+        assert words in str(trust.refusal(ASKED)) and len(trials.made) == 1
         trust.forget()
         trials.verdicts.clear()
         assert trust.trusted(ASKED) and len(trials.made) == 2
@@ -259,16 +266,16 @@ class TestKept:
 
     def test_processes_that_ask_at_once_share_one_trial(self, trials, tmp_path):
         """Each with a cache object of its own, as ranks have."""
-        subjects = subject(ReferenceEngine)
-        caches = [CompileCache(tmp_path / "cache", tmp_path / "local") for _ in range(4)]
+        folders = {"cache_dir": tmp_path / "cache", "local_cache_dir": tmp_path / "local"}
         found = []
 
-        def ask(cache):
-            config = SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "l")
-            with config.activate():
-                found.append(trust._judge(subjects, cache))
+        def ask():
+            with SonicMoEConfig(**folders).activate():
+                found.append(
+                    trust._judge(subject(ReferenceEngine), CompileCache(*folders.values()))
+                )
 
-        ranks = [threading.Thread(target=ask, args=(cache,)) for cache in caches]
+        ranks = [threading.Thread(target=ask) for _ in range(4)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -284,24 +291,19 @@ class TestKept:
         assert len(trials.made) == 1
 
     def test_no_compile_is_no_ban_on_a_trial(self, trials):
-        from sonicmoe.jit import no_compile
-
         with no_compile():
             assert trust.trusted(ASKED)
         assert len(trials.made) == 1
 
     def test_a_kernel_that_is_missing_raises_where_it_is_loaded(self, trials):
         missing = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
-        assert trust.trusted(replace(ASKED, record=missing))
-        assert not trials.made
+        assert trust.trusted(replace(ASKED, record=missing)) and not trials.made
 
     def test_kernels_that_are_compiled_one_by_one_are_compiled_before(self, trials, tmp_path):
         job = _Job()
         record = replace(RECORD, jobs=lambda workload, arch: (job,))
-        config = SonicMoEConfig(
-            cache_dir=tmp_path / "c", local_cache_dir=tmp_path / "l", compile_jobs="off"
-        )
-        with config.activate():
+        folders = {"cache_dir": tmp_path / "c", "local_cache_dir": tmp_path / "l"}
+        with SonicMoEConfig(**folders, compile_jobs="off").activate():
             assert trust.trusted(replace(ASKED, record=record))
         assert job.compiled == 1 and len(trials.made) == 1
 
@@ -313,9 +315,8 @@ class _Job:
         self.compiled = 0
 
     def key(self):
-        return trust.CompileKey.make(
-            self.name, arch=ARCH, statics={}, fingerprint={}, toolchain={"nvcc": "13"}
-        )
+        own = {"statics": {}, "fingerprint": {}, "toolchain": {"nvcc": "13"}}
+        return trust.CompileKey.make(self.name, arch=ARCH, **own)
 
     def compile(self, cache):
         self.compiled += 1
