@@ -89,13 +89,8 @@ def check_forward(
     settings: EngineSettings,
     record: EngineRecord,
 ) -> None:
-    """Check tokens and routing at the border of the engine with this record.
-
-    Raises:
-        DTypeError: `x` is not bf16, fp16 or fp32 (FP8 bytes without their scales are refused here),
-            or quantised in a form that the engine does not read.
-        ConfigError: `x` is quantised, and the recipe reads it in other blocks, or there is none.
-        ShapeError, RoutingError, DeviceError: `x`, routing and weights do not fit together.
+    """Check tokens and routing at the border of the engine with this record: FP8 bytes without their
+    scales are refused here, and formats that the engine or the recipe does not read.
     """
     # Asked at every forward, so messages are composed for errors only: `expect` would compose them
     # always.
@@ -146,14 +141,8 @@ def _require_format(
 
 
 def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
-    """Check the gradient of the output at the border of the engine with this record, and return it
-    with contiguous rows.
-
-    Raises:
-        DTypeError: it is FP8 without scales, or quantised in a form that the engine does not read.
-        ConfigError: it is quantised, and the recipe reads it in other blocks, or there is none.
-        ShapeError, DeviceError: its shape is not that of `out`, or it lies elsewhere.
-        RuntimeError: an earlier backward released the activations.
+    """The same of the gradient of the output, which is returned with contiguous rows. RuntimeError:
+    an earlier backward released the activations.
     """
     quantised = isinstance(dout, BlockScaledTensor)
     if not quantised:

@@ -27,13 +27,7 @@ class PlainEngine(ProductsEngine):
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
-        """The native weights as they are; forward and dgrad read the same storage.
-
-        Raises:
-            ConfigError, DTypeError, ShapeError: `capabilities.require` finds a problem, or the
-                weights do not fit together, or are of two dtypes.
-            DeviceError: they are not on a GPU.
-        """
+        """The native weights as they are; forward and dgrad read the same storage."""
         check_weights(w1, w2, b1, b2, settings.activation)
         record = self.record
         dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]

@@ -38,11 +38,6 @@ class QuantisedEngine(Engine):
         """Quantise the weights where they lie. `previous` is brought up to date in place: at every
         call a kernel compares a sample of the weights with checksums, and the next one quantises
         them where they differ. That also happens at every replay of a CUDA graph.
-
-        Raises:
-            ConfigError: the settings are not this engine's, or there are biases.
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that cannot be read
-            in place.
         """
         if previous is None:  # else the same settings were checked when it was made
             self._check_computable(source, settings)

@@ -224,9 +224,6 @@ def quantize_rows_iso32(
         padded_offsets: int64 `[E + 1]`, multiples of 128.
 
     NaN and infinity: as `reference.quantize` with power-of-two scales.
-
-    Raises:
-        DTypeError, ShapeError: source is of another dtype, or sizes do not fit.
     """
     need_dtype("source", source, torch.bfloat16)
     num_rows, experts = int(row_token.shape[0]), int(padded_offsets.shape[0]) - 1

@@ -196,11 +196,9 @@ def kernels_for(tensor: Tensor) -> RoutingKernels:
     choice and reason logged once.
 
     Where better ones failed by something that may pass, they are tried again: see `Decided`.
-
-    Raises:
-        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another
-            process's takes too long; never answered by a silent fallback.
     """
+    # A forbidden compile, or another process's that takes too long, reaches the caller: a slow
+    # fallback without a word would last for the whole run.
     return _choose(device_name(tensor)) if is_cuda(tensor) else plain_kernels("no GPU")
 
 

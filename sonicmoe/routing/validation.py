@@ -35,12 +35,7 @@ HYBRID_EP_HINT = (
 
 
 def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
-    """Check types, ranks, dtypes, shapes and devices; reads no element.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError, FrameworkError: naming the argument, what came and what
-        is needed.
-    """
+    """Check types, ranks, dtypes, shapes and devices; reads no element."""
     # One expression without messages for the usual case; what follows only finds out which part of
     # it is false.
     if type(num_experts) is int and num_experts > 0 and _are_indices_and_probs(indices, probs):
@@ -117,13 +112,9 @@ DISPATCHED = RoutingNames()
 def check_contents(
     indices: Tensor, probs: Tensor, num_experts: int, names: RoutingNames = DISPATCHED
 ) -> None:
-    """Check every routing precondition; waits for the device. Warns once where some ids are of
-    experts here and others are beyond all "not here" marks, as ids of the whole model are.
-
-    Raises:
-        RoutingError: an id is below -1, a token names an expert twice, or a valid slot's
-            probability is not finite; the message names the row and slot, or the triple. Or no id
-            is of an expert here and some are beyond all "not here" marks.
+    """Refuse ids below -1, a token that names an expert twice, probabilities of valid slots that are
+    not finite, and ids of the whole model; waits for the device. RoutingError names row and slot, or
+    the triple.
     """
     ids = indices.to(torch.int64)
     _raise_at(
@@ -193,11 +184,6 @@ def check_dispatched_tokens(
 ) -> None:
     """Refuse the outputs of other dispatch modes by name, before any tensor is read;
     `tokens_per_expert`: for the hint alone.
-
-    Raises:
-        DTypeError: `x` is the (data, scale) pair of an FP8 dispatch, or FP8 without its scales, or
-            not FP8 with them.
-        RoutingError: indices or probabilities are missing, as in a permuted dispatch.
     """
     if isinstance(x, tuple | list | dict):
         raise DTypeError(
@@ -228,14 +214,8 @@ def check_dispatched_tokens(
 
 
 def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] | None:
-    """`tokens_per_expert` as Python ints, or None when the caller gave none (None or an empty
-    list).
-
-    A tensor is read only when it lives on the host, so a device is never waited for.
-
-    Raises:
-        ShapeError: the number of counts is not `num_experts`.
-        RoutingError: a count is negative or no integer.
+    """`tokens_per_expert` as Python ints, or None when the caller gave none: None, an empty list, or
+    a tensor on a device, which is never waited for.
     """
     if tokens_per_expert is None:
         return None
@@ -286,9 +266,6 @@ def _is_count(value: Any) -> bool:
 def check_counts(given: Sequence[int], counted: Sequence[int]) -> None:
     """Accept counts that equal the indices' own, or those rounded up to one common alignment
     (DeepEP's `expert_alignment`).
-
-    Raises:
-        RoutingError: naming the first expert whose count disagrees, and both counts.
     """
     # DeepEP rounds counts up where it was asked to, and does not say to what, so every power of two
     # is tried.
