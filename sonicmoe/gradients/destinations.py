@@ -101,13 +101,11 @@ def _check_main_grad(
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
     """Add an fp32 gradient into `parameter.main_grad` in place, binding it where it is None; False
     where there is no such attribute.
-
-    `main_grad` is read anew every time (frameworks rebind it between steps) and never rebound while
-    it is not None.
     """
     if not hasattr(parameter, "main_grad"):
         return False
-    # It may be a slice of a communication buffer: a new tensor here would never be reduced.
+    # It may be a slice of a communication buffer: a new tensor here would never be reduced. It is
+    # read anew every time, because frameworks rebind it between steps.
     if parameter.main_grad is None:
         parameter.main_grad = gradient
     else:
@@ -180,10 +178,9 @@ def destinations_of(
     native: NativeBuffer,
     through_autograd: bool,
 ) -> list[Destination | None] | None:
-    """One for each parameter, None for frozen ones, where one launch serves them all; else None.
-
-    No launch serves destinations that are strided, that overlap or that are named twice, because
-    those need one addition after the other, nor gradients of biases.
+    """One for each parameter, None for frozen ones, where one launch serves them all; else None:
+    for gradients of biases, and for destinations that are strided, that overlap or that are named
+    twice, which need one addition after the other.
     """
     # Experts may share a parameter. Blocks of the kernel run in any order, and two that add to one
     # address would lose an addition.
@@ -239,13 +236,8 @@ def destination_table(
     destinations: Sequence[Destination | None], num_experts: int, kernel: FlushKernel
 ) -> list[int]:
     """The argument of `flush_gradients`: (address, format) of every expert's up-projection, then of
-    every down-projection.
-
-    Args:
-        destinations: all up-projections, then all down-projections: one per expert, or one stacked
-            tensor each; None for parameters that are frozen.
-        num_experts: E.
-        kernel: whose formats to use.
+    every down-projection; `destinations` are in that order too, one per expert or one stacked
+    tensor each, None for parameters that are frozen.
     """
     # 2E matrices in all: one per destination where every expert has its own parameters, E per
     # destination where they are stacked.
@@ -267,13 +259,8 @@ def destination_table(
 
 def kernel_for(accumulator: Tensor) -> FlushKernel | None:
     """The kernel that flushes `accumulator`; None on the host, and where there is no kernel, which
-    is logged.
-
-    A device is asked once. It is asked again only where the obstacle may pass (`Decided`).
-
-    Raises:
-        CompileForbiddenError, CompileLockTimeout: a compile is needed and forbidden, or another
-            process's takes too long; never answered by a silent fallback.
+    is logged. A device is asked once, and again only where the obstacle may pass (`Decided`). A
+    compile that is forbidden, or waits too long for another process's, raises.
     """
     return _kernel_on(device_name(accumulator)) if is_cuda(accumulator) else None
 

@@ -127,10 +127,9 @@ class GradientSink:
             dout: the gradient of the output, on whose device gradients are computed.
 
         Raises:
-            DTypeError, ShapeError, DeviceError: see `check_main_grads`.
-            LayoutError: a parameter is the result of an operation, and not of a module by now.
-            RuntimeError: memory for a `main_grad` that is None would be made during a capture; or
-                gradients wait, and their places are others by now (`places.Waiting`).
+            DTypeError, ShapeError, DeviceError, LayoutError: nothing can be added there.
+            RuntimeError: memory would be made during a capture, or gradients wait, and their places
+                are others by now (`places.Waiting`).
         """
         self._check_leaves(parameters, trained)
         if self.way is FlushMode.STEP:

@@ -34,7 +34,7 @@ from ..interop import (
 )
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
-from ..refusals import need_dtype, need_type
+from ..refusals import need_dtype, need_shape, need_type
 from ..routing.validation import check_dispatched_tokens, check_indices_and_probs
 from ..weights.copies import WeightCopies
 
@@ -135,11 +135,7 @@ def _check_token_gradient(x: Tensor, dx_to: Any) -> None:
         _check_own_gradient(dx_to)
     else:
         need_dtype("dx_to", dx_to, torch.bfloat16)
-    expect(
-        tuple(dx_to.shape) == tuple(x.shape),
-        ShapeError,
-        f"dx_to has shape {tuple(dx_to.shape)}; x needs {tuple(x.shape)}",
-    )
+    need_shape(tuple(dx_to.shape) == tuple(x.shape), "dx_to", dx_to, f"{tuple(x.shape)}, as x")
     require_same_device([("x", x), ("dx_to", dx_to)])
 
 
@@ -162,11 +158,7 @@ def _check_own_gradient(x: Tensor) -> None:
 def gradient_from(
     source: GradientSource, delivered: Tensor, engine: Engine, settings: EngineSettings
 ) -> Tokens:
-    """The gradient of the output from `source`, as this engine takes it.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, FrameworkError: the source gave something else.
-    """
+    """The gradient of the output from `source`, as this engine takes it; anything else raises."""
     found = source.take(delivered)
     if not isinstance(found, BlockScaledTensor):
         expect(

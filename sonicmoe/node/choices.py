@@ -56,11 +56,7 @@ class Choices:
         self._engines: list[tuple[Any, Chosen]] = []
 
     def settings(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
-        """The configuration in force for the node, and what it means; `recompute_z`: a call's own.
-
-        Raises:
-            ConfigError: settings that contradict each other, or `recompute_z` is no bool.
-        """
+        """The configuration in force for the node, and what it means; `recompute_z`: a call's own."""
         config = current_config(self.config)
         # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
         # Kept in one tuple, because threads may run calls of one node.
@@ -87,12 +83,8 @@ class Choices:
         tokens: TokenFormat = TokenFormat.PLAIN,
         recompute_z: bool | None = None,
     ) -> Chosen:
-        """The engine for such tokens on that device, ready to run. The log says which at its first
-        choice.
-
-        Raises:
-            EngineUnavailableError, ConfigError, DTypeError, ShapeError: the engine that was asked
-            for by name cannot run this.
+        """The engine for such tokens on that device, ready to run; one that was asked for by name
+        and cannot run this raises. The log says which at its first choice.
         """
         config, settings = self.settings(recompute_z)
         validates = config.validate_dispatch
