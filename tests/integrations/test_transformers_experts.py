@@ -16,6 +16,7 @@ from functional.following import Following
 from integrations.hf_models import IMPLEMENTATIONS, relative_rmse
 from pairwise import pairwise
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import GptOssConfig, PretrainedConfig
@@ -280,6 +281,24 @@ def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
         assert engine.events == ["made", "remade"][:steps]
         with torch.no_grad():
             experts.down_proj.mul_(0.5)
+
+
+def test_other_numbers_of_tokens_make_no_more_graphs_than_transformers_own():
+    def graphs(implementation):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        experts = make()
+        experts.config._experts_implementation = implementation
+        forward = torch.compile(experts, fullgraph=True, backend=counter)
+        x, ids, weights, dout = batch()
+        for tokens in (T, 32, 31, 7, 1, 30, 3, 36):
+            leaf = x[:tokens].detach().requires_grad_()
+            forward(leaf, ids[:tokens], weights[:tokens].detach()).backward(dout[:tokens])
+        return counter.frame_count
+
+    stock = graphs("grouped_mm")
+    assert stock <= 4
+    assert max(graphs("sonicmoe"), graphs("sonicmoe_fp8")) <= stock
 
 
 REFUSED = {

@@ -232,6 +232,8 @@ def calls(fast: bool) -> dict[str, Any]:
     count is steady where a time is not.
     """
     _need_native()
+    if not importlib.util.find_spec("transformers"):
+        raise NotHere("needs transformers")
     options = [
         *(
             option
