@@ -75,7 +75,7 @@ def engine_lines(caplog):
 class TestChoice:
     @pytest.fixture(autouse=True)
     def undecided(self, caplog):
-        call._choice.cache_clear()
+        call._made.clear()  # plans of earlier tests have announced their engines
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             yield
 
