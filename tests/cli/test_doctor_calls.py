@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import pytest
@@ -75,9 +76,9 @@ def chosen(monkeypatch, device):
 
     for module in (choices, call):
         monkeypatch.setattr(module, "ready_engine", ready)
-    call._choice.cache_clear()
+    call._made.clear()
     yield made
-    call._choice.cache_clear()
+    call._made.clear()
 
 
 def node(config=None):
@@ -90,7 +91,8 @@ def layer(use_fp8=None):
     MoE(2, 1, H, I).bfloat16()(tokens(), use_fp8=use_fp8)
 
 
-def model(implementation):
+@functools.cache
+def built(implementation):
     from integrations.hf_models import FAMILIES, build
 
     from sonicmoe.integrations.transformers import register
@@ -98,8 +100,11 @@ def model(implementation):
     register()
     config = FAMILIES["qwen3-moe"](1)
     config.hidden_size, config.moe_intermediate_size = H, I
-    made = build(config, implementation).bfloat16()
-    made(input_ids=torch.arange(8).reshape(1, 8))
+    return build(config, implementation).bfloat16()
+
+
+def model(implementation):
+    built(implementation)(input_ids=torch.arange(8).reshape(1, 8))
 
 
 def tokens():
@@ -125,7 +130,7 @@ def test_doctors_answer_is_what_runs(settings, device, chosen, set_flags):
     assert chosen == [], "doctor runs nothing"
     for name, run in CALLS.items():
         chosen.clear()
-        call._choice.cache_clear()
+        call._made.clear()
         try:
             run()
         except SonicMoEError as error:

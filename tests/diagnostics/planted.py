@@ -13,7 +13,7 @@ from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.quant.format import BlockScaledTensor, Code
 from sonicmoe.routing.metadata import RoutingMetadata
 
-SIZES = Sizes(tokens=96, hidden=256, intermediate=128, experts=4, topk=2)
+SIZES = Sizes(tokens=96, hidden=256, intermediate=128, experts=3, topk=2)
 
 
 def make_step(kind="gaussian", sizes=SIZES, seed=0, bias=False, **settings):

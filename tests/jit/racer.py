@@ -44,13 +44,8 @@ class FakeCompiler:
         count: int = ARTEFACT_BYTES,
         own_words: bool = False,
     ):
-        self.key, self.log, self.seconds, self.count, self.own_words = (
-            key,
-            log,
-            seconds,
-            count,
-            own_words,
-        )
+        self.key, self.log, self.seconds = key, log, seconds
+        self.count, self.own_words = count, own_words
 
     def __call__(self, folder: Path) -> None:
         with open(self.log, "a") as handle:
@@ -71,9 +66,8 @@ class FakeCompiler:
 
 def load(artefact: Artefact) -> int:
     content = artefact.file("kernel.so").read_bytes()
-    assert content == content_of(artefact.key, len(content)), (
-        "the artefact is not what its key says"
-    )
+    wanted = content_of(artefact.key, len(content))
+    assert content == wanted, "the artefact is not what its key says"
     return len(content)
 
 
@@ -84,23 +78,17 @@ def wait_for(path: Path) -> None:
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    files = (
-        LateFiles(Path(request["late"]), request["host"], request["late_s"])
-        if "late" in request
-        else None
-    )
+    files = None
+    if "late" in request:
+        files = LateFiles(Path(request["late"]), request["host"], request["late_s"])
     cache = CompileCache(
         Path(request["root"]), Path(request["local"]), lock_timeout_s=request.get("timeout", 60.0),
         visibility_timeout_s=request.get("visibility", 10.0), files=files, host=request.get("host", ""),
     )  # fmt: skip
     key = make_key(request.get("size", 1))
-    compiler = FakeCompiler(
-        key,
-        Path(request["log"]),
-        request.get("seconds", 0.0),
-        request.get("bytes", ARTEFACT_BYTES),
-        request.get("own_words", False),
-    )
+    count, own_words = request.get("bytes", ARTEFACT_BYTES), request.get("own_words", False)
+    seconds = request.get("seconds", 0.0)
+    compiler = FakeCompiler(key, Path(request["log"]), seconds, count, own_words)
     if "ready" in request:
         Path(request["ready"], str(os.getpid())).touch()
     if "go" in request:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,8 @@ NOT_RUN = "NOT RUN: "  # begins the reason of a skip that the summary repeats
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), str(RACER.parent)]),
-        **more,
-    }
+    path = os.pathsep.join([str(PACKAGE_ROOT), str(RACER.parent)])
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 @dataclass
@@ -36,6 +35,28 @@ class Racer:
         out, err = self.process.communicate(timeout=TIMEOUT_S)
         assert self.process.returncode == 0, f"status {self.process.returncode}\n{out}\n{err}"
         return {**json.loads(out), "log": err}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """Inside, a process holds a lock file, which knows nothing of the cache and never ends by
+    itself.
+    """
+    program = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "1\n"
+        yield holder
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 class Field:
@@ -49,24 +70,16 @@ class Field:
     def start(
         self, *, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None, **request: Any
     ) -> Racer:
-        request = {
-            "root": str(self.root),
-            "local": str(self.local),
-            "log": str(self.log),
-            **request,
-        }
+        places = {"root": self.root, "local": self.local, "log": self.log}
+        request = {name: str(path) for name, path in places.items()} | request
         path = self.folder / f"request-{next(self._numbers)}.json"
         path.write_text(json.dumps(request))
-        command = [*prefix, sys.executable, str(RACER), str(path)]
         return Racer(
             subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment(**(env or {})),
+                [*prefix, sys.executable, str(RACER), str(path)], stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, env=environment(**(env or {})),
             )
-        )
+        )  # fmt: skip
 
     def run(self, **request: Any) -> dict[str, Any]:
         return self.start(**request).result()

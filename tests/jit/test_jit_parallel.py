@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from fake_jobs import DyingJob, FailingJob, FakeJob
 from racer import make_key
-from racers import TIMEOUT_S, environment
-from test_jit_races import hold
+from racers import TIMEOUT_S, environment, held
 
 from sonicmoe.jit.parallel import Outcomes, ParallelBuild, longest_first
 from sonicmoe.jit.slots import HostSlots
@@ -30,15 +29,10 @@ def start(field, number, **request):
     }  # fmt: skip
     path = field.folder / f"rank-{number}.json"
     path.write_text(json.dumps(request))
-    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(path)]
     return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
+        [sys.executable, str(Path(__file__).with_name("rank.py")), str(path)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
+    )  # fmt: skip
 
 
 def result(rank):
@@ -97,14 +91,8 @@ def test_workers_of_a_killed_rank_keep_their_places_and_finish(field):
 
 def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field):
     (field.folder / "go").touch()
-    lock = field.root / "locks" / f"fake-{make_key(2).digest}.lock"
-    lock.parent.mkdir(parents=True)
-    holder = hold(lock)
-    try:
+    with held(field.root / "locks" / f"fake-{make_key(2).digest}.lock"):
         outcomes = result(start(field, 0, timeout=0.5))
-    finally:
-        holder.kill()
-        holder.communicate()
     failed = outcomes.pop("fake_2")
     assert set(outcomes.values()) == {"built"}
     assert failed.startswith("failed waited 0.5 s for fake[H=2"), failed
@@ -133,9 +121,8 @@ def test_the_longest_job_begins_first(field):
 
 
 def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):
-    running = ParallelBuild(
-        [FakeJob(1, field.log, 60.0)], cache, HostSlots(field.local, 1), Outcomes()
-    )
+    jobs = [FakeJob(1, field.log, 60.0)]
+    running = ParallelBuild(jobs, cache, HostSlots(field.local, 1), Outcomes())
 
     def interrupt():
         field.until(lambda: field.builds() == {1: 1})

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from racer import make_key
-from racers import environment
+from racers import environment, held
 
 PROCESSES = 8
 FUTURE, PAST = 4102444800, 1
@@ -19,16 +19,6 @@ FUTURE, PAST = 4102444800, 1
 
 def published(field):
     return sorted(path.name for path in (field.root / "artefacts" / "fake").iterdir())
-
-
-def hold(lock):
-    """A process that holds a lock file, knows nothing of the cache, and never ends by itself."""
-    program = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "1\n"
-    return holder
 
 
 def test_same_key_is_built_once(field):
@@ -50,15 +40,13 @@ def test_different_keys_do_not_wait_for_each_other(field):
     slow = field.start(size=1, seconds=20.0)
     field.until(lambda: field.builds() == {1: 1})
     assert field.run(size=2)["seconds"] < 5
-    slow.process.kill()
-    slow.process.communicate()
+    slow.kill()
 
 
 def test_kill_in_the_middle_of_a_build_then_restart(field):
     victim = field.start(seconds=60.0)
     field.until(lambda: any((field.root / "staging").glob("*/kernel.so")))
-    victim.process.send_signal(signal.SIGKILL)
-    victim.process.communicate()
+    victim.kill()
     assert len(list((field.root / "staging").iterdir())) == 1, "the victim left its half behind"
     result = field.run()
     assert result["bytes"] == 4096 and result["seconds"] < 5
@@ -73,8 +61,7 @@ def test_waiters_take_over_from_a_killed_builder(field):
     field.until(lambda: field.builds() == {1: 1})
     waiters = [field.start(seconds=0.1) for _ in range(3)]
     time.sleep(0.5)
-    victim.process.kill()
-    victim.process.communicate()
+    victim.kill()
     assert [waiter.result()["bytes"] for waiter in waiters] == [4096] * 3
     assert field.builds() == {1: 2}
 
@@ -87,8 +74,7 @@ def test_bounded_wait_names_the_holder(field):
     for part in (str(make_key()), f"pid {holder.process.pid}", f"host {os.uname().nodename}", "since 20", "waited 1 s",
                  "SONIC_MOE_LOCK_TIMEOUT"):  # fmt: skip
         assert part in result["message"]
-    holder.process.kill()
-    holder.process.communicate()
+    holder.kill()
     assert field.run()["bytes"] == 4096
 
 
@@ -100,15 +86,11 @@ def test_waiter_goes_on_when_the_artefact_appears_under_a_held_lock(field):
     artefact, key = field.root / "artefacts" / "fake" / make_key().digest, make_key()
     hidden = artefact.with_name("hidden")
     artefact.rename(hidden)
-    lock = field.root / "locks" / f"fake-{key.digest}.lock"
-    holder = hold(lock)
-    waiter = field.start(timeout=30.0)
-    time.sleep(0.5)
-    hidden.rename(artefact)
-    assert waiter.result()["bytes"] == 4096
-    assert holder.poll() is None
-    holder.kill()
-    holder.communicate()
+    with held(field.root / "locks" / f"fake-{key.digest}.lock") as holder:
+        waiter = field.start(timeout=30.0)
+        time.sleep(0.5)
+        hidden.rename(artefact)
+        assert waiter.result()["bytes"] == 4096 and holder.poll() is None
     assert field.builds() == {1: 1}
 
 
@@ -144,12 +126,10 @@ def test_lock_held_for_a_dead_process_is_explained(field):
     gone.wait()
     note = {"pid": gone.pid, "host": os.uname().nodename, "since": "2026-01-01T00:00:00Z"}
     (locks / f"fake-{key.digest}.json").write_text(json.dumps(note))
-    holder = hold(locks / f"fake-{key.digest}.lock")
-    result = field.run(timeout=0.3)
+    with held(locks / f"fake-{key.digest}.lock"):
+        result = field.run(timeout=0.3)
     assert result["error"] == "CompileLockTimeout" and f"pid {gone.pid}" in result["message"]
     assert "that process is gone, so one of its forked children keeps the lock" in result["message"]
-    holder.kill()
-    holder.communicate()
 
 
 @pytest.mark.parametrize("moment", [FUTURE, PAST])
@@ -157,13 +137,11 @@ def test_clocks_do_not_matter(field, moment):
     """Modification times of another host's wrong clock, on every file the cache has."""
     victim = field.start(size=2, seconds=60.0)
     field.until(lambda: field.builds() == {2: 1})
-    victim.process.kill()
-    victim.process.communicate()
+    victim.kill()
     field.run(size=1)
     for path in [field.root, *field.root.rglob("*")]:
         os.utime(path, (moment, moment))
     results = field.race([{"size": 1 + index % 2} for index in range(PROCESSES)])
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
-    assert field.builds() == {1: 1, 2: 2}, (
-        "the killed build was redone once, the good artefact not at all"
-    )
+    redone = "the killed build was redone once, the good artefact not at all"
+    assert field.builds() == {1: 1, 2: 2}, redone
