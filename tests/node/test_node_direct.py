@@ -19,10 +19,11 @@ from node.node_harness import (
     problems,
     want_gradient,
 )
+from pairwise import pairwise
 
 from sonicmoe.engine import targets as engine_targets
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.errors import DeviceError, DTypeError, LayoutError, ShapeError
 from sonicmoe.gradients import places, sink
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -112,6 +113,26 @@ class TestDirect:
             assert relative_rmse(got, want) < 1e-6
 
 
+LAST_WEIGHT = {
+    "per_expert": r"experts\[3\].down_proj.weight",
+    "fused": "weight2",
+    "native": "weight2",
+}
+# The error, its words behind the weight's name, and what a weight gets in place of its `main_grad`.
+WRONG = {
+    "bf16": (
+        DTypeError,
+        ".main_grad is bfloat16; needed: float32",
+        lambda _, h: h.to(torch.bfloat16),
+    ),
+    "int32": (DTypeError, ".main_grad is int32; needed: float32", lambda _, h: h.to(torch.int32)),
+    "shape": (ShapeError, ".main_grad has shape", lambda _, h: h[:-1]),
+    "own": (LayoutError, ".main_grad is the memory of the weight itself", lambda w, _: w.detach()),
+}
+if not IS_PADDLE:
+    WRONG["device"] = DeviceError, ".main_grad is on meta", lambda _, held: held.to("meta")
+
+
 class TestWhatDecides:
     def test_direct_is_said_once(self, said):
         layer = Layer(main_grad=0.0)
@@ -165,28 +186,18 @@ class TestWhatDecides:
             assert relative_rmse(numpy(got), want) < 1e-5
             assert index == 2 or weight.grad is None
 
-    @each_flush
     @pytest.mark.parametrize(
-        ("arrangement", "name"),
-        [
-            ("per_expert", r"experts\[3\].down_proj.weight"),
-            ("fused", "weight2"),
-            ("native", "weight2"),
-        ],
+        ("wrong", "arrangement", "flush"), pairwise(WRONG, LAST_WEIGHT, FLUSHES)
     )
-    def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, arrangement, name, flush):
+    def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, wrong, arrangement, flush):
         layer = Layer(arrangement=arrangement, flush=flush)
-        for wrong, error, words in (
-            (torch.bfloat16, DTypeError, f"{name}.main_grad is bfloat16; needed: float32"),
-            (torch.int32, DTypeError, f"{name}.main_grad is int32; needed: float32"),
-            (None, ShapeError, f"{name}.main_grad has shape"),
-        ):
-            held = layer.set_main_grad(0.0)[-1]
-            layer.weights[-1].main_grad = held[:-1] if wrong is None else held.to(wrong)
-            with pytest.raises((error, OSError), match=words):
-                layer.run()
-            layer.weights[-1].main_grad = held
-            assert not layer.has_gradients()
+        error, words, make = WRONG[wrong]
+        held, weight = layer.set_main_grad(0.0)[-1], layer.weights[-1]
+        weight.main_grad, before = make(weight, held), numpy(weight)
+        with pytest.raises((error, OSError), match=LAST_WEIGHT[arrangement] + words):
+            layer.run()
+        weight.main_grad = held
+        assert not layer.has_gradients() and np.array_equal(numpy(weight), before)
 
     @each_flush
     def test_what_trains_is_decided_in_the_backward(self, flush):

@@ -19,7 +19,7 @@ from node.node_harness import ARRANGEMENTS, CONFIGS, FLUSHES, Layer, recomputed,
 from pairwise import pairwise
 from weights.freed_memory import free
 
-from sonicmoe.errors import DeviceError, LayoutError
+from sonicmoe.errors import LayoutError
 
 every_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -298,25 +298,7 @@ class TestWeightsInBetween:
 
 
 class TestGradientMemory:
-    @every_flush
-    @each_arrangement
-    def test_that_is_the_weights_own_is_refused(self, flush, arrangement):
-        layer = made(flush, arrangement=arrangement)
-        before = numpy(layer.weights[1])
-        layer.weights[1].main_grad = layer.weights[1].detach()
-        with pytest.raises((LayoutError, OSError), match="main_grad is the memory of the weight"):
-            layer.step()
-        assert np.array_equal(before, numpy(layer.weights[1]))
-        assert not numpy(layer.weights[0].main_grad).any()
-
-    @only_torch
-    @every_flush
-    def test_on_another_device_is_refused(self, flush):
-        layer = made(flush)
-        layer.weights[3].main_grad = torch.zeros(layer.weights[3].shape, device="meta")
-        with pytest.raises(DeviceError, match="main_grad is on meta"):
-            layer.step()
-        assert not numpy(layer.weights[0].main_grad).any()
+    """What is refused of it is in test_node_direct.py."""
 
     @only_torch
     @every_flush
