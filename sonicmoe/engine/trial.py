@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -330,6 +330,9 @@ def _problem(
     return f"two equal calls differ in {differing[0]}" if differing else None
 
 
+_SIZES = ("hidden_size", "intermediate_size", "dtype", "bias")  # and what else they depend on
+
+
 def workload_of(record: dict[str, Any]) -> Workload:
     """The inverse of `record_of`."""
     settings = dict(record["settings"])
@@ -343,26 +346,18 @@ def workload_of(record: dict[str, Any]) -> Workload:
             activation_parameters=own,
             **settings,
         ),
-        *(record[name] for name in ("hidden_size", "intermediate_size", "dtype", "bias")),
+        *(record[name] for name in _SIZES),
     )
 
 
 def record_of(workload: Workload) -> dict[str, Any]:
     """A workload with plain tokens and native gradients as JSON types."""
-    settings = {
-        name: getattr(workload.settings, name) for name in EngineSettings.__dataclass_fields__
-    }
-    settings["activation"] = workload.settings.activation.value
     # JSON has neither enums nor recipes, and the other process knows both by name.
-    settings["recipe"] = workload.settings.recipe and workload.settings.recipe.name
-    settings["save_z"] = workload.settings.save_z.value
-    return {
-        "settings": settings,
-        "hidden_size": workload.hidden_size,
-        "intermediate_size": workload.intermediate_size,
-        "dtype": workload.dtype,
-        "bias": workload.bias,
-    }
+    asked = workload.settings
+    settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    settings["activation"], settings["save_z"] = asked.activation.value, asked.save_z.value
+    settings["recipe"] = asked.recipe and asked.recipe.name
+    return {"settings": settings, **{name: getattr(workload, name) for name in _SIZES}}
 
 
 def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:

@@ -141,23 +141,35 @@ def mx_problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[s
     loaded, stored = _MX_LOADED.get(name, _SCALED), _MX_STORED[name]
     if name == "mxfp8_up" and not statics["store_z"]:
         stored = stored[1:]
-    text = []
-    for what, wanted, maps in (("loads", loaded, found.loads), ("stores", stored, found.stores)):
-        if len(maps) != len(wanted):
-            text.append(f"{what} by {len(maps)} tensor maps; needed: {len(wanted)}, for {wanted}")
-    if len(found.adds) != (name == "mxfp8_wgrad"):
-        text.append(f"adds by {len(found.adds)} tensor maps")
     rows, columns = statics["tile"]
     # Two blocks share a tile: each has half of both operands, its own rows' scales and all columns'.
     scales = (rows + 2 * columns) * _MX_DEPTH // 32
     stage = (rows + columns) * _MX_DEPTH + scales
-    if stage not in found.expected_bytes:
-        text.append(f"barriers wait for {found.expected_bytes} bytes; needed: {stage} of a stage")
+    text = _copy_problems(found, loaded, stored, name == "mxfp8_wgrad", stage)
     if not found.tcgen05 or found.wgmma or found.mma_sync or found.gathers:
         text.append("multiplies or gathers as another family does")
-    if bool(found.clc) != statics["clc"]:
-        text.append(f"asks {found.clc} times for its next tile, and clc is {statics['clc']}")
+    return text + _tile_problems(found, statics)
+
+
+def _copy_problems(
+    found: Traffic, loaded: tuple[str, ...], stored: tuple[str, ...], adds: bool, stage: int
+) -> list[str]:
+    """Of the copies by tensor map, and of the bytes of a stage that barriers wait for."""
+    text = []
+    for what, wanted, maps in (("loads", loaded, found.loads), ("stores", stored, found.stores)):
+        if len(maps) != len(wanted):
+            text.append(f"{what} by {len(maps)} tensor maps; needed: {len(wanted)}, for {wanted}")
+    if len(found.adds) != adds:
+        text.append(f"adds by {len(found.adds)} tensor maps")
+    if stage not in found.expected_bytes:
+        text.append(f"barriers wait for {found.expected_bytes} bytes; needed: {stage} of a stage")
     return text
+
+
+def _tile_problems(found: Traffic, statics: Mapping[str, Any]) -> list[str]:
+    if bool(found.clc) == statics["clc"]:
+        return []
+    return [f"asks {found.clc} times for its next tile, and clc is {statics['clc']}"]
 
 
 def problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]:
@@ -170,13 +182,9 @@ def problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]
     gathered, by_map = name not in _UNGATHERED, statics["tma_gather"]
     if gathered and by_map:
         loaded = ("tokens", *loaded)
-    text = []
-    for what, wanted, maps in (("loads", loaded, found.loads), ("stores", stored, found.stores)):
-        if len(maps) != len(wanted):
-            text.append(f"{what} by {len(maps)} tensor maps; needed: {len(wanted)}, for {wanted}")
-    if len(found.adds) != (name == "bf16_wgrad"):
-        text.append(f"adds by {len(found.adds)} tensor maps")
     rows, columns = statics["tile"]
+    stage = (columns + (rows if not gathered or by_map else 0)) * _DEPTH * 2
+    text = _copy_problems(found, loaded, stored, name == "bf16_wgrad", stage)
     if gathered and not by_map:
         # On sm100 a pair of blocks shares a tile of 256 rows.
         own = rows // 2 if statics["family"] == "sm100" and rows == 256 else rows
@@ -185,12 +193,7 @@ def problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]
             text.append(f"{found.cp_async} gathering copies; needed: at least {least}")
     if bool(found.gathers) != by_map:
         text.append(f"{found.gathers} gathers by the copy engine")
-    stage = (columns + (rows if not gathered or by_map else 0)) * _DEPTH * 2
-    if stage not in found.expected_bytes:
-        text.append(f"barriers wait for {found.expected_bytes} bytes; needed: {stage} of a stage")
     counts = {family: getattr(found, field) for family, field in _MULTIPLY.items()}
     if [family for family, number in counts.items() if number] != [statics["family"]]:
         text.append(f"multiplies as {counts}; needed: as {statics['family']} alone")
-    if bool(found.clc) != statics["clc"]:
-        text.append(f"asks {found.clc} times for its next tile, and clc is {statics['clc']}")
-    return text
+    return text + _tile_problems(found, statics)

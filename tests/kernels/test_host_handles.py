@@ -51,7 +51,7 @@ WEIGHTS = {
 }  # fmt: skip
 # 256 rows of w1 are 128 of gate and 128 of up, so that these scales have one shape for all sizes:
 # only their names tell them apart.
-ALIKE = [("w1_scale", "w2_dgrad_scale"), ("w2_scale", "w1_dgrad_scale")]
+ALIKE_WEIGHTS = [("w1_scale", "w2_dgrad_scale"), ("w2_scale", "w1_dgrad_scale")]
 ROUTING = {
     "row_token": lambda: torch.zeros((R,), dtype=torch.int32),
     "padded_offsets": lambda: torch.zeros((E + 1,), dtype=torch.int64),
@@ -131,20 +131,20 @@ def pairs(fields):
     return list(itertools.combinations(fields, 2))
 
 
-@pytest.mark.parametrize(("one", "other"), [two for two in pairs(WEIGHTS) if two not in ALIKE])
-def test_exchanged_weights_are_named(passes, one, other):
-    given = tensors(WEIGHTS)
-    given[one], given[other] = given[other], given[one]
-    with pytest.raises(ValueError, match=rf"^weights: .*\({one} and {other} are exchanged\)$"):
-        passes.weights(**given)
+EXCHANGED = [
+    *(("weights", WEIGHTS, *two) for two in pairs(WEIGHTS) if two not in ALIKE_WEIGHTS),
+    *(("routing", ROUTING, *two) for two in pairs(ROUTING)),
+]
 
 
-@pytest.mark.parametrize(("one", "other"), pairs(ROUTING))
-def test_exchanged_routing_is_named(passes, one, other):
-    given = tensors(ROUTING)
+@pytest.mark.parametrize(
+    ("handle", "fields", "one", "other"), EXCHANGED, ids=[f"{o}-{t}" for *_, o, t in EXCHANGED]
+)
+def test_exchanged_tensors_of_a_handle_are_named(passes, handle, fields, one, other):
+    given = tensors(fields)
     given[one], given[other] = given[other], given[one]
-    with pytest.raises(ValueError, match=rf"^routing: .*\({one} and {other} are exchanged\)$"):
-        passes.routing(**given)
+    with pytest.raises(ValueError, match=rf"^{handle}: .*\({one} and {other} are exchanged\)$"):
+        getattr(passes, handle)(**given)
 
 
 # Tensors of one dtype and shape: nothing but their names tells them apart.
