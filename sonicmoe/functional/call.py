@@ -319,7 +319,8 @@ def _differentiate(
         dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
         return dx, dprobs, nothing
     # A sink of this backward alone, because autograd adds the gradients of several calls.
-    passed = PassedParameters(plan.settings.activation, plan.layout, weights, dtypes)
+    native_shapes = tuple(weights.w1.shape), tuple(weights.w2.shape)
+    passed = _passed(plan.settings.activation, plan.layout, native_shapes, dtypes)
     parameters, sink = passed.parameters(), GradientSink(passed)
     wanted = list(trained[: len(parameters)])
     # Memory first: a backward that runs out of it must not have computed anything yet.
@@ -327,6 +328,10 @@ def _differentiate(
     dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
     return dx, dprobs, (*sink.close(batch), *nothing[len(parameters) :])
+
+
+# They hold no tensor, so calls of the same kind share them.
+_passed = functools.lru_cache(maxsize=256)(PassedParameters)
 
 
 def _described(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.interface import EngineWeights, FreshTargets, NativeBuffer, ParameterTargets
+from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
 from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import ShapeError, expect
@@ -221,13 +221,13 @@ class PassedParameters(StackedParameters):
         self,
         activation: ActivationType,
         layout: WeightLayout,
-        weights: EngineWeights,
+        native_shapes: tuple[Matrices, Matrices],
         dtypes: Sequence[torch.dtype | None],
     ) -> None:
-        """`weights`: as the engine read them. `dtypes`: of w1, w2, b1, b2, or None."""
+        """`dtypes`: of w1, w2, b1, b2; None where there is no bias."""
         super().__init__(activation)
-        self.layout, self.has_biases = layout, weights.b1 is not None
-        self._native_shapes = tuple(weights.w1.shape), tuple(weights.w2.shape)  # type: ignore[assignment]
+        self.layout, self._native_shapes = layout, native_shapes
+        self.has_biases = dtypes[2] is not None
         # Of a bias nobody asks the shape: its gradient leaves the accumulators as it is.
         shapes = self.shape_in(layout, 0), self.shape_in(layout, 1), (), ()
         of_each = zip(shapes, dtypes, strict=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,27 +89,34 @@ def read_weights(
     its weights in place does so at every replay, and `_captured` keeps its buffers for the graph.
     Any other engine prepares the weights inside the graph, in memory that is the graph's own.
     """
-    source = WeightSource.stacked(*weights, layout=layout, compute_dtype=dtype)
+    source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
+    w1, owner = weights[0], _owner(weights[0])
     if settings.recipe is None or _any_module_is_sharded() or any(map(_is_inference, weights)):
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
-        _drop(weights[0])
-        return Reading(engine.refresh(source, settings))
-    # The place names w1, w2 and both biases: w1 alone finds the entry, and the others may be new.
-    place = (engine.name, settings, layout, _places(weights))
-    kept = _find(weights[0], place)
-    prepared = PreparedWeights() if kept is None else kept.prepared
+        _kept.get(owner, {}).pop(_geometry(w1), None)
+        return Reading(engine.refresh(source(), settings))
+    # The geometry finds the entry of this view, whatever object it is now. The place names w1, w2
+    # and both biases. Another w2 or bias beside the same w1 gets buffers of its own, because the
+    # backward of an outstanding forward has still to read the old ones.
+    places = _places(weights)
+    place, geometry = (engine.name, settings, layout, places), places[0][1:]
+    kept = _kept.get(owner, {}).get(geometry)
+    # The allocator may hand an address out again, with other values behind it.
+    is_ours = kept is not None and not kept.is_dead() and kept.place == place
+    prepared = kept.prepared if is_ours else PreparedWeights()
     traces = traces_of([weight for weight in weights if weight is not None])
-    reading = prepared.read(engine, settings, lambda: source, weights[0], place, traces)
+    reading = prepared.read(engine, settings, source, w1, place, traces)
     if not reading.weights.updated_in_place:
         return reading
-    if is_cuda(weights[0]) and torch.cuda.is_current_stream_capturing():
+    if is_cuda(w1) and torch.cuda.is_current_stream_capturing():
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
         # read.
-        _captured.setdefault(_owner(weights[0]), set()).add(reading.weights)
-    if kept is None:
-        _keep(weights[0], _Kept(place, prepared, _memory(weights)))
+        _captured.setdefault(owner, set()).add(reading.weights)
+    if not is_ours:
+        room = owner.numel() // max(1, w1.numel())
+        _keep(owner, geometry, _Kept(place, prepared, _memory(weights)), room)
     return reading
 
 
@@ -132,37 +140,16 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
-    """The entry of these weights for this engine and these settings, if there is one.
-
-    Another w2 or bias beside the same w1 gets buffers of its own, because the backward of an
-    outstanding forward has still to read the old ones.
-    """
-    # The geometry finds the entry of this view, whatever object it is now. An entry whose memory
-    # was freed is no match, because the allocator may hand the same address out with other values.
-    # The place differs where another w2 or bias came beside the same w1.
-    entries: dict[tuple[Any, ...], _Kept] = _kept.get(_owner(w1), {})
-    kept = entries.get(_geometry(w1))
-    return None if kept is None or kept.is_dead() or kept.place != place else kept
-
-
-def _keep(w1: Tensor, kept: _Kept) -> None:
-    owner = _owner(w1)
+def _keep(owner: Tensor, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
+    """`room`: how many such views fit side by side into the owner."""
     entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
     # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
     # the youngest.
-    entries.pop(_geometry(w1), None)
-    entries[_geometry(w1)] = kept
-    # More than fit side by side into one tensor overlap: the oldest goes, so that entries cannot
-    # grow without end.
-    if len(entries) > max(1, owner.numel() // max(1, w1.numel())):
+    entries.pop(geometry, None)
+    entries[geometry] = kept
+    # More than fit side by side overlap: the oldest goes, so that entries cannot grow without end.
+    if len(entries) > max(1, room):
         del entries[next(iter(entries))]
-
-
-def _drop(w1: Tensor) -> None:
-    entries = _kept.get(_owner(w1))
-    if entries is not None:
-        entries.pop(_geometry(w1), None)
 
 
 def _places(weights: Weights) -> tuple[Any, ...]:
