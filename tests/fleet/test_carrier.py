@@ -6,6 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
+from fleet.fleet_calls import assert_same
 from framework import numpy, relative_rmse, tensor, torch
 from quant.naive_quantizer import E4M3_VALUES, encode_e4m3
 
@@ -17,10 +18,7 @@ from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.quant.tokens import quantize_tokens, to_bfloat16
 
-
-@pytest.fixture(autouse=True)
-def undeclared(monkeypatch):
-    monkeypatch.setattr(carrier, "_declared", None)
+pytestmark = pytest.mark.usefixtures("undeclared")
 
 
 def values(tokens=6, hidden=256, seed=0, spread=0):
@@ -33,6 +31,10 @@ def values(tokens=6, hidden=256, seed=0, spread=0):
 
 def code_bytes(codes):
     return numpy(codes.view(torch.uint8).to(torch.int32))
+
+
+def bits_of(scale):
+    return numpy(scale.view(torch.int32))
 
 
 def exponents_by_hand(x):
@@ -61,23 +63,25 @@ class TestOurWords:
         codes, words = quantize_fast(x, pack_scale_words=True)
         assert words.dtype == torch.int32 and tuple(words.shape) == (6, 2)
         ours = quantize(x, rows(128))
-        np.testing.assert_array_equal(code_bytes(codes), code_bytes(ours.codes))
-        np.testing.assert_array_equal(numpy(words), numpy(ours.scale_inv.view(torch.int32)))
         tokens, inexact = tokens_from_carrier(codes, words)
         assert inexact is None and tokens.block == rows(128)
-        np.testing.assert_array_equal(numpy(tokens.scale_inv), numpy(ours.scale_inv))
+        assert_same(
+            [code_bytes(codes), numpy(words), numpy(tokens.scale_inv)],
+            [code_bytes(ours.codes), bits_of(ours.scale_inv), numpy(ours.scale_inv)],
+        )
 
     def test_one_scale_per_row(self):
         x = values()
         codes, words = quantize_fast(x, pack_scale_words=True, row_scale=True)
         assert declared_carrier() is Carrier.FP32_ROW
         ours = quantize(x, rows(256))
-        np.testing.assert_array_equal(code_bytes(codes), code_bytes(ours.codes))
-        scale = numpy(ours.scale_inv.view(torch.int32))
-        np.testing.assert_array_equal(numpy(words), np.repeat(scale, 2, axis=1))
         tokens, _ = tokens_from_carrier(codes, words)
         assert tokens.block == rows(256) and tuple(tokens.scale_inv.shape) == (6, 1)
-        np.testing.assert_array_equal(numpy(dequantize(tokens)), numpy(dequantize(ours)))
+        repeated = np.repeat(bits_of(ours.scale_inv), 2, axis=1)
+        assert_same(
+            [code_bytes(codes), numpy(words), numpy(dequantize(tokens))],
+            [code_bytes(ours.codes), repeated, numpy(dequantize(ours))],
+        )
         # Later calls, in which nobody says it again, send what was declared.
         again = quantize_fast(x, pack_scale_words=True)[1]
         np.testing.assert_array_equal(numpy(again), numpy(words))
@@ -86,7 +90,7 @@ class TestOurWords:
         """Fleet hands the words of a gradient on as uint8 `[T, H/32]`."""
         codes, words = quantize_fast(values(), pack_scale_words=True)
         tokens, _ = tokens_from_carrier(codes, words.view(torch.uint8))
-        np.testing.assert_array_equal(numpy(tokens.scale_inv.view(torch.int32)), numpy(words))
+        np.testing.assert_array_equal(bits_of(tokens.scale_inv), numpy(words))
 
     def test_travel_as_floats_without_a_declaration(self):
         for row_scale in (False, True):
@@ -238,35 +242,42 @@ class TestE8M0:
 
 
 class TestRefusals:
-    def test_scales(self):
-        codes, _ = quantize_fast(values(hidden=208))
-        for scale, error, words in (
+    @pytest.mark.parametrize(
+        ("scale", "error", "words"),
+        [
             (np.zeros((6, 2), np.int32), ShapeError, r"scale is int32 \(6, 2\); codes \(6, 208\) need"),
             (np.zeros((6, 7), np.int64), DTypeError, "scale is int64; needed: float32, int32 or"),
             (np.zeros((5, 2), np.float32), ShapeError, r"x_scale has shape \(5, 2\)"),
             (np.zeros((5, 7), np.uint8), ShapeError, r"scale is uint8 \(5, 7\)"),
-        ):  # fmt: skip
-            with pytest.raises(error, match=words):
-                tokens_from_carrier(codes, tensor(scale))
+            (None, TypeError, "scale must be a"),
+        ],
+    )  # fmt: skip
+    def test_scales(self, scale, error, words):
+        codes, _ = quantize_fast(values(hidden=208))
+        with pytest.raises(error, match=words):
+            tokens_from_carrier(codes, None if scale is None else tensor(scale))
+
+    def test_codes(self):
         with pytest.raises(DTypeError, match="codes are bfloat16"):
             tokens_from_carrier(values(), tensor(np.zeros((6, 2), np.float32)))
-        with pytest.raises(TypeError, match="scale must be a"):
-            tokens_from_carrier(codes, None)
 
-    def test_the_quantiser(self):
-        for error, words, x, options in (
-            (ShapeError, "H a multiple of 128", values(hidden=208), {"pack_scale_words": True}),
-            (ConfigError, "scale_dtype is 'float32' with pack", values(), {"pack_scale_words": True, "scale_dtype": torch.float32}),
-            (ConfigError, "scale_dtype is 'int64'", values(), {"scale_dtype": torch.int64}),
-            (ConfigError, "row_scale with E8M0", values(), {"row_scale": True}),
-            (DTypeError, "x is int64", tensor(np.zeros((2, 128), np.int64)), {}),
-            (ShapeError, r"x has shape \(256,\)", values()[0], {}),
-        ):  # fmt: skip
-            with pytest.raises(error, match=words):
-                quantize_fast(x, **options)
-        declare_carrier(Carrier.E8M0_1X32)
-        with pytest.raises(ShapeError, match="H a multiple of 128"):
-            quantize_fast(values(hidden=208), pack_scale_words=True)
+    @pytest.mark.parametrize(
+        ("error", "words", "make", "options"),
+        [
+            (ShapeError, "H a multiple of 128", lambda: values(hidden=208), {"pack_scale_words": True}),
+            (ConfigError, "scale_dtype is 'float32' with pack", values, {"pack_scale_words": True, "scale_dtype": torch.float32}),
+            (ConfigError, "scale_dtype is 'int64'", values, {"scale_dtype": torch.int64}),
+            (ConfigError, "row_scale with E8M0", values, {"row_scale": True}),
+            (DTypeError, "x is int64", lambda: tensor(np.zeros((2, 128), np.int64)), {}),
+            (ShapeError, r"x has shape \(256,\)", lambda: values()[0], {}),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("declared", [None, "e8m0_1x32"])
+    def test_the_quantiser(self, error, words, make, options, declared):
+        if declared:
+            declare_carrier(declared)
+        with pytest.raises(error, match=words):
+            quantize_fast(make(), **options)
 
 
 @pytest.mark.parametrize("hidden", [80, 128, 200, 256])
@@ -275,6 +286,6 @@ def test_tokens_are_quantised_as_the_engines_do(hidden):
     for row_scale in (False, True):
         made = quantize_tokens(x, row_scale=row_scale)
         wanted = quantize(x, rows(hidden if row_scale else 128))
-        np.testing.assert_array_equal(code_bytes(made.codes), code_bytes(wanted.codes))
-        np.testing.assert_array_equal(numpy(made.scale_inv), numpy(wanted.scale_inv))
+        pairs = ([code_bytes(q.codes), numpy(q.scale_inv)] for q in (made, wanted))
+        assert_same(*pairs)
         assert relative_rmse(numpy(to_bfloat16(made)), numpy(x)) < 0.04

@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -77,9 +78,11 @@ def test_under_pytorch_it_says_what_to_do():
 @needs_paddle
 class TestMounting:
     def test_fleet_finds_every_name(self, ops):
-        assert not ops.is_sonic_moe_available()
+        bound = ops.is_sonic_moe_available
+        assert not bound()
         install()
-        assert ops.is_sonic_moe_available() is True
+        # Also the function that was bound before.
+        assert bound() is ops.is_sonic_moe_available() is True
         for symbol in SYMBOLS:
             if not symbol.late:
                 module = importlib.import_module(f"{MOUNT}.{symbol.module}".rstrip("."))
@@ -89,11 +92,6 @@ class TestMounting:
 
         assert sonicmoe is sys.modules[MOUNT]
         _refresh_fp8_config().enabled = True
-
-    def test_a_function_that_was_bound_before_says_yes_too(self, ops):
-        bound = ops.is_sonic_moe_available
-        install()
-        assert bound() is True
 
     def test_fleet_imported_afterwards_has_the_engine(self, loader):
         install()
@@ -159,11 +157,8 @@ class TestMounting:
             barrier.wait()
             lines.append(install())
 
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: run(), range(8)))
         assert len(lines) == 8 and len(set(lines)) == 1
         fleet.uninstall()
         assert not ops.is_sonic_moe_available()
@@ -233,8 +228,9 @@ class TestRefusals:
             fleet.install(**(arguments or {"reference": True}))
         assert MOUNT not in sys.modules
 
-    def test_no_fleet(self):
+    def test_no_fleet_and_no_gpu(self):
         self.refused("there is no paddlefleet_ops")
+        self.refused(r"no GPU is here.*needs 9\.0.*reference=True", reference=False)
 
     def test_an_error_inside_fleet_is_its_own(self, other_ops):
         other_ops("import a_library_that_is_not_there")
@@ -309,9 +305,6 @@ class TestRefusals:
             install()
         assert MOUNT not in sys.modules and not ops.is_sonic_moe_available()
 
-    def test_no_gpu(self):
-        self.refused(r"no GPU is here.*needs 9\.0.*reference=True", reference=False)
-
 
 @needs_paddle
 class TestDevices:
@@ -330,18 +323,18 @@ class TestDevices:
         gpu((9, 0))
         assert installer._device(reference=False) == "compute capability 9.0"
 
-    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (9, 5)])
-    def test_others_do(self, gpu, capability):
-        gpu(capability)
-        found = f"{capability[0]}.{capability[1]}"
-        with pytest.raises(EngineUnavailableError, match=f"capability {found}, .* needs 9"):
+    @pytest.mark.parametrize(
+        ("capability", "count", "found"),
+        [
+            *(((a, b), 1, f"capability {a}.{b}") for a, b in ((8, 0), (8, 9), (10, 0), (9, 5))),
+            ((9, 0), 0, "no GPU is here"),
+        ],
+    )
+    def test_others_do(self, gpu, capability, count, found):
+        gpu(capability, count)
+        with pytest.raises(EngineUnavailableError, match=f"{found}, .* needs 9"):
             installer._device(reference=False)
         assert found in installer._device(reference=True)
-
-    def test_a_build_for_gpus_without_one(self, gpu):
-        gpu((9, 0), count=0)
-        with pytest.raises(EngineUnavailableError, match="no GPU is here"):
-            installer._device(reference=False)
 
 
 @needs_paddle
