@@ -1,14 +1,12 @@
 """One rank of a world.
 
     WORLD RANK DIRECTORY             every case through every transport; `<out>/<rank>.npz`. A world of
-                                     two also has tokens in FP8, bounds that differ between ranks, and,
-                                     under Paddle, reductions of `main_grad`: a world takes longer to
-                                     start than to run
+                                     two also has tokens in FP8, bounds that differ between ranks, a
+                                     rank that exceeds the bound, and, under Paddle, reductions of
+                                     `main_grad`: a world takes longer to start than to run
     WORLD RANK DIRECTORY dies CALL   the last rank kills itself when it comes to its exchange number
                                      CALL of one layer's forward and backward, while the others are
                                      inside that exchange or on their way to it
-    WORLD RANK DIRECTORY exceeds     the last rank dispatches more rows than the bound, in its second
-                                     dispatch, and ends
 
 The framework is the environment's SONICMOE_TEST_FRAMEWORK.
 """
@@ -118,21 +116,30 @@ def dies(exchange, fatal):
     run_layer(dispatcher, source(12, rank), rank)
 
 
-def exceeds(exchange):
+def exceeded(exchange):
+    """What this rank raises where the last one dispatches more rows than the bound, in its second
+    dispatch.
+    """
     rank = exchange.rank
     dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
-    for tokens in (12, 12 + rank):
-        run_layer(dispatcher, source(tokens, rank), rank)
+    try:
+        for tokens in (12, 12 + rank):
+            run_layer(dispatcher, source(tokens, rank), rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def main(world, rank, directory, what="", fatal=""):
     exchange = start(int(world), int(rank), directory)
     if what == "dies":
         dies(exchange, int(fatal))
-    elif what == "exceeds":
-        exceeds(exchange)
-    else:
-        np.savez(Path(directory) / f"{rank}.npz", **results(exchange))
+        return
+    found = results(exchange)
+    if world == "2":
+        found["exceeded"] = np.array(exceeded(exchange))
+    np.savez(Path(directory) / f"{rank}.npz", **found)
+    # At once: the other rank learns that this one has failed when it ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":
