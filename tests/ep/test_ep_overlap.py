@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -204,10 +203,10 @@ def test_on_a_host_accumulators_wait_with_the_work():
     alive, seen = weakref.ref(accumulators), []
     pending = SimpleNamespace(x=None, dout=torch.ones(1))
 
-    def add(pending, accumulators):
-        seen.append(accumulators.dw1.add_(1).sum().item())
+    def add_to(batch, _pending):
+        seen.append(batch.dw1.add_(1).sum().item())
 
-    queue.submit(pending, partial(add, pending, accumulators))
+    queue.submit(SimpleNamespace(add_to=add_to), pending, accumulators)
     del accumulators
     gc.collect()
     assert alive() is not None and seen == []
