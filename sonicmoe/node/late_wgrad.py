@@ -209,18 +209,25 @@ class WgradQueue:
         if not self._waiting or self._waiting[-1].ready is None:
             return
         task = self._waiting[-1]
-        if following is None:
-            self._launch_or_drop(task)
-            return
-        # The hook removes itself after one use, because the same node runs again where the graph is
-        # retained. Its handle exists only after it is registered, hence the list.
         handles: list[Any] = []
 
         def launch(*_gradients: Any) -> None:
-            handles.pop().remove()
-            self._launch_or_drop(task)
+            # One use, because the same node runs again where the graph is retained. The handle
+            # exists only after the hook is registered, hence the list.
+            if handles:
+                handles.pop().remove()
+            try:
+                self.launch()
+            except BaseException:
+                # From inside the backward of the task, which fails with it.
+                if task in self._waiting:
+                    self._waiting.remove(task)
+                raise
 
-        handles.append(following.register_hook(launch))
+        if following is None:
+            launch()
+        else:
+            handles.append(following.register_hook(launch))
 
     def launch(self) -> None:
         """Put every waiting GPU task on the side stream; tasks of a host go on waiting."""
@@ -283,23 +290,11 @@ class WgradQueue:
             if not repeatable:
                 self._waiting.popleft()
 
-    def _launch_or_drop(self, task: _Task) -> None:
-        """Launch from inside the backward of `task`."""
-        try:
-            self.launch()
-        except BaseException:
-            if task in self._waiting:
-                self._waiting.remove(task)
-            raise
-
     def _keep(self, tensors: list[Tensor], stream: Any) -> None:
-        """Keep the tensors' memory from reuse until `stream` has read it. Where the allocator
-        cannot do that (Paddle), they are held until `finish`.
-        """
+        """Keep the tensors' memory from reuse until `stream` has read it."""
         for tensor in tensors:
-            # PyTorch's allocator does not hand a freed block out again before the side stream has
-            # done the work that was queued on it. Paddle has no such call, so a reference keeps the
-            # memory.
+            # PyTorch's allocator then hands no freed block out again before the side stream has
+            # done its work. Paddle has no such call, so a reference keeps the memory until `finish`.
             if hasattr(tensor, "record_stream"):
                 tensor.record_stream(stream)
             else:

@@ -15,7 +15,7 @@ from weights.weight_sources import expert_modules
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType, FlushMode, ZCode
+from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import (
     ConfigError,
@@ -41,9 +41,6 @@ class TestConfiguration:
     def recipe_used(self, layer):
         return layer.node._choices.settings()[1].recipe
 
-    def test_default_is_full_precision(self):
-        assert self.recipe_used(Layer(config=None)) is None
-
     def test_environment_decides_where_nobody_else_does(self, set_flags):
         layer = Layer(config=None)
         plain = numpy(layer.call().out)
@@ -53,29 +50,16 @@ class TestConfiguration:
         set_flags(SONIC_MOE_FP8_MODE=None)
         np.testing.assert_array_equal(numpy(layer.call().out), plain)
 
-    def test_environment_is_read_once(self, monkeypatch):
-        layer = Layer(config=None)
-        layer.call()
-        monkeypatch.setenv("SONIC_MOE_FP8_MODE", "perf")
-        layer.call()
-        assert self.recipe_used(layer) is None
-
-    def test_activated_beats_environment(self, monkeypatch):
-        monkeypatch.setenv("SONIC_MOE_FP8_RECIPE", "1x128")
-        layer = Layer(config=None)
+    def test_its_own_beats_the_activated_one(self, set_flags):
+        """tests/test_config.py has the whole rule; the node asks for it at every call."""
+        assert self.recipe_used(Layer(config=None)) is None
+        set_flags(SONIC_MOE_FP8_MODE="perf", SONIC_MOE_FP8_RECIPE="1x128")
+        own = Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="wide512"))
+        other = Layer(config=None)
         with SonicMoEConfig(fp8_mode="perf", recipe="iso256").activate():
-            assert self.recipe_used(layer) is RECIPES["iso256"]
-        with SonicMoEConfig(fp8_mode="perf").activate():
-            assert self.recipe_used(layer) is RECIPES["1x128"]
-        assert self.recipe_used(layer) is None
-
-    def test_explicit_beats_activated(self, monkeypatch):
-        monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", "bf16")
-        layer = Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="wide512"))
-        with SonicMoEConfig(fp8_mode=None, recipe="iso256", save_z="e4m3").activate():
-            settings = layer.node._choices.settings()[1]
-        assert settings.recipe is RECIPES["wide512"]
-        assert settings.save_z is ZCode.BF16
+            used = self.recipe_used(own), self.recipe_used(other)
+        assert used == (RECIPES["wide512"], RECIPES["iso256"])
+        assert self.recipe_used(other) is RECIPES["1x128"]
 
     def test_a_backward_uses_the_settings_of_its_forward(self, set_flags):
         layer = Layer(config=None, main_grad=0.0)
