@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,23 +37,12 @@ def loaded_by(statement: str, among: set[str] = FRAMEWORKS) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "sonicmoe",
-        "sonicmoe.config",
-        "sonicmoe.quant.recipes",
-        "sonicmoe.diagnostics.doctor",
-        "sonicmoe.cli.main",
-    ],
-)
-def test_module_imports_no_framework(module: str) -> None:
-    assert loaded_by(f"import {module}") == set()
-
-
-def test_commands_import_no_framework() -> None:
+def test_these_import_no_framework() -> None:
     """Loading a subcommand must not choose a framework: its options do."""
-    assert loaded_by("; ".join(f"import sonicmoe.cli.{name}" for name in COMMANDS)) == set()
+    modules = ["sonicmoe", "sonicmoe.config", "sonicmoe.quant.recipes"]
+    modules += ["sonicmoe.diagnostics.doctor", "sonicmoe.cli.main"]
+    modules += [f"sonicmoe.cli.{name}" for name in COMMANDS]
+    assert loaded_by("; ".join(f"import {module}" for module in modules)) == set()
 
 
 def test_the_torch_face_loads_no_compiler_and_the_check_sees_a_framework() -> None:
@@ -62,28 +52,29 @@ def test_the_torch_face_loads_no_compiler_and_the_check_sees_a_framework() -> No
     }
 
 
+parsed = cache(ast.parse)  # every check reads every source
+
+
 def imported_modules(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return (
-        [node.module]
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module
-        else []
-    )
+    absolute = isinstance(node, ast.ImportFrom) and node.level == 0 and node.module
+    return [node.module] if absolute else []
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """An `if TYPE_CHECKING`."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 def lazy_torch_imports(source: str) -> list[int]:
     """Line numbers of `import torch` inside function bodies: under Paddle's proxy those may find
     the real torch.
     """
-    functions = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
     lines = {
         node.lineno
-        for function in functions
+        for function in ast.walk(parsed(source))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if any(name.split(".")[0] == "torch" for name in imported_modules(node))
     }
@@ -112,12 +103,8 @@ def module_level_frameworks(source: str) -> set[str]:
     """Frameworks a module imports when it is imported itself; blocks under `if TYPE_CHECKING` do
     not count.
     """
-    tree = ast.parse(source)
-    statements = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
+    tree = parsed(source)
+    statements = [node for node in tree.body if not is_for_types(node)]
     names = {name.split(".")[0] for node in statements for name in imported_modules(node)}
     return names & FRAMEWORKS
 
@@ -131,6 +118,7 @@ def test_command_modules_name_no_framework_at_top_level() -> None:
     assert offenders == {}
 
 
+@cache
 def layers() -> list[tuple[Path, int]]:
     """Paths of the tree in docs/design.md, each with the number of its line in the table; the
     longest first.
@@ -148,6 +136,7 @@ def layers() -> list[tuple[Path, int]]:
     return sorted(listed, key=lambda entry: -len(entry[0].parts))
 
 
+@cache
 def layer_of(path: Path) -> int | None:
     return next(
         (number for listed, number in layers() if path == listed or listed in path.parents), None
@@ -171,12 +160,9 @@ def repository_imports(path: Path, source: str, *, with_types: bool = False) -> 
     functions too; under `if TYPE_CHECKING` only `with_types`.
     """
     package = list(path.relative_to(ROOT).parent.parts)
-    tree = ast.parse(source)
+    tree = parsed(source)
     guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
+        id(inner) for node in ast.walk(tree) if is_for_types(node) for inner in ast.walk(node)
     }
     modules = []
     for node in ast.walk(tree):
@@ -220,27 +206,25 @@ def test_files_import_from_their_own_layer_and_below() -> None:
     assert found == {}
 
 
-def test_an_upward_import_is_recognised() -> None:
-    path = PACKAGE / "quant" / "gpu.py"
-    assert upward_imports(path, "from ..engine import interface") == [
-        "sonicmoe/engine/interface.py"
-    ]
-    assert upward_imports(path, "def f():\n    from ..weights.cache import WeightCache") == [
-        "sonicmoe/weights/cache.py"
-    ]
-    assert upward_imports(path, "from sonicmoe.diagnostics.formulas import compute") == [
-        "sonicmoe/diagnostics/formulas.py"
-    ]
-    assert (
-        upward_imports(
-            path, "from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch"
-        )
-        == []
-    )
-    assert upward_imports(path, "if TYPE_CHECKING:\n    from ..engine import interface") == []
-    assert upward_imports(PACKAGE / "ep" / "select.py", "import ernie_compat.trainer") == [
-        "ernie_compat/trainer.py"
-    ]
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from ..engine import interface", ["sonicmoe/engine/interface.py"]),
+        (
+            "def f():\n    from ..weights.cache import WeightCache",
+            ["sonicmoe/weights/cache.py"],
+        ),
+        (
+            "from sonicmoe.diagnostics.formulas import compute",
+            ["sonicmoe/diagnostics/formulas.py"],
+        ),
+        ("import ernie_compat.trainer", ["ernie_compat/trainer.py"]),
+        ("from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch", []),
+        ("if TYPE_CHECKING:\n    from ..engine import interface", []),
+    ],
+)
+def test_an_upward_import_is_recognised(source: str, found: list[str]) -> None:
+    assert upward_imports(PACKAGE / "quant" / "gpu.py", source) == found
 
 
 def import_graph(sources: Mapping[Path, str]) -> dict[Path, set[Path]]:
