@@ -26,10 +26,8 @@ def framework_option(text: str) -> Any:
 
 def load_framework(requested: str, written_by: str | None = None) -> None:
     """Choose by the rule, say so on stderr where there was a choice, and bind the process to it.
-    `written_by`: the framework that wrote what is read, which goes before the rule.
-
-    Raises:
-        FrameworkError: see `frameworks.choose` and `frameworks.load`.
+    `written_by`: the framework that wrote what is read, which goes before the rule. Errors as of
+    `frameworks.choose` and `frameworks.load`.
     """
     # Said before the import, which takes seconds: whoever wanted the other one need not wait.
     choice = preferring(choose(requested), written_by)

@@ -324,10 +324,7 @@ def _with_framework(
     given: Mapping[str, Any], saved: SavedRun | None
 ) -> tuple[Mapping[str, Any], str | None]:
     """The options with a framework by its name, or with none where it is the checkpoint's; and the
-    line that says why, where there was a choice.
-
-    Raises:
-        FrameworkMissingError: it is not installed.
+    line that says why, where there was a choice. FrameworkMissingError where it is not installed.
     """
     if given.get("framework", AUTO) == AUTO and saved is not None:
         return {name: value for name, value in given.items() if name != "framework"}, None

@@ -124,10 +124,7 @@ class Sizes:
 def as_case(step: StepDump) -> StepDump:
     """A step that recipes can be measured on: x, w1, w2 and dout as fp32 arrays of bf16 values, so
     that engine and golden read the same numbers. Tokens that arrived in FP8 are their values.
-
-    Raises:
-        ShapeError: there is no token.
-        DumpError: there is no `dout`.
+    ShapeError without a token, DumpError without a `dout`.
     """
     need_shape(step.x.size > 0, "x", step.x, "[T, H]")
     expect(step.dout is not None, DumpError, "it holds a forward alone; needed: a backward")
@@ -153,10 +150,7 @@ def round_to_bf16(values: Array) -> Array:
 
 def make_case(kind: str, sizes: Sizes, seed: int) -> StepDump:
     """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1
-    / fan_in before heavy tails.
-
-    Raises:
-        ConfigError: `kind` is not one of `DATA_KINDS`.
+    / fan_in before heavy tails. ConfigError for another kind.
     """
     expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
     # numpy's generator, so that both frameworks and every device get the same case.

@@ -29,16 +29,13 @@ Tensor = torch.Tensor
 
 
 def dump_next_step(layer: object, path: str | Path) -> None:
-    """`capture.dump` for every layer but a `SonicMoEMlpNode`, which hands its state here.
+    """`capture.dump` for every layer but a `SonicMoEMlpNode`, which hands its state here. Errors as
+    there, and TypeError where `path` is no path.
 
     The next forward writes the file at once. Its backward, which brings the same indices, writes it
     again with `dout`, and ends the dump; so does the end of the optimizer step, by which every
     backward has run. A forward without a graph may be inference, which no backward follows, or the
     first pass of a recompute, which one does: only time tells them apart.
-
-    Raises:
-        TypeError: `path` is no path.
-        DumpError: `path` cannot be written.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path is {type(path).__name__}; needed: a str or a Path")

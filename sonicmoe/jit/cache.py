@@ -144,10 +144,8 @@ class CompileCache:
 
     def install(self, key: CompileKey, builder: Builder) -> Artefact:
         """`build` with a builder that compiles nothing: it brings files that were compiled on
-        another machine, so neither a compiler nor a permission to compile is needed.
-
-        Raises:
-            CompileLockTimeout, CacheUnwritableError, Exception: as `build`.
+        another machine, so neither a compiler nor a permission to compile is needed. Errors as
+        `build`.
         """
         return self.try_load(key) or self._publish(key, builder)
 

@@ -20,12 +20,9 @@ def run_build_script(
     name: str, script: Path, request: dict[str, Any], environment: dict[str, str]
 ) -> str:
     """Run `script` on `request`, whose "build_directory" it works in; returns what it printed.
+    CompileError, with the last lines printed, where it failed or took longer than half an hour.
 
     The script sees this process's module search path, and `environment` on top of this process's.
-
-    Raises:
-        CompileError: it failed or took longer than half an hour; ends with the last lines it
-            printed.
     """
     path = write_request(request)
     try:
@@ -43,11 +40,7 @@ def run_build_script(
 
 
 def checked(name: str, status: int, output: str) -> str:
-    """The output of a build.
-
-    Raises:
-        CompileError: the build failed; ends with the last lines it printed.
-    """
+    """The output of a build. CompileError, with its last lines, where it failed."""
     if status != 0:
         raise CompileError(f"{name} did not compile (exit status {status}):\n{output[-_LOG_TAIL:]}")
     return output

@@ -37,10 +37,8 @@ class CuteServer:
     """The rank's end: starts the process, and hands workers what they need to reach it."""
 
     def __init__(self, arch: str) -> None:
-        """Start it; it imports while its first requests wait.
-
-        Raises:
-            OSError: no more processes or descriptors.
+        """Start it; it imports while its first requests wait. OSError where there are no more
+        processes or descriptors.
         """
         # Messages keep their borders, so that workers can share one end.
         self._requests, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -100,10 +100,8 @@ class StoreFiles:
             return []
 
     def publish(self, source: Place, target: Place) -> None:
-        """Make a complete directory appear under its final name in one step.
-
-        Raises:
-            OSError: a non-empty target exists, or the file system refuses.
+        """Make a complete directory appear under its final name in one step. OSError where a
+        non-empty target exists, or the file system refuses.
         """
         with source.parent.opened() as old, target.parent.opened() as new:
             # Atomic, and refuses a target that is not empty.
@@ -113,9 +111,7 @@ class StoreFiles:
     def sync_tree(self, folder: Place) -> dict[str, FileFacts]:
         """Flush every file of a tree, so that a power cut cannot publish a hole, and give files and
         directories the modes of the cache. Returns size and checksum of each file by its name.
-
-        Raises:
-            DamagedFileError: an entry is neither a regular file nor a directory.
+        DamagedFileError where an entry is neither a regular file nor a directory.
         """
         found = {}
         with folder.opened() as top:
@@ -133,11 +129,9 @@ class StoreFiles:
 
     @contextmanager
     def reading(self, folder: Place, name: str) -> Iterator[BufferedReader]:
-        """A regular file below `folder`; `name` may have several components.
-
-        Raises:
-            DamagedFileError: it is absent or no regular file, or the name leads elsewhere.
-            OSError: the file system does not answer, or somebody else could have written the file.
+        """A regular file below `folder`; `name` may have several components. DamagedFileError where
+        it is absent or no regular file, or the name leads elsewhere; OSError where the file system
+        does not answer, or somebody else could have written it.
         """
         parts = _parts_of(name)
         for part in parts[:-1]:
@@ -219,11 +213,7 @@ class StoreFiles:
 
 
 def parse_json(text: str) -> Any:
-    """Parsed JSON.
-
-    Raises:
-        DamagedFileError: it is none.
-    """
+    """Parsed JSON. DamagedFileError where it is none."""
     try:
         return json.loads(text)
     # The parser recurses, so a deeply nested text ends it with this error.
@@ -325,10 +315,8 @@ def _facts_of(handle: BufferedReader) -> FileFacts:
 
 
 def _parts_of(name: str) -> list[str]:
-    """The components of a relative name out of a manifest.
-
-    Raises:
-        DamagedFileError: the name leads out of its directory, or cannot be one.
+    """The components of a relative name out of a manifest. DamagedFileError where it leads out of
+    its directory, or cannot be one.
     """
     parts = name.split("/")
     plain = all(part not in {"", ".", ".."} and "\0" not in part for part in parts)

@@ -98,9 +98,7 @@ class CompileKey:
     @classmethod
     def from_record(cls, record: Any) -> CompileKey:
         """The key that a manifest stores: the inverse of `record`, for one with a toolchain.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is not such a record.
+        ValueError, KeyError, TypeError or AttributeError where it is no such record.
         """
         names = ("statics", "fingerprint", "toolchain")
         key = cls.make(
@@ -123,10 +121,7 @@ class CompileKey:
     @functools.cached_property
     def digest(self) -> str:
         """`<family>-<12 hex digits of the toolchain>`: the directory name. Only for a key with a
-        toolchain.
-
-        Raises:
-            KeyFieldError: the toolchain is not known here.
+        toolchain. KeyFieldError for another one.
         """
         if self.toolchain is None:
             raise KeyFieldError(f"{self} has no toolchain on this machine, so no digest of its own")
@@ -171,12 +166,10 @@ class CompileKey:
 
 def source_fingerprint(files: Iterable[Path], include_dirs: Iterable[Path] = ()) -> str:
     """SHA-256 over the bytes of `files` and, recursively, of every header they include in quotes.
+    FileNotFoundError where one of `files` does not exist.
 
     Independent of where the files lie; a quoted header found neither beside its includer nor in
     `include_dirs` belongs to the toolchain and does not count.
-
-    Raises:
-        FileNotFoundError: one of `files` does not exist.
     """
     pending, seen, search = (
         [Path(file) for file in files],

@@ -53,10 +53,8 @@ _NATIVE_ONLY: dict[str, Any] = (
 
 def file_lock(folder: Place, name: str) -> Any:
     """The lock `<name>.lock` in an existing directory, not yet acquired. filelock opens the path
-    without following a link; the directory is judged here.
-
-    Raises:
-        OSError: the directory cannot be opened, or somebody else could have planted it.
+    without following a link; the directory is judged here. OSError where the directory cannot be
+    opened, or somebody else could have planted it.
     """
     with folder.opened() as descriptor:
         mode = inherited_mode(os.fstat(descriptor), FILE_BITS)
@@ -104,11 +102,8 @@ class KeyLock:
 
     def acquire(self, published: Callable[[], Found | None]) -> Found | None:
         """Wait for the lock. Returns None once it is held. Returns early the artefact that
-        `published()` finds; then the lock is not held.
-
-        Raises:
-            CompileLockTimeout: the bounded wait is over; names the holder.
-            OSError: the lock file cannot be created.
+        `published()` finds; then the lock is not held. CompileLockTimeout, which names the holder,
+        where the bounded wait is over; OSError where the lock file cannot be created.
         """
         self._files.make_dir(self._folder)
         lock = file_lock(self._folder, self._name)
@@ -148,10 +143,8 @@ class KeyLock:
             return None
 
     def note(self, state: str) -> None:
-        """Record the holder and its state, for messages.
-
-        Raises:
-            OSError: the note cannot be written; then the directory cannot take a build either.
+        """Record the holder and its state, for messages. OSError where it cannot be written; then
+        the directory cannot take a build either.
         """
         holder = {
             "pid": os.getpid(),

@@ -57,11 +57,9 @@ def describe(key: CompileKey, files: Mapping[str, FileFacts], seconds: float) ->
 
 
 def verify(key: CompileKey, folder: Place, files: StoreFiles) -> Artefact:
-    """The artefact in `folder`. Clocks and modification times do not matter.
-
-    Raises:
-        DamagedFileError: it was read and is not an artefact of `key`.
-        OSError: it could not be read, or somebody else could have planted it.
+    """The artefact in `folder`. Clocks and modification times do not matter. DamagedFileError where
+    it was read and is not an artefact of `key`; OSError where it could not be read, or somebody
+    else could have planted it.
     """
     with _about(MANIFEST):
         manifest = parse_json(files.read_text(folder, MANIFEST))

@@ -117,9 +117,7 @@ class Place:
 
     def judge_file(self, status: os.stat_result, name: str) -> None:
         """Refuse a file of this directory that people outside the rule can write.
-
-        Raises:
-            UntrustedPlaceError: they can.
+        UntrustedPlaceError is the refusal.
         """
         _judge(self.trust, status, self.path / name, inside=True, anybody_makes=False)
 

@@ -110,11 +110,8 @@ class ArtefactReader:
             delay = min(2 * delay, _LONGEST_RECHECK_S)
 
     def copy(self, artefact: Artefact, folder: Path) -> None:
-        """Copy the files of an artefact of this store, as a builder of another.
-
-        Raises:
-            DamagedFileError: a file is not what the manifest says.
-            OSError: a file cannot be read or written.
+        """Copy the files of an artefact of this store, as a builder of another. DamagedFileError
+        where a file is not what the manifest says; OSError where one cannot be read or written.
         """
         source = self.place_of(artefact.key)
         # The manifest itself is not listed and not copied, because the publication writes one for

@@ -52,11 +52,8 @@ class SharedObject:
         return tvm_ffi.load_module(str(artefact.file(f"{self.name}.so")))
 
     def build_into(self, folder: Path) -> None:
-        """Build, and leave `<name>.so` and the build log in `folder`.
-
-        Raises:
-            CompileError: a compiler or the linker refused, or there is no CUDA toolkit; ends with
-                their output.
+        """Build, and leave `<name>.so` and the build log in `folder`. CompileError, with its words,
+        where a compiler or the linker refused, or there is no CUDA toolkit.
         """
         toolkit = find_toolkit()
         if toolkit is None:

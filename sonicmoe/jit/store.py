@@ -104,11 +104,7 @@ class ArtefactStore(ArtefactReader):
             return claim.publish(time.monotonic() - started)
 
     def ask(self) -> None:
-        """Find out whether the directory takes artefacts.
-
-        Raises:
-            StoreProblemError: it does not.
-        """
+        """Find out whether the directory takes artefacts. StoreProblemError where it does not."""
         with self._as_store_problem():
             staging = self.place / "staging"
             self.files.make_dir(staging)
@@ -290,11 +286,8 @@ class Claim:
 
     def publish(self, seconds: float) -> Artefact:
         """Write the manifest and publish `staging`; if another process was faster, its artefact is
-        used.
-
-        Raises:
-            StoreProblemError: the directory cannot take it, or does not show it within the bounded
-                wait.
+        used. StoreProblemError where the directory cannot take it, or does not show it within the
+        bounded wait.
         """
         try:
             self._write(seconds)

@@ -50,11 +50,8 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, job: CompileJob) -> float:
-        """Have the job's artefact published; returns seconds.
-
-        Raises:
-            CompileError: it failed, or the process died or did not start; the next job then gets a
-                fresh process.
+        """Have the job's artefact published; returns seconds. CompileError where it failed, or the
+        process died or did not start; the next job then gets a fresh process.
         """
         try:
             process = self._process = self._process or self._start()
