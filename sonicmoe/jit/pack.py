@@ -149,11 +149,7 @@ def refusal(pack: Pack, arch: str | None = None) -> str | None:
     """Why this installation cannot use a pack, in one line, or None.
 
     A compiler that is absent here does not matter, because a machine without it takes the kernels
-    of any version of it.
-
-    Args:
-        pack: the pack.
-        arch: the architecture that the kernels must be for, if one was asked for.
+    of any version of it. `arch`: what the kernels must be for, if one was asked for.
     """
     here = versions_here()
     for name, packed in pack.versions.items():

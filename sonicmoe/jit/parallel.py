@@ -78,14 +78,7 @@ class ParallelBuild:
         slots: HostSlots,
         collected: Outcomes,
     ) -> None:
-        """Nothing starts yet.
-
-        Args:
-            jobs: distinct jobs.
-            cache: where to.
-            slots: the places for worker processes.
-            collected: gets one outcome per job.
-        """
+        """Nothing starts yet. `jobs` are distinct, and `collected` gets one outcome for each."""
         self._cache, self._slots, self._collected = cache, slots, collected
         self._settings = CacheSettings(
             cache.root, cache.local_root, cache.lock_timeout_s, cache.trusted

@@ -73,11 +73,8 @@ class HostSlots:
     """
 
     def __init__(self, local_root: Path, limit: str | int = AUTO) -> None:
-        """Places in a directory below `local_root`, which is made when the first one is taken.
-
-        Args:
-            local_root: the cache's directory on this node.
-            limit: a number of places, or "auto".
+        """Places in a directory below `local_root`, the cache's directory on this node, which is made
+        when the first one is taken; `limit`: a number of places, or "auto".
         """
         self._folder = Place.of(local_root, Trust.OWNER) / _DIRECTORY
         self._groups = _groups(limit)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_jobs import FakeJob
 from racer import FakeCompiler, make_key
 from racers import NOT_RUN, Field
 
+from sonicmoe.engine import compile_plan
 from sonicmoe.jit import CompileCache, CompileKey
 
 WITH_MOUNTS = ("unshare", "-m", "sh", "-c")
@@ -65,3 +67,29 @@ def key() -> CompileKey:
 @pytest.fixture
 def compiler(field: Field) -> Callable[..., FakeCompiler]:
     return lambda key, **options: FakeCompiler(key, field.log, **options)
+
+
+@pytest.fixture
+def own_caches(field: Field, monkeypatch: pytest.MonkeyPatch) -> Field:
+    """Empty ones, for commands: this machine's own may be warm."""
+    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(field.root))
+    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(field.local))
+    return field
+
+
+@pytest.fixture
+def jobs(field: Field) -> Callable[[int], list[FakeJob]]:
+    """Of fake kernels, numbered from 1."""
+    return lambda count: [FakeJob(size, field.log) for size in range(1, count + 1)]
+
+
+@pytest.fixture
+def every_model_needs(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeJob]], None]:
+    """A function that makes these jobs the kernels of every model."""
+    monkeypatch.setattr(compile_plan, "RECORDS", {})
+
+    def need(jobs: list[FakeJob]) -> None:
+        sources = tuple(lambda arch, job=job: job for job in jobs)
+        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+
+    return need

@@ -143,11 +143,8 @@ def test_key_follows_macros_flags_sources_and_nothing_else(tmp_path):
     source.write_text('#include "tile.cuh"\n')
 
     def digest(**changes):
-        return (
-            CudaSource.make("k", source, **{"arch": "sm_90a", "defines": {"E": 8}, **changes})
-            .key()
-            .digest
-        )
+        source_of = {"arch": "sm_90a", "defines": {"E": 8}, **changes}
+        return CudaSource.make("k", source, **source_of).key().digest
 
     base = digest()
     assert digest() == base

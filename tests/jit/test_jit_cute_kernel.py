@@ -23,10 +23,9 @@ HAS_CUTE = importlib.util.find_spec("cutlass") is not None and find_toolkit() is
 needs_cute = pytest.mark.skipif(not HAS_CUTE, reason=f"{NOT_RUN}needs nvidia-cutlass-dsl and nvcc")
 
 
-def sample(threads=128, name="scale_add"):
-    return CuteKernel.make(
-        name, "cute_sample:compile_scale_add", {"threads": threads}, SAMPLE, arch="sm_90a"
-    )
+def sample(threads=128, source=SAMPLE):
+    entry, statics = "cute_sample:compile_scale_add", {"threads": threads}
+    return CuteKernel.make("scale_add", entry, statics, source, arch="sm_90a")
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +78,7 @@ def test_key_follows_statics_and_source(tmp_path):
     copy = tmp_path / "cute_sample.py"
     copy.write_text(SAMPLE.read_text())
     keys = {sample().key().family, sample(256).key().family}
-    moved = CuteKernel.make(
-        "scale_add", "cute_sample:compile_scale_add", {"threads": 128}, copy, arch="sm_90a"
-    )
+    moved = sample(source=copy)
     assert moved.key().family in keys
     copy.write_text(SAMPLE.read_text() + "# changed\n")
     assert moved.key().family not in keys

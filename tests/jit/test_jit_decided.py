@@ -19,16 +19,13 @@ from sonicmoe.jit.errors import (
 )
 
 LASTING = [
-    ToolchainError("no nvcc"),
-    CompileError("nvcc"),
-    CacheUnwritableError("full"),
+    ToolchainError("no nvcc"), CompileError("nvcc"), CacheUnwritableError("full"),
     ImportError("no triton"),
-]
+]  # fmt: skip
 PASSING = [
-    RuntimeError("CUDA out of memory"),
-    OSError("unreadable"),
+    RuntimeError("CUDA out of memory"), OSError("unreadable"),
     ArtefactLoadError("cannot allocate memory"),
-]
+]  # fmt: skip
 
 
 class Clock:
@@ -82,11 +79,10 @@ def test_what_was_said_is_not_said_again(caplog):
 
 
 def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(cache, caplog):
-    made = CompileKey.make(
-        "fake", arch="sm_90a", statics={}, fingerprint={}, toolchain={"nvcc": "13.0"}
-    )
+    same = {"arch": "sm_90a", "statics": {}, "fingerprint": {}}
+    made = CompileKey.make("fake", **same, toolchain={"nvcc": "13.0"})
     cache.build(made, lambda folder: (folder / "kernel.so").write_bytes(b"kernel") and None)
-    key = CompileKey.make("fake", arch="sm_90a", statics={}, fingerprint={}, toolchain=None)
+    key = CompileKey.make("fake", **same, toolchain=None)
     attempts = [OSError("cannot allocate memory")] * 2
 
     def load(artefact):
@@ -99,7 +95,6 @@ def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compile
             cache.get(key, lambda folder: None, load)
         assert may_pass(caught.value)
     assert cache.get(key, lambda folder: None, load) == "kernel"
-    assert (
-        sum("does not load on this host" in record.getMessage() for record in caplog.records) == 1
-    )
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("does not load on this host" in line for line in said) == 1
     assert not may_pass(ToolchainError("no nvcc")) and not may_pass(CompileLockTimeout("waited"))

@@ -143,9 +143,8 @@ def verdict(scene, field, calls):
     assert load(open_cache(field).build(KEY, FakeCompiler(KEY, field.log))) == 4096, where
     quarantine = field.root / "quarantine"
     if scene.name != "damaged":
-        assert not quarantine.exists() or not list(quarantine.iterdir()), (
-            f"{where}: a healthy artefact was thrown away"
-        )
+        thrown = quarantine.exists() and list(quarantine.iterdir())
+        assert not thrown, f"{where}: a healthy artefact was thrown away"
     if scene.healthy:
         kept = open_cache(field).try_load(KEY)
         assert kept is not None and kept.path.is_relative_to(field.root), where

@@ -54,9 +54,8 @@ def test_read_only_miss_is_explained_and_goes_to_the_node(field, mounts):
     assert field.builds() == {1: 1, 2: 1}, "the processes of a node share its fallback"
     explained = [result["log"] for result in results if result["log"]]
     assert explained, "by one of those that are there at the same time"
-    assert all(
-        "read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log for log in explained
-    )
+    for log in explained:
+        assert "read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log
     again = field.run(size=2, prefix=prefix)
     assert again["bytes"] == 4096 and again["log"] == ""
 
@@ -157,9 +156,8 @@ def test_any_storage_fault_at_any_step_goes_to_the_node(
 
 
 def test_both_directories_failing_is_one_clear_error(field, key, compiler):
-    cache = CompileCache(
-        field.root, field.local, files=FailingFiles(field.folder, "make_dir", errno.ENOSPC)
-    )
+    files = FailingFiles(field.folder, "make_dir", errno.ENOSPC)
+    cache = CompileCache(field.root, field.local, files=files)
     with pytest.raises(CacheUnwritableError) as raised:
         cache.build(key, compiler(key))
     for part in (str(key), str(field.root), str(field.local), "ENOSPC", "SONIC_MOE_CACHE_DIR"):
@@ -172,17 +170,12 @@ def test_rename_visible_late_is_waited_for(field):
     """
     ledger = field.folder / "ledger"
     ledger.mkdir()
-    results = field.race(
-        [
-            {"late": str(ledger), "late_s": 1.0, "host": f"node{index}", "seconds": 0.1}
-            for index in range(PROCESSES)
-        ]
-    )
+    late = {"late": str(ledger), "late_s": 1.0, "seconds": 0.1}
+    results = field.race([{**late, "host": f"node{index}"} for index in range(PROCESSES)])
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
     assert field.builds() == {1: 1}
-    assert max(result["seconds"] for result in results) >= 1.0, (
-        "somebody had to wait for the rename to show"
-    )
+    waited = max(result["seconds"] for result in results)
+    assert waited >= 1.0, "somebody had to wait for the rename to show"
 
 
 def test_rename_that_never_shows_is_not_waited_for_without_bound(field):
@@ -202,10 +195,8 @@ def test_removed_artefact_costs_no_wait_on_the_same_host(cache, key, compiler):
         path.unlink()
     artefact.path.rmdir()
     done = threading.Event()
-    worker = threading.Thread(
-        target=lambda: (slow_to_give_up.build(key, compiler(key)), done.set()), daemon=True
-    )
-    worker.start()
+    build = lambda: (slow_to_give_up.build(key, compiler(key)), done.set())  # noqa: E731
+    threading.Thread(target=build, daemon=True).start()
     assert done.wait(5)
 
 

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from racers import NOT_RUN
+from test_jit_cute_kernel import sample
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import CompileCache, default_cache, no_compile
-from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.probe import toolchain_probe
 from sonicmoe.jit.triton_variant import TritonVariant
 
@@ -45,9 +44,9 @@ def test_triton_kernel(tmp_path):
     with SonicMoEConfig(
         cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local"
     ).activate():
-        TritonVariant.make(
-            "scale_add", "triton_sample:scale_add_for", {"block": 256}, "sm_90a"
-        ).compile(default_cache())
+        entry = "triton_sample:scale_add_for"
+        variant = TritonVariant.make("scale_add", entry, {"block": 256}, "sm_90a")
+        variant.compile(default_cache())
 
         def scale_add(x, y):
             if len(x):
@@ -62,10 +61,7 @@ def test_triton_kernel(tmp_path):
 )
 def test_cute_kernel(tmp_path):
     cache = CompileCache(tmp_path / "cache", tmp_path / "local")
-    source = Path(__file__).with_name("cute_sample.py")
-    kernel = CuteKernel.make(
-        "scale_add", "cute_sample:compile_scale_add", {"threads": 128}, source, arch="sm_90a"
-    )
+    kernel = sample()
     kernel.compile(cache)
     with no_compile():
         function = kernel.load(cache)

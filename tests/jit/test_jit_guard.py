@@ -55,12 +55,8 @@ def test_nesting_and_leaving(cache, key, compiler):
 def test_damaged_artefact_counts_as_a_compile(cache, key, compiler):
     path = cache.build(key, compiler(key)).path
     (path / "kernel.so").write_bytes(b"")
-    with (
-        no_compile(),
-        pytest.raises(
-            CompileForbiddenError, match=r"damaged: kernel\.so has 0 bytes instead of 4096"
-        ),
-    ):
+    words = r"damaged: kernel\.so has 0 bytes instead of 4096"
+    with no_compile(), pytest.raises(CompileForbiddenError, match=words):
         cache.build(key, compiler(key))
 
 
@@ -70,10 +66,8 @@ def test_rebuild_after_failed_load_counts_as_a_compile(cache, key, compiler):
     def refuse(artefact):
         raise OSError("bad ELF")
 
-    with (
-        no_compile(),
-        pytest.raises(CompileForbiddenError, match="does not load on this host: bad ELF"),
-    ):
+    words = "does not load on this host: bad ELF"
+    with no_compile(), pytest.raises(CompileForbiddenError, match=words):
         cache.get(key, compiler(key), refuse)
 
 

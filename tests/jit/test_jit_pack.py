@@ -14,7 +14,6 @@ from fake_jobs import FakeJob
 from racer import FakeCompiler, load, make_key
 
 from sonicmoe.cli.main import main
-from sonicmoe.engine import compile_plan
 from sonicmoe.jit import CompileCache, CompileKey, no_compile
 from sonicmoe.jit import pack as pack_module
 from sonicmoe.jit.errors import PackError
@@ -35,11 +34,10 @@ MUTATIONS = 120
 
 
 @pytest.fixture
-def packed(field, cache):
+def packed(field, cache, jobs):
     """A pack of three artefacts."""
     path = field.folder / "kernels.pack"
-    made = [FakeJob(size, field.log).compile(cache) for size in (1, 2, 3)]
-    write_pack(path, made, SPEC, "fp8")
+    write_pack(path, [job.compile(cache) for job in jobs(3)], SPEC, "fp8")
     return path
 
 
@@ -93,9 +91,8 @@ def test_no_pack_carries_a_verdict_of_another_machine(cache, elsewhere, field, m
     for name in ("verdict", "an earlier build knows none"):
         monkeypatch.setattr(pack_module, "VERDICT", name)
         pack = write_pack(path, [verdict, kernel])
-        assert [artefact.key for artefact in pack.artefacts] == [verdict.key, kernel.key][
-            -len(pack.artefacts) :
-        ]
+        both = [verdict.key, kernel.key]
+        assert [artefact.key for artefact in pack.artefacts] == both[-len(pack.artefacts) :]
         monkeypatch.undo()
         unpack(path, elsewhere)
         assert elsewhere.try_load(make_key(1)) is not None
@@ -322,7 +319,6 @@ def test_another_architecture(pack):
 
 def test_the_whole_cache_without_what_other_versions_left(cache, field):
     FakeJob(1, field.log).compile(cache)
-    old = make_key(2)
     old = CompileKey.make(
         "fake", arch="sm_90a", statics={"H": 2}, fingerprint={"abi": "old"}, toolchain={}
     )
@@ -333,53 +329,36 @@ def test_the_whole_cache_without_what_other_versions_left(cache, field):
     assert [artefact.key for artefact in matching(cache.held())] == [make_key(1)]
 
 
-class TestCommand:
-    @pytest.fixture
-    def environment(self, field, monkeypatch):
-        """A model whose kernels are fake jobs."""
-        jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
-        sources = tuple(lambda arch, job=job: job for job in jobs)
-        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
-        monkeypatch.setattr(compile_plan, "RECORDS", {})
-        monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(field.local))
-        yield field
+def command(*arguments):
+    result = CliRunner().invoke(main, ["warmup", *map(str, arguments)])
+    return result.exit_code, result.output
 
-    def run(self, *arguments):
-        result = CliRunner().invoke(main, ["warmup", *map(str, arguments)])
-        return result.exit_code, result.output
 
-    def test_from_one_cache_to_another(self, environment):
-        path, target = environment.folder / "model.pack", environment.folder / "target"
-        sizes = ("--E", 8, "--H", 64, "--I", 64)
-        code, said = self.run(*sizes, "--cache-dir", environment.root, "--pack", path)
-        assert code == 0 and f"2 kernels packed into {path}" in said.replace("\n", " ")
-        code, said = self.run("--unpack", path, "--cache-dir", target)
-        assert code == 0 and f"2 kernels for sm_90a from {path} in {target}" in said
-        code, _ = self.run(*sizes, "--cache-dir", target, "--check")
-        assert code == 0 and list((target / "warmed").glob("*.json"))
-        code, said = self.run("--pack", path, "--cache-dir", target)
-        assert code == 0 and "2 kernels packed" in said
+def test_the_command_from_one_cache_to_another(own_caches, jobs, every_model_needs):
+    every_model_needs(jobs(2))
+    path, target = own_caches.folder / "model.pack", own_caches.folder / "target"
+    sizes = ("--E", 8, "--H", 64, "--I", 64)
+    code, said = command(*sizes, "--pack", path)
+    assert code == 0 and f"2 kernels packed into {path}" in said.replace("\n", " ")
+    code, said = command("--unpack", path, "--cache-dir", target)
+    assert code == 0 and f"2 kernels for sm_90a from {path} in {target}" in said
+    code, _ = command(*sizes, "--cache-dir", target, "--check")
+    assert code == 0 and list((target / "warmed").glob("*.json"))
+    code, said = command("--pack", path, "--cache-dir", target)
+    assert code == 0 and "2 kernels packed" in said
 
-    def test_errors_are_one_line(self, environment, tmp_path):
-        absent = tmp_path / "absent.pack"
-        for arguments, words in (
-            (("--unpack", absent), f"{absent}: No such file or directory"),
-            (("--unpack", absent, "--E", 8), "--E has no effect beside --unpack"),
-            (("--pack", absent, "--check"), "--check has no effect beside --pack without"),
-            (("--pack", tmp_path / "no" / "x"), "there is nothing to pack"),
-        ):
-            code, said = self.run(*arguments, "--cache-dir", environment.root)
-            assert code == 2 and words in said, said
-        write_pack(
-            absent,
-            [
-                FakeJob(1, environment.log).compile(
-                    CompileCache(environment.root, environment.local)
-                )
-            ],
-        )
-        code, said = self.run(
-            "--unpack", absent, "--arch", "sm_100a", "--cache-dir", tmp_path / "c"
-        )
-        assert code == 2 and said.startswith("Error: ") and said.count("\n") == 1
-        assert "its kernels are for sm_90a, and sm_100a is needed" in said
+
+def test_errors_of_the_command_are_one_line(own_caches, cache, jobs):
+    absent = own_caches.folder / "absent.pack"
+    for arguments, words in (
+        (("--unpack", absent), f"{absent}: No such file or directory"),
+        (("--unpack", absent, "--E", 8), "--E has no effect beside --unpack"),
+        (("--pack", absent, "--check"), "--check has no effect beside --pack without"),
+        (("--pack", absent.parent / "no" / "x"), "there is nothing to pack"),
+    ):
+        code, said = command(*arguments)
+        assert code == 2 and words in said, said
+    write_pack(absent, [jobs(1)[0].compile(cache)])
+    code, said = command("--unpack", absent, "--arch", "sm_100a")
+    assert code == 2 and said.startswith("Error: ") and said.count("\n") == 1
+    assert "its kernels are for sm_90a, and sm_100a is needed" in said

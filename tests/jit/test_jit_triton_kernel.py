@@ -81,9 +81,8 @@ def test_cold_variant_raises_under_no_compile(launches):
 
 def test_artefact_is_complete_and_for_the_architecture(warmed):
     (artefact,) = (warmed / "cache" / "artefacts" / "triton_scale_add").iterdir()
-    assert {"scale_add.cubin", "scale_add.json", "scale_add.ptx", "manifest.json"} <= {
-        path.name for path in artefact.iterdir()
-    }
+    found = {path.name for path in artefact.iterdir()}
+    assert {"scale_add.cubin", "scale_add.json", "scale_add.ptx", "manifest.json"} <= found
     assert ".target sm_90a" in (artefact / "scale_add.ptx").read_text()
 
 

@@ -45,32 +45,6 @@ def command(*options):
     return CliRunner().invoke(main, ["warmup", *map(str, options)])
 
 
-@pytest.fixture
-def jobs(field):
-    """Of fake kernels, numbered from 1."""
-    return lambda count: [FakeJob(size, field.log) for size in range(1, count + 1)]
-
-
-@pytest.fixture
-def own_caches(field, monkeypatch):
-    """Empty ones: this machine's own may be warm."""
-    monkeypatch.setenv("SONIC_MOE_CACHE_DIR", str(field.root))
-    monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(field.local))
-    return field
-
-
-@pytest.fixture
-def every_model_needs(monkeypatch):
-    """A function that makes these jobs the kernels of every model."""
-    monkeypatch.setattr(compile_plan, "RECORDS", {})
-
-    def need(jobs):
-        sources = tuple(lambda arch, job=job: job for job in jobs)
-        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
-
-    return need
-
-
 def test_everything_is_compiled_in_other_processes_then_forbidden(cache, field):
     jobs = [FakeJob(size, field.log, 0.1) for size in range(1, 7)]
     seen = []
