@@ -239,6 +239,7 @@ class _Answer(NamedTuple):
 def _activation(
     name: str, limit: float, beta: float, linear_beta: float | None
 ) -> tuple[ActivationType, ActivationParameters]:
+    # A description has numbers of its own; a plain name takes those of the layer.
     situ = parse_situ_activation(name)
     # `swiglu_precise` asks for a sigmoid in fp32. The kernels have no other one.
     name = "swiglu" if name == "swiglu_precise" else name
@@ -261,6 +262,7 @@ def refresh_fp8_config() -> FP8Config:
     The first call of a process logs the environment variables that mean something else here than in
     PaddleFleet's own engine.
     """
+    # `log_once` says each once, however many layers ask.
     for flag in FLAGS:
         if flag.field in _ELSEWHERE and getattr(environment(), flag.field):
             _say(f"{flag.env}=1 {_ELSEWHERE[flag.field]}")
@@ -280,6 +282,7 @@ def _node_config(
         "recompute_z": field["recompute_z"],
         "iso_weight": field["iso32_weight"],
     }
+    # Else the flag decides, when the node reads its configuration.
     if field["gemm_num_sms"] is not None:
         own["gemm_num_sms"] = field["gemm_num_sms"]
     if mode != "off":  # also where z is recomputed: it is rounded as a z that was saved

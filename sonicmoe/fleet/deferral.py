@@ -57,13 +57,9 @@ def set_wgrad_deferral_hook(hook: Hook | None) -> None:
     _hook = hook
 
 
-def wgrad_deferral_hook() -> Hook | None:
-    """The hook that is installed."""
-    return _hook
-
-
 def current_offer() -> WgradOffer | None:
     """The hook as nodes ask it."""
+    # Read once: the schedule may take the hook back while a backward runs.
     hook = _hook
     if hook is None:
         return None

@@ -77,6 +77,7 @@ class ExpertsStep:
                 *(given.x_scale, given.source, given.copies),
             )
         except Exception:
+            # As in `run_sonic_moe`: looked at only where something was refused.
             check_arguments(hidden_states, topk_indices, topk_scores, fp8_scale)
             raise
         if self._experts.fp8 and release_fp8_weights:

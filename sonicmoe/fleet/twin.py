@@ -70,6 +70,7 @@ def deepep_topk_to_sonic_metadata(
     words = f"block is {block!r}; needed: an int >= 1"
     expect(isinstance(block, int) and block > 0, RoutingError, words)
     check_indices_and_probs(dispatched_indices, dispatched_probs, E)
+    # Three elements are numbers, which no gradient could pass.
     with plain_ops():
         indices, probs = dispatched_indices.detach(), dispatched_probs.detach()
         routing = _routing(indices, probs, E, block)
@@ -142,6 +143,7 @@ def differentiable_router_scores(
         with plain_ops():
             ids = dispatched_indices.detach().to(torch.int64)
             score_src_idx = _positions(ids, is_here(ids, E), E)
+    # A wrong TK would shift every score behind it, without an error.
     found = int(score_src_idx.shape[0])
     needed = f"{found}, the slots with an expert, and not less"
     words = f"TK is {TK} and TK_padded {TK_padded}; needed: {needed}"
@@ -184,8 +186,10 @@ def _as_tuple(routing: RoutingMetadata, probs: Tensor, count: int) -> tuple[Any,
     # Behind them lie rows of the worst case, which a GPU has to assume.
     num_rows = int(offsets[-1])
     here = routing.slot_row >= 0
+    # Paddle sums no tensor without elements.
     per_token = here.to(torch.int32).sum(1) if tokens * topk else _int32([tokens], device)
     first = torch.cat([_int32([1], device), torch.cumsum(per_token, 0).to(torch.int32)])
+    # The contract has no score_src where there is no position.
     if count == 0:
         nothing = _int32([0], device)
         no_score = torch.zeros([0], dtype=torch.float32, device=device)

@@ -67,6 +67,7 @@ def quantize_native_fp8_weights(w1: Tensor, w2: Tensor, iso32: bool = True) -> d
     """
     layer = layer_of(w1, w2, _hidden_size(w1, w2))
     check_memory([w1, w2])
+    # Fleet passes no configuration here, only the format that its own setting names.
     config = FP8Config()
     config.iso32_weight = bool(iso32)
     # Copies do not depend on which gated activation it is.
