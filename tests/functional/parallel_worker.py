@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from functional.layer_golden import views
 from node.direct_layers import Expert
 from pairwise import pairwise
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,12 +128,8 @@ def check_expert_parallel(rank: int) -> None:
         [torch.randperm(E, generator=torch.Generator().manual_seed(t))[:2] for t in range(len(x))]
     )
     probs = torch.softmax(torch.randn(len(x), 2, generator=torch.Generator().manual_seed(9)), -1)
-    weights = [
-        whole_layer.c_fc.weight,
-        whole_layer.c_proj.weight,
-        whole_layer.c_fc.bias,
-        whole_layer.c_proj.bias,
-    ]
+    up, down = whole_layer.c_fc, whole_layer.c_proj
+    weights = [up.weight, down.weight, up.bias, down.bias]
     expected = expert_mlp(x, indices, probs, *weights, whole_layer.activation_function)
     expected_gradients = torch.autograd.grad((expected * dout).sum(), weights)
 
@@ -202,8 +199,7 @@ class TopK(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moe = self.layer
-        up, down = (w.permute(1, 2, 0) for w in (moe.c_fc.weight, moe.c_proj.weight))
-        arguments = x, moe.router.weight, up, moe.c_fc.bias, down, moe.c_proj.bias, 2
+        arguments = x, moe.router.weight, *views(moe), 2
         out: torch.Tensor = moe_TC_softmax_topk_layer(*arguments)[0]
         return out
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from findings import NAN, fault_of, found, measured, said_by, spoil
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens
 from pairwise import pairwise
@@ -21,18 +21,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer, observe
-from sonicmoe.cli.main import main
 from sonicmoe.diagnostics import bisect as bisect_module
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import load_case
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.diagnostics.step_dump import DumpError, load_dump, save_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.observe import listening
 
-NAN = float("nan")
 E, K, H, I = 5, 2, 32, 24
 FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 
@@ -72,38 +70,6 @@ def compiled(request):
     graph(make_tokens(4, 10, H).requires_grad_(), use_fp8=fp8).sum().backward()
     yield model, lambda x: graph(x, use_fp8=fp8), fp8
     torch._dynamo.reset()
-
-
-def spoil(tensor, *index, value=NAN):
-    with torch.no_grad():
-        tensor[index] = value
-    return tensor
-
-
-def found(run) -> NonFiniteError:
-    with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
-        run()
-    return caught.value
-
-
-def fault_of(error: NonFiniteError) -> str:
-    """The line that says where it began."""
-    return str(error).splitlines()[1]
-
-
-def said_by(*arguments, exit_code=0):
-    """What a command printed."""
-    result = CliRunner().invoke(main, list(map(str, arguments)))
-    assert result.exit_code == exit_code, result.output
-    return result.stdout
-
-
-def measured(path):
-    """What `sonicmoe numerics` calls the case: its errors are of FP8, and not of another formula."""
-    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
-    (entry,) = json.loads(said_by("numerics", "--captured", path, *arguments))["results"]
-    assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
-    return entry["data"]
 
 
 WEIGHTS = [

@@ -8,19 +8,17 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import processes
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from click.testing import CliRunner
+from findings import fault_of, found, measured, said_by, spoil
 from integrations.hf_models import BY_TURNS, FAMILIES, IMPLEMENTATIONS, build, text
 
 from sonicmoe import observe
-from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.integrations.transformers import invalidate_caches, register
 
@@ -39,16 +37,6 @@ def step(model):
     model(input_ids=text(), labels=text(), use_cache=False).loss.backward()
 
 
-def spoil(weight, *index):
-    with torch.no_grad():
-        weight[index] = float("nan")
-
-
-def fault_in(run):
-    """The line that says where it began."""
-    return str(found(run)).splitlines()[1]
-
-
 def experts_of(model):
     """Experts by the names of their modules."""
     return {
@@ -56,12 +44,6 @@ def experts_of(model):
         for name, module in model.named_modules()
         if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
     }
-
-
-def found(run, directory=None) -> NonFiniteError:
-    with pytest.raises(NonFiniteError) as caught, detect_nonfinite(directory):
-        run()
-    return caught.value
 
 
 @BY_TURNS
@@ -75,11 +57,10 @@ def test_a_weight_is_named_by_layer_parameter_and_index(family, implementation, 
     spoil(weight, *index)
     error = found(lambda: step(model), tmp_path)
     whole = f"{name}.gate_up_proj[{', '.join(map(str, index))}]"
-    line = str(error).splitlines()[1]
+    line = fault_of(error)
     assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan; 1 NaN")
     assert error.report.layer == name
-    result = CliRunner().invoke(main, ["bisect", str(error.dump)])
-    assert result.exit_code == 1 and line in result.output
+    assert line in said_by("bisect", error.dump, exit_code=1)
 
 
 def test_a_write_that_left_no_trace_is_found_in_the_weights_and_in_the_copies(blind):
@@ -113,7 +94,7 @@ def test_every_other_weight_of_a_model_with_biases(name):
     spoil(getattr(model.model.layers[1].mlp.experts, name), *index)
     stage = {"down_proj": "w2", "gate_up_proj_bias": "b1", "down_proj_bias": "b2"}[name]
     whole = f"model.layers.1.mlp.experts.{name}[{', '.join(map(str, index))}]"
-    line = fault_in(lambda: step(model))
+    line = fault_of(found(lambda: step(model)))
     assert line.startswith(f"first bad: input {stage} = {whole} at expert 4: nan")
 
 
@@ -144,7 +125,7 @@ def test_in_a_compiled_model():
     model = build(FAMILIES["mixtral"](2), "sonicmoe_fp8")
     spoil(model.model.layers[1].mlp.experts.gate_up_proj, 5, 60, 3)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    line = fault_in(lambda: step(model))
+    line = fault_of(found(lambda: step(model)))
     whole = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
     assert line.startswith(f"first bad: input w1 = {whole} at expert 5: nan")
 
@@ -165,8 +146,10 @@ def test_a_weight_that_is_computed_has_the_name_of_its_attribute(implementation,
     step(model)
     written = load_dump(path)
     assert written.caller.layer == "model.layers.1.mlp.experts" and written.dout is not None
+    report = bisect(written, "reference")
+    assert report.healthy and report.missing == ()
     spoil(experts.parametrizations.gate_up_proj.original, 5, 60, 3)
-    line = fault_in(lambda: step(model))
+    line = fault_of(found(lambda: step(model)))
     named = "model.layers.1.mlp.experts.gate_up_proj[5, 60, 3]"
     assert line.startswith(f"first bad: input w1 = {named} at expert 5: nan")
 
@@ -205,30 +188,8 @@ def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, 
     assert [case.name for case in cases] == wanted
     path = tmp_path / "case.npz"
     save_dump(path, cases[0])
-    result = CliRunner().invoke(main, ["bisect", str(path), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["layer"] == names[-1]
-    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
-    measured = CliRunner().invoke(main, ["numerics", "--captured", str(path), *arguments])
-    assert measured.exit_code == 0, measured.output
-    (entry,) = json.loads(measured.stdout)["results"]
-    assert all(tensor["rmse"] < 0.15 for tensor in entry["tensors"].values())
-
-
-@IMPLEMENTATIONS
-def test_one_layer_is_dumped(implementation, tmp_path):
-    model, path = build(FAMILIES["qwen3-moe"](LAYERS), implementation), tmp_path / "step.npz"
-    experts = model.model.layers[1].mlp.experts
-    dump(experts, path)
-    step(model)
-    written = load_dump(path)
-    assert written.caller.layer == "model.layers.1.mlp.experts" and written.dout is not None
-    width = experts.gate_up_proj.shape[1] // 2
-    halves = experts.gate_up_proj.detach().numpy()
-    np.testing.assert_array_equal(written.w1[:, 0::2], halves[:, :width])
-    np.testing.assert_array_equal(written.w1[:, 1::2], halves[:, width:])
-    report = bisect(written, "reference")
-    assert report.healthy and report.missing == ()
+    assert json.loads(said_by("bisect", path, "--json"))["layer"] == names[-1]
+    measured(path, bound=0.15)
 
 
 SHARDED = """

@@ -1,0 +1,47 @@
+"""What detection finds in a call and what the commands say of a file, for the suites of every face."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+
+NAN = float("nan")
+
+
+def spoil(tensor, *index):
+    """The tensor, with a NaN there."""
+    with torch.no_grad():
+        tensor[index] = NAN
+    return tensor
+
+
+def found(run, directory=None) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught, detect_nonfinite(directory):
+        run()
+    return caught.value
+
+
+def fault_of(error: NonFiniteError) -> str:
+    """The line that says where it began."""
+    return str(error).splitlines()[1]
+
+
+def said_by(*arguments, exit_code=0):
+    """What a command printed."""
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def measured(path, bound=0.12):
+    """What `sonicmoe numerics` calls the case: its errors are of FP8, and not of another formula."""
+    arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json"]
+    (entry,) = json.loads(said_by("numerics", "--captured", path, *arguments))["results"]
+    assert all(tensor["rmse"] < bound for tensor in entry["tensors"].values())
+    return entry["data"]
