@@ -13,7 +13,7 @@ default; `sonicmoe_fp8` is FP8 always.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,8 @@ def unsupported_reason(experts: nn.Module) -> str | None:
     """Why the engine cannot compute this experts module, in words that name its class; None where
     it can.
     """
-    return _unsupported_reason(experts, _moe_module()._default_apply_gate)
+    found = _verdict(experts, _moe_module()._default_apply_gate)
+    return None if isinstance(found, ActivationType) else found
 
 
 def _implementation(experts: nn.Module) -> str | None:
@@ -164,7 +165,7 @@ def _loss_on_gpus(experts: nn.Module) -> str | None:
     """
     name = _implementation(experts)
     activation = _activation(experts, _moe_module()._default_apply_gate)
-    if name not in IMPLEMENTATIONS or activation is None:
+    if name not in IMPLEMENTATIONS or not isinstance(activation, ActivationType):
         return None
     layout = _layout(experts)
     plan = make_plan(activation, layout, IMPLEMENTATIONS[name])
@@ -178,11 +179,16 @@ def _loss_on_gpus(experts: nn.Module) -> str | None:
     return lost_on_gpus(Workload(plan.settings, hidden, inner, dtype, bias))
 
 
-def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
-    """`standard_gate`: the `_apply_gate` of experts that compute act(gate) * up."""
+def _verdict(experts: nn.Module, standard_gate: Any) -> ActivationType | str:
+    """The engine's activation that equals this module's, or why the engine cannot compute the
+    module, in words that name its class.
+
+    standard_gate: the `_apply_gate` of experts that compute act(gate) * up.
+    """
     kind = type(experts).__name__
-    if _activation(experts, standard_gate) is None:
-        return f"{kind} has {_activation_problem(experts, standard_gate)}"
+    activation = _activation(experts, standard_gate)
+    if not isinstance(activation, ActivationType):
+        return f"{kind} has {activation}"
     if getattr(experts, "has_post_expert_norm", False):
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
     for name in _weight_names(experts):
@@ -192,31 +198,28 @@ def _unsupported_reason(experts: nn.Module, standard_gate: Any) -> str | None:
             return f"{kind} has no weight {name}"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"{kind} has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
-    return None
+    return activation
 
 
-def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | None:
-    """The engine's activation that equals the one of this module, or None."""
-    # A class that overrides `_apply_gate` computes something of its own. The name of its activation
-    # then says nothing.
-    if _own_gate(experts, standard_gate):
-        ours = has_oai_gate(type(experts), _is_split_half(experts))
-        return OAI if ours and not _other_constants(experts) else None
-    known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
-    return known.get(_activation_name(getattr(experts, "act_fn", None)))
-
-
-def _activation_problem(experts: nn.Module, standard_gate: Any) -> str:
-    """Why `_activation` is None."""
+def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | str:
+    """The engine's activation that equals the one of this module, or what it has instead."""
     if not _own_gate(experts, standard_gate):
         known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
-        found = _described(getattr(experts, "act_fn", None))
-        return f"the activation {found}; needed: one of {sorted(known)}"
+        act = getattr(experts, "act_fn", None)
+        found = known.get(_activation_name(act))
+        return found or f"the activation {_described(act)}; needed: one of {sorted(known)}"
+    # A class that overrides `_apply_gate` computes something of its own. The name of its activation
+    # then says nothing.
     if not has_oai_gate(type(experts), _is_split_half(experts)):
         return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
-    found = ", ".join(f"{name} {value}" for name, value in _other_constants(experts).items())
-    needed = ", ".join(f"{name} {value}" for name, value in OAI_DEFAULTS.items())
-    return f"{found} in GPT-OSS's gate; needed: {needed}"
+    other = _other_constants(experts)
+    if not other:
+        return OAI
+    return f"{_listed(other)} in GPT-OSS's gate; needed: {_listed(OAI_DEFAULTS)}"
+
+
+def _listed(constants: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in constants.items())
 
 
 def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
@@ -250,13 +253,11 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`."""
         # Checked in every forward, because registration sees no model. The checks read attributes
         # and no device memory.
-        reason = _unsupported_reason(self, standard_gate)
-        if reason is not None:
+        activation = _verdict(self, standard_gate)
+        if not isinstance(activation, ActivationType):
             raise LayoutError(
-                f"the sonicmoe experts implementation cannot run this model: {reason}"
+                f"the sonicmoe experts implementation cannot run this model: {activation}"
             )
-        activation = _activation(self, standard_gate)
-        assert activation is not None
         names = _weight_names(self)
         up, down, *biases = (_local(getattr(self, name)) for name in names)
         up_bias, down_bias = biases or (None, None)
