@@ -24,7 +24,7 @@ TEXTS = (
     "9" * 5000, "-" + "9" * 400, "0x10", "\0", "a\0b", "\ud800", "\udcff", "a\nb", "é", "\x1b[2J", "-", "--", "=",
     "x" * 5000, "%s%n", "{}", "[bold]", "bf16", "fp8", "torch", "None", "true",
 )  # fmt: skip
-PLACES = (
+PLACES = [
     "/dev/full",
     "/dev/null",
     "/dev/zero",
@@ -34,17 +34,10 @@ PLACES = (
     "/proc/self/mem",
     "~",
     "/proc/1/fd",
-)
-OWN_PLACES = (
-    "directory",
-    "empty",
-    "fifo",
-    "link",
-    "loop",
-    "missing/deep/name",
-    "locked",
-    "n" * 300,
-)
+]
+OWN_PLACES = ["directory", "empty", "fifo", "link", "loop", "missing/deep/name", "locked"] + [
+    "n" * 300
+]
 EXIT_CODES = {0, 1, 2}
 SECONDS_PER_CASE = 30
 

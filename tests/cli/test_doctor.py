@@ -30,7 +30,7 @@ from sonicmoe.diagnostics.doctor import (
     examine_flags,
     examine_variables,
     installed_versions,
-)
+)  # fmt: skip
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.diagnostics.selftest import SelfTest
 from sonicmoe.engine import select
@@ -55,8 +55,20 @@ def run_doctor(*arguments, without=(), **environ):
     return processes.run(["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
 
 
+def run_here(*arguments, **environ):
+    """The same in this process, which runs on PyTorch."""
+    return CliRunner().invoke(doctor, ["--framework", "torch", *arguments], env=environ)
+
+
 def messages(report):
     return [(problem.severity.value, problem.what) for problem in report.problems]
+
+
+def examined(environ):
+    """The report of these variables and of the caches that they name."""
+    report = Report()
+    examine_caches(report, examine_flags(report, environ))
+    return report
 
 
 @pytest.fixture
@@ -68,7 +80,7 @@ def in_empty_cache(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("in_empty_cache")
 def test_healthy_machine_as_json():
-    result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
+    result = run_here("--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0, found["problems"]
     assert (found["healthy"], found["framework"]) == (True, "torch")
@@ -78,10 +90,8 @@ def test_healthy_machine_as_json():
     assert set(found["engines"]) == {"reference", "bf16", "hopper", "triton", "mxfp8"}
     assert found["engines"]["reference"] == "able"
     assert [flag["name"] for flag in found["flags"]] == [flag.env for flag in FLAGS]
-    errors = {
-        (check["precision"], check["tensor"]): check["relative_rmse"]
-        for check in found["self_test"]
-    }
+    checks = found["self_test"]
+    errors = {(one["precision"], one["tensor"]): one["relative_rmse"] for one in checks}
     assert list(errors) == [(one, tensor) for one in ("bf16", "fp8") for tensor in TENSORS]
     # FP8 was really emulated: its error is E4M3's, far above BF16's.
     assert all(errors["fp8", tensor] > 0.03 > errors["bf16", tensor] for tensor in TENSORS)
@@ -99,8 +109,7 @@ def test_screen_shows_every_section(in_empty_cache):
     records = {"good": good, "named": named, "of another layout": {"model": 1}, "no record": []}
     for name, record in records.items():
         (warmed / f"{name}.json").write_text(json.dumps(record))
-    environ = {"SONIC_MOE_FP8_MODE": "perf", "COLUMNS": "200"}
-    result = CliRunner().invoke(doctor, ["--framework", "torch"], env=environ)
+    result = run_here(SONIC_MOE_FP8_MODE="perf", COLUMNS="200")
     assert result.exit_code == 0, result.output
     lines, words = result.output.splitlines(), " ".join(result.output.split())
     assert lines[0] == f"sonicmoe {sonicmoe.__version__} from {ROOT / 'sonicmoe'}"
@@ -160,7 +169,7 @@ def flags(**values):
 )  # fmt: skip
 def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words):
     plant(monkeypatch)
-    result = CliRunner().invoke(doctor, ["--json", "--framework", "torch"])
+    result = run_here("--json")
     found = json.loads(result.stdout)  # also where a number is not finite
     assert result.exit_code == 1 and not found["healthy"]
     (problem,) = found["problems"]
@@ -201,12 +210,11 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypat
     ran = on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(doctor_engine, "warm_up", lambda *_, **__: pytest.fail("it compiles"))
     started = time.monotonic()
-    result = CliRunner().invoke(doctor, ["--framework", "torch"], env={"COLUMNS": "200"})
+    result = run_here(COLUMNS="200")
     assert time.monotonic() - started < 5  # with torch loaded already
     words = " ".join(result.stdout.split())
-    counted = re.search(
-        r"kernels 0 of (\d+) of the self-test are compiled; (\S+ \S+ \S+) compiles", words
-    )
+    words_of_count = r"kernels 0 of (\d+) of the self-test are compiled; (\S+ \S+ \S+) compiles"
+    counted = re.search(words_of_count, words)
     assert result.exit_code == 0 and ran == [] and counted, result.output
     assert int(counted[1]) > 10 and counted[2] == "`sonicmoe doctor --self-test`"
     assert f"{counted[1]} of the {counted[1]} kernels of the self-test are not compiled" in words
@@ -221,7 +229,7 @@ def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, t
     jobs = (FakeJob(1, log), FakeJob(2, log))
     jobs[0].compile(default_cache())
     monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
-    result = CliRunner().invoke(doctor, ["--self-test", "--json", "--framework", "torch"])
+    result = run_here("--self-test", "--json")
     found = json.loads(result.stdout)
     assert (found["kernels"], found["problems"]) == ({"needed": 2, "missing": []}, [])
     assert [precision for precision, _ in ran] == ["bf16", "fp8"]
@@ -229,7 +237,7 @@ def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, t
     assert said[0].startswith("compiling 1 kernels in 1 processes")
     assert said[1].startswith("fake_2: built in ")
     assert said[2:] == ["self-test in bf16", "self-test in fp8"]
-    again = CliRunner().invoke(doctor, ["--framework", "torch"])
+    again = run_here()
     assert "2 of 2 of the self-test are compiled" in again.stdout and again.stderr == ""
     assert len(ran) == 4
 
@@ -296,14 +304,12 @@ def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nonexistent"])
-    report = Report()
-    examine_caches(report, examine_flags(report, {}))
+    report = examined({})
     assert report.caches == []
     for problem, name in zip(report.problems, ("CACHE_DIR", "LOCAL_CACHE_DIR"), strict=True):
         assert f"set SONIC_MOE_{name}" in problem.what and f"set SONIC_MOE_{name}" in problem.remedy
-    given = {"SONIC_MOE_CACHE_DIR": str(tmp_path), "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path)}
-    report = Report()
-    examine_caches(report, examine_flags(report, given))
+    given = dict.fromkeys(CACHES, str(tmp_path))
+    report = examined(given)
     assert [state.path for state in report.caches] == [str(tmp_path)] * 2 and not report.problems
 
 
@@ -356,8 +362,7 @@ def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
     folder.mkdir()
     folder.chmod(mode)
     environ = {name: str(tmp_path / name) for name in CACHES} | {CACHES[own]: str(folder)}
-    report = Report()
-    examine_caches(report, examine_flags(report, environ))
+    report = examined(environ)
     (state,) = [state for state in report.caches if state.exists]
     assert state.access.startswith("written by this user") and state.access in cache_line(state)
     assert ("group" in state.access) == bool(mode & 0o020)
@@ -366,9 +371,7 @@ def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
         return
     assert [problem.what for problem in report.problems] == [f"{state.role} {folder} is not used"]
     assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.refused
-    trusting = Report()
-    examine_caches(trusting, examine_flags(trusting, environ | {"SONIC_MOE_TRUST_CACHE": "1"}))
-    assert bool(trusting.problems) == own
+    assert bool(examined(environ | {"SONIC_MOE_TRUST_CACHE": "1"}).problems) == own
 
 
 def test_cache_size_is_counted_and_nothing_is_created(tmp_path, monkeypatch):

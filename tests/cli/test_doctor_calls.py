@@ -146,10 +146,8 @@ def test_the_answers_differ_where_they_should(monkeypatch, set_flags):
     monkeypatch.setattr(select, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(select, "missing_tool", lambda *_: None)
     states = calls_on(current_config(), "cuda:0")
-    assert {(state.engine, state.precision) for state in states[0::2]} == {("bf16", "bfloat16")}
-    assert {(state.engine, state.precision) for state in states[1::2]} == {
-        ("hopper", "FP8 (dx256)")
-    }
+    plain, fp8 = ({(state.engine, state.precision) for state in states[n::2]} for n in (0, 1))
+    assert (plain, fp8) == ({("bf16", "bfloat16")}, {("hopper", "FP8 (dx256)")})
     lines = engine_lines(Report(calls=states))
     assert [name for name, _ in lines] == ["engine", "engine"]
     assert lines[0][1].startswith("bf16 in bfloat16 for node, MoE and the functional API, trans")

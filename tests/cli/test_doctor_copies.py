@@ -38,9 +38,8 @@ def test_an_importable_copy(name, version, warning, tmp_path, monkeypatch):
     before = found()
     package = tmp_path.joinpath(*name.split("."))
     package.mkdir(parents=True)
-    (tmp_path / name.split(".", maxsplit=1)[0] / "__init__.py").write_text(
-        "raise RuntimeError('imported')"
-    )
+    top = tmp_path / name.partition(".")[0] / "__init__.py"
+    top.write_text("raise RuntimeError('imported')")
     (package / "__init__.py").write_text(f'__version__ = "{version}"\nraise RuntimeError("imp")\n')
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     line = f"{warning}: {name} {version} from {package} (importable)"

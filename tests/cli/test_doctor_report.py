@@ -66,9 +66,8 @@ def somebodys_gpu(monkeypatch):
     gpu = Gpu("NVIDIA RTX", SM120.name, [], "580.0", "13.0", 32 << 30, 170)
     case = {"event": "result", "case": "training", "seconds": 0.002, "problem": None}
     good = Verdict(True, "", ({**case, "errors": {"dx": [0.0017, 0.01]}},))
-    wrong = Verdict(
-        False, "training: dx is inf% away", ({**case, "errors": {"dx": [float("inf"), 1.0]}},)
-    )
+    bad = {**case, "errors": {"dx": [float("inf"), 1.0]}}
+    wrong = Verdict(False, "training: dx is inf% away", (bad,))
     found = {}
     compiled = []
 

@@ -34,18 +34,11 @@ NAME_NO_COMMAND = {
 def code_of(text):
     """Every line of code: fenced in no language or in a shell's, indented, or between backticks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    fenced = [
-        line
-        for language, block in blocks
-        if language in {"", "sh", "bash"}
-        for line in block.splitlines()
-    ]
+    shells = [block for language, block in blocks if language in {"", "sh", "bash"}]
+    fenced = [line for block in shells for line in block.splitlines()]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return (
-        fenced
-        + re.findall(r"`([^`\n]+)`", prose)
-        + re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)
-    )
+    indented = re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)
+    return [*fenced, *re.findall(r"`([^`\n]+)`", prose), *indented]
 
 
 def invocations(text):
@@ -77,12 +70,8 @@ def problems(invocation):
         yield f"{name} is no command"
         return
     command = main.get_command(click.Context(main), name)
-    options = {
-        opt: p
-        for p in command.params
-        if isinstance(p, click.Option)
-        for opt in (*p.opts, *p.secondary_opts)
-    }
+    typed = [one for one in command.params if isinstance(one, click.Option)]
+    options = {opt: one for one in typed for opt in (*one.opts, *one.secondary_opts)}
     takes_arguments = any(isinstance(parameter, click.Argument) for parameter in command.params)
     words = iter(given)
     for word in words:
@@ -136,9 +125,8 @@ def test_a_wrong_command_is_seen():
 ])  # fmt: skip
 def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
     assert wrong in next(problems(invocation))
-    assert not list(
-        problems("bench --T 1024 --T 2048 --E $E --engine=hopper:mem --nvtx --plot PLOTS --help")
-    )
+    right = "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --nvtx --plot PLOTS --help"
+    assert not list(problems(right))
     assert invocations("`taskset -c 4,5 sonicmoe bench --nvtx`") == ["bench --nvtx"]
 
 
@@ -153,10 +141,8 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
             sizes = {letter: given[letter] for letter in "hiek"}
             measured |= set(chosen_shapes(given["names"], given["tokens"], sizes, "cuda:0"))
     rows = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+), (\d+) \|", section, flags=re.MULTILINE)
-    assert len(rows) == 18
-    assert {tuple(map(int, row)) for row in rows} == {
-        tuple(vars(shape).values()) for shape in measured
-    }
+    sizes = {tuple(vars(shape).values()) for shape in measured}
+    assert len(rows) == 18 and {tuple(map(int, row)) for row in rows} == sizes
 
 
 MISSING = missing_package(BF16.jobs(None, "sm_90a"))
@@ -166,25 +152,16 @@ MISSING = missing_package(BF16.jobs(None, "sm_90a"))
 def test_the_warm_up_compiles_what_its_page_says():
     text = TEXTS["docs/jit.md"].replace("\n", " ")
     (sizes,) = set(re.findall(r"warmup --E (\d+) --H (\d+) --I (\d+)", text))
-    jobs = {
-        precision: warm_up_plan(ModelSpec(*map(int, sizes)), precision).jobs
-        for precision in PRECISIONS
-    }
-    said = re.search(
-        r"(\d+) kernels at the sizes above: (\d+) by nvcc, (\d+) by CuTe DSL; `--precision fp8` (\d+), `bf16` (\d+)",
-        text,
-    )
+    spec = ModelSpec(*map(int, sizes))
+    jobs = {precision: warm_up_plan(spec, precision).jobs for precision in PRECISIONS}
+    words = "kernels at the sizes above: N by nvcc, N by CuTe DSL; `--precision fp8` N, `bf16` N"
+    said = re.search(r"(\d+) " + words.replace("N", r"(\d+)"), text)
+    total = len(jobs["both"])
     by_nvcc = sum(isinstance(job, CudaSource) for job in jobs["both"])
-    counts = [
-        len(jobs["both"]),
-        by_nvcc,
-        len(jobs["both"]) - by_nvcc,
-        len(jobs["fp8"]),
-        len(jobs["bf16"]),
-    ]
+    counts = [total, by_nvcc, total - by_nvcc, len(jobs["fp8"]), len(jobs["bf16"])]
     assert [int(number) for number in said.groups()] == counts
     plain = current_config(SonicMoEConfig(fp8_wgrad=False))
-    with_plain = warm_up_plan(ModelSpec(*map(int, sizes)), "fp8", plain).jobs
+    with_plain = warm_up_plan(spec, "fp8", plain).jobs
     assert f"Under `SONIC_MOE_FP8_WGRAD=0` it needs {len(with_plain)}:" in text
     more = [job for job in with_plain if job not in jobs["fp8"]]
     by_cute = sum(not isinstance(job, CudaSource) for job in more)
@@ -192,10 +169,8 @@ def test_the_warm_up_compiles_what_its_page_says():
     assert "four kernels more, three of them from CuTe DSL" in TEXTS["docs/cluster.md"]
     assert all(isinstance(job, CudaSource) for job in jobs["fp8"])
     table = TEXTS["docs/jit.md"].split("| part | kernels | compiler |")[1].split("\n\n")[0]
-    named = set(
-        re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:]))
-    )
-    assert named == {job.name for job in jobs["both"]}
+    column = "".join(row.split("|")[2] for row in table.splitlines()[2:])
+    assert set(re.findall(r"`([a-z_0-9]+)`", column)) == {job.name for job in jobs["both"]}
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -205,15 +180,11 @@ def test_links_and_files_exist(guide):
         linked = (ROOT / guide).parent / target
         assert linked.exists(), target
         if anchor:
-            headings = {
-                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-")
-                for h in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
-            }
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
+            headings = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in titles}
             assert anchor in headings
     steps = set(re.findall(r"^`([\w/.]+)`:$", text, flags=re.MULTILINE))  # files a recipe makes
-    folders = re.findall(
-        r"`((?:tools|benchmarks|tests|sonicmoe|docs|examples|benchmarks)/[\w/]*)`", text
-    )
+    folders = re.findall(r"`((?:tools|benchmarks|tests|sonicmoe|docs|examples)/[\w/]*)`", text)
     assert [folder for folder in folders if not (ROOT / folder).exists()] == []
     named = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples)/[\w/.]+\.\w+)", text)
     for path in set(named) - steps:
