@@ -25,19 +25,11 @@ TEXTS = (
     "x" * 5000, "%s%n", "{}", "[bold]", "bf16", "fp8", "torch", "None", "true",
 )  # fmt: skip
 PLACES = [
-    "/dev/full",
-    "/dev/null",
-    "/dev/zero",
-    "/",
-    ".",
-    "..",
-    "/proc/self/mem",
-    "~",
-    "/proc/1/fd",
-]
-OWN_PLACES = ["directory", "empty", "fifo", "link", "loop", "missing/deep/name", "locked"] + [
-    "n" * 300
-]
+    "/dev/full", "/dev/null", "/dev/zero", "/", ".", "..", "/proc/self/mem", "~", "/proc/1/fd",
+]  # fmt: skip
+OWN_PLACES = [
+    "directory", "empty", "fifo", "link", "loop", "missing/deep/name", "locked", "n" * 300,
+]  # fmt: skip
 EXIT_CODES = {0, 1, 2}
 SECONDS_PER_CASE = 30
 

@@ -48,19 +48,9 @@ from sonicmoe.quant.recipes import RECIPES
 SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
 TINY = Sizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
 TINY_OPTIONS = [
-    "--tokens",
-    "48",
-    "--hidden",
-    "32",
-    "--intermediate",
-    "16",
-    "--experts",
-    "4",
-    "--framework",
-    "torch",
-    "--data",
-    "gaussian",
-]
+    "--tokens", "48", "--hidden", "32", "--intermediate", "16", "--experts", "4",
+    "--framework", "torch", "--data", "gaussian",
+]  # fmt: skip
 DEFAULTS = SonicMoEConfig(fp8_mode="perf").resolve()
 V31 = BASELINES["deepseek-v3.1"]
 DEFAULT_RECIPE, DEFAULT_Z = RECIPES[DEFAULTS.recipe], DEFAULTS.save_z
