@@ -69,7 +69,7 @@ class Arrivals(NamedTuple):
     recompute_z: bool | None = None
     is_stepped: bool = False
 
-    def check(self, x: Any, experts: int, hidden: int) -> None:
+    def _check(self, x: Any, experts: int, hidden: int) -> None:
         """Refuse what does not fit a layer of E and H, without reading device memory."""
         # First, because the outputs of other dispatch modes deserve a message of their own; the
         # general checks would call them a wrong shape.
@@ -107,14 +107,23 @@ class Arrivals(NamedTuple):
         # Senders quantise bf16 tokens, and out is bf16 again.
         return "bfloat16", token_format(checked_tokens(x, self.x_scale))
 
-    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Of `MlpCall.forward`; the first gets the gradient of the tokens."""
+    def inputs(self, x: Tensor, experts: int, hidden: int) -> tuple[Tensor, ...]:
+        """The inputs of `MlpCall.forward`, of arguments that fit a layer of E and H. The first gets
+        the gradient of the tokens.
+        """
+        self._check(x, experts, hidden)
+        # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
         if self.x_scale is None:
             return x.contiguous(), self.probs
         # Autograd gives dx to the first input, so the receiver stands there.
         if self.dx_to is None or self.dx_to is x:
             return x, self.probs, self.x_scale
         return self.dx_to, self.probs, self.x_scale, x
+
+
+def tokens_among(inputs: tuple[Tensor, ...]) -> Tensor:
+    """x among what `Arrivals.inputs` gave."""
+    return inputs[3] if len(inputs) > 3 else inputs[0]
 
 
 def _check_token_gradient(x: Tensor, dx_to: Any) -> None:

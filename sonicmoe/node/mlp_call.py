@@ -20,7 +20,7 @@ from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, to_bfloat16
 from ..routing.build import route
 from ..weights.cache import Reading
-from .arrivals import Arrivals, GradientSource, gradient_from
+from .arrivals import Arrivals, GradientSource, gradient_from, tokens_among
 from .choices import Choices
 from .late_wgrad import WgradOffer, WgradWork
 from .layer_state import LayerState
@@ -107,10 +107,10 @@ class MlpCall(DifferentiableCall):
         return out, saved
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
+        x = tokens_among(inputs)
         if len(inputs) == 2:
-            return inputs[0]
-        codes = inputs[3] if len(inputs) > 3 else inputs[0]
-        tokens = checked_tokens(codes.detach(), inputs[2].detach())
+            return x
+        tokens = checked_tokens(x.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.dequantises else tokens
 
     def backward(
@@ -219,13 +219,10 @@ class MlpCall(DifferentiableCall):
 
 
 def call_on(
-    x: Tensor, arrived: Arrivals, state: LayerState, choices: Choices
-) -> tuple[MlpCall, tuple[Tensor, ...]]:
-    """One forward of the tokens x with everything that it and its backward need, and its inputs;
-    the arguments are checked first.
-    """
-    experts, hidden, _ = state.sizes
-    arrived.check(x, experts, hidden)
+    inputs: tuple[Tensor, ...], arrived: Arrivals, state: LayerState, choices: Choices
+) -> MlpCall:
+    """One forward of these inputs with everything that it and its backward need."""
+    x = tokens_among(inputs)
     with choices.scope() as scope:
         chosen = choices.engine(device_name(x), *arrived.form(x), arrived.recompute_z)
         engine, settings = chosen.engine, chosen.settings
@@ -235,10 +232,8 @@ def call_on(
         parameters = state.parameters.parameters()
         with advising("forward", settings):
             reading = state.weights.read(engine, settings, parameters, arrived.copies)
-    # Outside, so that autograd records the copy and gives the caller's x its gradient.
-    inputs = arrived.inputs(x)
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
-    call = MlpCall(
+    return MlpCall(
         state=state,
         config=scope,
         engine=engine,
@@ -253,4 +248,3 @@ def call_on(
         dout_source=arrived.dout_source,
         wgrad_offer=state.offer_for(parameters, runs_without),
     )
-    return call, inputs

@@ -260,7 +260,8 @@ class SonicMoEMlpNode(NodeUpkeep):
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
         arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies, recompute_z)
-        call, inputs = call_on(x, arrived, self._state, self._choices)
+        inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
+        call = call_on(inputs, arrived, self._state, self._choices)
         # Outside autograd nothing is saved for a backward that cannot come.
         wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
         if wanted and grad_enabled():
@@ -295,7 +296,8 @@ class SonicMoEMlpNode(NodeUpkeep):
         )
         # Weights are read as for training, also where the schedule has switched gradients off.
         with torch.enable_grad():
-            call, inputs = call_on(tokens, arrived, self._state, self._choices)
+            inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
+            call = call_on(inputs, arrived, self._state, self._choices)
         out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
