@@ -26,8 +26,8 @@ from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
 from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
+from ..jit.records import WARMED, read_records
 from ..jit.toolchain import find_toolkit
-from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 from .doctor_report import CacheState, FlagState, Progress, Report
 
@@ -203,7 +203,7 @@ def warmed_models(path: Path) -> tuple[str, ...]:
     of another layout is left out.
     """
     lines = []
-    for record in read_records(path):
+    for record in read_records(path, WARMED):
         try:
             model = ", ".join(f"{name}={value}" for name, value in record["model"].items())
             compilers = ", ".join(

@@ -34,6 +34,7 @@ from .files import FileFacts
 from .key import VERDICT, CompileKey, host_abi, package_versions
 from .manifest import MANIFEST, Artefact, utc_now
 from .plan import NEITHER, PRECISIONS, ModelSpec
+from .records import UNPACKED, read_records, write_record
 from .toolchain import find_toolkit
 
 LIST, CHECKSUM = "sonicmoe-pack.json", "sonicmoe-pack.sha256"
@@ -176,20 +177,27 @@ def unpack(path: Path, cache: CompileCache) -> Pack:
             # A pack of an earlier build may carry verdicts, which say nothing of this machine.
             if artefact.key.kernel != VERDICT:
                 cache.install(artefact.key, functools.partial(reader.extract, artefact))
-    _record(path, pack, cache)
+    content = {
+        "file": path.name,
+        "packed": pack.at,
+        "at": utc_now(),
+        "kernels": len(pack.artefacts),
+        "architectures": pack.architectures,
+        "versions": pack.versions,
+    }
+    # For `doctor`. Unpacked twice it is one record, because its name is the digest of the list.
+    write_record(cache, UNPACKED, hashlib.sha256(_text_of(pack)).hexdigest()[:16], content)
     return pack
 
 
 def unpacked_lines(root: Path) -> tuple[str, ...]:
     """A line for each pack that was unpacked into a cache directory."""
     lines = []
-    for record in sorted((root / "unpacked").glob("*.json")):
-        try:
-            found = json.loads(record.read_text(encoding="utf-8"))
+    for found in read_records(root, UNPACKED):
+        # A record of another version may have another layout.
+        with suppress(ValueError, KeyError, TypeError):
             kernels, archs = int(found["kernels"]), ", ".join(map(str, found["architectures"]))
             lines.append(f"{kernels} kernels for {archs} from {found['file']!r}, {found['at']!s}")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
     return tuple(lines)
 
 
@@ -372,25 +380,3 @@ def _appearing(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(FileNotFoundError):
             partial.unlink()
-
-
-def _record(path: Path, pack: Pack, cache: CompileCache) -> None:
-    """Note in the cache that these kernels came from a pack, for `doctor`."""
-    content = {
-        "file": path.name,
-        "packed": pack.at,
-        "at": utc_now(),
-        "kernels": len(pack.artefacts),
-        "architectures": pack.architectures,
-        "versions": pack.versions,
-    }
-    text = json.dumps(content, indent=1)
-    name = hashlib.sha256(_text_of(pack)).hexdigest()[:16]
-    for root in (cache.root, cache.local_root):
-        try:
-            (root / "unpacked").mkdir(parents=True, exist_ok=True)
-            with _appearing(root / "unpacked" / f"{name}.json") as out:
-                out.write(text.encode())
-            return
-        except OSError:
-            continue

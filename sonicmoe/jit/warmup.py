@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .. import __version__
 from .cache import CompileCache
-from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
 from .parallel import (
@@ -26,11 +21,10 @@ from .parallel import (
     ParallelBuild,
     Progress,
 )
-from .place import Place, Trust
 from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan
+from .records import WARMED, write_record
 from .slots import AUTO, HostSlots
 
-_WARMED = "warmed"  # the directory of records
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
 _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
 
@@ -164,24 +158,10 @@ def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> 
     # A warm-up of both precisions covers each of them. Selected kernels are covered by their own
     # record only.
     wanted = (precision,) if precision == SELECTED else (precision, BOTH)
-    candidates = (
-        _record_path(root, spec, name) for name in wanted for root in (cache.root, cache.local_root)
-    )
+    names = [f"{spec.digest(name)}.json" for name in wanted]
+    roots = (cache.root, cache.local_root)
+    candidates = (root / WARMED / name for name in names for root in roots)
     return next((path for path in candidates if path.is_file()), None)
-
-
-def read_records(root: Path) -> list[dict[str, Any]]:
-    """Every readable warm-up record of a cache directory: model, precision, versions, kernels,
-    time.
-    """
-    records: list[dict[str, Any]] = []
-    # A record is shown and never run, so it does not matter who wrote it.
-    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / _WARMED
-    with suppress(OSError, ValueError):
-        names = [name for name in files.names(folder) if name.endswith(".json")]
-        found = (files.read_json(folder / name) for name in names)
-        records.extend(record for record in found if isinstance(record, dict))
-    return records
 
 
 def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
@@ -200,14 +180,7 @@ def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> 
     ]
 
 
-def _record_path(root: Path, spec: ModelSpec, precision: str) -> Path:
-    return root / _WARMED / f"{spec.digest(precision)}.json"
-
-
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
-    """Write the record beside the artefacts, or on this node where the cache directory is read-only
-    or full.
-    """
     content = {
         "model": asdict(report.spec),
         "precision": report.precision,
@@ -216,16 +189,4 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
-    files, name = StoreFiles(), _record_path(Path(), report.spec, report.precision).name
-    for place in cache.places:
-        folder = place / _WARMED
-        # Named by process: two warm-ups of one model may end at the same time.
-        partial = folder / f"{name}.{os.getpid()}.partial"
-        try:
-            files.make_dir(folder)
-            files.write_text(partial, json.dumps(content, indent=1))
-            files.publish(partial, folder / name)
-            return (folder / name).path
-        except OSError:
-            continue
-    return None
+    return write_record(cache, WARMED, report.spec.digest(report.precision), content)

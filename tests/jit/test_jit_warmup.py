@@ -28,7 +28,8 @@ from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan
-from sonicmoe.jit.warmup import SELECTED, check, find_record, read_records, warm_up
+from sonicmoe.jit.records import WARMED, read_records
+from sonicmoe.jit.warmup import SELECTED, check, find_record, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
 SPEC = ModelSpec(8, 3072, 1536)
@@ -139,7 +140,7 @@ def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     report = warm_up(SPEC, cache, compile_jobs=[job])
     path = field.root / "warmed" / f"{SPEC.digest(SELECTED)}.json"
     assert report.record == path == find_record(SPEC, cache, SELECTED)
-    (record,) = read_records(field.root)
+    (record,) = read_records(field.root, WARMED)
     assert record["model"] == {
         "E": 8, "H": 3072, "I": 1536, "dtype": "bfloat16", "activation": "swiglu", "arch": "sm_90a",
         "activation_parameters": [],
@@ -155,7 +156,7 @@ def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     path.with_name("c.json").write_text("[]")
     (field.folder / "elsewhere.json").write_text("{}")
     path.with_name("d.json").symlink_to(field.folder / "elsewhere.json")
-    assert read_records(cache.root) == [record], "records that are none are left out"
+    assert read_records(cache.root, WARMED) == [record], "records that are none are left out"
 
 
 def test_record_writes_through_no_link(cache, field, jobs):
@@ -174,7 +175,7 @@ def test_a_second_precision_has_a_record_of_its_own(cache, field, jobs):
         warm_up(SPEC, cache, compile_jobs=WarmUpPlan((job,), precision))
         assert find_record(SPEC, cache, precision) is not None
         assert find_record(SPEC, cache, BOTH) is None
-    records = read_records(field.root)
+    records = read_records(field.root, WARMED)
     kernels = {record["precision"]: record["kernels"][0]["kernel"] for record in records}
     assert kernels == {"fp8": "fake_1", "bf16": "fake_2"}
 
