@@ -21,10 +21,7 @@ import platformdirs
 from .errors import ConfigError, expect
 
 # The limits of a container, of control groups version 2 and 1.
-_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 LIBRARY = "libnvidia-ml.so.1"  # every NVIDIA driver installs it
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 UNKNOWN = "unknown"

@@ -86,9 +86,7 @@ def warmup_jit(
     # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
     arch = chosen_arch(arch, capabilities_of_host() if compiles else ())
     spec = ModelSpec(E, H, I, dtype, kind.value, arch, own)
-    needed = WarmUpPlan((), NEITHER)
-    if compiles:
-        needed = _plan(spec, precision, config)
+    needed = _plan(spec, precision, config) if compiles else WarmUpPlan((), NEITHER)
     cache = default_cache(settings)
     report = warm_up(spec, cache, jobs=jobs, progress=progress, compile_jobs=needed)
     failed = [outcome.message for outcome in report.kernels if outcome.state == FAILED]

@@ -15,15 +15,8 @@ import torch
 from torch import nn
 
 from .engine.activations import activate, pre_activation_width
-from .enums import (
-    ActivationType,
-    KernelBackendMoE,
-    layer_parameters,
-    member_of,
-)
-from .enums import (
-    is_glu as is_gated,
-)
+from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
+from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect, refuse_unknown
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8

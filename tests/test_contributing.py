@@ -118,12 +118,7 @@ def test_a_new_architecture(tmp_path):
     assert gate == "('bf16_dgated', 'sm_110a', 'sm100')"
     # The page that lists what engines serve is asked to follow.
     page = "tests/engine/test_capabilities.py"
-    result = pytest_on(
-        tree,
-        page,
-        "-k",
-        "test_the_table_of_the_engines_is_that_of_the_records",
-    )
+    result = pytest_on(tree, page, "-k", "test_the_table_of_the_engines_is_that_of_the_records")
     assert result.returncode == 1, result.stdout
 
 

@@ -62,11 +62,7 @@ IDS = ["f.py::A::test[x]", "f.py::A::test[y::z]", "f.py::test[a::b]", "g.py::tes
 
 @pytest.mark.parametrize(
     "by,groups",
-    [
-        ("test", IDS),
-        ("class", ["f.py::A", "f.py::test", "g.py::test"]),
-        ("file", ["f.py", "g.py"]),
-    ],
+    [("test", IDS), ("class", ["f.py::A", "f.py::test", "g.py::test"]), ("file", ["f.py", "g.py"])],
 )
 def test_groups(by, groups):
     specification = importlib.util.spec_from_file_location("gpu_tests_alone", TOOL)

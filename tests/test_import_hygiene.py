@@ -210,14 +210,8 @@ def test_files_import_from_their_own_layer_and_below() -> None:
     ("source", "found"),
     [
         ("from ..engine import interface", ["sonicmoe/engine/interface.py"]),
-        (
-            "def f():\n    from ..weights.cache import WeightCache",
-            ["sonicmoe/weights/cache.py"],
-        ),
-        (
-            "from sonicmoe.diagnostics.formulas import compute",
-            ["sonicmoe/diagnostics/formulas.py"],
-        ),
+        ("def f():\n    from ..weights.cache import WeightCache", ["sonicmoe/weights/cache.py"]),
+        ("from sonicmoe.diagnostics.formulas import compute", ["sonicmoe/diagnostics/formulas.py"]),
         ("import ernie_compat.trainer", ["ernie_compat/trainer.py"]),
         ("from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch", []),
         ("if TYPE_CHECKING:\n    from ..engine import interface", []),

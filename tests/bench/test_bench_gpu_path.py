@@ -19,14 +19,7 @@ from sonicmoe.bench.runner import Effort, measure
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.steady import Stack, profile_steps, time_steps
 from sonicmoe.bench.sweep import sweep
-from sonicmoe.bench.tables import (
-    NONE,
-    kernel_table,
-    notes,
-    rate_table,
-    stage_table,
-    time_table,
-)
+from sonicmoe.bench.tables import NONE, kernel_table, notes, rate_table, stage_table, time_table
 from sonicmoe.bench.timing import measure_memory, profile_phases, time_phases
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant
 from sonicmoe.enums import EngineName

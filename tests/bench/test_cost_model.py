@@ -23,14 +23,7 @@ from sonicmoe.bench.floors import STEP_STAGES, floors
 from sonicmoe.bench.plots import plot_model
 from sonicmoe.bench.points import Point, SweepError, read_points
 from sonicmoe.bench.shapes import REFERENCE, Shape
-from sonicmoe.bench.sweep import (
-    GPU_EXPERTS,
-    GPU_WIDTHS,
-    MAX_BYTES,
-    grid,
-    needed_bytes,
-    sweep,
-)
+from sonicmoe.bench.sweep import GPU_EXPERTS, GPU_WIDTHS, MAX_BYTES, grid, needed_bytes, sweep
 from sonicmoe.bench.tables import residual_table, term_table
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main

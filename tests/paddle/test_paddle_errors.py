@@ -21,13 +21,7 @@ from ernie import (
 from framework import numpy, tensor
 
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import (
-    DTypeError,
-    FrameworkError,
-    LayoutError,
-    RoutingError,
-    ShapeError,
-)
+from sonicmoe.errors import DTypeError, FrameworkError, LayoutError, RoutingError, ShapeError
 from sonicmoe.interop import check_paddle_version
 
 
