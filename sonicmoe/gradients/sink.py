@@ -175,13 +175,15 @@ class GradientSink:
         anchor = targets.anchor
         with self.alone(anchor):
             # Two backwards may run on two streams and add into the same memory. Each waits, on the
-            # device, for the additions launched before it.
-            order: StreamOrder = self._order
+            # device, for the additions launched before it. Memory of this backward alone needs none
+            # of that.
+            order = self._order if batch.waits else None
             writes: AbstractContextManager[None] = nullcontext()
             if batch.is_direct:
                 order = self._direct = into_parameters(device_name(anchor))
                 writes = own_writes(batch.parameters)
-            order.enter(anchor)
+            if order is not None:
+                order.enter(anchor)
             try:
                 with plain_ops(), writes:
                     for _, memory in batch.fresh:
@@ -195,7 +197,8 @@ class GradientSink:
                 targets.adding = False
                 raise
             finally:
-                order.leave()
+                if order is not None:
+                    order.leave()
 
     def give_up(self, is_direct: bool = False) -> None:
         """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
