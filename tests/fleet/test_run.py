@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 from itertools import product
 
 import numpy as np
@@ -36,18 +35,6 @@ if IS_PADDLE:
 
 # Fleet's engine keeps z in BF16 unless it is told otherwise.
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
-
-
-def test_the_signature_is_fleets():
-    parameters = inspect.signature(run_sonic_moe).parameters
-    assert list(parameters) == [
-        "hidden_states", "topk_indices", "topk_scores", "K", "E", "w1", "w2", "fp8",
-        "tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config",
-        "release_fp8_weights", "activation_type",
-    ]  # fmt: skip
-    defaults = [p.default for p in parameters.values()][7:]
-    assert defaults == [False, None, None, None, None, False, ActivationType.SWIGLU]
-    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def result_of_the_node(problem, layout, **options):
@@ -184,6 +171,69 @@ class TestFp8Tokens:
         codes = quantised(wide.x).codes.requires_grad_()
         with pytest.raises(DTypeError, match="hidden_states in float8_e4m3fn wants a gradient"):
             Experts(wide, fp8=True).call(x=codes, fp8_scale=quantised(wide.x).scale_inv)
+
+
+RANKS, PADDING = 2, 5
+
+
+def columns(problem, rank):
+    """The experts of one rank: its columns of gate and up, and its rows of down."""
+    inner = problem.intermediate
+    own = np.arange(inner).reshape(RANKS, -1)[rank]
+    return problem.but(
+        up_gate=problem.up_gate[:, :, np.concatenate([own, inner + own])],
+        down=problem.down[:, own],
+    )
+
+
+def put_together(parts):
+    """`(dw1, dw2)` of all columns from those of every rank, grouped."""
+    halves = [np.split(dw1, 2, axis=2) for dw1, _ in parts]
+    gate, up = (np.concatenate([pair[i] for pair in halves], axis=2) for i in range(2))
+    return np.concatenate([gate, up], axis=2), np.concatenate([dw2 for _, dw2 in parts], axis=1)
+
+
+def padded(problem):
+    """As gathered: rows of no rank behind the tokens, without a slot and without weight, whatever
+    they hold.
+    """
+
+    def more(array, value):
+        return np.concatenate([array, np.full((PADDING, array.shape[1]), value, array.dtype)])
+
+    ids = np.where(problem.indices < problem.num_experts, problem.indices, -1)
+    return problem.but(
+        x=more(problem.x, np.nan),
+        dout=more(problem.dout, 0.0),
+        indices=more(ids, -1),
+        probs=more(np.where(ids < 0, 0.0, problem.probs), 0.0),
+    )
+
+
+@pytest.mark.parametrize(("fp8", "bound"), [(False, 0.01), (True, 0.09)], ids=["bf16", "fp8"])
+@each_layout
+def test_a_rank_of_the_allgather_dispatcher(layout, fp8, bound):
+    """Every rank holds all experts with 1/EP of their columns; the tokens of all ranks come padded,
+    ids int32, counts as an int32 tensor; outputs are summed by a reduce-scatter. The double has the
+    other dispatchers (`test_double.py`, `test_double_runs.py`).
+    """
+    problem = make_problem(hidden=128, intermediate=256, dtype=torch.bfloat16)
+    gathered, sums, parts = padded(problem), 0, []
+    for rank in range(RANKS):
+        mine = columns(gathered, rank)
+        experts = Experts(mine, layout, fp8=fp8)
+        counts = tensor(counts_of(mine)).to(torch.int32)
+        call = experts.call(counts=counts, index_dtype=torch.int32).backward()
+        absent = mine.indices < 0
+        assert (call.dprobs[absent] == 0.0).all()
+        assert not numpy(call.out)[-PADDING:].any() and not call.dx[-PADDING:].any()
+        sums = sums + np.array([numpy(call.out), call.dx])  # what the reduce-scatter adds
+        parts.append(experts.gradients())
+    wanted, tokens = golden(problem), problem.x.shape[0]
+    assert relative_rmse(sums[0][:tokens], wanted.out) < bound
+    assert relative_rmse(sums[1][:tokens], wanted.dx) < bound
+    for found, exact in zip(put_together(parts), (wanted.dw1, wanted.dw2), strict=True):
+        assert relative_rmse(found, exact) < bound
 
 
 class TestLayouts:

@@ -4,8 +4,6 @@ by element and in plain loops, and what can be bound and not used.
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 from fleet.naive_metadata import by_definition, drawn
@@ -72,17 +70,8 @@ def test_ids_of_other_ranks_and_both_index_dtypes(dtype):
     check(result, by_definition(indices, probs, 4, 128))
 
 
-def test_the_place_of_every_argument():
-    def names(function):
-        return [*inspect.signature(function).parameters]
-
-    first = ["dispatched_indices", "dispatched_probs", "tokens_per_expert", "E"]
-    assert names(deepep_topk_to_sonic_metadata) == [*first, "device", "block"]
-    scaled = names(deepep_topk_to_sonic_metadata_with_scales)
-    assert scaled[:8] == [*first, "raw_scales", "cols", "device", "block"]
-    given_names = ["dispatched_probs", "dispatched_indices", "naept", "TK", "TK_padded", "E"]
-    assert names(differentiable_router_scores) == [*given_names, "score_src_idx"]
-    assert names(scatter_router_scores_i32) == ["scores", "idx", "n_total"]
+def test_a_device_and_a_block_by_their_places():
+    """`test_symbols.py` has the names of all places."""
     indices, probs = drawn(5, 2, 3, 0)
     result = deepep_topk_to_sonic_metadata(*as_tensors(indices, probs), None, 3, "cuda", 1)
     check(result, by_definition(indices, probs, 3, 1))

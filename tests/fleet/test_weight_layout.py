@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 from framework import numpy, parameter, tensor, torch
@@ -93,9 +91,3 @@ def test_a_trainable_parameter_gives_a_plain_tensor():
 def test_other_shapes_are_refused(function, shape, needed):
     with pytest.raises(ShapeError, match=rf"weight has shape .*; needed: {needed}"):
         function(numbered(*shape))
-
-
-def test_signatures():
-    both = fused_grouped_w1_to_sonic, fused_sonic_w1_to_grouped
-    for function in (*both, fused_transpose_w2_layout):
-        assert [*inspect.signature(function).parameters] == ["weight"]
