@@ -25,7 +25,6 @@ from .interface import (
     zero_rows_unless,
     zero_where_not_here,
 )
-from .lost_ranks import raise_lost_rank
 from .side_stream import SideStream
 
 Tensor = torch.Tensor
@@ -126,10 +125,6 @@ class Route:
         # nothing.
         return combined, zero_where_not_here(dweights, self.topk_idx, transport.num_experts)
 
-    def explain(self, error: Exception, doing: str) -> None:
-        """Name the operation that lost a rank."""
-        _explain(self.transport, error, doing)
-
     def combine(self, out: Tensor) -> Tensor:
         return self.transport.combine(out.contiguous(), self.handle)[0]
 
@@ -175,7 +170,7 @@ class DispatchCall(DifferentiableCall):
         self.transport, self.topk_idx, self.forms, self.side = transport, topk_idx, forms, side
 
     def explain(self, error: Exception, during: str) -> None:
-        _explain(self.transport, error, "dispatch" if during == "forward" else "combine of dx")
+        self.transport.explain(error, "dispatch" if during == "forward" else "combine of dx")
 
     def forward(
         self, inputs: tuple[Tensor, ...], *, save: bool = False
@@ -222,7 +217,8 @@ class CombineCall(DifferentiableCall):
         self.route = route
 
     def explain(self, error: Exception, during: str) -> None:
-        self.route.explain(error, "combine" if during == "forward" else "dispatch of dout")
+        doing = "combine" if during == "forward" else "dispatch of dout"
+        self.route.transport.explain(error, doing)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool = False) -> tuple[Tensor, None]:
         """`[R, H]` -> `[T, H]`."""
@@ -289,12 +285,8 @@ class TransportDispatcher(Dispatcher):
             try:
                 return handle.combine(out.detach())
             except Exception as error:
-                handle.explain(error, "combine")
+                handle.transport.explain(error, "combine")
                 raise
-
-
-def _explain(transport: Transport, error: Exception, doing: str) -> None:
-    raise_lost_rank(error, doing, transport.name, transport.rank, transport.world_size)
 
 
 class LocalTransport(Transport):

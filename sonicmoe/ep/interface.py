@@ -19,6 +19,7 @@ from ..quant.format import BlockScaledTensor
 from ..refusals import need_dtype, need_shape, need_type
 from ..routing.ids import is_here
 from .fp8_rows import SentGradient
+from .lost_ranks import raise_lost_rank
 
 Tensor = torch.Tensor
 Tokens = Tensor | BlockScaledTensor
@@ -97,6 +98,10 @@ class Transport(ABC):
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.world_size
+
+    def explain(self, error: Exception, doing: str) -> None:
+        """Raise a `RankLostError` that names the operation, if `error` says that a rank is gone."""
+        raise_lost_rank(error, doing, self.name, self.rank, self.world_size)
 
     def check_quantised(self, hidden: int) -> None:  # noqa: B027  most send any
         """Refuse quantised rows of `hidden` columns where it cannot send them; called before the
