@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from engine.moe_golden import make_problem
 from fleet.fleet_calls import LAYOUTS, Experts
 from framework import IS_PADDLE, torch
+from pairwise import pairwise
 
 from sonicmoe import observe
 from sonicmoe.cli.main import main
@@ -29,7 +30,6 @@ else:
     Module = torch.nn.Module
 
 FRAMEWORK = ["--framework", "paddle" if IS_PADDLE else "torch"]
-MODES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,7 @@ def spoiled(array, *index):
     return array
 
 
-@MODES
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("held", [False, True], ids=["arguments", "model"])
+@pytest.mark.parametrize(("layout", "held", "fp8"), pairwise(LAYOUTS, [False, True], [False, True]))
 def test_a_weight_is_named_in_the_layout_that_it_has(layout, held, fp8):
     problem = make_problem()
     inner = problem.intermediate
@@ -74,7 +72,7 @@ def test_a_weight_is_named_in_the_layout_that_it_has(layout, held, fp8):
     assert f"first bad: input w1 = {name}{index} at expert 1: nan" in text
 
 
-@MODES
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_tokens_scores_and_the_gradient(fp8):
     problem = make_problem()
     here = (problem.indices >= 0) & (problem.indices < problem.num_experts)
@@ -88,8 +86,7 @@ def test_tokens_scores_and_the_gradient(fp8):
         assert words in found(lambda bad=bad: Experts(bad).call(fp8=fp8).backward())
 
 
-@MODES
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "fp8"), [("sonic", True), ("grouped", False)])
 def test_dumped_by_a_weight_captured_bisected_measured(layout, fp8, tmp_path):
     experts, other = Experts(make_problem(), layout), Experts(make_problem(), layout)
     path = tmp_path / "step.npz"
