@@ -26,7 +26,6 @@ from ernie import (
     golden,
     make_experts,
     make_node,
-    paddle,
     run,
 )
 from framework import numpy, tensor
@@ -107,19 +106,6 @@ def test_dispatched_tokens(rank, mode):
     assert not result.dprobs[batch.indices < 0].any()
 
 
-@pytest.mark.parametrize("alignment", [8, 128])
-def test_lists_rounded_up_to_expert_alignment(alignment):
-    """Only the list is padded, never the rows."""
-    batch = received(0)
-    node = make_node(experts_of(0))
-    exact, aligned = (
-        run(node, batch),
-        run(node, batch, counts=[-(-c // alignment) * alignment for c in batch.counts]),
-    )
-    for name in ("out", "dx", "dprobs"):
-        assert np.array_equal(getattr(exact, name), getattr(aligned, name)), name
-
-
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("mode", ["precise", "fp8"])
 def test_worst_case_rows_are_never_read(mode, garbage):
@@ -139,20 +125,6 @@ def test_worst_case_rows_are_never_read(mode, garbage):
         assert np.array_equal(getattr(padded, name)[:n], getattr(real, name)), name
         assert not getattr(padded, name)[n:].any(), name
     assert all(np.array_equal(a, b) for a, b in zip(padded_dw, real_dw, strict=True))
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_weights_of_other_ranks_slots_are_ignored(rank):
-    """ElasticBuffer delivers the source's raw weights at -1 slots: they must neither weight, nor
-    count, nor get a gradient.
-    """
-    batch = received(rank)
-    raw = np.where(batch.indices < 0, np.float32(0.61), batch.probs)
-    node = make_node(experts_of(rank))
-    legacy = run(node, batch)
-    elastic = run(node, Batch(batch.x, batch.indices, raw, batch.dout, batch.counts))
-    for name in ("out", "dx", "dprobs"):
-        assert np.array_equal(getattr(legacy, name), getattr(elastic, name)), name
 
 
 def global_batches():
@@ -189,41 +161,6 @@ def test_both_ranks_combined_equal_the_undispatched_layer():
     for name, actual in (("out", out), ("dx", dx), ("dprobs", dprobs)):
         assert_close(actual, getattr(wanted.results[0], name), PRECISE_BOUND, name)
     assert_weight_gradients(dw_up + dw_down, wanted.dw, PRECISE_BOUND)
-
-
-def test_row_order_is_kept():
-    """Row t of out belongs to row t of x: permuting the dispatched rows permutes out and dx,
-    nothing else.
-    """
-    batch = received(0)
-    order = np.random.default_rng(5).permutation(len(batch.x))
-    node = make_node(experts_of(0))
-    plain = run(node, batch)
-    shuffled = run(
-        node,
-        Batch(
-            batch.x[order],
-            batch.indices[order],
-            batch.probs[order],
-            batch.dout[order],
-            batch.counts,
-        ),
-    )
-    for name in ("out", "dx", "dprobs"):
-        assert_close(getattr(shuffled, name), getattr(plain, name)[order], 1e-6, name)
-
-
-def test_nan_in_a_token_stays_in_that_token():
-    batch = received(0)
-    x = batch.x.copy()
-    x[17] = np.nan
-    node = make_node(experts_of(0))
-    clean = run(node, batch)
-    with paddle.no_grad():
-        poisoned = numpy(node(tensor(x), batch.counts, tensor(batch.indices), tensor(batch.probs)))
-    others = np.arange(len(x)) != 17
-    assert np.isnan(poisoned[17]).all()
-    assert np.array_equal(poisoned[others], clean.out[others])
 
 
 def test_metadata_face_reads_the_same_tensors():

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 from paddle_face import SKIP_REASON
 
@@ -78,24 +77,9 @@ def refuses(error, words, call, *arguments):
 def python(*parts, **environment):
     """Run the parts as one script; its output is the failure message."""
     script = "\n".join(textwrap.dedent(part) for part in parts) + "\nprint('done')\n"
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SONIC", "COV_"))
-    }
-    clean |= {
-        "PYTHONPATH": str(ROOT),
-        "GLOG_minloglevel": "3",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=clean,
-        cwd=ROOT,
-        check=False,
-    )
+    env = {k: value for k, value in os.environ.items() if not k.startswith(("SONIC", "COV_"))}
+    env |= {"PYTHONPATH": str(ROOT), "GLOG_minloglevel": "3", "OMP_NUM_THREADS": "1", **environment}
+    done = processes.run(["-c", script], env, ROOT, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), f"{done.stdout}\n{done.stderr}"
 
 
