@@ -1,5 +1,5 @@
 """One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that
-sees both ranks' batches.
+sees both ranks' batches; and what two processes have to agree on.
 
 python parallel_worker.py RANK STORE_FILE
 """
@@ -20,8 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonicmoe import MoE, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.functional.call import make_plan, number_of
+from sonicmoe.layouts import WeightLayout
 
 RANKS, STEPS, H, I, E = 2, 3, 32, 48, 4
 
@@ -151,6 +154,15 @@ def check_expert_parallel(rank: int) -> None:
         torch.testing.assert_close(weight.grad.full_tensor(), gradient)
 
 
+def check_numbers_of_plans() -> None:
+    """Compilers keep graphs on disk: a number must not mean other settings in another process."""
+    halves = WeightLayout(split_half=True)
+    mine = [number_of(make_plan(ActivationType.GEGLU, halves, fp8)) for fp8 in (True, False, None)]
+    everybodys: list[list[int]] = [[]] * RANKS
+    dist.all_gather_object(everybodys, mine)
+    assert everybodys == [mine] * RANKS and len(set(mine)) == 3
+
+
 class Experts(torch.nn.Module):
     """A node over modules that FSDP2 shards; the same weights for everybody."""
 
@@ -252,6 +264,7 @@ def main() -> None:
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    check_numbers_of_plans()
     check_expert_parallel(rank)
     check_node(rank)
     # DDP first: a process that has sharded a module keeps no prepared weights.

@@ -4,9 +4,6 @@ and never stale weights.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch._dynamo.testing
 from framework import torch
@@ -277,26 +274,6 @@ def test_border_checks_speak_while_compiling():
         match="needed",
     ):
         layer(torch.zeros(3, 31))
-
-
-def test_numbers_of_plans_are_the_same_in_every_process():
-    """Compilers keep graphs on disk: a number must not mean other settings in the next process."""
-    script = (
-        "from sonicmoe.functional.call import make_plan, number_of\n"
-        "from sonicmoe.layouts import WeightLayout\n"
-        "from sonicmoe.enums import ActivationType\n"
-        "for fp8 in (True, False, None):\n"
-        "    print(number_of(make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)))\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    plans = [
-        make_plan(ActivationType.GEGLU, WeightLayout(split_half=True), fp8)
-        for fp8 in (True, False, None)
-    ]
-    assert [int(line) for line in process.stdout.split()] == [number_of(plan) for plan in plans]
-    assert len({number_of(plan) for plan in plans}) == 3
 
 
 def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):

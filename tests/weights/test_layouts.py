@@ -114,15 +114,6 @@ def test_user_gradients_are_fresh_at_every_size(half, hidden, name):
         assert (numpy(user) == 1).all(), gated
 
 
-def test_gate_and_up_are_not_exchanged():
-    """[g0 g1 | u0 u1] becomes g0 u0 g1 u1: the concatenated layout read as interleaved would be
-    nonsense without an error.
-    """
-    halves = WeightLayout(transposed=True, split_half=True)
-    native = halves.native_w1(tensor_of(np.array([[10.0, 11.0, 20.0, 21.0]])))
-    assert numpy(native).ravel().tolist() == [10, 20, 11, 21]
-
-
 @pytest.mark.parametrize("function", ["interleave_gate_up", "deinterleave_gate_up"])
 def test_an_odd_number_of_rows_is_refused(function):
     with pytest.raises(LayoutError, match=rf"{function} needs an even number of rows.*\(5, 2\)"):
