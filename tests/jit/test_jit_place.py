@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from forks import needs_root
 
 from sonicmoe.jit import place as place_module
 from sonicmoe.jit.place import Place, Trust, UntrustedPlaceError, who_can_write
@@ -15,9 +16,6 @@ from sonicmoe.jit.place import Place, Trust, UntrustedPlaceError, who_can_write
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 COLUMNS = (Trust.SHARED, Trust.ANYBODY, Trust.OWNER)
 STRANGER = 54321  # a user that need not exist
-needs_root = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root gives files to another user; no other test needs it"
-)
 
 
 def made(path, mode, owner=None):
