@@ -119,6 +119,7 @@ def engine_lines(report: Report) -> list[tuple[str, str]]:
     """What would run: one line for all ways of calling that get the same."""
     if not report.calls:
         return [("engine", "none")]
+    # Usually all ways get the same engine, and six equal lines would hide the one that differs.
     answers: dict[tuple[str, str], list[str]] = {}
     for state in report.calls:
         what = f"{state.engine} in {state.precision}" if state.engine else "none"
@@ -135,6 +136,7 @@ def device_line(report: Report) -> str:
         return "unknown: no framework"
     if report.device.gpu is None:
         return f"{report.device.name} (no GPU visible to {report.framework})"
+    # The number alone ("9.0") tells nobody which kernels such a GPU runs.
     major, minor = map(int, str(report.device.capability).split("."))
     return f"{report.device.name}: {report.device.gpu}, {describe((major, minor))}"
 

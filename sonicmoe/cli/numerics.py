@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..diagnostics.numerics import Result, Score
     from ..diagnostics.step_dump import StepDump
 
+# Each base recipe exists in every scale format, which `--scales` chooses.
 NAMES = [recipe.name for recipe in BASE_RECIPES]
 OPERANDS = (
     "x", "y1", "dout", "dz", "w1", "w2", "w1_dgrad", "w2_dgrad",
@@ -129,8 +130,8 @@ def numerics(
         list_recipes(recipes, as_json, markdown)
         return
     codes = [code for code in ZCode if not z or code.value in z]
+    # Sizes that no layer has, and files that hold no call, are refused before the import.
     problem = Sizes(**sizes)
-    # A bad file is refused before the first minute of work.
     from_files = [load_case(path) for path in captured]
     load_framework(framework)
     with Activity("numerics") as doing:

@@ -68,6 +68,7 @@ def cells(stats: StageStats) -> list[str]:
         f"{stats.finite:,}",
         f"{stats.nan:,}",
         f"{stats.inf:,}",
+        # A dash where there is nothing to tell: no bad element, no codes, nothing to compare with.
         "–" if stats.first_bad is None else str(list(stats.first_bad)),
         _figure(stats.low, ".3g"),
         _figure(stats.high, ".3g"),
@@ -82,6 +83,7 @@ def cells(stats: StageStats) -> list[str]:
 def verdict(report: Report) -> list[str]:
     """The lines to read before the table: cause, spread, and stages that were not shown."""
     lines = []
+    # The cause first: whoever reads one line only must read that one.
     if report.fault is not None:
         lines.append(str(report.fault))
         if report.fault.stage in _OUTSIDE:

@@ -36,6 +36,7 @@ def dump(layer: object, path: str | Path) -> None:
     Raises:
         DumpError: `path` cannot be written.
     """
+    # A node is no module: its calls are told by the state that they share.
     if isinstance(layer, SonicMoEMlpNode):
         layer.dump(path)
     else:

@@ -36,6 +36,7 @@ def calls_on(config: ResolvedConfig, device: str) -> list[CallState]:
         NODE: partial(_of_node, config),
         f'{NODE} with fp8_mode="perf"': partial(_of_node, config.replace(fp8_mode="perf")),
     }
+    # The ways that cannot be taken here at all, whatever engine there is.
     closed: dict[str, str] = {}
     if IS_PADDLE:
         closed = dict.fromkeys((FACE, MODELS), "under PyTorch alone")
@@ -63,6 +64,7 @@ def _of_node(config: ResolvedConfig) -> tuple[EngineSettings, EngineName]:
 
 
 def _of_face(use_fp8: bool | None) -> tuple[EngineSettings, EngineName]:
+    # Under Paddle there is no functional face to import.
     call = importlib.import_module("sonicmoe.functional.call")
     plan = call.make_plan(ActivationType.SWIGLU, NATIVE, use_fp8)
     return plan.settings, plan.engine

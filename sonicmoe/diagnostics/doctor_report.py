@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from .copies import PACKAGE_ROOT
 
+# Those of the self-test, in the order in which it runs and the screen shows them.
 PRECISIONS = ("bf16", "fp8")
 COMPILE_COMMAND = "sonicmoe doctor --self-test"
 Progress = Callable[[str], None]
 
 if TYPE_CHECKING:
+    # At run time these modules bind the package to a framework, and a report must not.
     from .engine_trials import EngineTrial, Gpu
     from .selftest import Device, TensorCheck
 

@@ -23,6 +23,7 @@ from ..host import driver_version
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of, index_of_gpu
 
+# Larger than those of the self-test: more than one tile and one block in every direction.
 H, I = 512, 256
 
 

@@ -5,7 +5,6 @@ problem of a trial (`engine.trial`) against fp64.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,9 +21,11 @@ from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob
 from ..routing.backends import arch_of
 from .golden_stages import TENSORS, golden_tensors
+from .stage_stats import closeness
 from .step_capture import to_numpy
 from .step_dump import Array, StepDump, StepSettings
 
+# Sizes that every engine takes, and the smallest of them, so that a host computes them at once.
 H, I = 256, 128
 
 # Least cosine, most relative RMSE. The worst of all recipes and z codes is 8.0 % (dprobs, e4m3 z);
@@ -92,6 +93,7 @@ class SelfTest:
 
     def _asked(self) -> Workload:
         config = self.config
+        # Only where it differs: a mode that was set keeps what else it decides ("mem").
         if config.fp8 != (self.precision == "fp8"):
             config = config.replace(fp8_mode="perf" if self.precision == "fp8" else "off")
         return Workload(EngineSettings.from_config(config, ActivationType.SWIGLU), H, I)
@@ -137,11 +139,8 @@ class SelfTest:
 
 def compare(precision: str, engine: str, name: str, computed: Array, wanted: Array) -> TensorCheck:
     """Cosine and relative RMSE of two arrays against the limits of the precision."""
-    norm = float(np.linalg.norm(wanted))
-    # A result of zeros has no direction: dividing by NaN makes the check fail instead of raising.
-    cosine = float((computed * wanted).sum() / (float(np.linalg.norm(computed)) * norm or math.nan))
-    error = float(np.linalg.norm(computed - wanted)) / norm
+    found = closeness(computed, wanted)
     least_cosine, most_error = LIMITS[precision]
-    return TensorCheck(
-        precision, engine, name, cosine, error, cosine >= least_cosine and error <= most_error
-    )
+    # Written so that NaN, which no comparison satisfies, does not pass.
+    passed = found["cosine"] >= least_cosine and found["rmse"] <= most_error
+    return TensorCheck(precision, engine, name, found["cosine"], found["rmse"], passed)
