@@ -7,25 +7,17 @@ from functools import partial
 
 import numpy as np
 import paddle
-from fleet.double import load, machine, model
+from fleet.double import load, model
 
-# The one that Fleet ships, which the double replaces by plain Paddle, and this package.
-ENGINES = ("fleets", "sonicmoe")
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 128, 64, 4, 2, 48  # H = 2I: only weight2 tells the layout
 
 
 @contextmanager
-def engine(name, loader="eager"):
-    """`paddlefleet` with the engine of that name: Fleet's on Blackwell, ours on Hopper."""
-    assert name in ENGINES
-    if name == "fleets":
-        with load(loader, on=machine.BLACKWELL) as fleet:
-            yield fleet
-        return
-
+def engine(loader="eager"):
+    """`paddlefleet` with this package as its engine."""
     from sonicmoe.ernie_compat import fleet as ours
 
-    with load(loader, on=machine.HOPPER, install=partial(ours.install, reference=True)) as fleet:
+    with load(loader, install=partial(ours.install, reference=True)) as fleet:
         try:
             yield fleet
         finally:

@@ -21,7 +21,7 @@ def main(rank, directory):
     paddle.distributed.init_parallel_env()
     group = paddle.distributed.get_group()
     results = {}
-    with cases.engine("sonicmoe") as fleet:
+    with cases.engine() as fleet:
         for form, changes in cases.RANK_FORMS.items():
             config = cases.config_of(fleet, **changes)
             layer = fleet.layer.MoELayer(config, group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import double_cases as cases
 import numpy as np
 import pytest
-from fleet.double import load, machine, model
+from fleet.double import load, model
 from worlds import TESTS, paddle_variables, run_world
 
 STEPS, TOKENS, LR = 100, 128, 1e-3
@@ -19,7 +19,7 @@ BOUNDS = {"bf16": 2e-4, "fp8": 2.5e-3}
 @pytest.mark.parametrize("loader", ["eager", "lazy"])
 def test_hopper_is_shut_out(loader):
     """What a team on Hopper meets without an installer."""
-    with load(loader, on=machine.HOPPER) as fleet:
+    with load(loader) as fleet:
         assert not fleet.ops.is_sonic_moe_available()
         assert fleet.fused_a2a.quantize_activation_blockscaled_fast is None
         assert fleet.expert._refresh_fp8_config is None
@@ -32,24 +32,10 @@ def test_hopper_is_shut_out(loader):
                 fleet.ops.load_sonic_moe()
 
 
-def test_lazy_loader_imports_on_demand():
-    import sonicmoe
-
-    with load("lazy", on=machine.BLACKWELL) as fleet:
-        with pytest.raises(RuntimeError, match="load_sonic_moe"):
-            import paddlefleet_ops.sonicmoe  # noqa: F401
-        assert fleet.expert._refresh_fp8_config is None
-        fleet.layer.MoELayer(cases.config_of(fleet), model.one_rank())
-        loaded = fleet.ops.sonicmoe
-        fleet.ops.load_sonic_moe()
-        assert fleet.ops.sonicmoe is loaded is not sonicmoe
-        assert fleet.expert.run_sonic_moe is loaded.run_sonic_moe
-
-
 @pytest.mark.parametrize("loader", ["eager", "lazy"])
 def test_this_package_on_hopper(loader):
     """A step in FP8 after `install()`, with either loader; without it Hopper is shut out again."""
-    with cases.engine("sonicmoe", loader) as fleet:
+    with cases.engine(loader) as fleet:
         assert fleet.ops.is_sonic_moe_available()
         trainer = model.sonic_trainer(fleet, cases.config_of(fleet, fp8="e4m3"))
         losses = [trainer.step(model.micro_batches(0, 2, 32)) for _ in range(3)]
@@ -57,7 +43,7 @@ def test_this_package_on_hopper(loader):
         assert fleet.expert.run_sonic_moe.__module__ == "sonicmoe.fleet.run"
         assert fleet.expert.fused_grouped_w1_to_sonic.__module__ == "sonicmoe.fleet.weight_layout"
         assert fleet.fused_a2a._SONIC_PACK_SCALE_WORDS_AVAILABLE
-    with load(loader, on=machine.HOPPER) as fleet:
+    with load(loader) as fleet:
         assert not fleet.ops.is_sonic_moe_available()
 
 
@@ -73,14 +59,14 @@ def losses_of(trainer, steps=STEPS, first=0, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def plain():
-    with cases.engine("fleets") as fleet:
+    with cases.engine() as fleet:
         return losses_of(model.plain_trainer(fleet, cases.config_of(fleet), lr=LR))
 
 
 @pytest.mark.trained
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_hundred_steps(plain, precision, record_property):
-    with cases.engine("sonicmoe") as fleet:
+    with cases.engine() as fleet:
         config = cases.config_of(fleet, **PRECISIONS[precision])
         found = losses_of(model.sonic_trainer(fleet, config, lr=LR))
     gap = found[-20:].mean() / plain[-20:].mean() - 1
@@ -92,7 +78,7 @@ def test_a_hundred_steps(plain, precision, record_property):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_is_the_uninterrupted_one(precision):
-    with cases.engine("sonicmoe") as fleet:
+    with cases.engine() as fleet:
         config = cases.config_of(fleet, **PRECISIONS[precision])
         trainer = model.sonic_trainer(fleet, config, lr=LR)
         losses_of(trainer, 3, tokens=32)
@@ -116,7 +102,7 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted():
-    with cases.engine("fleets") as fleet:
+    with cases.engine() as fleet:
         return {
             form: cases.plain_results(fleet, cases.config_of(fleet, **changes), cases.RANK_BATCHES)
             for form, changes in cases.RANK_FORMS.items()
@@ -147,7 +133,7 @@ def test_fp8_sends_half_the_bytes(ranks):
 
 @pytest.mark.parametrize("form", cases.RANK_FORMS)
 def test_shards_of_a_checkpoint_are_the_whole_weights(ranks, form):
-    with cases.engine("fleets") as fleet:
+    with cases.engine() as fleet:
         config = cases.config_of(fleet, **cases.RANK_FORMS[form])
         whole = model.initialise(model.PlainMoE(config, fleet.layer.TopKRouter))
         weights = [cases.as_numpy(w) for w in whole.grouped_gemm_experts.parameters()]

@@ -16,7 +16,7 @@ FP8 = {"fp8": "e4m3"}
 
 @pytest.fixture(scope="module")
 def fleet():
-    with cases.engine("sonicmoe") as modules:
+    with cases.engine() as modules:
         yield modules
 
 

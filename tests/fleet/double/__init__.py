@@ -2,7 +2,6 @@
 
     eager/, lazy/   `paddlefleet_ops` with either loader
     site/           `paddlefleet`: configuration, dispatch and combine, experts, layer, callback
-    vendored/       an engine that stands for the one that Fleet ships
     deep_ep.py      DeepEP's buffer over gloo
     optimizer.py    masters, fused buffers, storage that is given up
     reference.py    experts in plain Paddle
@@ -24,16 +23,15 @@ NAMES = ("paddlefleet", "paddlefleet_ops")
 
 
 @contextmanager
-def load(loader="eager", on=None, install=None):
-    """The modules of `paddlefleet` on the machine `on`; `install` is called once `paddlefleet_ops`
-    can be imported and before anything of `paddlefleet` is.
+def load(loader="eager", install=None):
+    """The modules of `paddlefleet`, on a Hopper GPU that Fleet's own engine refuses; `install` is
+    called once `paddlefleet_ops` can be imported and before anything of `paddlefleet` is.
     """
-    from fleet.double import machine, ops
+    from fleet.double import ops
 
     assert not of_fleet(), of_fleet()
-    before = sys.path[:], machine.current
+    before = sys.path[:]
     sys.path[:0] = [str(HERE / loader), str(HERE / "site")]
-    machine.current = machine.HOPPER if on is None else on
     try:
         if install is not None:
             install()
@@ -47,7 +45,7 @@ def load(loader="eager", on=None, install=None):
             callback=importlib.import_module("paddlefleet.trainer.trainer_callback"),
         )
     finally:
-        sys.path[:], machine.current = before
+        sys.path[:] = before
         sys.meta_path[:] = [
             finder
             for finder in sys.meta_path

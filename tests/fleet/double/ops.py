@@ -1,16 +1,14 @@
-"""What both loaders of the stub `paddlefleet_ops` share: the finder that blocks imports, and the
-import of the engine that lies in the folder of the ops.
+"""What both loaders of the stub `paddlefleet_ops` share: the finder that blocks imports, and why the
+engine that Fleet ships is blocked on this machine.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 
-VENDORED = Path(__file__).parent / "vendored"
+# Fleet asks Paddle and Python. Here it is said, because the answers of a CPU build would end every
+# path at its first question.
+HOPPER = "capability 10.0 (Blackwell) is needed, found (9, 0)"
 
 
 class HardwareIncompatibleBlocker(importlib.abc.MetaPathFinder):
@@ -23,33 +21,3 @@ class HardwareIncompatibleBlocker(importlib.abc.MetaPathFinder):
         for name, message in self.error_messages.items():
             if fullname == name or fullname.startswith(f"{name}."):
                 raise RuntimeError(message)
-
-
-@contextmanager
-def own_import(name, folder):
-    """Inside, the top-level package `name` is the one of `folder`; afterwards it is what it was."""
-
-    def those():
-        return [key for key in sys.modules if key == name or key.startswith(f"{name}.")]
-
-    before = {key: sys.modules.pop(key) for key in those()}
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for key in those():
-            del sys.modules[key]
-        sys.modules.update(before)
-
-
-def load_engine(name):
-    """Import the vendored top-level package and file it, with what it imported, under
-    `paddlefleet_ops.`.
-    """
-    with own_import(name, VENDORED):
-        module = importlib.import_module(name)
-        for key in list(sys.modules):
-            if key == name or key.startswith(f"{name}."):
-                sys.modules[f"paddlefleet_ops.{key}"] = sys.modules[key]
-    return module

@@ -45,17 +45,3 @@ def run_experts(x, indices, probs, w1, w2, activation):
         weight = paddle.gather_nd(probs, paddle.stack([rows, slots], -1)).unsqueeze(-1)
         out = paddle.scatter_nd_add(out, rows.unsqueeze(-1), y * weight)
     return out
-
-
-def grouped_w1(sonic):
-    """`[E, 2I, H]`, gate and up in turns -> `[E, H, 2I]` in halves."""
-    experts, inner, hidden = sonic.shape
-    turns = sonic.reshape([experts, inner // 2, 2, hidden])
-    return paddle.concat([turns[:, :, 0], turns[:, :, 1]], 1).transpose([0, 2, 1]).contiguous()
-
-
-def sonic_w1(grouped):
-    """`[E, H, 2I]` in halves -> `[E, 2I, H]`, gate and up in turns."""
-    experts, hidden, inner = grouped.shape
-    halves = grouped.transpose([0, 2, 1]).reshape([experts, 2, inner // 2, hidden])
-    return halves.transpose([0, 2, 1, 3]).reshape([experts, inner, hidden]).contiguous()

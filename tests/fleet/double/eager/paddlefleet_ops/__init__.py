@@ -1,13 +1,20 @@
-"""The stub with today's loader: what can run is imported here and now, what cannot is blocked."""
+"""The stub with today's loader: what can run would be imported here and now, what cannot is blocked."""
 
 import sys
 
 import paddle
-from fleet.double import deep_ep, machine, ops
+from fleet.double import deep_ep, ops
 
-_SONIC_MOE_AVAILABLE = not machine.current.why_not()
-blocked_import_messages = {}
+_SONIC_MOE_AVAILABLE = False
+blocked_import_messages = {
+    "paddlefleet_ops.sonicmoe": f"paddlefleet_ops.sonicmoe not supported: {ops.HOPPER}. "
+    "Set using_sonic_moe=False."
+}
 sys.modules["paddlefleet_ops.deep_ep"] = deep_ep
+sys.meta_path.insert(0, ops.HardwareIncompatibleBlocker(blocked_import_messages))
+# Fleet imports one more library under its proxy, and then switches every scope off.
+paddle.enable_compat(scope={"triton"}, silent=True)
+paddle.disable_compat()
 
 
 def is_sonic_moe_available():
@@ -16,22 +23,6 @@ def is_sonic_moe_available():
 
 def is_deep_ep_available():
     return True
-
-
-if machine.current.cuda_build:
-    if is_sonic_moe_available():
-        paddle.enable_compat(scope={"sonicmoe", "quack", "triton"}, silent=True)
-        sonicmoe = ops.load_engine("sonicmoe")
-    else:
-        reason = "; ".join(machine.current.why_not())
-        blocked_import_messages["paddlefleet_ops.sonicmoe"] = (
-            f"paddlefleet_ops.sonicmoe not supported: {reason}. Set using_sonic_moe=False."
-        )
-    if blocked_import_messages:
-        sys.meta_path.insert(0, ops.HardwareIncompatibleBlocker(blocked_import_messages))
-    # Fleet imports one more library under its proxy, and then switches every scope off.
-    paddle.enable_compat(scope={"triton"}, silent=True)
-    paddle.disable_compat()
 
 
 def __getattr__(name):

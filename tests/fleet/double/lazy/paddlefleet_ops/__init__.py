@@ -5,12 +5,16 @@ blocked until then.
 import sys
 
 import paddle
-from fleet.double import deep_ep, machine, ops
+from fleet.double import deep_ep, ops
 
-_SONIC_MOE_AVAILABLE = not machine.current.why_not()
-_LOADED = False
-blocked_import_messages = {}
+_SONIC_MOE_AVAILABLE = False
+blocked_import_messages = {
+    "paddlefleet_ops.sonicmoe": f"paddlefleet_ops.sonicmoe not supported: {ops.HOPPER}"
+}
 sys.modules["paddlefleet_ops.deep_ep"] = deep_ep
+sys.meta_path.insert(0, ops.HardwareIncompatibleBlocker(blocked_import_messages))
+paddle.enable_compat(scope={"triton"}, silent=True)
+paddle.disable_compat()
 
 
 def is_sonic_moe_available():
@@ -22,30 +26,8 @@ def is_deep_ep_available():
 
 
 def load_sonic_moe():
-    """Import the engine at its first call; nothing at any later one."""
-    global _LOADED, sonicmoe
-    if _LOADED:
-        return
-    if not is_sonic_moe_available():
-        raise RuntimeError(blocked_import_messages["paddlefleet_ops.sonicmoe"])
-    paddle.enable_compat(scope={"sonicmoe", "quack", "triton"}, silent=True)
-    try:
-        blocked_import_messages.pop("paddlefleet_ops.sonicmoe", None)
-        sonicmoe = ops.load_engine("sonicmoe")
-    finally:
-        paddle.disable_compat()
-    _LOADED = True
-
-
-if machine.current.cuda_build:
-    blocked_import_messages["paddlefleet_ops.sonicmoe"] = (
-        "paddlefleet_ops.sonicmoe is imported on demand: call load_sonic_moe() first"
-        if is_sonic_moe_available()
-        else f"paddlefleet_ops.sonicmoe not supported: {'; '.join(machine.current.why_not())}"
-    )
-    sys.meta_path.insert(0, ops.HardwareIncompatibleBlocker(blocked_import_messages))
-    paddle.enable_compat(scope={"triton"}, silent=True)
-    paddle.disable_compat()
+    """Where the machine could run it, the import of the engine, once."""
+    raise RuntimeError(blocked_import_messages["paddlefleet_ops.sonicmoe"])
 
 
 def __getattr__(name):
