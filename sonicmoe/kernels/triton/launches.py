@@ -26,13 +26,22 @@ IS_INTERPRETED = bool(knobs.runtime.interpret)
 EXPERTS_AT_ONCE = 512  # ends of experts that a program of `index_rows` compares at a time
 SUM_ROWS, SUM_COLUMNS = 32, 128  # of a program's tile in the kernels that sum
 ADDRESSES = 8  # arguments of one launch of `write_addresses`
+# Products over rows in expert order. Two of them are one kernel: no epilogue tells them apart.
+_GEMMS = {
+    "up": gemms.up,
+    "down": gemms.rows_product,
+    "dgrad": gemms.rows_product,
+    "dgated": gemms.dgated,
+}
+
+Arguments = tuple[Any, ...]
 
 
 class Call(NamedTuple):
     """A kernel, its arguments and its options; `programs`: how many it is launched with."""
 
     kernel: Any
-    arguments: tuple[Any, ...]
+    arguments: Arguments
     options: Mapping[str, Any]
     programs: tuple[int, ...]
 
@@ -111,22 +120,24 @@ class Calls:
 
     def up(self, x: Any, w1: Any, bias: Any, z: Any, y1: Any, of: Rows) -> Call:
         """x `[T, H]`, w1 `[E, N1, H]` -> z `[R, N1]`, y1 `[R, I]`, each unless None."""
-        width, tiling = self.shape.n1, self.tiling("up")
+        width = self.shape.n1
         constants = {"H": self.shape.hidden, "WIDTH": width, **self._activation()}
         arguments = (x, w1, bias, z, y1, of.index, of.tile_expert, of.cu_rows, of.num_experts)
-        return self._gemm(gemms.up, arguments, constants, tiling, of.num_rows, width)
+        return self._gemm("up", arguments, constants, width, of)
 
     def down(self, y1: Any, w2: Any, bias: Any, y2: Any, of: Rows) -> Call:
         """y1 `[R, I]`, w2 `[E, H, I]` -> y2 `[R, H]`."""
         depth, width = self.shape.intermediate, self.shape.hidden
         constants = {"DEPTH": depth, "WIDTH": width, "PARTS": 1, "TRANSPOSED": False}
-        return self._rows_product("down", y1, w2, bias, y2, of, constants)
+        arguments = (y1, w2, bias, y2, of.tile_expert, of.cu_rows, of.num_experts)
+        return self._gemm("down", arguments, constants, width, of)
 
     def dgrad(self, dz: Any, w1: Any, dx_rows: Any, of: Rows) -> Call:
         """dz `[R, parts, I]`, w1 `[E, N1, H]` -> dx_rows `[R, H]`."""
         depth, width = self.shape.intermediate, self.shape.hidden
         constants = {"DEPTH": depth, "WIDTH": width, "PARTS": self.shape.parts, "TRANSPOSED": True}
-        return self._rows_product("dgrad", dz, w1, None, dx_rows, of, constants)
+        arguments = (dz, w1, None, dx_rows, of.tile_expert, of.cu_rows, of.num_experts)
+        return self._gemm("dgrad", arguments, constants, width, of)
 
     def dgated(
         self, dout: Any, w2: Any, z: Any, dz: Any, y1s: Any, prob: Any, partials: Any, of: Rows
@@ -134,11 +145,11 @@ class Calls:
         """dout `[T, H]`, w2, z, prob fp32 `[R]` -> dz `[R, parts, I]`, y1s `[R, I]`, partials fp32
         `[dprob_tiles, R]`.
         """
-        width, tiling = self.shape.intermediate, self.tiling("dgated")
+        width = self.shape.intermediate
         constants = {"H": self.shape.hidden, "I": width, **self._activation()}
         tensors = (dout, w2, z, dz, y1s, prob, partials, of.index, of.tile_expert, of.cu_rows)
         arguments = (*tensors, of.num_experts, of.num_rows)
-        return self._gemm(gemms.dgated, arguments, constants, tiling, of.num_rows, width)
+        return self._gemm("dgated", arguments, constants, width, of)
 
     def wgrad_up(self, x: Any, dz: Any, place: Place, of: Rows) -> Call:
         """x `[T, H]`, dz `[R, parts, I]` -> dw1 `[E, parts, I, H]`, in any layout."""
@@ -199,28 +210,8 @@ class Calls:
         kind = self.shape.activation
         return {"KIND": kind.value, "P0": first, "P1": second, "GATED": is_glu(kind)}
 
-    def _rows_product(
-        self,
-        product: str,
-        a: Any,
-        weights: Any,
-        bias: Any,
-        out: Any,
-        of: Rows,
-        constants: dict[str, Any],
-    ) -> Call:
-        arguments = (a, weights, bias, out, of.tile_expert, of.cu_rows, of.num_experts)
-        tiling, width = self.tiling(product), self.shape.hidden
-        return self._gemm(gemms.rows_product, arguments, constants, tiling, of.num_rows, width)
-
     def _wgrad(
-        self,
-        product: str,
-        left: Any,
-        right: Any,
-        place: Place,
-        of: Rows,
-        constants: dict[str, Any],
+        self, product: str, left: Any, right: Any, place: Place, of: Rows, constants: dict[str, Any]
     ) -> Call:
         tiling = self.tiling(product)
         tabled = place.addresses is not None
@@ -239,23 +230,18 @@ class Calls:
         return self._call(gemms.wgrad, arguments, constants, tiling, programs)
 
     def _gemm(
-        self,
-        kernel: Any,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        tiling: Tiling,
-        num_rows: int,
-        width: int,
+        self, product: str, arguments: Arguments, constants: dict[str, Any], width: int, of: Rows
     ) -> Call:
+        tiling = self.tiling(product)
         # As many programs as the rows that memory was made for have tiles. Fewer may be in use;
         # the device knows, and the programs behind them do nothing.
-        tiles = _tiles(num_rows, tiling.m) * tiling.tiles(width)
-        return self._call(kernel, arguments, constants, tiling, tiles)
+        tiles = _tiles(of.num_rows, tiling.m) * tiling.tiles(width)
+        return self._call(_GEMMS[product], arguments, constants, tiling, tiles)
 
     def _call(
         self,
         kernel: Any,
-        arguments: tuple[Any, ...],
+        arguments: Arguments,
         constants: dict[str, Any],
         tiling: Tiling,
         programs: int,
