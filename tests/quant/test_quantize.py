@@ -68,6 +68,23 @@ def as_fp32(value):
     return numpy(value).astype(np.float32)
 
 
+def one_block(values):
+    return np.float32(values).reshape(1, -1)
+
+
+def assert_equal_codes(found, wanted):
+    """Codes and scales of two quantised tensors are the same."""
+    np.testing.assert_array_equal(code_bits(found), code_bits(wanted))
+    scales = (bits(as_fp32(q.scale_inv)) for q in (found, wanted))
+    np.testing.assert_array_equal(*scales)
+
+
+def assert_same_row(values, code, scale_format, width=None):
+    """`assert_same_bits` of values in one row, in blocks of `width`, or all in one."""
+    block = BlockShape(1, width or len(values))
+    return assert_same_bits(tensor(one_block(values)), block, code, scale_format)
+
+
 def assert_same_bits(x, block, code, scale_format):
     """`x`: a tensor of the framework; returns its quantisation after comparing it with the naive
     one.
@@ -151,22 +168,11 @@ def test_rounding_ties_go_to_the_even_code(scale_format):
     step.
     """
     ties = np.concatenate([naive.E4M3_MIDPOINTS, -naive.E4M3_MIDPOINTS]).astype(np.float32)
-    values = np.concatenate(
-        [
-            ties,
-            np.nextafter(ties, np.float32(np.inf)),
-            np.nextafter(ties, np.float32(-np.inf)),
-            [448.0],
-        ]
-    )
-    q = assert_same_bits(
-        tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format
-    )
+    beside = (np.nextafter(ties, np.float32(towards)) for towards in (np.inf, -np.inf))
+    q = assert_same_row(np.concatenate([ties, *beside, [448.0]]), Code.E4M3, scale_format)
     assert (code_bits(q)[0, : len(ties)] % 2 == 0).all()
     halves = np.arange(-126.5, 127, 1.0, dtype=np.float32)
-    q = assert_same_bits(
-        tensor(np.append(halves, 127.0).reshape(1, -1)), BlockShape(1, 255), Code.INT8, scale_format
-    )
+    q = assert_same_row(np.append(halves, 127.0), Code.INT8, scale_format)
     assert (code_bits(q)[0, : len(halves)] % 2 == 0).all()
 
 
@@ -180,25 +186,17 @@ def test_values_a_rounding_away_from_a_tie_have_the_naive_bits(code, scale_forma
     amax = rng.uniform(1.0, 2.0, (1500, 1)).astype(np.float32)
     midpoints = naive.E4M3_MIDPOINTS[60:] if code is Code.E4M3 else np.arange(60) + 0.5
     near = (rng.choice(midpoints, (1500, 3)) * (amax / code.max)).astype(np.float32)
-    assert_same_bits(
-        tensor(np.concatenate([amax, near], axis=1)), BlockShape(1, 4), code, scale_format
-    )
+    x = tensor(np.concatenate([amax, near], axis=1))
+    assert_same_bits(x, BlockShape(1, 4), code, scale_format)
 
 
 def test_every_e4m3_code_survives_decoding_and_encoding():
     every = np.arange(256, dtype=np.uint8)
     codes = tensor(every.astype(np.int64)).to(torch.uint8).view(torch.float8_e4m3fn)
-    values = dequantize(
-        BlockScaledTensor(
-            codes.reshape([1, 256]),
-            tensor(np.ones((1, 1), np.float32)),
-            BlockShape(1, 256),
-            Code.E4M3,
-        )
-    )
-    np.testing.assert_array_equal(
-        bits(as_fp32(values)), bits([[naive.decode_e4m3(int(code)) for code in every]])
-    )
+    one, block = tensor(np.ones((1, 1), np.float32)), BlockShape(1, 256)
+    values = dequantize(BlockScaledTensor(codes.reshape([1, 256]), one, block, Code.E4M3))
+    wanted = [[naive.decode_e4m3(int(code)) for code in every]]
+    np.testing.assert_array_equal(bits(as_fp32(values)), bits(wanted))
     back = numpy(encode_e4m3(values).view(torch.uint8))
     expected = np.where(every == 0xFF, 0x7F, every)  # NaN has no sign to keep
     np.testing.assert_array_equal(back[0], expected)
@@ -208,8 +206,8 @@ def test_every_e4m3_code_survives_decoding_and_encoding():
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**60])
 def test_every_finite_e4m3_code_survives_quantization(scale, scale_format):
     finite = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
-    values = np.float32([naive.decode_e4m3(int(code)) * scale for code in finite])
-    q = quantize(tensor(values.reshape(1, -1)), BlockShape(1, len(values)), Code.E4M3, scale_format)
+    values = one_block([naive.decode_e4m3(int(code)) * scale for code in finite])
+    q = quantize(tensor(values), BlockShape(1, len(finite)), Code.E4M3, scale_format)
     np.testing.assert_array_equal(code_bits(q)[0], finite)
 
 
@@ -220,11 +218,9 @@ def test_quantizing_the_dequantized_changes_nothing(block, code, scale_format):
     once = quantize(tensor(wide_range((150, 300), seed=4)), block, code, scale_format)
     twice = quantize(dequantize(once), block, code, scale_format)
     np.testing.assert_array_equal(bits(as_fp32(dequantize(twice))), bits(as_fp32(dequantize(once))))
-    if (
-        scale_format is ScaleFormat.FP32
-    ):  # a power-of-two scale may halve when the largest value was rounded down onto half its range
-        np.testing.assert_array_equal(code_bits(twice), code_bits(once))
-        np.testing.assert_array_equal(bits(as_fp32(twice.scale_inv)), bits(as_fp32(once.scale_inv)))
+    # A power-of-two scale may halve when the largest value was rounded down onto half its range.
+    if scale_format is ScaleFormat.FP32:
+        assert_equal_codes(twice, once)
 
 
 @both
@@ -300,16 +296,12 @@ any_float = st.floats(width=32)
 quick = settings(max_examples=200, deadline=None)
 
 
-def one_block(values):
-    return np.float32(values).reshape(1, -1)
-
-
 @quick
 @given(
     st.lists(any_float, min_size=1, max_size=24), st.sampled_from(CODES), st.sampled_from(SCALES)
 )
 def test_any_row_has_the_naive_bits(values, code, scale_format):
-    assert_same_bits(tensor(one_block(values)), BlockShape(1, 8), code, scale_format)
+    assert_same_row(values, code, scale_format, width=8)
 
 
 @quick
@@ -322,11 +314,8 @@ def test_error_of_every_element_is_bounded(values, code, scale_format):
     q = quantize(tensor(x), BlockShape(1, x.shape[1]), code, scale_format)
     scale = float(numpy(q.scale_inv)[0, 0])
     error = np.abs(numpy(dequantize(q)) - x.astype(np.float64))
-    bound = (
-        np.maximum(np.abs(x) / 16, scale * 2.0**-10)
-        if code is Code.E4M3
-        else np.full(x.shape, scale / 2)
-    )
+    e4m3 = code is Code.E4M3
+    bound = np.maximum(np.abs(x) / 16, scale * 2.0**-10) if e4m3 else np.full(x.shape, scale / 2)
     assert (error <= bound * (1 + 1e-5) + np.abs(x) * 2.0**-21).all()
 
 
@@ -382,20 +371,11 @@ def test_a_gpu_is_not_asked_for_nan_and_gives_the_same_bits(held, monkeypatch):
             patch.setattr(reference, "is_cuda", lambda _: True)
             patch.setattr(type(x), "any", None)
             unasked = quantize(x, BlockShape(1, 4), code)
-        np.testing.assert_array_equal(code_bits(unasked), code_bits(asked))
-        np.testing.assert_array_equal(
-            bits(as_fp32(unasked.scale_inv)), bits(as_fp32(asked.scale_inv))
-        )
+        assert_equal_codes(unasked, asked)
 
 
 def test_the_floor_is_where_the_naive_quantizer_puts_it():
     assert float(naive.AMAX_FLOOR) == AMAX_FLOOR
-
-
-def test_storage_is_one_type():
-    assert isinstance(
-        quantize(tensor(np.ones((1, 4), np.float32)), BlockShape(1, 4)), BlockScaledTensor
-    )
 
 
 ROW = BlockShape(1, 4).along(Line.ROW)

@@ -32,12 +32,10 @@ def distinct_probs(indices, num_experts, invalid=np.nan):
     """A different probability in every slot, so that no permutation goes unnoticed; `invalid` where
     nothing is routed.
     """
-    probs = (1 + np.arange(indices.size, dtype=np.float32).reshape(indices.shape)) / np.float32(
-        indices.size + 1
-    )
-    return np.where((indices >= 0) & (indices < num_experts), probs, np.float32(invalid)).astype(
-        np.float32
-    )
+    number = np.arange(indices.size, dtype=np.float32).reshape(indices.shape)
+    probs = (1 + number) / np.float32(indices.size + 1)
+    here = (indices >= 0) & (indices < num_experts)
+    return np.where(here, probs, np.float32(invalid)).astype(np.float32)
 
 
 def build(indices, probs, num_experts, counts=None, **options):
@@ -113,15 +111,10 @@ def test_rows_and_slots_are_inverse_and_padding_is_marked(dispatch):
     for expert, (first, count, padded) in enumerate(metadata.expert_slices()):
         assert first % alignment == 0
         assert padded % alignment == 0
-        assert np.array_equal(
-            np.flatnonzero(row_slot[first : first + padded] >= 0), np.arange(count)
-        )
-        assert np.array_equal(
-            indices.ravel()[row_slot[first : first + count]], np.full(count, expert)
-        )
-        assert (np.diff(row_slot[first : first + count]) > 0).all(), (
-            "rows of an expert are not in token order"
-        )
+        own, filled = row_slot[first : first + count], row_slot[first : first + padded] >= 0
+        assert np.array_equal(np.flatnonzero(filled), np.arange(count))
+        assert np.array_equal(indices.ravel()[own], np.full(count, expert))
+        assert (np.diff(own) > 0).all(), "rows of an expert are not in token order"
 
 
 @pytest.mark.parametrize("alignment", [128, 256, 512])
@@ -140,9 +133,8 @@ def test_counts_around_the_tile(counts, alignment):
 @pytest.mark.parametrize("topk", range(1, 9))
 def test_every_topk(topk):
     rng = np.random.default_rng(topk)
-    indices = np.stack([rng.permutation(12)[:topk] for _ in range(50)]).astype(
-        np.int64
-    )  # 4 of 12 experts are not here
+    indices = np.stack([rng.permutation(12)[:topk] for _ in range(50)]).astype(np.int64)
+    # 4 of 12 experts are not here.
     check(np.where(indices < 8, indices, -1), 8)
 
 
@@ -161,9 +153,8 @@ def test_every_sentinel_in_every_position_is_the_same(sentinel, position):
     indices = np.stack([rng.permutation(4)[:3] for _ in range(40)]).astype(np.int64)
     indices[::2, position] = sentinel
     metadata = check(indices, 4)
-    with_minus_one = build(
-        np.where(indices == sentinel, -1, indices), np.zeros((40, 3), np.float32), 4
-    )
+    marked = np.where(indices == sentinel, -1, indices)
+    with_minus_one = build(marked, np.zeros((40, 3), np.float32), 4)
     assert np.array_equal(numpy(metadata.slot_row), numpy(with_minus_one.slot_row))
 
 
@@ -183,10 +174,8 @@ def test_invalid_slots_decide_by_index_not_by_probability():
 
 def test_repeated_builds_are_equal_and_inputs_stay():
     rng = np.random.default_rng(0)
-    indices, probs = (
-        tensor(rng.integers(-1, 6, (200, 4))),
-        tensor(rng.random((200, 4)), torch.float32),
-    )
+    indices = tensor(rng.integers(-1, 6, (200, 4)))
+    probs = tensor(rng.random((200, 4)), torch.float32)
     before = numpy(indices).copy(), numpy(probs).copy()
     first, second = build_routing(indices, probs, 5), build_routing(indices, probs, 5)
     for one, other in zip(first.tensors(), second.tensors(), strict=True):
@@ -240,19 +229,14 @@ def test_every_element_is_written():
 
 def test_counts_on_host_reads_the_tensor_when_the_builder_did_not_know():
     metadata = build(np.array([[0], [2], [2]]), np.ones((3, 1), np.float32), 3)
-    numbers = {
-        name: getattr(metadata, name)
-        for name in ("num_tokens", "topk", "num_experts", "alignment", "num_rows")
-    }
+    names = "num_tokens", "topk", "num_experts", "alignment", "num_rows"
+    numbers = {name: getattr(metadata, name) for name in names}
     tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, metadata.tensors(), strict=True))
     blind = RoutingMetadata(**numbers, **tensors)
     assert blind.host_counts is None
     assert blind.counts_on_host() == (1, 0, 2)
-    assert (
-        blind.expert_slices()
-        == metadata.expert_slices()
-        == [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
-    )
+    slices = [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
+    assert blind.expert_slices() == metadata.expert_slices() == slices
 
 
 @pytest.mark.parametrize(
