@@ -66,23 +66,16 @@ class ReferenceEngine(Engine):
                 return EngineWeights(
                     w1.detach(), w2.detach(), w1.detach(), w2.detach(), _fp32(b1), _fp32(b2)
                 )
-            w1_forward, w2_forward = (
-                quantize_operand(w1, recipe.w1, recipe),
-                quantize_operand(w2, recipe.w2, recipe),
-            )
+            w1_forward = quantize_operand(w1, recipe.w1, recipe)
+            w2_forward = quantize_operand(w2, recipe.w2, recipe)
             # Square blocks serve both directions, and the same object then says so. Other blocks
             # run along the contracted axis, which dgrad exchanges, so the weight is quantised a
             # second time.
-            w1_dgrad = (
-                w1_forward
-                if recipe.w1_dgrad == recipe.w1
-                else quantize_operand(w1, recipe.w1_dgrad, recipe)
-            )
-            w2_dgrad = (
-                w2_forward
-                if recipe.w2_dgrad == recipe.w2
-                else quantize_operand(w2, recipe.w2_dgrad, recipe)
-            )
+            w1_dgrad, w2_dgrad = w1_forward, w2_forward
+            if recipe.w1_dgrad != recipe.w1:
+                w1_dgrad = quantize_operand(w1, recipe.w1_dgrad, recipe)
+            if recipe.w2_dgrad != recipe.w2:
+                w2_dgrad = quantize_operand(w2, recipe.w2_dgrad, recipe)
             return EngineWeights(w1_forward, w2_forward, w1_dgrad, w2_dgrad, _fp32(b1), _fp32(b2))
 
     def forward(

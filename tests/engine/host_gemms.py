@@ -232,9 +232,9 @@ class MxGemms(Gemms):
 
     def _wgrad(self, left, right, dw, cu_rows, halves):
         for e, own, atoms in self.experts(cu_rows):
-            one, other = (
-                decoded(q[0][own].T.contiguous(), q[1][:, atoms].contiguous())
-                for q in (left, right)
+            turned = (
+                (q[0][own].T.contiguous(), q[1][:, atoms].contiguous()) for q in (left, right)
             )
+            one, other = itertools.starmap(decoded, turned)
             product = one @ other.T
             dw[e] += torch.cat([product[0::2], product[1::2]]) if halves else product

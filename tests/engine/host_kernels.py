@@ -127,10 +127,8 @@ def gather_gated_gemm(
     if store_z and str(z.dtype) == "bfloat16":
         at(z, "bfloat16", out.shape)[: offsets[-1]] = out[: offsets[-1]].to(torch.bfloat16)
     elif store_z:
-        found, scales = (
-            at(z, "int8|uint8", out.shape),
-            at(z_scale, "float32", (r, blocks(int(out.shape[1])))),
-        )
+        found = at(z, "int8|uint8", out.shape)
+        scales = at(z_scale, "float32", (r, blocks(int(out.shape[1]))))
         q = quantize(out, BY_ROWS, Code.INT8)
         found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
         scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
@@ -256,15 +254,12 @@ def gather_transpose_codes(
 
 def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
     """`(expert, gradient [M, N])` of the experts that have rows; `size`: E, M, N."""
-    left, right = (
-        values(
-            codes,
-            scale,
-            BlockShape(128, 256 if scale.shape[0] < blocks(codes.shape[0]) else 128),
-            orientation=Orientation.COLUMNS,
-        )
-        for codes, scale in ((a, a_scale), (b, b_scale))
-    )
+
+    def operand(codes, scale):
+        rows = 256 if scale.shape[0] < blocks(codes.shape[0]) else 128
+        return values(codes, scale, BlockShape(128, rows), orientation=Orientation.COLUMNS)
+
+    left, right = operand(a, a_scale), operand(b, b_scale)
     experts, *matrix = size
     assert matrix == [left.shape[1], right.shape[1]] and left.shape[0] == right.shape[0]
     offsets = at(padded_offsets, "int64", [experts + 1]).tolist()

@@ -63,10 +63,8 @@ def shapes(layout, n1=N1):
 
 def stacked(up, down, layout=NATIVE, down_layout=None):
     experts = int((up if up is not None else down).shape[0])
-    return ParameterTargets(
-        WeightTarget.stacked(up, experts, layout),
-        WeightTarget.stacked(down, experts, down_layout or layout),
-    )
+    of_down = WeightTarget.stacked(down, experts, down_layout or layout)
+    return ParameterTargets(WeightTarget.stacked(up, experts, layout), of_down)
 
 
 def problem(targets):

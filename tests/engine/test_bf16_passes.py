@@ -48,11 +48,8 @@ def gemms(monkeypatch):
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_90a", 132))
     monkeypatch.setattr(bf16, "launch_scope", lambda tensor: nullcontext())
     monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
-    monkeypatch.setattr(
-        bf16,
-        "grouped_gemms",
-        lambda shape, lent: made.setdefault((shape, lent), Bf16Gemms(shape)),
-    )
+    gemms_of = lambda shape, lent: made.setdefault((shape, lent), Bf16Gemms(shape))  # noqa: E731
+    monkeypatch.setattr(bf16, "grouped_gemms", gemms_of)
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
     return made
 

@@ -146,10 +146,8 @@ class TestNonFiniteTokens:
         token = int(np.flatnonzero(((problem.indices >= 0) & (problem.indices < 4)).all(1))[0])
         # The others' bits are those of a run where this token is zero: it takes no part in a shared
         # scale either.
-        zero = {
-            name: getattr(problem, name) * (np.arange(40) != token)[:, None]
-            for name in {where, "dout"}
-        }
+        kept = (np.arange(40) != token)[:, None]
+        zero = {name: getattr(problem, name) * kept for name in {where, "dout"}}
         healthy = run_engine(problem.but(**zero), settings), run_engine(problem, settings)
         return problem, token, *healthy
 
@@ -210,10 +208,8 @@ class TestRepetition:
         separate runs.
         """
         engine = ReferenceEngine()
-        setups = [
-            set_up(make_problem(seed=s, tokens=20 + 30 * s, bias=True), settings, engine=engine)
-            for s in range(3)
-        ]
+        problems = [make_problem(seed=s, tokens=20 + 30 * s, bias=True) for s in range(3)]
+        setups = [set_up(problem, settings, engine=engine) for problem in problems]
         alone = [setup.run() for setup in setups]
         forwards = [setup.forward() for setup in setups]
         for i in (1, 2, 0):
@@ -259,13 +255,8 @@ class TestRepetition:
     @MODES
     def test_arguments_are_never_written(self, settings):
         setup = set_up(make_problem(bias=True), settings)
-        arguments = [
-            setup.x,
-            setup.dout,
-            *setup.routing.tensors(),
-            setup.weights.b1,
-            setup.weights.b2,
-        ]
+        biases = setup.weights.b1, setup.weights.b2
+        arguments = [setup.x, setup.dout, *setup.routing.tensors(), *biases]
         for weight in (setup.weights.w1, setup.weights.w2_dgrad):
             quantised = isinstance(weight, BlockScaledTensor)
             arguments += [weight.codes, weight.scale_inv] if quantised else [weight]

@@ -81,24 +81,16 @@ def test_the_golden_gradients_are_derivatives(activation):
     )  # fmt: skip
     exact = golden(problem)
     rng = np.random.default_rng(1)
-    pairs = {
-        "x": "dx",
-        "probs": "dprobs",
-        "up_gate": "dw1",
-        "down": "dw2",
-        "b1": "db1",
-        "b2": "db2",
-    }
-    for name, gradient in pairs.items():
+    names = "x", "probs", "up_gate", "down", "b1", "b2"
+    gradients = "dx", "dprobs", "dw1", "dw2", "db1", "db2"
+    for name, gradient in zip(names, gradients, strict=True):
         array = getattr(problem, name)
         for flat in rng.choice(array.size, min(6, array.size), replace=False):
             step = np.zeros(array.size)
             step[flat] = 1e-6
             step = step.reshape(array.shape)
-            losses = [
-                np.sum(golden(problem.but(**{name: array + s})).out * problem.dout)
-                for s in (step, -step)
-            ]
+            moved = (problem.but(**{name: array + s}) for s in (step, -step))
+            losses = [np.sum(golden(one).out * problem.dout) for one in moved]
             numeric = (losses[0] - losses[1]) / 2e-6
             np.testing.assert_allclose(
                 getattr(exact, gradient).ravel()[flat], numeric, rtol=1e-6, atol=1e-7, err_msg=name
@@ -106,26 +98,17 @@ def test_the_golden_gradients_are_derivatives(activation):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate", "experts", "topk"),
+    "sizes",
     [
-        (1, 1, 1, 1, 1),
-        (1, 80, 48, 2, 1),
-        (9, 3, 5, 3, 2),
-        (64, 128, 128, 2, 2),
-        (33, 130, 129, 5, 4),
-        (20, 16, 8, 12, 8),
+        (1, 1, 1, 1, 1), (1, 80, 48, 2, 1), (9, 3, 5, 3, 2),
+        (64, 128, 128, 2, 2), (33, 130, 129, 5, 4), (20, 16, 8, 12, 8),
     ],
-)
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ], ids=lambda a: a.value)
-def test_shapes(activation, tokens, hidden, intermediate, experts, topk):
-    sizes = {
-        "tokens": tokens,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "experts": experts,
-        "topk": topk,
-    }
-    problem = make_problem(activation, empty=(), **sizes)
+def test_shapes(activation, sizes):
+    names = "tokens", "hidden", "intermediate", "experts", "topk"
+    problem = make_problem(activation, empty=(), **dict(zip(names, sizes, strict=True)))
     assert_matches(run_engine(problem), golden(problem))
 
 

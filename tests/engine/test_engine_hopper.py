@@ -38,11 +38,8 @@ def test_what_a_pass_shows_is_a_view_of_its_argument(dtype, size):
     observer = native_calls._Observer({"spare": spare, "scratch": memory})
     kind = getattr(torch, dtype)
     view = observer.view(kind, "scratch", 1024 // size, 3, 5)
-    assert (
-        view.dtype == kind
-        and list(view.shape) == [3, 5]
-        and data_ptr(view) == data_ptr(memory) + 1024
-    )
+    assert view.dtype == kind and list(view.shape) == [3, 5]
+    assert data_ptr(view) == data_ptr(memory) + 1024
     view.copy_(torch.ones((3, 5), dtype=kind))
     written = [place for place, byte in enumerate(memory.tolist()) if byte]
     assert written and min(written) >= 1024 and max(written) < 1024 + 15 * size

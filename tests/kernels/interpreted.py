@@ -35,12 +35,8 @@ def metadata_and_slot_values() -> int:
         for dtype in (torch.int64, torch.int32):
             if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 32):
                 continue
-            ours, plain = both(
-                indices.to(dtype),
-                distinct_probs(indices, experts),
-                experts,
-                alignment=128 << (checked % 3),
-            )
+            given = indices.to(dtype), distinct_probs(indices, experts), experts
+            ours, plain = both(*given, alignment=128 << (checked % 3))
             for field, one, other in zip(
                 ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True
             ):

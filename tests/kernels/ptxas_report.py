@@ -109,14 +109,10 @@ def performance_losses(report: str) -> tuple[str, ...]:
 
 def allowed_bytes(item: KernelResources) -> int:
     """What `ALLOWED` says of a kernel; 0 where it says nothing."""
-    return next(
-        (
-            count
-            for (arch, part), count in ALLOWED.items()
-            if arch == item.arch and part in item.kernel
-        ),
-        0,
-    )
+    for (arch, part), count in ALLOWED.items():
+        if arch == item.arch and part in item.kernel:
+            return count
+    return 0
 
 
 def require_no_spills(resources: Iterable[KernelResources]) -> None:

@@ -18,12 +18,8 @@ def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
     nothing is routed.
     """
     size = indices.shape[0] * indices.shape[1]
-    probs = (
-        (torch.arange(size, dtype=torch.float64) + 1)
-        .div(size + 1)
-        .to(torch.float32)
-        .reshape(indices.shape)
-    )
+    parts = (torch.arange(size, dtype=torch.float64) + 1).div(size + 1)
+    probs = parts.to(torch.float32).reshape(indices.shape)
     valid = (indices >= 0) & (indices < num_experts)
     return torch.where(valid, probs, torch.full_like(probs, float("nan")))
 
@@ -74,11 +70,8 @@ def corpus(scale: int = 1) -> Iterator[Case]:
         yield f"experts{experts}", sentinels(local, experts, experts % 3), experts
     yield "all_invalid", torch.full((100 * scale, 4), -1), 8
     yield "all_on_one", torch.full((300 * scale, 1), 5), 8
-    yield (
-        "repeated_ids",
-        torch.randint(-1, 6, (150 * scale, 4), generator=torch.Generator().manual_seed(1)),
-        5,
-    )
+    generator = torch.Generator().manual_seed(1)
+    yield "repeated_ids", torch.randint(-1, 6, (150 * scale, 4), generator=generator), 5
     rare = torch.rand(200 * scale, 8, generator=torch.Generator().manual_seed(2)) < 0.01
     yield "99_percent_invalid", torch.where(rare, topk_of(200 * scale, 8, 16, 3), -1), 16
     extreme = topk_of(64, 4, 8, 4)

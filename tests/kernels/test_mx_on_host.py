@@ -129,11 +129,8 @@ def test_the_host_quantiser(counts):
 
 @pytest.fixture(scope="module")
 def module(session_folder):
-    return host_cuda.load(
-        mx_quantize_source("sm_90a").files,
-        session_folder / "host_mx",
-        find_toolkit().home / "include",
-    )
+    include = find_toolkit().home / "include"
+    return host_cuda.load(mx_quantize_source("sm_90a").files, session_folder / "host_mx", include)
 
 
 class TestKernels:

@@ -153,10 +153,8 @@ def compiled(variants: Sequence[CuteKernel]) -> list[tuple[CuteKernel, str, Traf
     """Each with its report of ptxas and what its PTX moves, from one process."""
     toolkit = find_toolkit()
     assert toolkit is not None and variants
-    requests = [
-        [number, kernel.arch, kernel.entry, dict(kernel.statics)]
-        for number, kernel in enumerate(variants)
-    ]
+    asked = ((kernel.arch, kernel.entry, dict(kernel.statics)) for kernel in variants)
+    requests = [[number, *one] for number, one in enumerate(asked)]
     # Not `-P`: the program imports from its own folder.
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("quack_variants.py")), str(toolkit.home / "bin" / "ptxas")],
@@ -341,10 +339,8 @@ def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation():
 
 
 def test_no_variant_depends_on_sizes_but_through_its_tiling():
-    large, wide = (
-        replace(SHAPE, hidden=6144, intermediate=3072),
-        replace(SHAPE, hidden=2880, intermediate=2880),
-    )
+    large = replace(SHAPE, hidden=6144, intermediate=3072)
+    wide = replace(SHAPE, hidden=2880, intermediate=2880)
     assert all_kernels(large) == all_kernels(SHAPE) != all_kernels(wide)
 
 

@@ -34,11 +34,8 @@ pytestmark = HOST_MODULE
 
 @pytest.fixture(scope="module")
 def module(session_folder):
-    return host_cuda.load(
-        quantize_source("sm_90a").files,
-        session_folder / "host_cuda",
-        find_toolkit().home / "include",
-    )
+    include = find_toolkit().home / "include"
+    return host_cuda.load(quantize_source("sm_90a").files, session_folder / "host_cuda", include)
 
 
 def values(shape, dtype, seed=0):

@@ -40,19 +40,9 @@ def requests(num_slots, experts, ids=I64):
     yield triton_routing._gather_or_zero.ahead(
         I64, F32, F32, num_slots, num_slots + 3, BLOCK=1024, arch=ARCH
     )
+    options = {"WEIGHTED": True, "COLUMNS": 1024, "enable_fp_fusion": False}
     yield triton_aggregate._aggregate.ahead(
-        BF16,
-        I64,
-        F32,
-        BF16,
-        num_slots + 1000,
-        3072,
-        8,
-        3,
-        WEIGHTED=True,
-        COLUMNS=1024,
-        enable_fp_fusion=False,
-        arch=ARCH,
+        BF16, I64, F32, BF16, num_slots + 1000, 3072, 8, 3, **options, arch=ARCH
     )
 
 

@@ -57,16 +57,11 @@ for job in {order}:
 
 def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
     """A warm-up compiles each kernel in a process that knows no other; a step launches all."""
-    listed = [
-        subprocess.run(
-            [sys.executable, "-c", KEYS.format(order=order)],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        ).stdout.splitlines()
-        for order in ("jobs", "reversed(jobs)", "jobs[4:] + jobs[:4]")
-    ]
+    env, listed = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, []
+    for order in ("jobs", "reversed(jobs)", "jobs[4:] + jobs[:4]"):
+        command = [sys.executable, "-c", KEYS.format(order=order)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        listed.append(done.stdout.splitlines())
     assert len(listed[0]) > 10
     assert set(listed[0]) == set(listed[1]) == set(listed[2])
 

@@ -32,12 +32,8 @@ CHECKS = {
 @pytest.mark.parametrize(("module", "checks"), CHECKS.items(), ids=CHECKS)
 def test_interpreted(module: str, checks: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-    }
+    own = {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **own}
     command = [sys.executable, "-m", f"kernels.{module}", *checks]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=600

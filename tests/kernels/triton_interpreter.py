@@ -23,11 +23,8 @@ def convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any
             values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
         )
     if names == ("bf16", "fp32"):
-        return (
-            (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16)
-            .view(np.float32)
-            .reshape(data.shape)
-        )
+        bits = np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(data.shape)
     raise NotImplementedError(f"interpreter conversion {names}")
 
 
