@@ -116,14 +116,8 @@ class ExpertRows:
         gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
         stream = current_stream(routing.row_token)
         native = expert_rows_module(gpu_of(device_name(routing.row_token)).arch)
-        native.index_rows(
-            routing.row_token,
-            routing.expert_counts,
-            routing.padded_offsets,
-            gather_index,
-            cu_rows,
-            stream,
-        )
+        counts, ends = routing.expert_counts, routing.padded_offsets
+        native.index_rows(routing.row_token, counts, ends, gather_index, cu_rows, stream)
         return cls(cu_rows, gather_index, stream, native)
 
     def sum_partials(self, partials: Tensor, dout: Tensor, b2: Tensor | None) -> Tensor:

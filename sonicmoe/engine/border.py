@@ -36,11 +36,8 @@ def check_weights(
     _refuse_transposed(w1, w2, activation)
     experts, n1, hidden = (int(size) for size in w1.shape)
     wanted = (experts, hidden, int(w2.shape[2]))
-    expect(
-        tuple(w2.shape) == wanted,
-        ShapeError,
-        f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}",
-    )
+    words = f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}"
+    expect(tuple(w2.shape) == wanted, ShapeError, words)
     check_width(n1, wanted[2], activation)
     expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
     for name, bias, width in (("b1", b1, n1), ("b2", b2, hidden)):
@@ -51,11 +48,8 @@ def check_weights(
 def check_width(n1: int, inner: int, activation: ActivationType) -> None:
     """Refuse an up-projection of another width than the activation makes I of."""
     width = pre_activation_width(inner, activation)
-    expect(
-        n1 == width,
-        ShapeError,
-        f"w1 has {n1} rows per expert; {activation.value} with I={inner} needs {width}",
-    )
+    words = f"w1 has {n1} rows per expert; {activation.value} with I={inner} needs {width}"
+    expect(n1 == width, ShapeError, words)
 
 
 def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:

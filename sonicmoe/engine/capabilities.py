@@ -352,11 +352,9 @@ def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> 
     """Why this machine can neither compile nor load the engine's kernels, or None. A kernel that
     the compile cache holds needs no compiler.
     """
-    if (
-        record.loads_with
-        and dict(package_versions(record.loads_with))[record.loads_with] == "absent"
-    ):
-        return f"{record.loads_with}, which loads and launches its kernels, is not installed"
+    loader = record.loads_with
+    if loader and dict(package_versions(loader))[loader] == "absent":
+        return f"{loader}, which loads and launches its kernels, is not installed"
     # A GPU node often has no compiler: kernels that were compiled elsewhere are enough.
     cache = default_cache()
     # The first job that can be had in no way is the answer.

@@ -124,10 +124,8 @@ def _options(settings: EngineSettings, arch: str) -> str:
     named = "" if arch == DEFAULT_ARCH else f" --arch {arch}"
     if settings.activation is EngineSettings().activation:
         return named
-    own = (
-        f" --activation-parameter {name}={value!r}"
-        for name, value in settings.activation_parameters
-    )
+    parameters = settings.activation_parameters
+    own = (f" --activation-parameter {name}={value!r}" for name, value in parameters)
     return f"{named} --activation {settings.activation.value}{''.join(own)}"
 
 

@@ -58,11 +58,8 @@ def warm_up_plan(
     gradients of FP8 on unquantised operands (`fp8_wgrad=False`) run on GEMMs of CuTe DSL: theirs are
     planned where `config` has that setting, or BF16 needs them anyway.
     """
-    expect(
-        precision in PRECISIONS,
-        ConfigError,
-        f"precision={precision!r}; needed: one of {list(PRECISIONS)}",
-    )
+    words = f"precision={precision!r}; needed: one of {list(PRECISIONS)}"
+    expect(precision in PRECISIONS, ConfigError, words)
     settings = config or current_config()
     parts = _parts(precision, settings)
     problems = _problems(parts, spec, settings)
@@ -86,11 +83,8 @@ def require_precision(planned: WarmUpPlan, precision: str) -> WarmUpPlan:
     """Raise ConfigError where one precision was asked for and the plan does not cover it; "both"
     takes what there is.
     """
-    expect(
-        precision in (BOTH, planned.precision),
-        ConfigError,
-        f"precision={precision!r} has no kernels for this model: {'; '.join(planned.left_out)}",
-    )
+    words = f"precision={precision!r} has no kernels for this model: {'; '.join(planned.left_out)}"
+    expect(precision in (BOTH, planned.precision), ConfigError, words)
     return planned
 
 
@@ -118,15 +112,10 @@ def _problems(parts: Iterable[str], spec: ModelSpec, config: ResolvedConfig) -> 
 
 def _engines(config: ResolvedConfig) -> list[EngineRecord]:
     """Those with kernels that compute this precision and that the configuration allows."""
-    return [
-        record
-        for name, record in RECORDS.items()
-        if record.architectures
-        and record.quantises(config.fp8)
-        and (
-            config.engine is name or (config.engine is EngineName.AUTO and not record.by_name_only)
-        )
-    ]
+    if config.engine is EngineName.AUTO:
+        return [record for record in RECORDS.values() if record.serves_auto(config.fp8)]
+    named = (record for name, record in RECORDS.items() if name is config.engine)
+    return [record for record in named if record.architectures and record.quantises(config.fp8)]
 
 
 def _reason(record: EngineRecord, workload: Workload, arch: str) -> str | None:

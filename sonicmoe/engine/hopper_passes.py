@@ -255,11 +255,8 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
         ("scale_block", SCALE_BLOCK),
         ("gate_up_block", GATE_UP_BLOCK),
     ):
-        expect(
-            int(built[name]) == value,
-            ConfigError,
-            f"the passes were built with {name} = {built[name]}; this package has {value}",
-        )
+        words = f"the passes were built with {name} = {built[name]}; this package has {value}"
+        expect(int(built[name]) == value, ConfigError, words)
 
 
 @functools.lru_cache(maxsize=64)

@@ -96,19 +96,13 @@ class ReferenceEngine(Engine):
             x, dtype = _detached(x), token_dtype(x)
             # fp32 until the activation: rounding z first would round y1 twice.
             z = tap("z", _up_projection(x, routing, weights, settings))
-            y1 = operand(
-                activate(z, settings.activation, settings.activation_parameters),
-                "y1",
-                settings,
-                dtype,
-            )
+            y1 = activate(z, settings.activation, settings.activation_parameters)
+            y1 = operand(y1, "y1", settings, dtype)
             # The probability is applied in the sum per token and not here: y2 is rounded to the
             # dtype of the tokens before the weighting, as in the GPU engines.
             y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
-            out = tap(
-                "out",
-                aggregate(tap("y2", rounded(y2, dtype)), routing, weighted=True, dtype=dtype),
-            )
+            y2 = tap("y2", rounded(y2, dtype))
+            out = tap("out", aggregate(y2, routing, weighted=True, dtype=dtype))
             if not save:
                 return out, None
             kept = None if settings.recompute_z else tap("z_saved", saved_z(z, settings, dtype))
@@ -142,12 +136,9 @@ class ReferenceEngine(Engine):
             # freed.
             y1s = tap("y1s", y1s)
             del z, y1
-            dx_rows = _grouped(
-                operand(dz, "dz", settings, dtype),
-                weights.w1_dgrad,
-                routing,
-                transpose_weight=False,
-            )
+            dz_operand = operand(dz, "dz", settings, dtype)
+            dx_rows = _grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
+            del dz_operand
             dx_rows = tap("dx_rows", rounded(dx_rows, dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
@@ -225,12 +216,9 @@ def _dgated(
     dout_rows = token_rows(dout, "dout", routing, settings)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
-    y1, dz = activate_backward(
-        z,
-        dy1 * routing.row_prob.unsqueeze(-1),
-        settings.activation,
-        settings.activation_parameters,
-    )
+    weighted, own = dy1 * routing.row_prob.unsqueeze(-1), settings.activation_parameters
+    y1, dz = activate_backward(z, weighted, settings.activation, own)
+    del weighted
     # With the decoded z, as every other gradient.
     row_dprob = (dy1 * y1).sum(-1)
     if weights.b2 is not None:

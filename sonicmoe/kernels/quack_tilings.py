@@ -237,11 +237,8 @@ def family_of(arch: str) -> str:
     Raises:
         ConfigError: quack-kernels has none for it.
     """
-    expect(
-        arch in _SERVED_BY,
-        ConfigError,
-        f"arch={arch!r} has no grouped GEMMs; needed: one of {list(_SERVED_BY)}",
-    )
+    words = f"arch={arch!r} has no grouped GEMMs; needed: one of {list(_SERVED_BY)}"
+    expect(arch in _SERVED_BY, ConfigError, words)
     return _SERVED_BY[arch]
 
 
@@ -266,8 +263,5 @@ def require_buildable(kernel: str, config: GemmConfig, family: str, arch: str) -
     """
     target = ARCHITECTURES[arch].family if arch in ARCHITECTURES else arch
     problems = list(FAMILIES[family].problems(config, target, gathered=kernel in GATHERED))
-    expect(
-        not problems,
-        ConfigError,
-        f"the {family} GEMM of {kernel} cannot have {config} on {arch}: {'; '.join(problems)}",
-    )
+    words = f"the {family} GEMM of {kernel} cannot have {config} on {arch}: {'; '.join(problems)}"
+    expect(not problems, ConfigError, words)

@@ -201,11 +201,8 @@ class BlockScaledTensor:
 
     def __getitem__(self, index: int) -> BlockScaledTensor:
         """One matrix of a batch: `[E, R, C][e]` -> `[R, C]` (a view)."""
-        expect(
-            len(self.codes.shape) > 2,
-            ShapeError,
-            "only a batch of matrices can be indexed; slicing rows could cut a block",
-        )
+        words = "only a batch of matrices can be indexed; slicing rows could cut a block"
+        expect(len(self.codes.shape) > 2, ShapeError, words)
         return BlockScaledTensor(
             self.codes[index], self.scale_inv[index], self.block, self.code, self.orientation
         )

@@ -198,10 +198,8 @@ class MxTensor(BlockScaledTensor):
     def __getitem__(self, index: int) -> BlockScaledTensor:
         """As of every block-scaled tensor; scales of one expert's weight are read for it alone."""
         expect(len(self.shape) == 3, ShapeError, "only a batch of matrices can be indexed")
-        by_columns, by_rows = (
-            None if scales is None else scales[index]
-            for scales in (self.along_columns, self.along_rows)
-        )
+        along = self.along_columns, self.along_rows
+        by_columns, by_rows = (None if scales is None else scales[index] for scales in along)
         return MxTensor.of(self.bytes[index], by_columns, by_rows, self.block)
 
 

@@ -50,11 +50,8 @@ def quantize(
     NaN elements keep their place in E4M3 (code 0x7F) and do not disturb their block's scale; in
     INT8 they, and in both codes an infinity, make the whole block NaN.
     """
-    expect(
-        dtype_name(x.dtype) in {"float32", "bfloat16", "float16", "float64"},
-        DTypeError,
-        f"x is {dtype_name(x.dtype)}, needed: float32, bfloat16 or float16",
-    )
+    words = f"x is {dtype_name(x.dtype)}, needed: float32, bfloat16 or float16"
+    expect(dtype_name(x.dtype) in {"float32", "bfloat16", "float16", "float64"}, DTypeError, words)
     x = x.detach().to(torch.float32)
     shape = tuple(int(size) for size in x.shape)
     if numel(x) == 0:
@@ -135,11 +132,8 @@ def encode_e4m3(x: Tensor) -> Tensor:
     if not _perhaps_any(is_nan):
         return codes
     bits = codes.view(torch.uint8).to(torch.int32)  # Paddle's CPU `where` knows no uint8
-    return (
-        torch.where(is_nan, torch.full_like(bits, E4M3_NAN), bits)
-        .to(torch.uint8)
-        .view(torch.float8_e4m3fn)
-    )
+    bits = torch.where(is_nan, torch.full_like(bits, E4M3_NAN), bits)
+    return bits.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def _perhaps_any(mask: Tensor) -> bool:
@@ -176,16 +170,15 @@ def _to_tiles(x: Tensor, block: BlockShape) -> Tensor:
     *lead, n_rows, n_cols = (int(size) for size in x.shape)
     *_, row_blocks, col_blocks = scale_shape(tuple(x.shape), block)
     pad_rows, pad_cols = row_blocks * block.rows - n_rows, col_blocks * block.cols - n_cols
+
+    def zeros(n_rows: int, n_cols: int) -> Tensor:
+        return torch.zeros([*lead, n_rows, n_cols], dtype=x.dtype, device=x.device)
+
     # Zeros decide no amax, so a partial block has the scale of its own elements.
     if pad_cols:
-        x = torch.cat(
-            [x, torch.zeros([*lead, n_rows, pad_cols], dtype=x.dtype, device=x.device)], -1
-        )
+        x = torch.cat([x, zeros(n_rows, pad_cols)], -1)
     if pad_rows:
-        x = torch.cat(
-            [x, torch.zeros([*lead, pad_rows, n_cols + pad_cols], dtype=x.dtype, device=x.device)],
-            -2,
-        )
+        x = torch.cat([x, zeros(pad_rows, n_cols + pad_cols)], -2)
     return x.reshape([*lead, row_blocks, block.rows, col_blocks, block.cols])
 
 

@@ -44,11 +44,8 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     require_framework_tensor(probs, "dispatched_probs")
     # The counts are an argument too, and easily land here.
     whole = isinstance(num_experts, Integral) and not isinstance(num_experts, bool)
-    expect(
-        whole and num_experts > 0,
-        RoutingError,
-        f"num_experts is {num_experts!r}; needed: the number of local experts, at least 1",
-    )
+    words = f"num_experts is {num_experts!r}; needed: the number of local experts, at least 1"
+    expect(whole and num_experts > 0, RoutingError, words)
     for name, tensor in (("dispatched_indices", indices), ("dispatched_probs", probs)):
         hint = HYBRID_EP_HINT if len(tensor.shape) == 1 else ""
         need_shape(len(tensor.shape) == 2, name, tensor, f"[tokens, topk]{hint}")
@@ -151,11 +148,8 @@ def _check_range(ids: Tensor, valid: Tensor, num_experts: int, name: str) -> Non
     if largest <= num_experts:  # the number itself marks "not here", as -1 does
         return
     needed = "needed: ids of this rank's experts, counted from 0, and -1 for experts of other ranks"
-    expect(
-        bool(valid.any()),
-        RoutingError,
-        f"no id of {name} is in 0..{num_experts - 1}, and the largest is {largest}; {needed}",
-    )
+    words = f"no id of {name} is in 0..{num_experts - 1}, and the largest is {largest}; {needed}"
+    expect(bool(valid.any()), RoutingError, words)
     # A dispatcher may mark other ranks' experts by their own ids, so this is no error.
     log_once(
         logging.WARNING,
@@ -243,11 +237,8 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
         return tuple(tokens_per_expert)
     counts = []
     for expert, count in enumerate(tokens_per_expert):
-        expect(
-            _is_count(count),
-            RoutingError,
-            f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0",
-        )
+        words = f"tokens_per_expert[{expert}] is {count!r}; needed: an int >= 0"
+        expect(_is_count(count), RoutingError, words)
         counts.append(int(count))
     return tuple(counts)
 
