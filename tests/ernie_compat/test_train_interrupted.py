@@ -4,8 +4,10 @@ run in its directory.
 
 from __future__ import annotations
 
+import io
 import random
 import signal
+import sys
 import threading
 
 import pytest
@@ -16,6 +18,7 @@ from small_run import SIZE_OPTIONS, run_program
 from ernie_compat.progress import InterruptGuard
 from ernie_compat.run_directory import claimed
 from ernie_compat.saved_run import SavedRun
+from sonicmoe.cli.main import main
 from sonicmoe.cli.screen import progress_console
 from sonicmoe.cli.train import train
 
@@ -73,22 +76,22 @@ def test_a_lost_terminal_saves_like_a_polite_kill(text, tmp_path):
     assert SavedRun.read(out / "checkpoint.npz").step >= 3
 
 
-FULL_STDERR = """
-import os, sys
-os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-from sonicmoe.cli.main import main
-try:
-    main(["train", *sys.argv[1:]])
-except SystemExit as end:
-    print(end.code)
-"""
+class FullDisk(io.StringIO):
+    refused = 0
+
+    def write(self, text):
+        self.refused += 1
+        raise OSError(28, "No space left on device")
 
 
-def test_progress_that_cannot_be_shown_costs_no_step(text, tmp_path):
-    out = tmp_path / "run"
+def test_progress_that_cannot_be_shown_costs_no_step(text, tmp_path, monkeypatch):
+    stderr, out = FullDisk(), tmp_path / "run"
     options = ["--framework", "torch", "--precision", "bf16", "--data", str(text), "--steps", "2"]
-    code = run_program(FULL_STDERR, *options, *SIZE_OPTIONS, "--out", str(out))
-    assert code == 0 and SavedRun.read(out / "checkpoint.npz").step == 2
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "stderr", stderr)
+        main(["train", *options, *SIZE_OPTIONS, "--out", str(out)])
+    assert end.value.code == 0 and stderr.refused > 1
+    assert SavedRun.read(out / "checkpoint.npz").step == 2
 
 
 def test_a_run_under_nohup_outlives_its_terminal():
