@@ -20,7 +20,7 @@ from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, StepDo
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..routing.ids import is_here
-from .module_names import caller_of, memory_of, shares_memory
+from .module_names import caller_of, shares_memory
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
 logger = logging.getLogger("sonicmoe")
@@ -188,7 +188,6 @@ class _Writer:
         # Weakly: a dump that waits for a backward must not keep a dropped layer's weights.
         self._layer, self._path = weakref.ref(_owner(layer)), path
         self._indices: Array | None = None  # of the forward that was written, where ids are here
-        self._taken: _Weights | None = None  # of the forward, where the layer is no node's state
 
     def say_if_unused(self) -> None:
         """At the end of the program: the dump was asked for behind the step that it was to show."""
@@ -203,7 +202,6 @@ class _Writer:
         """Observe no longer; twice is once."""
         forget(self)
         atexit.unregister(self.say_if_unused)
-        self._taken = None
         _until_optimizer.discard(self)
 
     def __call__(self, event: CallEvent) -> None:
@@ -219,18 +217,13 @@ class _Writer:
         elif self._is_of(layer, event.call):
             self._take(event)
 
-    def _is_of(self, layer: object, call: ExpertCall) -> bool:
-        """Whether this is a call of the layer; of a module with several layers, of the one that was
-        taken.
-        """
+    @staticmethod
+    def _is_of(layer: object, call: ExpertCall) -> bool:
         if call.layer is not None and call.layer is layer:
             return True
-        w1 = call.weights.get("w1", ())
-        # A module of several layers: its backward has to be that of the layer that was written.
-        if self._taken is not None:
-            return self._taken.are_of(call)
         if call.module is not None and any(part is call.module for part in _modules_of(layer)):
             return True
+        w1 = call.weights.get("w1", ())
         return any(shares_memory(one, other) for one in _weights_of(layer) for other in w1)
 
     def _take(self, event: CallEvent) -> None:
@@ -243,7 +236,7 @@ class _Writer:
                 self._write(lambda name: step_of_forward(name, event))
                 # A node says itself when its step is over; for other layers an optimizer does.
                 if event.call.layer is not self._layer():
-                    self._taken = _Weights(event.call)
+                    self._layer = weakref.ref(_layer_of(event.call))
                     _until_optimizer.add(self)
             elif isinstance(event, BackwardBegins) and self._is_of_the_forward(event):
                 self.end()
@@ -276,6 +269,11 @@ def _num_experts(event: ForwardDone | BackwardBegins) -> int:
     return int(weights[0].shape[0]) if len(weights[0].shape) == 3 else len(weights)
 
 
+def _layer_of(call: ExpertCall) -> Any:
+    """What tells the calls of this layer from those of the others in the same module."""
+    return _owner(call.weights["w1"][0]) if call.module is None else call.module
+
+
 def _owner(layer: Any) -> Any:
     """What lives as long as the layer: a view is another object at every call."""
     base = getattr(layer, "_base", None)
@@ -292,23 +290,3 @@ def _weights_of(layer: Any) -> Sequence[Tensor]:
 def _modules_of(layer: Any) -> Sequence[Any]:
     modules = getattr(layer, "modules", None)
     return list(modules()) if callable(modules) else ()
-
-
-class _Weights:
-    """The weights of a call, told again in others, and not kept alive."""
-
-    def __init__(self, call: ExpertCall) -> None:
-        w1 = call.weights["w1"]
-        self._module = None if call.module is None else weakref.ref(call.module)
-        self._tensors = [weakref.ref(weight) for weight in w1]
-        # Of a view, which is another object in every call.
-        self._memory = {memory for memory in map(memory_of, w1) if memory is not None}
-
-    def are_of(self, call: ExpertCall) -> bool:
-        if self._module is not None and self._module() is call.module:
-            return True
-        held = [reference() for reference in self._tensors]
-        return any(
-            memory_of(weight) in self._memory or any(weight is one for one in held)
-            for weight in call.weights.get("w1", ())
-        )
