@@ -24,24 +24,23 @@ KEY = make_key()
 
 
 def cache_of(field):
-    return CompileCache(
-        field.root, field.local, lock_timeout_s=2, visibility_timeout_s=0.01, host="here"
-    )
+    waits = {"lock_timeout_s": 2, "visibility_timeout_s": 0.01}
+    return CompileCache(field.root, field.local, **waits, host="here")
 
 
-class SwappingCalls(SystemCalls):
-    """Runs `swap` right before the k-th system call instead of letting it fail."""
+class ActingCalls(SystemCalls):
+    """Does something right before the k-th system call instead of letting it fail."""
 
-    def __init__(self, swaps_before, swap):
+    def __init__(self, before, act):
         super().__init__()
-        self.swaps_before, self.swap = swaps_before, swap
+        self.before, self.act = before, act
 
     def pass_or_fail(self, name):
         if self.suspended:
             return
-        if len(self.names) == self.swaps_before:
+        if len(self.names) == self.before:
             with self.elsewhere():
-                self.swap()
+                self.act()
         self.names.append(name)
 
 
@@ -61,9 +60,8 @@ class Planted:
         for root in (folder / "evil", folder / "evil" / "rebuilt-here"):
             root.mkdir(mode=0o700)
             CompileCache(root, folder / "unused").build(KEY, self._evil)
-        CompileCache(self.field.root, folder / "unused").build(
-            KEY, FakeCompiler(KEY, self.field.log)
-        )
+        shared = CompileCache(self.field.root, folder / "unused")
+        shared.build(KEY, FakeCompiler(KEY, self.field.log))
         if first != "nothing":
             self.lead_to(first)
 
@@ -109,22 +107,9 @@ def test_directory_swapped_at_any_moment(memory, sticky, first):
         folder = memory / f"swap-{number}"
         folder.mkdir()
         planted = Planted(folder, sticky, first)
-        planted.load(SwappingCalls(number, lambda planted=planted: planted.lead_to("evil")))
+        planted.load(ActingCalls(number, lambda planted=planted: planted.lead_to("evil")))
         assert planted.ran.count(b"evil") == 0, f"the attacker's code ran: swap {number}"
         shutil.rmtree(folder)
-
-
-class KillingCalls(SystemCalls):
-    """Ends this process before the k-th system call."""
-
-    def __init__(self, kills_before):
-        super().__init__()
-        self.kills_before = kills_before
-
-    def pass_or_fail(self, name):
-        super().pass_or_fail(name)
-        if not self.suspended and len(self.names) > self.kills_before:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def build_three(field, calls):
@@ -132,16 +117,8 @@ def build_three(field, calls):
     keys = [make_key(size) for size in (1, 2, 3)]
     with calls.counted():
         for key in keys[:2]:
-            compiler = FakeCompiler(key, field.log)
-            cache_of(field).build(
-                key, lambda folder, compiler=compiler: aside(calls, compiler, folder)
-            )
+            cache_of(field).build(key, calls.not_counted(FakeCompiler(key, field.log)))
         assert cache_of(field).share(keys[2]) is not None
-
-
-def aside(calls, compiler, folder):
-    with calls.elsewhere():
-        compiler(folder)
 
 
 def prepare_three(field):
@@ -162,7 +139,8 @@ def test_kills_at_any_moment(memory):
         folder.mkdir()
         field = Field(folder)
         prepare_three(field)
-        child = start(lambda field=field, number=number: build_three(field, KillingCalls(number)))
+        end = ActingCalls(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child = start(lambda field=field, end=end: build_three(field, end))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         cache = cache_of(field)
         for size in (1, 2, 3):
