@@ -53,6 +53,8 @@ FLEETS_VARIABLES = {
 }
 
 
+# `eq` and `repr` are written below: those of `dataclass` would read every field, and the default of
+# a directory may raise.
 @dataclass(frozen=True, eq=False, repr=False)
 class SonicMoEConfig(Settings):
     """Settings of one node or layer; a field left at None is taken from the environment, then from

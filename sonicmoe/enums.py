@@ -18,6 +18,7 @@ Named = TypeVar("Named", bound=Enum)
 class KernelBackendMoE(Enum):
     """Which implementation `MoE.forward` runs."""
 
+    # A name of upstream's, which `MoE.forward` refuses.
     scattermoe = "scattermoe"
     torch = "torch"
     sonicmoe = "sonicmoe"
@@ -82,6 +83,7 @@ class Parameter:
             return inf
         if (
             isinstance(value, int | float)
+            # To Python True is an int.
             and not isinstance(value, bool)
             # Comparisons with NaN are false, so NaN is refused too.
             and abs(value) < inf
@@ -209,6 +211,8 @@ def layer_parameters(
             there = f"{activation.value} has {sorted(known)}"
             raise ConfigError(f"activation_parameters has {name!r}; {there}")
         number = known[name].read(value)
+        # A number at its default is left out, so that a layer that sets it shares the kernels of
+        # one that does not.
         if number != known[name].default:
             found[name] = number
     return tuple(sorted(found.items()))
@@ -246,6 +250,7 @@ class FlushMode(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> FlushMode | None:
+        # `Enum` asks here for a value that is no member's.
         return cls.AUTO if value == "backward" else None
 
 

@@ -122,6 +122,7 @@ def bound_of_situ(name: str) -> Values[float]:
     """Values of a number of SiTU-GLU; infinity, spelt `none` too, where it may be left out."""
     parameters = ACTIVATIONS[ActivationType.SITU_GLU].parameters
     bound = next(known for known in parameters if known.name == name)
+    # An infinite default means that the bound may be left out.
     off = ("none", "null", "off", "inf") if bound.default == math.inf else ()
 
     def parse(text: str) -> float:
@@ -152,6 +153,7 @@ RECIPE = Values("a name from `sonicmoe numerics --list`", _parse_recipe)
 
 def spelling(value: Any) -> str:
     """A flag's value as one types it into the environment."""
+    # `1` and not `True`, because documentation shows a flag as people type it.
     if isinstance(value, bool):
         return str(int(value))
     return str(value.value if isinstance(value, Enum) else value)

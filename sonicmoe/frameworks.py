@@ -72,6 +72,7 @@ def choose(requested: str | None = None) -> FrameworkChoice:
         raise FrameworkMissingError("neither PyTorch nor Paddle is installed", hints)
     if len(found) == 1:
         return FrameworkChoice(found[0], "the only one installed")
+    # Both are here. The other one is named, because a user may have meant it.
     name, other = FRAMEWORKS if not _is_installed(_PADDLE_GPU) else FRAMEWORKS[::-1]
     return FrameworkChoice(name, f"both are installed; --framework {other} takes the other", other)
 

@@ -111,6 +111,7 @@ def _capabilities(nvml: ctypes.CDLL) -> tuple[tuple[int, int], ...]:
     for index in range(number.value):
         gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(gpu)) != 0:
+            # A GPU that the driver has lost is skipped; the others still count.
             continue
         pair = ctypes.byref(major), ctypes.byref(minor)
         if nvml.nvmlDeviceGetCudaComputeCapability(gpu, *pair) == 0:

@@ -86,6 +86,7 @@ def require_framework_tensor(value: Any, argument: str) -> None:
         FrameworkError: the tensor belongs to the other framework, or to a static graph.
         TypeError: it is no tensor at all.
     """
+    # The usual case first: this is asked of every argument of every call.
     if isinstance(value, torch.Tensor):
         return
     module = type(value).__module__
@@ -327,6 +328,7 @@ def numel(tensor: Any) -> int:
 @functools.lru_cache(maxsize=64)
 def dtype_name(dtype: Any) -> str:
     """A framework-neutral dtype name: "bfloat16", "float32", "float8_e4m3fn", "int64"."""
+    # There are a dozen dtypes, and names of them are asked for in every call.
     text = str(dtype)
     for prefix in ("torch.", "paddle."):
         text = text.removeprefix(prefix)

@@ -70,6 +70,8 @@ def _names_unknown_first(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def checked(*arguments: P.args, **named: P.kwargs) -> None:
+        # Python would complain of the argument that is missing, and not of the name that was
+        # misspelt.
         unknown = {name: value for name, value in named.items() if name not in known}
         refuse_unknown("MoE.__init__", unknown, _WAYS_OUT)
         init(*arguments, **named)
@@ -186,6 +188,7 @@ class MoE(nn.Module):
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
+        # A member or its value: scripts written for upstream pass either.
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
         if backend == KernelBackendMoE.sonicmoe.value:
             out, logits, counts = softmax_topk_layer(
@@ -201,6 +204,7 @@ class MoE(nn.Module):
                 module=self,
             )
         elif backend == KernelBackendMoE.torch.value:
+            # The engine's path checks it by itself.
             check_use_fp8(use_fp8)
             expect(
                 not use_fp8,

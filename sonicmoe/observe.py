@@ -135,6 +135,7 @@ def forget(observer: Observer) -> None:
     """Take an observer away; twice is once."""
     global _observers
     with _observers_change:
+        # By identity, because two observers may compare equal.
         _observers = tuple(other for other in _observers if other is not observer)
 
 

@@ -26,6 +26,7 @@ class _DeviceOutOfMemoryError(
     """Of every class that callers of either framework catch."""
 
 
+# A traceback shows the public name, which a caller can import.
 _DeviceOutOfMemoryError.__name__ = _DeviceOutOfMemoryError.__qualname__ = "OutOfMemoryError"
 
 # The texts of errors that have no class of their own: drivers (a kernel that loads on a full GPU
@@ -72,6 +73,7 @@ def raise_with_advice(
         settings: of the layer, where they are known; advice leaves out what is on already.
         like: a tensor of the call `[T, ...]`, for the number of tokens.
     """
+    # An inner call may have given its advice already.
     if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
         return
     tokens = "" if like is None else f" of {int(like.shape[0])} tokens"
@@ -101,6 +103,7 @@ class advising:
 
 
 def _remedies(settings: EngineSettings | None) -> list[str]:
+    # Each remedy is named only where the layer does not use it yet.
     remedies = ["fewer tokens per call"]
     if settings is None or settings.recipe is None:
         remedies.append('fp8_mode="mem" (SONIC_MOE_FP8_MODE=mem) where FP8 will do')

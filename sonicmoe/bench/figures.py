@@ -80,6 +80,8 @@ class Sustained:
         steps = [us for turn in turns for us in turn.us]
         us, seconds = Spread.of(steps), sum(turn.seconds for turn in turns)
         mhz = watts = 0.0
+        # One turn without a reading leaves the whole row without power: a mean of the rest would be
+        # of other clocks.
         limit = None
         for turn in turns:
             if isinstance(turn.power, str):
@@ -197,5 +199,6 @@ class Result:
             "pair_us": self.pair_us, "tflops": self.tflops, "mfu": self.mfu, "gbytes_per_s": self.gbytes_per_s,
             "steady_ratio": self.steady_ratio, "peak_tflops": self._peak_tflops, "flop": self.shape.flop,
         }  # fmt: skip
+        # Floors are those of a GPU, so they say nothing about host times.
         ideal = {stage: floor.us for stage, floor in self.floors.items()} if self.gpu else {}
         return {**dataclasses.asdict(self), **derived, "floors_us": ideal}

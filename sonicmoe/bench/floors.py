@@ -62,6 +62,7 @@ def floors(shape: Shape, fp8: bool, flush: bool = False) -> dict[str, Floor]:
     flop, traffic = gemm_flop(shape), stage_bytes(shape, fp8, float(shape.rows))
     absent = {"flush"} if not flush else set()
     if not fp8:
+        # Operands in bf16 are read as they lie.
         absent |= {"quantize_x", "quantize_dout", "wgrad_operands"}
     result = {}
     for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
@@ -69,6 +70,7 @@ def floors(shape: Shape, fp8: bool, flush: bool = False) -> dict[str, Floor]:
             continue
         seconds = traffic[stage] / COPY_BYTES_PER_S
         if stage in flop:
+            # A GEMM waits for its operands or for the tensor cores, whichever takes longer.
             seconds = max(seconds, flop[stage] / (1e12 * gemm_tflops(stage, fp8)))
         result[stage] = Floor(flop.get(stage, 0.0), traffic[stage], 1e6 * seconds)
     return result

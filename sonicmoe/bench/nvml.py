@@ -78,6 +78,8 @@ class Nvml:
 
     def _call(self, name: str, *arguments: Any) -> None:
         try:
+            # ctypes looks a symbol up when it is first named, and raises AttributeError where the
+            # library lacks it.
             function = getattr(self._library, name)
         except AttributeError:
             raise NvmlError(f"the driver's NVML is too old: it has no {name}") from None
@@ -116,6 +118,7 @@ class Meter:
         self._clocks: list[float] = []
         self._energies: list[tuple[float, float]] = []  # (seconds, joules), where joules changed
         self._failure: NvmlError | None = None
+        # A daemon, so that a program which fails inside the block can end.
         self._thread = threading.Thread(target=self._sample, name="nvml-meter", daemon=True)
 
     def __enter__(self) -> Meter:
@@ -134,6 +137,7 @@ class Meter:
         """
         if self._failure is not None:
             raise self._failure
+        # The limit is only shown beside the power, so a board that names none still has a reading.
         try:
             limit = self._gpu.limit_watts()
         except NvmlError:

@@ -64,6 +64,7 @@ def plot_stages(results: Sequence[Result], directory: Path) -> Path:
     axes = figure.subplots()
     width = 0.8 / len(series)
     for index, (label, values) in enumerate(series):
+        # Bars of one stage stand side by side around its tick.
         positions = [i + (index - (len(series) - 1) / 2) * width for i in range(len(names))]
         heights = [values.get(name, 0.0) for name in names]
         style = {"color": FLOOR_COLOURS["FP8" in label]} if label.startswith("floor") else {}
@@ -108,6 +109,7 @@ def plot_rate(results: Sequence[Result], path: Path) -> Path:
     for result in results:
         shape = result.shape
         lines[(result.variant, shape.hidden, shape.intermediate, shape.experts)].append(result)
+    # One quantity for all lines: shares of a peak and plain rates do not compare.
     on_gpu = all(result.gpu and result.has_peaks for result in results)
     figure = new_figure((7, 5))
     axes = figure.subplots()
@@ -153,6 +155,7 @@ def plot_curves(model: CostModel, points: Sequence[Point], path: Path) -> Path:
     figure = new_figure((6.5 * columns, 4 * rows))
     # `squeeze=False` gives an array also for a single panel.
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    # An odd number of widths leaves a panel of the grid without points.
     for axis in axes[len(widths) :]:
         axis.set_visible(False)
     for axis, width in zip(axes, widths, strict=False):
@@ -203,6 +206,7 @@ def plot_contours(model: CostModel, points: Sequence[Point], path: Path) -> Path
     tokens = _steps(min(p.tokens for p in own), max(p.tokens for p in own))
     # A token cannot pick more experts than there are.
     least = max(min(p.experts for p in own), widest.topk)
+    # At least one doubling of E, because a contour needs two rows.
     experts = _steps(least, max(2 * least, *(p.experts for p in own)))
     shapes = [
         Shape(t, widest.hidden, widest.intermediate, e, widest.topk)

@@ -59,6 +59,7 @@ class Point:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for two measurements of one thing: the second is unnecessary."""
+        # Without the date and the figures: a sweep asks whether it has this point already.
         return (self.shape, self.engine, self.device)
 
 

@@ -72,6 +72,7 @@ class NodeRun:
     batches: Sequence[Batch]
 
     def phases(self, number: int) -> Phases:
+        # Another batch in every call, so that none comes out of the L2 cache.
         return Call(self.node, self.batches[number % len(self.batches)]).phases
 
     def steps(self, layers: int) -> Steps:
@@ -183,6 +184,7 @@ def _time_interleaved(
 ) -> None:
     times = _in_turns(runs, rounds, lambda run, number: time_phases(run.phases(number), device))
     for index in runs.keys() - times.keys():
+        # It ran in the warm-up. Beside the memory of the others it does not fit.
         results[index].refusal = "out of memory beside the others"
     for index, calls in times.items():
         for clock in ("wall", "host"):
@@ -220,6 +222,7 @@ def _time_sustained(
 
 
 def _measure_memory(node: SonicMoEMlpNode, result: Result, batch: Batch, device: str) -> None:
+    # On one batch, because memory does not depend on the values.
     memory = measure_memory(Call(node, batch), device)
     result.saved_mib, result.peak_mib = memory.saved, memory.peak
     result.total_peak_mib = memory.total_peak
@@ -257,6 +260,7 @@ def machine() -> dict[str, Any]:
 
 def _installed(distribution: str) -> str | None:
     try:
+        # Kernels come from these packages, so a figure without their versions cannot be repeated.
         return version(distribution)
     except PackageNotFoundError:
         return None

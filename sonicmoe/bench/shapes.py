@@ -62,6 +62,7 @@ def stack_layers(shape: Shape) -> int:
     """Layers per timed step: as many as hide the host's time, fewer where one layer takes long and
     much memory.
     """
+    # A step of a few long layers hides the host as well as one of many short ones.
     least, most = STACK_LAYERS
     return max(least, min(most, STACK_TOKENS // shape.tokens))
 

@@ -109,6 +109,7 @@ def sustain(stack: Steps, seconds: float, device: str, settle_s: float = SETTLE_
         return Turn(us, stack.layers, str(gpu) if meter is None else meter.reading())
     except NvmlError as error:
         return Turn(us, stack.layers, str(error))
+    # Closed also where the meter failed, because NVML counts its users.
     finally:
         if not isinstance(gpu, str):
             gpu.close()
@@ -119,6 +120,7 @@ def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
     while True:
         stack.run()
         mark()
+        # Asked behind the step, so that at least one is issued.
         if time.perf_counter() - began >= seconds:
             return
 
@@ -146,6 +148,7 @@ def busy_per_step(spans: Sequence[tuple[float, float]], steps: int, layers: int)
     count, surplus = divmod(len(spans), steps + 1)
     if not spans:
         return []
+    # The steps launched unequally much, so nobody can tell where one ends.
     if surplus:
         return [covered_us(spans) / (steps + 1) / layers]
     return [

@@ -49,6 +49,7 @@ def grid(device: str) -> list[Shape]:
     experts, widths, tokens = (
         (GPU_EXPERTS, GPU_WIDTHS, GPU_TOKENS) if gpu else (CPU_EXPERTS, CPU_WIDTHS, CPU_TOKENS)
     )
+    # The grid of a host is small enough for the reference engine.
     topk = TOPK if gpu else CPU_TOPK
     layers = [(e, *width) for e in experts for width in widths]
     # STRIDE has no common divisor with the number of layers, so this visits each of them once.
@@ -187,6 +188,7 @@ class PointBench:
     def _sustained(self, stack: Stack) -> dict[str, float | None]:
         if not self._sustained_s:
             return {}
+        # One turn only: there is no other engine to take turns with.
         row = Sustained.of([sustain(stack, self._sustained_s, self._device)])
         return {
             "sustained_us": row.us.median,

@@ -76,6 +76,7 @@ def _times(result: Result) -> dict[str, str]:
 def _rates(result: Result, base: Result) -> dict[str, str]:
     steady = [each.steady.median if each.steady else None for each in (base, result)]
     return {
+        # A host computes a few GFLOPS, which one decimal of TFLOPS would round to zero.
         "TFLOPS": _number(result.tflops, ".1f" if result.gpu else ".4f"),
         "MFU": f"{result.mfu:.1%} of {result.peak_name}" if result.mfu is not None else NONE,
         "GB/s": _number(result.gbytes_per_s, ",.0f" if result.gpu else ".2f"),
@@ -166,6 +167,7 @@ def stage_table(result: Result) -> Table:
     for stage, us in result.stages.items():
         floor = ideal.get(stage)
         if floor is None:
+            # Work outside every stage has no floor.
             table.add_row(stage or "unnamed", _us(us), NONE, NONE, NONE, NONE)
             continue
         tflops = f"{floor.flop / us / 1e6:,.0f}" if floor.flop else NONE
@@ -179,6 +181,7 @@ def term_table(model: CostModel, points: Sequence[Point]) -> Table:
     shares = model.shares([point.shape for point in points])
     table = Table("term", "us per unit", "mean share of the time")
     for name, value in model.coefficients.items():
+        # The knee is a fitted number, and the name of the term stands for it.
         shown = name.replace("TK0", f"{model.knee:.0f}")
         table.add_row(shown, f"{value:.4g}", f"{shares[name]:.1%}")
     return table

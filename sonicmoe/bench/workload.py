@@ -73,6 +73,7 @@ class Variant:
         but for an engine that is chosen by name alone: its recipe is no default.
         """
         config = SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
+        # An engine that runs by name alone has no part in the defaults of the flags.
         record = RECORDS[self.engine]
         if not record.by_name_only:
             return config
@@ -144,6 +145,7 @@ class Batch:
             for _ in range(2)
         )
         probs = torch.rand((shape.tokens, shape.topk), device=device)
+        # They sum to 1, as a softmax over the chosen experts gives them.
         probs = probs / probs.sum(1, keepdim=True)
         counts = torch.bincount(indices.reshape(-1), minlength=shape.experts).tolist()
         return cls(x.requires_grad_(), indices, probs.requires_grad_(), dout, counts)
