@@ -30,8 +30,8 @@ def results(framework, world, world_results):
 
 
 def each_world(test):
-    sized = pytest.mark.parametrize("world", [2, 4])(test)
-    return pytest.mark.parametrize("framework", ["torch", PADDLE])(sized)
+    in_both = pytest.mark.parametrize("framework", ["torch", PADDLE])(test)
+    return pytest.mark.parametrize("world", [2, 4])(in_both)
 
 
 @cache

@@ -113,11 +113,12 @@ def at_once(problem, **options):
     return call, main_grads(experts)
 
 
-@pytest.mark.parametrize(
-    ("points", "layout", "fp8"),
-    pairwise([POINTS, POINTS[:1], POINTS[1:], ()], LAYOUTS, [False, True]),
-)
-def test_runs_and_then_fires_the_hook_once(problem, points, layout, fp8):
+TAKEN = {"both": POINTS, "up": POINTS[:1], "down": POINTS[1:], "none": ()}
+
+
+@pytest.mark.parametrize(("taken", "layout", "fp8"), pairwise(list(TAKEN), LAYOUTS, [False, True]))
+def test_runs_and_then_fires_the_hook_once(problem, taken, layout, fp8):
+    points = TAKEN[taken]
     plain, expected = at_once(problem, layout=layout, fp8=fp8)
     experts = Experts(problem, layout, fp8=fp8)
     hooked = Hooked(experts)
