@@ -25,9 +25,10 @@ experts.weight2 = paddle.create_parameter([EXPERTS, INTERMEDIATE, HIDDEN], "floa
 pointers = [w.data_ptr() for w in experts.parameters()]
 """,
     "The lines before Fleet": """
-import sys
-from fleet.double import HERE
-sys.path[:0] = [str(HERE / "eager"), str(HERE / "site")]
+import sys, tempfile
+from fleet.double import HERE, write_ops
+ops_folder = tempfile.TemporaryDirectory()
+sys.path[:0] = [write_ops(ops_folder.name), str(HERE / "site")]
 import sonicmoe.fleet.install as installing
 installing._device = lambda reference: "compute capability 9.0, says the test"
 """,

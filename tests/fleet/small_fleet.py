@@ -48,7 +48,9 @@ LAZY = f"""
 import sys
 _SONIC_MOE_AVAILABLE = False
 _loaded = []
-blocked_import_messages = {{"paddlefleet_ops.sonicmoe": "call load_sonic_moe() first"}}
+blocked_import_messages = {{
+    "paddlefleet_ops.sonicmoe": "sonicmoe not supported: Blackwell required by load_sonic_moe()",
+}}
 
 
 def is_sonic_moe_available():
