@@ -61,6 +61,7 @@ def config_of(layers: int, quick: bool) -> Qwen3MoeConfig:
         num_hidden_layers=layers,
         norm_topk_prob=True,
         output_router_logits=False,
+        use_cache=False,  # a cache of keys and values per layer would be a graph per layer
         max_position_embeddings=LENGTH,
     )
 
