@@ -239,7 +239,11 @@ def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[
     six = busy_us(six_products(experts), device)
     if row.model in WITH_NODE:
         modules["node"] = node_of(experts)
-    figures = {mode: measure_mode(experts, modules, mode, rounds) for mode in modes}
+    figures = {}
+    for mode in modes:
+        begin = time.perf_counter()
+        figures[mode] = measure_mode(experts, modules, mode, rounds)
+        click.echo(f"  {mode}: {time.perf_counter() - begin:.0f} s", err=True)
     return {"row": row._asdict(), "six": six, "errors": errors, **figures}
 
 
