@@ -166,7 +166,9 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="an earlier backward of this forward took"):
             source.take(dout.to(getattr(torch, dtype)))
 
-    @pytest.mark.parametrize("other", [[], "data", CombineGradient({})], ids=["list", "string", "another call"])
+    @pytest.mark.parametrize(
+        "other", [[], "data", CombineGradient({})], ids=["list", "string", "another call"]
+    )
     def test_what_is_no_dict(self, other):
         with pytest.raises(DTypeError, match="needed: a dict, or None"):
             combine_gradient(other)
