@@ -86,7 +86,7 @@ def test_plain_operations_say_whether_fp8_is_on(device, workload, words, machine
 
 
 @pytest.mark.parametrize(
-    "requested", sorted({*EngineName} - {EngineName.AUTO, EngineName.REFERENCE})
+    "requested", [name for name in EngineName if name.value not in ("auto", "reference")]
 )
 def test_an_engine_that_cannot_run_on_a_cpu_is_refused_by_name(requested):
     with pytest.raises(EngineUnavailableError, match=requested.value) as caught:
