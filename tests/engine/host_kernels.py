@@ -68,9 +68,8 @@ def put(q, codes, scale, stop_rows=None):
     row_axis, block = (1, q.block.rows) if columns else (0, q.block.rows)
     stop = int(q.codes.shape[row_axis]) if stop_rows is None else stop_rows
     codes.narrow(row_axis, 0, stop).copy_(q.bytes.narrow(row_axis, 0, stop))
-    scale.narrow(row_axis, 0, blocks(stop, block)).copy_(
-        q.scale_inv.narrow(row_axis, 0, blocks(stop, block))
-    )
+    count = blocks(stop, block)
+    scale.narrow(row_axis, 0, count).copy_(q.scale_inv.narrow(row_axis, 0, count))
 
 
 def grouped(a, w, offsets):
@@ -166,9 +165,8 @@ def gather_dgated_gemm(
     else:
         kept = values(z, z_scale, BY_ROWS, Code.INT8)
     kept[last:] = 0
-    y1, gradient = activate_backward(
-        kept, dy1 * torch.where(prob > 0, prob, 0.0), DGATED_ACTIVATIONS[activation]
-    )
+    weighted = dy1 * torch.where(prob > 0, prob, 0.0)
+    y1, gradient = activate_backward(kept, weighted, DGATED_ACTIVATIONS[activation])
     real = (index >= 0).unsqueeze(1)
     y1s, gradient = y1 * prob * real, gradient * real
     parts = at(dprob_parts, "float32", (blocks(inner, DPROB_COLUMNS), r))

@@ -306,18 +306,13 @@ class Setup:
 def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
     engine = engine or ReferenceEngine()
     dtype = dtype or torch.float32
-    settings = replace(
-        settings or EngineSettings(),
-        activation=problem.activation,
-        activation_parameters=problem.parameters,
-    )
+    own = {"activation": problem.activation, "activation_parameters": problem.parameters}
+    settings = replace(settings or EngineSettings(), **own)
     w1, w2, b1, b2 = native_weights(problem)
     biases = [None if b is None else tensor(b, torch.float32) for b in (b1, b2)]
     weights = engine.prepare_weights(tensor(w1).to(dtype), tensor(w2).to(dtype), *biases, settings)
-    probs = tensor(problem.probs, torch.float32)
-    routing = build_routing(
-        tensor(problem.indices), probs, problem.num_experts, alignment=settings.row_alignment
-    )
+    routed = tensor(problem.indices), tensor(problem.probs, torch.float32), problem.num_experts
+    routing = build_routing(*routed, alignment=settings.row_alignment)
     x, dout = (tensor(array, torch.float32).to(dtype) for array in (problem.x, problem.dout))
     return Setup(problem, settings, engine, weights, routing, x, dout)
 
@@ -326,7 +321,8 @@ def run_engine(problem, settings=None, dtype=None) -> Result:
     return set_up(problem, settings, dtype).run()
 
 
-def assert_same_bits(actual: Result, expected: Result, names=None):
+def assert_same_bits(actual: Result, expected: Result, names=None, rows=slice(None)):
+    """Of all outputs, or of some; in all rows (tokens or experts), or in some."""
     for name, got in actual.items():
         if names is None or name in names:
-            np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)
+            np.testing.assert_array_equal(got[rows], getattr(expected, name)[rows], err_msg=name)

@@ -381,7 +381,6 @@ class TestParameters:
 )
 def test_a_record_without_a_formula_is_a_clear_error(monkeypatch, table, activation):
     monkeypatch.delitem(getattr(activations, table), activation)
-    with pytest.raises(
-        ConfigError, match=f"{activation.value!r} has a record and no tensor formula"
-    ):
+    words = f"{activation.value!r} has a record and no tensor formula"
+    with pytest.raises(ConfigError, match=words):
         activate(fp32([[1.0, 2.0]]), activation)

@@ -201,9 +201,7 @@ def test_what_is_not_finite_stays_so(value):
 
 def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(case, monkeypatch):
     handed = []
-    monkeypatch.setattr(
-        Bf16Engine, "backward_dw", lambda self, pending, sums: handed.append(pending)
-    )
+    monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
     found = case.run(OURS, replace(MX, fp8_wgrad=False))
     (pending,) = handed
     assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
@@ -277,9 +275,8 @@ def test_operands_are_overwritten_from_any_form_of_the_same_blocks(case):
             into.bytes.zero_()
             into.overwrite(source)
             assert torch.equal(dequantize(into), wanted)
-            turned = mx.MxTensor.of(
-                into.bytes, None, into.along_rows, padded_offsets=into.padded_offsets
-            )
+            ends = into.padded_offsets
+            turned = mx.MxTensor.of(into.bytes, None, into.along_rows, padded_offsets=ends)
             assert torch.equal(dequantize(turned), wanted)
         assert into.nbytes == sum(part.numel() for part in into.parts)
 

@@ -376,13 +376,11 @@ def test_temporaries_of_a_pass_do_not_overlap(native):
     case, spans = Case(), []
 
     def listener(name, value):
-        tensors = (
-            (value.codes, value.scale_inv) if isinstance(value, BlockScaledTensor) else (value,)
-        )
+        quantised = isinstance(value, BlockScaledTensor)
         if name in ("x_fp8", "y1", "y2"):
-            spans.extend(
-                (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for t in tensors
-            )
+            for part in (value.codes, value.scale_inv) if quantised else (value,):
+                first = part.data_ptr()
+                spans.append((first, first + part.numel() * part.element_size(), name))
         return value
 
     with listening(listener):

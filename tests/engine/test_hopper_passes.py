@@ -60,9 +60,8 @@ class UnevenCase(Case):
             octaves[::2] = octaves[::2, :1]
             factor = torch.exp2(octaves.float()).repeat_interleave(128, 1)[:, :H]
             setattr(self, name, (value * factor).to(torch.bfloat16))
-        self.w1 = (self.w1 * torch.tensor([1.0, 2**-12, 2**-3]).repeat_interleave(128)[:H]).to(
-            torch.bfloat16
-        )
+        factor = torch.tensor([1.0, 2**-12, 2**-3]).repeat_interleave(128)[:H]
+        self.w1 = (self.w1 * factor).to(torch.bfloat16)
 
 
 ACTIVATIONS = ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU
@@ -209,9 +208,8 @@ def test_frozen_experts_have_no_memory():
     for name in ("dw1", "dw2"):
         assert torch.equal(got[name][[1, 3]], wanted[name][[1, 3]])
         assert not got[name][[0, 2]].any() and wanted[name][0].any()
-    half_frozen = ParameterTargets(
-        WeightTarget.per_expert([None] * E, PER_EXPERT), parameter_targets(PER_EXPERT).down
-    )
+    frozen = WeightTarget.per_expert([None] * E, PER_EXPERT)
+    half_frozen = ParameterTargets(frozen, parameter_targets(PER_EXPERT).down)
     assert torch.equal(case.run(OURS, FP8, targets=half_frozen)["dw2"], wanted["dw2"])
 
 

@@ -271,9 +271,8 @@ class TestKept:
 
         def ask():
             with SonicMoEConfig(**folders).activate():
-                found.append(
-                    trust._judge(subject(ReferenceEngine), CompileCache(*folders.values()))
-                )
+                cache = CompileCache(*folders.values())
+                found.append(trust._judge(subject(ReferenceEngine), cache))
 
         ranks = [threading.Thread(target=ask) for _ in range(4)]
         for rank in ranks:

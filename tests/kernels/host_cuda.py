@@ -63,20 +63,16 @@ def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: 
         *sources[0].parent.glob("*.cuh"), *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp"),
     )  # fmt: skip
     for file in (*sources, *headers_of_ours):
-        target = (
-            folder / file.with_suffix(".cpp").name if file.suffix == ".cu" else folder / file.name
-        )
+        renamed = file.with_suffix(".cpp") if file.suffix == ".cu" else file
+        target = folder / renamed.name
         target.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")
     # One translation unit: headers of tvm-ffi take longer than the kernels.
     whole = folder / "whole.cpp"
     units = [folder / file.with_suffix(".cpp").name for file in sources]
     whole.write_text("".join(f'#include "{unit}"\n' for unit in units), encoding="utf-8")
     unfinished = folder / "unfinished.so"
-    include = (
-        tvm_ffi.libinfo.find_include_path(),
-        tvm_ffi.libinfo.find_dlpack_include_path(),
-        cuda_include,
-    )
+    found = tvm_ffi.libinfo
+    include = found.find_include_path(), found.find_dlpack_include_path(), cuda_include
     command = ["g++", "-std=c++20", OPTIMISED, "-fPIC", "-shared", "-w", "-ffp-contract=off"]
     command += [*(f"-I{path}" for path in include), "-o", str(unfinished), str(whole)]
     subprocess.run(command, check=True, capture_output=True, text=True)

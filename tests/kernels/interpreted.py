@@ -64,9 +64,8 @@ def slot_values(name, indices, ours) -> None:
     rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
     rows[ours.row_slot < 0] = float("nan")
     flat = slots.reshape(-1)
-    assert torch.equal(
-        moved_by(TRITON, flat, ours.row_slot), moved_by(PLAIN, flat, ours.row_slot)
-    ), name
+    moved, wanted = (moved_by(kernels, flat, ours.row_slot) for kernels in (TRITON, PLAIN))
+    assert torch.equal(moved, wanted), name
     ds = moved_by(TRITON, rows, ours.slot_row)
     assert torch.equal(ds, moved_by(PLAIN, rows, ours.slot_row)), name
     assert bool((ds[ours.slot_row < 0] == 0).all()), name
@@ -98,9 +97,8 @@ def conversions() -> int:
     ties = (torch.arange(0, 65536, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
     values = torch.cat([bits, ties]).view(torch.float32)
     values = values[~values.isnan()]
-    ours = torch.from_numpy(
-        convert_float(values.numpy(), "fp32", "bf16", None).copy().view("int16")
-    ).view(torch.bfloat16)
+    narrow = convert_float(values.numpy(), "fp32", "bf16", None).copy().view("int16")
+    ours = torch.from_numpy(narrow).view(torch.bfloat16)
     assert torch.equal(ours, values.to(torch.bfloat16))
     back = convert_float(ours.view(torch.int16).numpy(), "bf16", "fp32", None)
     assert torch.equal(torch.from_numpy(back), ours.to(torch.float32))

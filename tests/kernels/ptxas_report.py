@@ -85,11 +85,8 @@ def parse_ptxas(report: str) -> tuple[KernelResources, ...]:
             )
         elif entry and (match := _USED.search(line)):
             shared = _SHARED.search(line)
-            found[entry] = replace(
-                found[entry],
-                registers=int(match[1]),
-                static_shared_bytes=int(shared[1]) if shared else 0,
-            )
+            count = int(shared[1]) if shared else 0
+            found[entry] = replace(found[entry], registers=int(match[1]), static_shared_bytes=count)
     # This warning names its function itself and is no part of the sequence above, so it is searched
     # for in the whole report.
     for name in _SERIALISED.findall(report):

@@ -305,9 +305,8 @@ def test_what_a_class_cannot_run_is_refused(arch, family, product, changes, word
 def test_the_family_follows_the_architecture():
     assert {arch: family_of(arch) for arch, family in TARGETS[:5]} == dict(TARGETS[:5])
     for arch in ("sm_80", "sm_89", "sm_75", "sm_90"):
-        with pytest.raises(
-            ConfigError, match=f"arch='{arch}' has no grouped GEMMs; needed: one of"
-        ):
+        words = f"arch='{arch}' has no grouped GEMMs; needed: one of"
+        with pytest.raises(ConfigError, match=words):
             shape_for(arch)
 
 

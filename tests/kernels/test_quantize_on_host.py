@@ -41,10 +41,8 @@ def module(session_folder):
 def values(shape, dtype, seed=0):
     """Rows of very different sizes, with zeros, denormals, NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(
-        torch.randint(-12, 12, (shape[-2], 1), generator=generator)
-    )
-    x = x.to(dtype)
+    x = torch.randn(shape, generator=generator)
+    x = (x * torch.exp2(torch.randint(-12, 12, (shape[-2], 1), generator=generator))).to(dtype)
     flat = x.view(-1)
     for special in (float("nan"), float("inf"), torch.finfo(dtype).tiny / 4):
         flat[torch.randint(0, flat.numel(), (3,), generator=generator)] = special
@@ -83,9 +81,8 @@ def uneven(shape, dtype, seed=0):
     """
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-size // 128) for size in shape[-2:]]
-    octaves = torch.randint(
-        -12 if dtype is torch.float16 else -20, 1, (*shape[:-2], *blocks), generator=generator
-    )
+    least = -12 if dtype is torch.float16 else -20
+    octaves = torch.randint(least, 1, (*shape[:-2], *blocks), generator=generator)
     factor = torch.exp2(octaves.float()) * (torch.rand(octaves.shape, generator=generator) > 0.1)
     for axis in (-2, -1):
         factor = factor.repeat_interleave(128, axis)

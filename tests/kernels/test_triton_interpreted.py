@@ -39,6 +39,5 @@ def test_interpreted(module: str, checks: list[str]) -> None:
         command, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [
-        line.split()[0] for line in done.stdout.splitlines() if line.endswith("checked")
-    ] == checks
+    told = [line for line in done.stdout.splitlines() if line.endswith("checked")]
+    assert [line.split()[0] for line in told] == checks

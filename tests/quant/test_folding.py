@@ -70,9 +70,8 @@ def test_the_second_rounding_moves_a_code_by_half_a_unit_of_the_rows_scale_at_mo
     once, twice = numpy(dequantize(q)), numpy(dequantize(with_row_scales(q)))
     row = numpy(q.scale_inv).max(1, keepdims=True)
     assert np.abs(twice - once).max() > 0
-    assert (
-        np.abs(twice - once) <= np.maximum(2.0**-4 * np.abs(once), 2.0**-10 * row) * 1.0001
-    ).all()
+    bound = np.maximum(2.0**-4 * np.abs(once), 2.0**-10 * row) * 1.0001
+    assert (np.abs(twice - once) <= bound).all()
 
 
 def test_scales_that_others_send():
@@ -87,9 +86,8 @@ def test_scales_that_others_send():
     for row, block in ((0, 0), (0, 1), (1, 1), (2, 0), (4, 0), (4, 1)):
         np.testing.assert_array_equal(values[row, 128 * block : 128 * (block + 1)], wanted)
     for row, block in ((1, 0), (2, 1)):  # nothing is left of them beside such a scale
-        np.testing.assert_array_equal(
-            np.nan_to_num(values[row, 128 * block : 128 * (block + 1)]), np.zeros(128)
-        )
+        found = values[row, 128 * block : 128 * (block + 1)]
+        np.testing.assert_array_equal(np.nan_to_num(found), np.zeros(128))
     assert np.isnan(values[3]).all()
 
 

@@ -97,10 +97,8 @@ def assert_same_bits(x, block, code, scale_format):
     assert q.block == block.extent
     np.testing.assert_array_equal(code_bits(q), codes)
     np.testing.assert_array_equal(bits(as_fp32(q.scale_inv)), bits(scale_inv))
-    np.testing.assert_array_equal(
-        bits(as_fp32(dequantize(q))),
-        bits(naive.dequantize(codes, scale_inv, block.rows, block.cols)),
-    )
+    restored = naive.dequantize(codes, scale_inv, block.rows, block.cols)
+    np.testing.assert_array_equal(bits(as_fp32(dequantize(q))), bits(restored))
     return q
 
 
@@ -234,9 +232,8 @@ def test_transposing_storage_moves_bytes_only(block, code, scale_format):
     assert flipped.shape == q.shape
     assert flipped.nbytes == q.nbytes
     np.testing.assert_array_equal(code_bits(flipped), code_bits(q).transpose(0, 2, 1))
-    np.testing.assert_array_equal(
-        as_fp32(flipped.scale_inv), as_fp32(q.scale_inv).transpose(0, 2, 1)
-    )
+    turned = as_fp32(q.scale_inv).transpose(0, 2, 1)
+    np.testing.assert_array_equal(as_fp32(flipped.scale_inv), turned)
     np.testing.assert_array_equal(bits(as_fp32(dequantize(flipped))), bits(as_fp32(dequantize(q))))
     back = transpose_storage(flipped)
     assert back.orientation is Orientation.ROWS

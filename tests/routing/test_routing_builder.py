@@ -94,9 +94,8 @@ def test_equals_the_naive_builder(dispatch):
 @given(dispatches())
 def test_rows_and_slots_are_inverse_and_padding_is_marked(dispatch):
     indices, num_experts, alignment = dispatch
-    metadata = build(
-        indices, distinct_probs(indices, num_experts), num_experts, alignment=alignment
-    )
+    probs = distinct_probs(indices, num_experts)
+    metadata = build(indices, probs, num_experts, alignment=alignment)
     row_slot, slot_row = numpy(metadata.row_slot), numpy(metadata.slot_row).ravel()
     row_token, row_prob = numpy(metadata.row_token), numpy(metadata.row_prob)
     real = np.flatnonzero(row_slot >= 0)
@@ -187,9 +186,8 @@ def test_repeated_builds_are_equal_and_inputs_stay():
 def test_non_contiguous_inputs():
     rng = np.random.default_rng(1)
     indices, probs = rng.integers(-1, 5, (3, 40)), rng.random((3, 40)).astype(np.float32)
-    metadata = build_routing(
-        tensor(indices).transpose(0, 1), tensor(probs, torch.float32).transpose(0, 1), 4
-    )
+    turned = tensor(indices).transpose(0, 1), tensor(probs, torch.float32).transpose(0, 1)
+    metadata = build_routing(*turned, 4)
     assert_equals_naive(metadata, naive_routing(indices.T, probs.T, 4, 128))
 
 
