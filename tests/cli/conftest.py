@@ -1,7 +1,5 @@
 """What tests of commands share with those of the compile cache: its fake compilers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

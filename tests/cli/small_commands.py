@@ -1,7 +1,5 @@
 """Commands with as little work as there is, in a process of their own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 and nothing written outside the directories that it was given.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -2,8 +2,6 @@
 records is so.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The doctor: what it finds, what it exits with, and that its self-test can fail."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What `doctor` says a call would run is what the node, `MoE` and a model of transformers run."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

@@ -1,7 +1,5 @@
 """Other copies of sonicmoe and quack beside this one, each a warning of the doctor."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """`sonicmoe doctor --self-test --report FILE`: what a maintainer gets, and what he must not get."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import socket

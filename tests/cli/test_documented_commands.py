@@ -1,7 +1,5 @@
 """Commands, options, values, counts and links that the guides name are right."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

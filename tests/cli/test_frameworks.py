@@ -1,7 +1,5 @@
 """The rule that picks a command's framework, and that every command follows and names it."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError
 

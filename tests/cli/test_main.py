@@ -1,7 +1,5 @@
 """The console command: help, lazy loading, exit codes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What commands say while somebody waits, on a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """A small step, and faults planted into its stages while an engine runs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -2,8 +2,6 @@
 called healthy on every kind of data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The golden of every diagnosis: its gradients are the derivatives of its output."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What an installation is told about the GPU engines at its end."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

@@ -2,8 +2,6 @@
 the block. Also under Paddle.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 

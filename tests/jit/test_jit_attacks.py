@@ -1,7 +1,5 @@
 """Swaps at every moment, kills at every moment, and mutated manifests. All seeded."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """One process: what the cache promises about artefacts, damage and refusal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -2,8 +2,6 @@
 GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

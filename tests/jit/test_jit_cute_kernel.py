@@ -1,7 +1,5 @@
 """CuTe DSL kernels compiled ahead of time for sm_90a, loaded without CuTe DSL."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The process that forks for CuTe kernels: what comes back, and what a worker does without it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

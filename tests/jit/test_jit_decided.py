@@ -2,8 +2,6 @@
 again, at growing pauses.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -2,8 +2,6 @@
 clear error comes, and no healthy artefact is lost.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -2,8 +2,6 @@
 `no_compile()`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

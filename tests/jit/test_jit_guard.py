@@ -1,7 +1,5 @@
 """`no_compile()` and SONIC_MOE_FORBID_COMPILE."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Compile keys: stable, static, and complete."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

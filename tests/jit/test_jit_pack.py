@@ -1,7 +1,5 @@
 """Packs: a round trip, and everything that is not exactly a pack of this installation."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

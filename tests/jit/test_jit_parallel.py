@@ -1,7 +1,5 @@
 """Real processes that share the compile jobs of one empty cache, as the ranks of a host do."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The rules for directories that hold code: the table of docs/security.md, cell by cell."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Real processes on one cache directory: races, kills, stale holders, clocks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What somebody else could have planted, and what only looks damaged."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

@@ -1,7 +1,5 @@
 """Places of a host: what CPUs and quotas allow, and what happens to them when processes end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Triton kernels in the package's cache, compiled for a GPU that is not there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Several users on one cache: what a group can repair, and what a stranger cannot do."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
