@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import paddle
 from fleet.double import load, model
+from fleet.double.optimizer import into_main_grad
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 128, 64, 4, 2, 48  # H = 2I: only weight2 tells the layout
 
@@ -58,17 +59,14 @@ def give_main_grads(layer):
     """fp32 zeros for every parameter, filled from autograd where the engine does not write."""
     for parameter in layer.parameters():
         parameter.main_grad = paddle.zeros(parameter.shape, "float32")
-        parameter._register_grad_hook(_adds_to(parameter))
+        parameter._register_grad_hook(into_main_grad(parameter))
 
 
-def _adds_to(parameter):
-    @paddle.no_grad()
-    def hook(gradient):
-        if gradient is not None and gradient._is_initialized():
-            parameter.main_grad.add_(gradient.astype("float32"))
-            gradient._clear_data()
-
-    return hook
+def layer_of(fleet, config, group=None):
+    """Fleet's layer with its gradients; `group` None computes on one card, without a dispatcher."""
+    layer = model.initialise(fleet.layer.MoELayer(config, group))
+    give_main_grads(layer)
+    return layer
 
 
 def run(layer, batches, before=lambda: None, after=lambda: None):

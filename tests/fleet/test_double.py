@@ -30,10 +30,7 @@ FORMS = {
 
 
 def layer_of(fleet, config, single=False):
-    group = None if single else model.one_rank()
-    layer = model.initialise(fleet.layer.MoELayer(config, group))
-    cases.give_main_grads(layer)
-    return layer
+    return cases.layer_of(fleet, config, None if single else model.one_rank())
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,7 @@ def fleet():
 
 
 def layer_of(fleet, **changes):
-    config = cases.config_of(fleet, **changes)
-    layer = model.initialise(fleet.layer.MoELayer(config, model.one_rank()))
-    cases.give_main_grads(layer)
-    return layer
+    return cases.layer_of(fleet, cases.config_of(fleet, **changes), model.one_rank())
 
 
 def gradients(layer, order, run=lambda layer, x: layer(x)):

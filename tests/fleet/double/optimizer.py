@@ -75,7 +75,7 @@ class ShardingOptimizer:
         self.cleared = set()
         # What the engine does not write straight into `main_grad` arrives by autograd's hook.
         for parameter in parameters:
-            parameter._register_grad_hook(_into_main_grad(parameter))
+            parameter._register_grad_hook(into_main_grad(parameter))
 
     @paddle.no_grad()
     def clear_param_storage(self, colour):
@@ -125,7 +125,9 @@ class ShardingOptimizer:
             fused.grad.zero_()
 
 
-def _into_main_grad(parameter):
+def into_main_grad(parameter):
+    """A hook that adds what autograd brings."""
+
     @paddle.no_grad()
     def hook(gradient):
         if gradient is not None and gradient._is_initialized():
