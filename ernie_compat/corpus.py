@@ -68,7 +68,8 @@ class Corpus:
             shortest > seq_len,
             CorpusError,
             f"the text has {len(self.train)} training and {len(self.held_out)} held-out bytes; "
-            f"sequence length {seq_len} needs more than {seq_len} in each: give more --data or a shorter sequence",
+            f"sequence length {seq_len} needs more than {seq_len} in each: give more --data or a "
+            "shorter sequence",
         )
 
 

@@ -68,7 +68,8 @@ class ModelConfig:
         expect(
             self.topk <= self.num_experts,
             ConfigError,
-            f"topk {self.topk} exceeds num_experts {self.num_experts}; a token cannot pick more experts than there are",
+            f"topk {self.topk} exceeds num_experts {self.num_experts}; a token cannot pick more "
+            "experts than there are",
         )
         expect(
             0 <= self.dense_layers < self.num_layers,
@@ -194,7 +195,8 @@ class RunConfig:
         expect(
             experts % self.ep == 0,
             ConfigError,
-            f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds equally many",
+            f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds "
+            "equally many",
         )
         # Dense layers come first and route nothing, so they have no tensors of experts.
         first, last = self.model.dense_layers, self.model.num_layers - 1

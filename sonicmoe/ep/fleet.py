@@ -71,8 +71,9 @@ class FleetDispatcher(Dispatcher):
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         if forms.any:
             raise ConfigError(
-                f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher calls Fleet's fused_dispatch in "
-                "bfloat16 only: needed: both False, or kind 'deepep' or 'collective'"
+                f"fp8 is {forms.tokens!r} and fp8_grad is {forms.gradients!r}; this dispatcher "
+                "calls Fleet's fused_dispatch in bfloat16 only: needed: both False, or kind "
+                "'deepep' or 'collective'"
             )
         words = f"x is {dtype_name(x.dtype)}; Fleet dispatches bfloat16"
         expect(x.dtype == torch.bfloat16, DTypeError, words)

@@ -95,9 +95,9 @@ class SentGradient:
             )
         if data_ptr(gradient) != data_ptr(expected):
             raise ConfigError(
-                "the gradient of the experts' output is not the one that the combine of this dispatch returned; "
-                f"{straight}, and nowhere else (an operation in between, a second use or "
-                "a hook cannot see a gradient that travels in FP8), or fp8_grad=False"
+                "the gradient of the experts' output is not the one that the combine of this "
+                f"dispatch returned; {straight}, and nowhere else (an operation in between, a "
+                "second use or a hook cannot see a gradient that travels in FP8), or fp8_grad=False"
             )
         self._rows = self._stand_in = None
         return rows
@@ -108,8 +108,8 @@ class SentGradient:
         """
         if self._rows is not None:
             raise ConfigError(
-                "the gradient of the experts' output came in FP8 (fp8_grad) and the experts did not ask for it; needed: "
-                "node(..., dout_source=received.dout_source), or fp8_grad=False"
+                "the gradient of the experts' output came in FP8 (fp8_grad) and the experts did not "
+                "ask for it; needed: node(..., dout_source=received.dout_source), or fp8_grad=False"
             )
 
 

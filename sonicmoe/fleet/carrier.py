@@ -74,8 +74,9 @@ def declare_carrier(carrier: Carrier | str) -> Carrier:
         expect(
             before in (None, wanted),
             ConfigError,
-            f"carrier is {wanted.value!r}, and this process declared {before and before.value!r} before; words that are "
-            "under way would change their meaning: needed: one carrier per process",
+            f"carrier is {wanted.value!r}, and this process declared {before and before.value!r} "
+            "before; words that are under way would change their meaning: needed: one carrier per "
+            "process",
         )
         _declared = wanted
     return wanted
@@ -170,8 +171,9 @@ def words_of_bytes(held: Tensor) -> Tensor:
 def _meaning(words: Tensor) -> Carrier:
     if _declared is None:
         raise ConfigError(
-            f"scale has packed words {tuple(words.shape)}, and nobody declared whether they are fp32 multipliers or four E8M0 "
-            "bytes; needed: sonicmoe.fleet.carrier.declare_carrier(...) on every rank, before the first dispatch"
+            f"scale has packed words {tuple(words.shape)}, and nobody declared whether they are "
+            "fp32 multipliers or four E8M0 bytes; needed: "
+            "sonicmoe.fleet.carrier.declare_carrier(...) on every rank, before the first dispatch"
         )
     return _declared
 
@@ -182,12 +184,10 @@ def _one_byte_per_word(codes: Tensor, scale: Tensor) -> Tensor:
     groups = -(-hidden // GROUP_COLUMNS)
     shape = tuple(int(size) for size in scale.shape)
     need_dtype("scale", scale, torch.float32, torch.int32, torch.uint8)
-    expect(
-        shape == (tokens, groups),
-        ShapeError,
-        f"scale is {dtype_name(scale.dtype)} {shape}; codes {(tokens, hidden)} need {(tokens, groups)}"
-        + (f" or packed int32 {(tokens, words_per_row(hidden))}" if hidden % WORD_COLUMNS == 0 else ""),
-    )  # fmt: skip
+    words = f"scale is {dtype_name(scale.dtype)} {shape}; codes {(tokens, hidden)} need"
+    packed = f" or packed int32 {(tokens, words_per_row(hidden))}"
+    needed = f"{(tokens, groups)}{packed if hidden % WORD_COLUMNS == 0 else ''}"
+    expect(shape == (tokens, groups), ShapeError, f"{words} {needed}")
     # Rows that no dispatcher wrote may hold any number.
     return scale.to(torch.int32).clamp(0, _E8M0_NAN)
 

@@ -256,8 +256,9 @@ class _InFleetsCopyAlone:
 
     def apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise EngineUnavailableError(
-            f"{self._name} is a part of PaddleFleet's in-tree copy of run_sonic_moe, and this engine computes both "
-            "projections in one call: call paddlefleet_ops.sonicmoe.run_sonic_moe"
+            f"{self._name} is a part of PaddleFleet's in-tree copy of run_sonic_moe, and this "
+            "engine computes both projections in one call: call "
+            "paddlefleet_ops.sonicmoe.run_sonic_moe"
         )
 
     __call__ = apply
