@@ -9,6 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.7")
+# transformers' own grouped_mm calls such a function where it is compiled.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
 @pytest.mark.parametrize(
