@@ -86,7 +86,7 @@ class Contestant:
         self.module(experts.x, experts.ids, experts.probs).backward(experts.dout)
 
     def timed(self) -> None:
-        """One round."""
+        """Time one round: a row of calls, then what the host needs to launch some."""
         wait(self.experts.device)
         begin = time.perf_counter()
         for _ in range(CALLS):

@@ -168,8 +168,9 @@ def plan_of(number: int) -> Plan:
     plan = _plans.get(number)
     if plan is None:
         raise ConfigError(
-            f"no plan {number} in this process: a program exported in another one names its settings by this number and does not "
-            "carry them; trace the layer once here before (torch.compile or torch.export), with the same arguments and configuration"
+            f"no plan {number} in this process: a program exported in another one names its "
+            "settings by this number and does not carry them; trace the layer once here before "
+            "(torch.compile or torch.export), with the same arguments and configuration"
         )
     return plan
 

@@ -23,7 +23,7 @@ class LayerWeights:
     """The engine weights of one node, made at the events of docs/design.md, "Stale weights"."""
 
     def __init__(self, parameters: ExpertParameters) -> None:
-        """Reads nothing."""
+        """Keep nothing yet: the first forward reads the weights."""
         self._parameters = parameters
         self._prepared = PreparedWeights()
         # Of the writes that somebody announced: whether one is still to be read, and whether any

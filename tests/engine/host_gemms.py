@@ -55,7 +55,7 @@ class Gemms:
 
 
 class Bf16Rows:
-    """As `ExpertRows`."""
+    """Stands for `ExpertRows` on a host, with the same calls."""
 
     def __init__(self, routing):
         self.cu_rows = routing.padded_offsets.clamp(max=routing.num_rows).to(torch.int32)
@@ -87,7 +87,7 @@ class Bf16Rows:
 
 
 class Bf16Gemms(Gemms):
-    """As `GroupedGemms`."""
+    """Stands for `GroupedGemms` on a host, with the same calls."""
 
     COLUMNS = 24
 

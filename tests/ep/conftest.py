@@ -18,7 +18,7 @@ def started(framework, world, folder, *arguments):
 
 @pytest.fixture(scope="session")
 def start_ranks():
-    """`started`."""
+    """Tests get `started` as a fixture, because their modules cannot import this file."""
     return started
 
 

@@ -241,7 +241,7 @@ def invoke(*arguments):
 
 
 def run_command_in_process(arguments):
-    """On PyTorch."""
+    """`invoke` on PyTorch, unless a resumed run names its framework itself."""
     framework = [] if "--resume" in arguments else ["--framework", "torch"]
     return invoke(*framework, *arguments)
 
