@@ -4,13 +4,14 @@ stock `grouped_mm`, with the same under `torch.compile`, with torchao's FP8 wher
 and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `.grad`.
 
     benchmarks/experts_bench.py                                  # one Hopper GPU, all sixteen rows
-    benchmarks/experts_bench.py --only Qwen3-30B --mode kept     # some of it
+    benchmarks/experts_bench.py --only Qwen3-30B --mode kept4    # some of it
+    benchmarks/experts_bench.py --json a.json; benchmarks/experts_bench.py --show a.json   # tables again
     benchmarks/experts_bench.py --quick                          # tiny, on a CPU: is the program right?
 
 | mode | what happens |
 |---|---|
 | new | weights are written before every call, as without accumulation |
-| kept | weights are written before every fourth call, as under accumulation; `.grad` is written by every call |
+| kept4, kept8 | weights are written before every fourth or eighth call, as under accumulation; `.grad` is written by every call |
 | frozen | weights get no gradients: forward, and backward to tokens and probabilities |
 | forward | forward alone, without gradients |
 
@@ -54,9 +55,11 @@ from sonicmoe.bench.trace import covered_us, gpu_spans
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.integrations.transformers import register
 
-MODES = ("new", "kept", "frozen", "forward")
+MODES = ("new", "kept4", "kept8", "frozen", "forward")
+CALLS_OF_WEIGHTS = {"new": 1, "kept4": 4, "kept8": 8}  # of the modes that train them
 WITH_NODE = ("Qwen3-30B-A3B", "ERNIE-4.5-21B-A3B", "Qwen3-Next-80B")
-CALLS, HOST_CALLS, KEPT_CALLS, WARM_UPS, PROFILED_CALLS = 8, 5, 4, 3, 4
+# A round has a whole number of writes, so that every round measures the same.
+CALLS, HOST_CALLS, WARM_UPS = 8, 5, 3
 MIB = 1 << 20
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,7 +78,7 @@ class Contestant:
     def call(self) -> None:
         """One layer; gradients of the call before are dropped first."""
         experts = self.experts
-        if self.mode == "new" or (self.mode == "kept" and self.calls % KEPT_CALLS == 0):
+        if self.mode in CALLS_OF_WEIGHTS and self.calls % CALLS_OF_WEIGHTS[self.mode] == 0:
             experts.write_weights()
         self.calls += 1
         if self.mode == "forward":
@@ -132,10 +135,10 @@ def busy_us(call: Callable[[], object], device: str) -> float:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     wait(device)
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(PROFILED_CALLS):
+        for _ in range(CALLS):
             call()
         wait(device)
-    return covered_us(gpu_spans(trace_of(profiler))) / PROFILED_CALLS
+    return covered_us(gpu_spans(trace_of(profiler))) / CALLS
 
 
 def modules_of(experts: Experts) -> dict[str, Module]:
@@ -209,7 +212,7 @@ def measure_mode(
     experts: Experts, modules: dict[str, Module], mode: str, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Figures of every implementation that fits into memory."""
-    trained = mode in ("new", "kept")
+    trained = mode in CALLS_OF_WEIGHTS
     experts.train_weights(trained)
     found = {
         name: Contestant(experts, module, mode)
@@ -265,6 +268,28 @@ def table(figures: list[dict[str, Any]], mode: str, figure: str) -> Iterator[str
         yield f"| {Row(**each['row']).title} | {' | '.join(cells)} | {each['six']:.0f} |"
 
 
+def gains(figures: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: wall time of compiled stock with new weights, and how many times as fast as compiled
+    stock in the same mode this package is; peaks in MiB of compiled stock, BF16 and FP8.
+    """
+    columns = [("bf16", "new"), *(("fp8", mode) for mode in MODES)]
+    heads = " | ".join(f"{name.upper()}, {mode}" for name, mode in columns)
+    yield f"| experts | compiled stock, us | {heads} | peak MiB |"
+    yield "|---" * (len(columns) + 3) + "|"
+    for each in figures:
+        walls = [_ratio(each.get(mode, {}), name) for name, mode in columns]
+        peaks = [each["new"].get(name, {}).get("peak") for name in ("compiled", "bf16", "fp8")]
+        shown = " / ".join("–" if peak is None else f"{peak:.0f}" for peak in peaks)
+        base = each["new"]["compiled"]["wall"]
+        yield f"| {Row(**each['row']).title} | {base:.0f} | {' | '.join(walls)} | {shown} |"
+
+
+def _ratio(found: dict[str, dict[str, float]], name: str) -> str:
+    if not {"compiled", name} <= set(found):
+        return "–"
+    return f"{found['compiled']['wall'] / found[name]['wall']:.2f}x"
+
+
 def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown: the largest error of every implementation, in per cent."""
     names = ("stock", "compiled", "torchao", "bf16", "fp8")
@@ -282,10 +307,21 @@ def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@click.option(
+    "--show", multiple=True, type=click.Path(path_type=Path), help="Print such files only."
+)
 def main(
-    only: str, modes: tuple[str, ...], rounds: int, quick: bool, json_file: Path | None
+    only: str,
+    modes: tuple[str, ...],
+    rounds: int,
+    quick: bool,
+    json_file: Path | None,
+    show: tuple[Path, ...],
 ) -> None:
     """Measure row by row, and print."""
+    if show:
+        print_tables([row for file in show for row in json.loads(file.read_text())["rows"]])
+        return
     device = "cpu" if quick else "cuda"
     if not quick and not torch.cuda.is_available():
         raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
@@ -303,10 +339,18 @@ def main(
         gc.collect()
         if not quick:
             torch.cuda.empty_cache()
-    for mode in modes:
+    print_tables(every)
+
+
+def print_tables(figures: list[dict[str, Any]]) -> None:
+    """Every table that these figures are enough for."""
+    found = [mode for mode in MODES if all(mode in each for each in figures)]
+    for mode in found:
         for figure in ("wall", "busy", "host", "peak"):
-            click.echo("\n" + "\n".join(table(every, mode, figure)))
-    click.echo("\n" + "\n".join(error_table(every)))
+            click.echo("\n" + "\n".join(table(figures, mode, figure)))
+    if "new" in found:
+        click.echo("\n" + "\n".join(gains(figures)))
+    click.echo("\n" + "\n".join(error_table(figures)))
 
 
 if __name__ == "__main__":

@@ -228,4 +228,4 @@ def _add_expert(
 
 
 def _relative(found: Tensor, golden: Tensor) -> float:
-    return float((found.float() - golden).norm() / golden.norm())
+    return float((found.detach().float() - golden).norm() / golden.norm())

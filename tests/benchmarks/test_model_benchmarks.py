@@ -25,11 +25,14 @@ def test_experts_of_real_models(run, tmp_path, title, implementations):
     found = tmp_path / "f.json"
     said = run("experts_bench", "--quick", "--only", title, "--rounds=1", "--json", found)
     (row,) = json.loads(found.read_text())["rows"]
-    for mode in ("new", "kept", "frozen", "forward"):
-        trained = mode in ("new", "kept")
+    for mode in ("new", "kept4", "kept8", "frozen", "forward"):
+        trained = mode not in ("frozen", "forward")
         assert set(row[mode]) == implementations - (set() if trained else {"node"})
         assert all(figures["wall"] > 0 and figures["host"] > 0 for figures in row[mode].values())
         assert f"| {mode}: wall |" in said and f"| {mode}: peak |" in said
+    assert said == run("experts_bench", "--show", found)
+    gain = row["new"]["compiled"]["wall"] / row["new"]["bf16"]["wall"]
+    assert f"| {row['new']['compiled']['wall']:.0f} | {gain:.2f}x |" in said
     for name, errors in row["errors"].items():
         bound = 0.10 if name == "fp8" else 0.01
         assert all(0 < error < bound for error in errors.values()), (name, errors)
