@@ -36,26 +36,21 @@ NORMAL = 1.960
 
 
 class LossGapError(SonicMoEError, ValueError):
-    """A directory does not hold a finished run with `--compare`, or a file no losses that fit."""
+    """A directory does not hold a finished run with `--compare`."""
 
 
 @dataclass(frozen=True, eq=False)
 class GapRun:
-    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step.
-
-    directory: the file, for losses out of files. seed: None where nobody knows it. at: the step of
-    each value of `curve`; None: 1, 2, ...
-    """
+    """One run. Gaps are fractions; `curve` is the signed gap of the smoothed losses at every step."""
 
     directory: Path
     kind: str
-    seed: int | None
+    seed: int
     steps: int
     gap: float
     signed_gap: float
     held_out_gap: float | None
     curve: Array
-    at: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,7 @@ def read_run(directory: Path) -> GapRun:
     expect(
         bool(losses),
         LossGapError,
-        f"{directory} was trained without --compare: there is nothing to measure a gap from; "
-        "a second run, or a file of losses, can be its reference",
+        f"{directory} was trained without --compare: there is nothing to measure a gap from",
     )
     config = _config(directory, summary)
     # Where a loss is infinite or zero, every figure below would be too.
@@ -149,17 +143,6 @@ def gap_curve(losses: Sequence[float], references: Sequence[float]) -> tuple[Arr
     curve = smoothed(losses) / smoothed(references) - 1
     tail = max(1, round(len(curve) * GAP_TAIL))
     return curve, loss_gap(losses, references), float(np.mean(curve[-tail:]))
-
-
-def is_compared(directory: Path) -> bool:
-    """Whether a directory holds a run with `--compare`; True where it holds no steps, so that
-    `read_run` says what is missing.
-
-    Raises:
-        MetricsError: its metrics are damaged.
-    """
-    records = read_metrics(directory / METRICS_NAME)
-    return not records or any(record.full_precision_loss is not None for record in records)
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
@@ -211,8 +194,7 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
     # A dictionary keeps the order in which kinds were first seen; a set would not.
     for kind in dict.fromkeys(run.kind for run in runs):
         own = [run for run in runs if run.kind == kind]
-        # Losses out of files have no seed, and may be any number of experiments.
-        seeds = [run.seed for run in own if run.seed is not None]
+        seeds = [run.seed for run in own]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         expect(
             not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}"

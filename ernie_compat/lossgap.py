@@ -1,12 +1,9 @@
-"""`python -m ernie_compat.lossgap`: the loss gap of `train --compare` runs over seeds, or of two files
-of losses.
-"""
+"""`python -m ernie_compat.lossgap`: the loss gap of `train --compare` runs over seeds."""
 
 from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +12,11 @@ from typing import Any
 import click
 import numpy as np
 
-from sonicmoe.errors import ConfigError, SonicMoEError, expect
+from sonicmoe.errors import SonicMoEError
 from sonicmoe.plotting import new_figure, save_figure
 
-from .gap_runs import GapRun, GapSummary, Interval, is_compared, read_run, summarise
-from .loss_files import LossFile, compare_files, read_losses, without_missing
+from .gap_runs import GapRun, GapSummary, Interval, read_run, summarise
 
-LABEL_WIDTH = 80  # characters of a line of the legend
 Rows = Iterable[Sequence[str]]
 
 
@@ -36,106 +31,40 @@ class Refusal(click.ClickException):
     "paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path)
 )
 @click.option(
-    "--column",
-    metavar="NAME",
-    help="Column, or key, of the loss in files; its number where a file has no header.  "
-    "[default: loss, or the only column]",
-)
-@click.option(
-    "--skip-missing",
-    is_flag=True,
-    help="Of two files: drop steps whose loss is nan, or absent, in one of them from both.",
-)
-@click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Draw the gaps over the steps.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def lossgap(
-    paths: tuple[Path, ...],
-    column: str | None,
-    skip_missing: bool,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+def lossgap(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
     """Summarise the gap in loss between a precision and full precision, in Markdown tables.
 
-    Runs: each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in
-    more than the seed are summarised apart.
-
-    Two files: the losses of a run, then those of its reference, of any program: CSV, one loss on
-    each line, JSON lines, or transformers' trainer_state.json. Either may be the --out of a run of
-    `sonicmoe train`, and both where neither was trained with --compare. Both need the same steps.
-
-    docs/troubleshooting.md has the formats of files, docs/performance.md how to read the numbers.
+    Each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in more than
+    the seed are summarised apart. docs/performance.md has how to read the numbers.
     """
     try:
-        _compare(paths, column, skip_missing, plot, as_json)
+        _compare(paths, plot, as_json)
     except (SonicMoEError, OSError) as error:
         raise Refusal(" ".join(str(error).split())) from error
 
 
-def _compare(
-    paths: Sequence[Path], column: str | None, skip_missing: bool, plot: Path | None, as_json: bool
-) -> None:
+def _compare(paths: Sequence[Path], plot: Path | None, as_json: bool) -> None:
     # Everything is read before anything is printed: a bad file leaves no half of a report.
-    pair = is_pair(paths)
-    for option, given in {"--column": column is not None, "--skip-missing": skip_missing}.items():
-        what = f"{option} is for files of losses, and these are runs with --compare"
-        expect(pair or not given, ConfigError, what)
-    files: list[LossFile] = []
-    skipped = 0
-    if pair:
-        first, second = (read_losses(path, column, keeps_missing=skip_missing) for path in paths)
-        if skip_missing:
-            first, second, skipped = without_missing(first, second)
-        files, runs = [first, second], [compare_files(first, second)]
-    else:
-        runs = [read_run(path) for path in paths]
+    runs = [read_run(path) for path in paths]
     summaries = summarise(runs)
     # Drawn before anything is printed, because a picture that cannot be written is an error.
     picture = None if plot is None else str(plot_gaps(runs, plot))
     if as_json:
-        data = to_json(runs, summaries) | {
-            "files": [one.to_json() for one in files],
-            "skipped_steps": skipped,
-            "plot": picture,
-        }
+        data = to_json(runs, summaries) | {"plot": picture}
         # NaN is no JSON. `to_json` has None in its place.
         click.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    if files:
-        heads = ("losses", "rows", "left out", "steps", "first", "end (mean)")
-        print_table(heads, _file_rows(files))
-    if skip_missing:
-        click.echo(f"{skipped} steps without a loss in one of the files were dropped from both")
     print_gaps(runs, summaries)
     for summary in summaries:
         click.echo(verdict(summary))
     if picture is not None:
         click.echo(f"plot: {picture}")
-
-
-def is_pair(paths: Sequence[Path]) -> bool:
-    """Whether these are a run and its reference; else they are runs with `--compare`.
-
-    Raises:
-        ConfigError: a path is not there, or files come in another number than two.
-    """
-    for path in paths:
-        expect(path.exists(), ConfigError, f"{path} is not there")
-    # Two directories may be a run and its reference, or two seeds: --compare tells them apart.
-    if all(path.is_dir() for path in paths):
-        return len(paths) == 2 and not any(map(is_compared, paths))
-    expect(
-        len(paths) == 2,
-        ConfigError,
-        f"{len(paths)} paths, with files of losses among them; needed: two, the losses of a run and "
-        "those of its reference",
-    )
-    return True
 
 
 def print_gaps(runs: Sequence[GapRun], summaries: Sequence[GapSummary]) -> None:
@@ -154,20 +83,10 @@ def print_table(heads: Sequence[str], rows: Rows) -> None:
     click.echo()
 
 
-def _file_rows(files: Sequence[LossFile]) -> Rows:
-    """What was read, so that a wrong column is seen."""
-    for one in files:
-        steps = "–" if one.steps is None else f"{one.steps[0]} to {one.steps[-1]}"
-        end = f"{one.end:.4f} (last {one.window})"
-        counts = str(len(one.losses)), str(one.left_out)
-        yield str(one.path), *counts, steps, f"{one.losses[0]:.4f}", end
-
-
 def _run_rows(runs: Sequence[GapRun]) -> Rows:
     for run in runs:
-        seed = "–" if run.seed is None else str(run.seed)
         gaps = (run.gap, run.signed_gap, run.held_out_gap)
-        yield str(run.directory), seed, *map(percent, gaps)
+        yield str(run.directory), str(run.seed), *map(percent, gaps)
 
 
 def _summary_rows(summaries: Sequence[GapSummary]) -> Rows:
@@ -226,10 +145,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _count(runs: Sequence[GapRun]) -> str:
-    return "one run" if runs[0].seed is None else f"{len(runs)} seeds"
-
-
 def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the
     mean.
@@ -244,15 +159,12 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
         # Runs of unequal length are compared as far as all of them go.
         length = min(run.steps for run in own)
         curves = 100 * np.stack([run.curve[:length] for run in own])
-        # Losses out of files bring the steps that they were logged at.
-        first = own[0].at
-        steps = np.arange(1, length + 1) if first is None else first[:length]
+        steps = np.arange(1, length + 1)
         colour = f"C{number % 10}"
         for curve in curves:
             axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)
         bands = [Interval.of(list(column)) for column in curves.T]
-        # Names of files may be longer than the picture is wide.
-        label = textwrap.fill(f"{kind}: {_count(own)}", LABEL_WIDTH)
+        label = f"{kind}: {len(own)} seeds"
         axes.plot(steps, [band.mean for band in bands], color=colour, label=label)
         low, high = ([getattr(band, end) for band in bands] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color=colour, alpha=0.2)

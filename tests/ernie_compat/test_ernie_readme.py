@@ -8,7 +8,6 @@ import re
 
 import pytest
 from small_run import ROOT, run_program, run_python
-from worlds import paddle_variables, run_world
 
 README = (ROOT / "ernie_compat" / "README.md").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
@@ -17,7 +16,6 @@ SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MUL
 BEFORE = {
     "ERNIE-4.5 style: one module per expert": "from readme_standins import *",
     "With a dispatcher of this package": "rig = Rig('auto'); node, num_experts, group = rig.node, EXPERTS, None",
-    "With an all-to-all of your own": "world = 1",
     "PaddleFleet": """
 experts = paddle.nn.Layer()
 experts.weight1 = paddle.create_parameter([EXPERTS, HIDDEN, 2 * INTERMEDIATE], "float32")
@@ -80,13 +78,6 @@ assert all(p.grad is not None for e in layer.experts if e is not None for p in e
 x, ids, probs = make_batches(1)[0]
 assert (moe_forward(x, ids, probs) == node(x, None, ids, probs)).all()
 """,
-    "With an all-to-all of your own": """
-dist.alltoall_single = lambda arrived, rows, send, recv, group: paddle.assign(rows, arrived)
-x = x.astype("bfloat16")  # as the table asks
-one, out = node(x, None, ids, probs), moe_forward(x, ids, probs)
-assert out.dtype == one.dtype == paddle.bfloat16
-same([out.astype("float32").numpy()], [one.astype("float32").numpy()])
-""",
     "PaddleFleet": """
 x, ids, probs = make_batches(1)[0]
 for w in experts.parameters():
@@ -134,18 +125,6 @@ assert nodes == [rig.node]
 assert rig.reduced > 0 and rig.node.gradient_bytes == 0
 assert "expert weight gradients are added straight into main_grad" in lines
 same(rig.weights(), wanted)
-# The obvious place is too late, and the node refuses.
-class LateCallback(TrainerCallback):
-    def on_optimizer_begin(self, args, state, control, **kwargs):
-        late.node.step()
-late = Rig("step")
-late_trainer = Trainer(late.model, late.optimizer, lambda: [p.main_grad.scale_(0.5) for p in late.model.parameters()])
-late_trainer.add_callback(LateCallback())
-try:
-    late_trainer.train(micro_batches)
-    raise SystemExit("a late step was taken")
-except RuntimeError as error:
-    assert "main_grad was written while gradients" in str(error) and "flush='auto'" in str(error)
 """,
     "Pipeline parallel: `train_batch`": """
 assert rig.reduced > 0 and loss > 0 and nodes == [rig.node]
@@ -230,15 +209,6 @@ def test_every_snippet_runs_and_does_what_it_says():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
     parts.append('print(json.dumps([line for line in lines if "docs/gradients.md" in line]))')
     assert run_program("\n".join(parts)) == []
-
-
-@pytest.mark.paddle
-def test_an_all_to_all_of_your_own_equals_one_process():
-    """Two processes, each with half of the experts and tokens of its own."""
-    command = [ROOT / "tests" / "ernie_compat" / "own_all_to_all_rank.py"]
-    code = snippets()["With an all-to-all of your own"]
-    for out in run_world(lambda rank: [*command, code], paddle_variables(2)):
-        assert out.endswith("as one process\n"), out
 
 
 # Trainer and options of each row of the table that runs, and whether it is refused.
