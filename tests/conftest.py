@@ -11,7 +11,7 @@ import one_thread  # noqa: F401
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -79,11 +79,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=200,
         help="cases of every kind of attack on files and commands; a thorough run takes 20000",
     )
-    parser.addoption(
-        "--other-products",
-        action="store_true",
-        help="tests marked trained compute matrix products as another processor would",
-    )
 
 
 @pytest.fixture
@@ -93,21 +88,6 @@ def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (layer, lent):
         monkeypatch.setattr(module, "is_cuda", lambda _tensor: True)
-
-
-@pytest.fixture(autouse=True)
-def products_of_another_processor(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--other-products`, around every test marked `trained`."""
-    marker = request.node.get_closest_marker("trained")
-    if marker is None or not request.config.getoption("--other-products"):
-        yield
-        return
-    if marker.kwargs.get("compiled"):
-        pytest.skip("torch.compile takes no replaced products")
-    from other_products import OtherProducts
-
-    with OtherProducts():
-        yield
 
 
 @pytest.fixture(autouse=True)

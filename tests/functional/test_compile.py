@@ -181,7 +181,7 @@ def test_functional_layer(activation, own, backend):
 # Weights
 
 
-@pytest.mark.trained(compiled=True)
+@pytest.mark.trained
 @pytest.mark.parametrize(
     ("optimizer", "backend", "options"),
     pairwise(["sgd", "adamw fused", "compiled sgd"], BACKENDS, [{}, FP8]),

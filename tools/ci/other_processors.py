@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Run the tests marked `trained` as other processors would: under each setting that narrows what
-the CPU libraries may use, and with products whose terms are added in another order.
+the CPU libraries may use.
 
     tools/ci/other_processors.py                          # every setting, every trained test
     tools/ci/other_processors.py --setting MKL_CBWR=AVX2 tests/node
@@ -31,19 +31,17 @@ SETTINGS = (
     "OPENBLAS_CORETYPE=Haswell",
     "ONEDNN_MAX_CPU_ISA=SSE41",
     "ATEN_CPU_CAPABILITY=default",
-    "--other-products",
 )
 THROUGH_PADDLE = ("tests/node", "tests/paddle")
 
 
 def runs(setting: str, tests: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """`(pytest arguments, variables)` of each run: under PyTorch, and the suites below the PyTorch
-    face through Paddle too. The products of Paddle cannot be replaced.
+    face through Paddle too.
     """
-    option = [setting] if setting.startswith("--") else []
     variables = dict([setting.split("=")]) if "=" in setting else {}
-    found = [(["-m", "trained", *option, *tests], variables)]
-    if not tests and not option and importlib.util.find_spec("paddle"):
+    found = [(["-m", "trained", *tests], variables)]
+    if not tests and importlib.util.find_spec("paddle"):
         paddle = {**variables, "SONICMOE_TEST_FRAMEWORK": "paddle"}
         found.append((["-m", "trained", *THROUGH_PADDLE], paddle))
     return found
