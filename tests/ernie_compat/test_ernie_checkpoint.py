@@ -60,23 +60,21 @@ def test_a_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch, moment):
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "empty", "other zip", "missing", "directory"])
+DAMAGE = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "text": lambda path: path.write_text("hello"),
+    "empty": lambda path: path.write_bytes(b""),
+    "other zip": lambda path: np.savez(path, weights=np.zeros(3)),
+    "missing": lambda path: path.unlink(),
+    "directory": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_clear_error(tmp_path, damage):
     path = tmp_path / "checkpoint.npz"
     save_checkpoint(path, {"step": 1}, ARRAYS)
-    content = path.read_bytes()
-    if damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif damage == "text":
-        path.write_text("hello")
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "other zip":
-        np.savez(path, weights=np.zeros(3))
-    else:
-        path.unlink()
-        if damage == "directory":
-            path.mkdir()
+    DAMAGE[damage](path)
     with pytest.raises(CheckpointError, match=r"checkpoint\.npz"):
         load_checkpoint(path)
 
@@ -98,10 +96,7 @@ def zeros(**shapes):
     ("arrays", "message"),
     [
         (zeros(b=(2,)), "no array 'a'"),
-        (
-            zeros(a=(3, 2), b=(2,)),
-            r"'a' has shape \(3, 2\); the model needs \(2, 3\)",
-        ),
+        (zeros(a=(3, 2), b=(2,)), r"'a' has shape \(3, 2\); the model needs \(2, 3\)"),
         ({**zeros(a=(2, 3)), "b": np.zeros(2)}, "'b' has dtype float64; the model needs float32"),
         (zeros(a=(2, 3), b=(2,), c=(1,)), "'c' has no place"),
     ],

@@ -8,12 +8,15 @@ import pytest
 from ernie_compat.corpus import FILE_SEPARATOR, CorpusError, load_corpus, standard_library_files
 
 
+def text_of(corpus):
+    return np.concatenate([corpus.train, corpus.held_out]).tobytes()
+
+
 def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"second" * 20)
     (tmp_path / "a.txt").write_bytes(b"first" * 20)
     corpus = load_corpus([tmp_path])
-    joined = np.concatenate([corpus.train, corpus.held_out]).tobytes()
-    assert joined == b"first" * 20 + bytes([FILE_SEPARATOR]) + b"second" * 20
+    assert text_of(corpus) == b"first" * 20 + bytes([FILE_SEPARATOR]) + b"second" * 20
     assert corpus.num_files == 2
 
 
@@ -26,15 +29,13 @@ def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "kept.txt").write_text("kept")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
-    corpus = load_corpus([tmp_path])
-    assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == b"kept"
+    assert text_of(load_corpus([tmp_path])) == b"kept"
 
 
 def test_a_file_named_directly_is_read_whatever_it_holds(tmp_path):
     path = tmp_path / ".raw"
     path.write_bytes(bytes(range(256)))
-    corpus = load_corpus([path])
-    assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == bytes(range(256))
+    assert text_of(load_corpus([path])) == bytes(range(256))
 
 
 def test_default_is_the_standard_library_without_its_tests():
@@ -73,14 +74,11 @@ def test_text_exactly_one_window_long_is_enough_and_one_byte_less_is_not(tmp_pat
 
 
 def test_reading_stops_at_the_limit(tmp_path, caplog):
-    (tmp_path / "a").write_bytes(b"a" * 60)
-    (tmp_path / "b").write_bytes(b"b" * 60)
-    (tmp_path / "c").write_bytes(b"c" * 60)
+    for name in "abc":
+        (tmp_path / name).write_text(60 * name)
     with caplog.at_level("WARNING", logger="sonicmoe"):
         corpus = load_corpus([tmp_path], max_bytes=100)
-    assert (
-        np.concatenate([corpus.train, corpus.held_out]).tobytes() == b"a" * 60 + b"\0" + b"b" * 40
-    )
+    assert text_of(corpus) == b"a" * 60 + b"\0" + b"b" * 40
     assert "passes 100 bytes" in caplog.text
 
 

@@ -24,15 +24,9 @@ pytestmark = pytest.mark.gpu
 
 E, H, I = 8, 512, 384
 MODEL = replace(
-    SIZES,
-    hidden_size=H,
-    num_layers=3,
-    num_heads=4,
-    num_experts=E,
-    topk=4,
-    intermediate_size=I,
+    SIZES, hidden_size=H, num_layers=3, num_heads=4, num_experts=E, topk=4, intermediate_size=I,
     seq_len=128,
-)
+)  # fmt: skip
 SCHEDULE = {"steps": 12, "batch_size": 8, "micro_batches": 2, "lr": 5e-4}
 
 
@@ -56,11 +50,8 @@ def test_compared_with_bf16_on_its_engine(config, corpus, tmp_path):
     }  # fmt: skip
     assert trainer.train()
     summary = trainer.summary()
-    assert (summary["engine_used"], summary["against"], summary["engine_full_precision"]) == (
-        "hopper",
-        "bf16",
-        "bf16",
-    )
+    found = [summary[name] for name in ("engine_used", "against", "engine_full_precision")]
+    assert found == ["hopper", "bf16", "bf16"]
     assert trainer.records[-1].loss < trainer.records[0].loss - 1.0
     assert 0 < summary["loss_gap"] < 0.03  # of a loss that still halves every few steps
     for name in (MAIN, FULL_PRECISION):

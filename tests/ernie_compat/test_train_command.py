@@ -17,7 +17,7 @@ import processes
 import pytest
 import torch
 from click.testing import CliRunner
-from small_run import ROOT, SIZE_OPTIONS, environment, run_python, run_train, write_text
+from small_run import ROOT, SIZE_OPTIONS, environment, run_train, write_text
 
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.gap_runs import read_run
@@ -165,6 +165,7 @@ def test_an_interrupt_without_checkpoints_promises_none(text, tmp_path):
     steps = len(read_metrics(out / "metrics.jsonl"))
     assert result.exit_code == 130
     assert f"interrupted at step {steps}; this run writes no checkpoint, so it" in result.stderr
+    assert "stopping after this step, without a checkpoint" in result.stderr
     assert "checkpoint saved" not in result.stderr and "--resume" not in result.stderr
     assert not (out / "checkpoint.npz").exists()
 
@@ -263,7 +264,8 @@ def test_fp8_runs_in_the_mode_of_the_environment(set_flags):
     for given, mode in (("mem", "mem"), ("perf", "perf"), ("off", "perf")):
         set_flags(SONIC_MOE_FP8_MODE=given)
         assert node_config("fp8", "auto").resolve().fp8_mode == mode
-        assert node_config("bf16", "auto").resolve().fp8_mode == "off"
+        for precision in ("bf16", "fp32"):  # nor does it reach a twin
+            assert node_config(precision, "auto").resolve().fp8_mode == "off"
 
 
 def files_of(directory):
@@ -307,24 +309,6 @@ def test_the_default_directory_is_always_a_new_one(text, tmp_path, monkeypatch):
         assert run_command_in_process(arguments).exit_code == 0
     made = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert made == ["train-now", "train-now-2"]
-
-
-def test_fp8_of_the_environment_does_not_reach_the_twin(text, tmp_path, set_flags):
-    arguments = ["--data", str(text), "--steps", "2", "--precision", "fp32", *SIZE_OPTIONS]
-    plain, flagged = tmp_path / "plain", tmp_path / "flagged"
-    assert run_command_in_process([*arguments, "--out", str(plain)]).exit_code == 0
-    set_flags(SONIC_MOE_FP8_MODE="perf")
-    result = run_command_in_process([*arguments, "--out", str(flagged)])
-    assert result.exit_code == 0
-    records = [read_metrics(path / "metrics.jsonl") for path in (plain, flagged)]
-    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
-
-
-def test_importing_the_command_imports_no_framework():
-    program = "import sys, sonicmoe.cli.train, ernie_compat.trainer\n"
-    program += "print({'torch', 'paddle'} & set(sys.modules))"
-    result = run_python(["-c", program])
-    assert result.stdout.strip() == "set()", result.stderr
 
 
 def test_a_resumed_run_finds_its_text_by_itself(text, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner
@@ -94,38 +95,30 @@ def test_progress_that_cannot_be_shown_costs_no_step(text, tmp_path, monkeypatch
     assert SavedRun.read(out / "checkpoint.npz").step == 2
 
 
+@contextmanager
+def handled(number, handler):
+    """The tests themselves may run under nohup, which has the signal of a lost terminal ignored."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_run_under_nohup_outlives_its_terminal():
     assert threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with InterruptGuard(progress_console()) as guard:
-            signal.raise_signal(signal.SIGHUP)
-            assert not guard.requested()
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with handled(signal.SIGHUP, signal.SIG_IGN), InterruptGuard(progress_console()) as guard:
+        signal.raise_signal(signal.SIGHUP)
+        assert not guard.requested()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize("number", InterruptGuard.SIGNALS)
 def test_each_signal_asks_for_a_checkpoint(number, capsys):
-    # The tests may run under nohup, which has the signal of a lost terminal ignored.
     handler = signal.default_int_handler
-    before = signal.signal(number, handler)
-    try:
+    with handled(number, handler):
         with InterruptGuard(progress_console()) as guard:
             signal.raise_signal(number)
             assert guard.requested() and guard.received == number
         assert signal.getsignal(number) == handler
-    finally:
-        signal.signal(number, before)
     assert "stopping after this step to save a checkpoint" in capsys.readouterr().err
-
-
-def test_a_run_that_writes_no_checkpoint_announces_none(capsys):
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with InterruptGuard(progress_console(), saves=False):
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert "stopping after this step, without a checkpoint" in capsys.readouterr().err
