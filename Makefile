@@ -5,7 +5,7 @@ OUT ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
-PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py)
+PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/kernels/test_triton_launches.py tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
 
 # Some images set it. Then every worker of both test stages would rewrite the assertions of every test

@@ -4,36 +4,12 @@ they are what they should be.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kernels.mx_matrix import ARCHS, every_mx_variant, mx_shape
-from kernels.ptx_report import Traffic, mx_problems
 
 from sonicmoe.engine.capabilities import MXFP8
 from sonicmoe.kernels import mx_gemm
 from sonicmoe.kernels.mx_gemm import MxGemms, all_kernels, dgated_kernel, up_kernel, wgrad_kernel
 from sonicmoe.kernels.quack_gemm import Stored
-
-
-def test_what_is_missing_from_a_kernel_is_found():
-    """Figures of `up` as it is compiled for sm_100a."""
-    kernel = up_kernel(mx_shape("sm_100a"), store_z=True)
-    name, statics = kernel.name, dict(kernel.statics)
-    sound = Traffic(
-        loads={"1": 1, "3": 1, "5": 1, "7": 1}, stores={"9": 4, "11": 4}, adds={},
-        expected_bytes=(16, 68608), gathers=0, cp_async=0, wgmma=0, mma_sync=0, tcgen05=4, clc=2,
-    )  # fmt: skip
-    assert mx_problems(name, statics, sound) == []
-    for changes, words in (
-        ({"loads": {"1": 1, "3": 1}}, "loads by 2 tensor maps; needed: 4"),
-        ({"stores": {"9": 4}}, "stores by 1 tensor maps; needed: 2, for ('z', 'y1')"),
-        ({"expected_bytes": (16, 65536)}, "needed: 68608 of a stage"),
-        ({"adds": {"9": 1}}, "adds by 1"),
-        ({"tcgen05": 0}, "another family"),
-        ({"clc": 0}, "asks 0 times for its next tile"),
-    ):
-        (problem,) = mx_problems(name, statics, replace(sound, **changes))
-        assert words in problem
 
 
 def test_variants_of_a_model():
