@@ -6,10 +6,14 @@ do not survive a fork, and a world of ranks that were forked so hangs now and th
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 
 def start(arguments: Iterable[object], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
@@ -28,3 +32,12 @@ def run(
         [sys.executable, *map(str, arguments)], env=env, cwd=cwd, text=True, timeout=timeout,
         stdin=subprocess.DEVNULL, capture_output=True, check=False,
     )  # fmt: skip
+
+
+def of_checkout(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` in the checkout, whose packages and test helpers it can import, with the
+    caller's environment and these variables.
+    """
+    path = os.pathsep.join((str(ROOT), str(TESTS)))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return run(arguments, env, ROOT, timeout=600)

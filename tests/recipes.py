@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import processes
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("sonicmoe", "ernie_compat", "tests", "docs", "benchmarks", "tools")
 TIMEOUT_S = 600
 SINGLE_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
@@ -73,10 +72,7 @@ def carry_out(step: Step, tree: Path) -> None:
 
 def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python on the copy: `sonicmoe`, `ernie_compat` and the tests come from there."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tree, env=environment_of(tree), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return processes.run(arguments, environment_of(tree), tree, timeout=TIMEOUT_S)
 
 
 def environment_of(tree: Path) -> dict[str, str]:

@@ -11,13 +11,13 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
+from processes import ROOT
 
 from sonicmoe.config import (
     FLAGS,
@@ -31,19 +31,11 @@ from sonicmoe.enums import EngineCheck, EngineName, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.flags import Flag
 
-ROOT = Path(__file__).resolve().parents[1]
 SetFlags = Callable[..., None]
 
 BOOLEANS = {
-    "1": True,
-    "true": True,
-    "ON": True,
-    " yes ": True,
-    "0": False,
-    "False": False,
-    "off": False,
-    "no": False,
-    "": False,
+    **dict.fromkeys(("1", "true", "ON", " yes "), True),
+    **dict.fromkeys(("0", "False", "off", "no", ""), False),
 }
 
 # Every spelling a parser takes, and spellings it must refuse. A new flag fails
@@ -296,14 +288,8 @@ def test_derived_properties() -> None:
     assert perf.replace(stagewise_memory=True).frees_stagewise and not perf.frees_stagewise
 
 
-def check_env_page(script: Path) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), "--check"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-
-
 def test_env_page_is_up_to_date() -> None:
-    result = check_env_page(ROOT / "tools" / "ci" / "generate_env_docs.py")
+    result = processes.of_checkout(ROOT / "tools" / "ci" / "generate_env_docs.py", "--check")
     assert result.returncode == 0, result.stderr
 
 
@@ -314,6 +300,6 @@ def test_outdated_env_page_is_refused(tmp_path: Path) -> None:
         shutil.copyfile(ROOT / path, tmp_path / path)
     page = tmp_path / "docs/env.md"
     page.write_text(page.read_text().replace("FP8_SAVE_Z", "FP8_SAVED_Z"))
-    result = check_env_page(tmp_path / "tools/ci/generate_env_docs.py")
+    result = processes.of_checkout(tmp_path / "tools/ci/generate_env_docs.py", "--check")
     assert result.returncode == 1
     assert "docs/env.md is out of date: run `make docs`" in result.stderr

@@ -4,27 +4,15 @@ processor can check. `tools/ci/recorded_bits.py` checks the others too.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
+import processes
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOL = ROOT / "tools/ci/recorded_bits.py"
-TIMEOUT_S = 300
-
-
-def compared(*arguments):
-    command = [sys.executable, str(TOOL), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=ROOT
-    )
+TOOL = processes.ROOT / "tools/ci/recorded_bits.py"
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
 def test_exact_cases_have_the_recorded_bits(framework):
-    result = compared("--framework", framework, "--portable")
+    result = processes.of_checkout(TOOL, "--framework", framework, "--portable")
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert f"{framework}: " in result.stdout and " cases have the recorded bits" in result.stdout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import processes
@@ -10,7 +9,6 @@ import pytest
 
 from sonicmoe.config import FLAGS_BY_ENV, FLEETS_VARIABLES, unknown_flags, warn_unknown_flags
 
-ROOT = Path(__file__).resolve().parents[1]
 MISSPELT = {"SONIC_MOE_FP8_MOD": "perf"}
 LINE = "unknown environment variable SONIC_MOE_FP8_MOD is ignored; did you mean SONIC_MOE_FP8_MODE?"
 FACES = {
@@ -41,8 +39,7 @@ OTHERS = (
 
 def errors_of(program: str, **environ: str) -> str:
     """What a program says on stderr."""
-    env = {**os.environ, **environ, "PYTHONPATH": str(ROOT)}
-    result = processes.run(["-c", program], env, ROOT, timeout=240)
+    result = processes.of_checkout("-c", program, **environ)
     assert result.returncode == 0, result.stderr
     return result.stderr
 

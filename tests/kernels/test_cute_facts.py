@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from worlds import ROOT, environment
@@ -25,10 +24,7 @@ ROWS, BLOCKS = 256, 12  # 2 x 3 atoms
 @pytest.fixture(scope="module")
 def facts():
     script = Path(__file__).with_name("cute_facts.py")
-    command = [sys.executable, "-P", str(script), str(ROWS), str(BLOCKS)]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = processes.run(["-P", script, ROWS, BLOCKS], environment(), ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

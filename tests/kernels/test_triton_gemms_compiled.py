@@ -5,10 +5,8 @@ spilled; keys depend on sizes of the model alone.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
+import processes
 import pytest
 from framework import IS_PADDLE
 
@@ -56,10 +54,10 @@ for job in {order}:
 
 def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
     """A warm-up compiles each kernel in a process that knows no other; a step launches all."""
-    env, listed = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, []
+    listed = []
     for order in ("jobs", "reversed(jobs)", "jobs[4:] + jobs[:4]"):
-        command = [sys.executable, "-c", KEYS.format(order=order)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        done = processes.of_checkout("-c", KEYS.format(order=order))
+        assert done.returncode == 0, done.stderr
         listed.append(done.stdout.splitlines())
     assert len(listed[0]) > 10
     assert set(listed[0]) == set(listed[1]) == set(listed[2])
