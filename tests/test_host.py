@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -144,7 +145,9 @@ def test_a_warm_up_without_an_architecture_follows_the_host(
     for module in (warmup_module, jit_warmup_module):
         monkeypatch.setattr(module, "capabilities_of_host", lambda: ((10, 0),))
     monkeypatch.setattr(
-        jit_warmup_module, "warm_up", lambda spec, *_, **__: seen.append(spec.arch) or _NOTHING
+        jit_warmup_module,
+        "warm_up",
+        lambda spec, *_, **__: seen.append(spec.arch) or SimpleNamespace(kernels=()),
     )
     found = asked()
     assert found["model"]["arch"] == "sm_100a" and "--arch sm_100a" in found["command"]
@@ -153,13 +156,6 @@ def test_a_warm_up_without_an_architecture_follows_the_host(
     warmup_jit(8, 3072, 1536, arch="sm_90a")
     warmup_jit(8, 3072, 1536, device="cpu")
     assert seen == ["sm_100a", "sm_90a", DEFAULT_ARCH]
-
-
-class _Nothing:
-    kernels = ()
-
-
-_NOTHING = _Nothing()
 
 
 def test_a_container_lowers_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

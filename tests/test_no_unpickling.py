@@ -77,10 +77,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield (
-                    alias.asname or alias.name.partition(".")[0],
-                    (alias.name if alias.asname else alias.name.partition(".")[0]),
-                )
+                top = alias.name.partition(".")[0]
+                yield alias.asname or top, alias.name if alias.asname else top
                 yield "", alias.name
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield "", node.module or ""

@@ -16,25 +16,15 @@ from pathlib import Path
 from typing import IO
 
 import processes
+from processes import ROOT, TESTS
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
 # What a rank needs of the caller's shell; proxies and other frameworks' launch variables would
 # change what is tested.
 WHITELIST = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
+    *("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES"),
     "VIRTUAL_ENV",
     # Which instructions the libraries may use: a world computes as the process that starts it.
-    "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR",
-    "ONEDNN_MAX_CPU_ISA",
-    "OPENBLAS_CORETYPE",
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
 )
 TIMEOUT_S, GRACE_S = 240, 30
 FIRST_PORT = 12000

@@ -41,16 +41,3 @@ def in_paddle(session_folder):
         return json.loads((folder / "found.json").read_text())
 
     return ran
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small tensors gain nothing from threads, and parallel test workers would take turns at
-    barriers.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

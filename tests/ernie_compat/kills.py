@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import processes  # noqa: E402  the paths above are needed when this is run as a program
-from small_run import ROOT, SIZE_OPTIONS, environment, write_text  # noqa: E402
+from small_run import SIZE_OPTIONS, write_text  # noqa: E402
+from worlds import ROOT, environment  # noqa: E402
 
 from ernie_compat.checkpoint import load_checkpoint  # noqa: E402
 from ernie_compat.metrics import read_metrics  # noqa: E402

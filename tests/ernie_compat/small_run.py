@@ -7,14 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import processes
+from worlds import ROOT, TIMEOUT_S, environment
 
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_learner
@@ -22,8 +21,6 @@ from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from sonicmoe.frameworks import load
 from sonicmoe.log import forget_what_was_said
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 SIZES = ModelConfig(
     hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16
 )  # fmt: skip
@@ -51,18 +48,6 @@ def write_text(directory):
     return directory
 
 
-def environment():
-    """The caller's, with the checkout importable and one computing thread, so that parallel test
-    workers do not trip over each other.
-    """
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "120",
-    }
-
-
 def run_train(*arguments):
     """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
     return run_python(["-m", "sonicmoe.cli.train", *arguments])
@@ -70,7 +55,7 @@ def run_train(*arguments):
 
 def run_python(command):
     """`python COMMAND` to its end."""
-    return processes.run(command, environment(), ROOT, timeout=300)
+    return processes.run(command, environment(), ROOT, timeout=TIMEOUT_S)
 
 
 def run_program(program, *arguments):

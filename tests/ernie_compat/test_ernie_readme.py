@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from small_run import ROOT, run_program, run_python
+from small_run import run_program, run_python
+from worlds import ROOT
 
 README = (ROOT / "ernie_compat" / "README.md").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)

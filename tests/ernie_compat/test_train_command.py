@@ -17,7 +17,8 @@ import processes
 import pytest
 import torch
 from click.testing import CliRunner
-from small_run import ROOT, SIZE_OPTIONS, environment, run_train, write_text
+from small_run import SIZE_OPTIONS, run_train, write_text
+from worlds import ROOT, environment
 
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.gap_runs import read_run
