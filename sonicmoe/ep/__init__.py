@@ -1,6 +1,6 @@
 """Expert parallelism: carry tokens to the ranks that hold their experts, and the results back.
 
-    dispatcher = make_dispatcher(num_experts, group)          # DeepEP, Fleet, collectives, or one rank
+    dispatcher = make_dispatcher(num_experts, group)          # DeepEP, collectives, or one rank
     tokens = dispatcher.dispatch(x, topk_idx, topk_weights)   # global expert ids in, local ids out
     out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
     y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks
@@ -15,7 +15,7 @@ a cached dispatch of dout.
 """
 
 from .. import interop  # noqa: F401  first: where no framework is reachable, it says what to do
-from .dispatcher import Dispatcher, LocalDispatcher, TransportDispatcher
+from .dispatcher import Dispatcher, LocalDispatcher
 from .interface import Dispatched, Received, Transport
 from .select import make_dispatcher
 
@@ -25,6 +25,5 @@ __all__ = [
     "LocalDispatcher",
     "Received",
     "Transport",
-    "TransportDispatcher",
     "make_dispatcher",
 ]

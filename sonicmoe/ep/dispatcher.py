@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +10,10 @@ import torch
 
 from .. import autograd
 from ..autograd import DifferentiableCall
-from ..interop import grad_enabled, is_cuda, plain_ops, requires_grad
+from ..errors import ShapeError, expect
+from ..interop import grad_enabled, is_cuda, plain_ops, require_framework_tensor, requires_grad
 from ..quant.format import BlockScaledTensor
+from ..refusals import need_type
 from ..routing.ids import count_experts, in_one_spelling
 from .fp8_rows import Forms, SentGradient, check_forms, quantised, stand_in
 from .interface import (
@@ -20,7 +21,6 @@ from .interface import (
     Received,
     Tokens,
     Transport,
-    check_combine,
     check_dispatch,
     zero_rows_unless,
     zero_where_not_here,
@@ -28,70 +28,6 @@ from .interface import (
 from .side_stream import SideStream
 
 Tensor = torch.Tensor
-
-
-class Dispatcher(ABC):
-    """Tokens to their experts and back. Both calls, and their backwards, are collectives: every
-    rank makes them, in one order.
-    """
-
-    num_experts: int
-    num_local_experts: int
-    name: str
-    bf16_only: bool = False  # whether it refuses to send rows in FP8
-    fp8: bool | str = False
-    fp8_grad: bool | str = False
-
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        fp8: bool | str | None = None,
-        fp8_grad: bool | str | None = None,
-    ) -> Dispatched:
-        """Send every token to the ranks of its experts.
-
-        Args:
-            x: `[T, H]`; T may differ between ranks and be 0.
-            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row
-                (docs/design.md, "Routing contract", for all E experts of the group).
-            topk_weights: fp32 `[T, K]`.
-            fp8: send e4m3 codes with one scale per row and 128 columns (True), or per row ("row");
-                None follows the dispatcher's own `fp8`. The way back is bf16.
-            fp8_grad: the same of the gradient that the combine sends back to the experts; None
-                follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
-                gradient of x is bf16.
-
-        Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
-        dropped.
-
-        Raises:
-            ConfigError, DTypeError, ShapeError, DeviceError: naming the argument, what came and
-                what is needed.
-        """
-        check_dispatch(x, topk_idx, topk_weights)
-        fp8 = self.fp8 if fp8 is None else fp8
-        forms = Forms(fp8, self.fp8_grad if fp8_grad is None else fp8_grad)
-        check_forms(*forms)
-        # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
-        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
-        return self._send(x, ids, topk_weights, forms)
-
-    @abstractmethod
-    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
-        """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
-
-    @abstractmethod
-    def combine(self, out: Tensor, handle: Any) -> Tensor:
-        """Sum the rows `[R, H]` of one dispatch over ranks, unweighted, back into source order:
-        `[T, H]` in out's dtype.
-
-        Raises:
-            TypeError: `handle` is of no dispatch of such a dispatcher.
-            ShapeError: `out` has another number of rows than the dispatch delivered.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +167,10 @@ class CombineCall(DifferentiableCall):
         return (self.route.combine_backward(*gradients),), []
 
 
-class TransportDispatcher(Dispatcher):
-    """DeepEP's algebra over a `Transport`."""
+class Dispatcher:
+    """Tokens to their experts and back, by DeepEP's algebra over a `Transport`. Both calls, and
+    their backwards, are collectives: every rank makes them, in one order.
+    """
 
     def __init__(
         self, transport: Transport, fp8: bool | str = False, fp8_grad: bool | str = False
@@ -244,10 +182,78 @@ class TransportDispatcher(Dispatcher):
         self.transport, self.fp8, self.fp8_grad = transport, fp8, fp8_grad
         self.num_experts = transport.num_experts
         self.num_local_experts = transport.num_local_experts
-        self.name, self.bf16_only = transport.name, transport.bf16_only
+        self.name = transport.name
         self.side = SideStream()
 
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        fp8: bool | str | None = None,
+        fp8_grad: bool | str | None = None,
+    ) -> Dispatched:
+        """Send every token to the ranks of its experts.
+
+        Args:
+            x: `[T, H]`; T may differ between ranks and be 0.
+            topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row
+                (docs/design.md, "Routing contract", for all E experts of the group).
+            topk_weights: fp32 `[T, K]`.
+            fp8: send e4m3 codes with one scale per row and 128 columns (True), or per row ("row");
+                None follows the dispatcher's own `fp8`. The way back is bf16.
+            fp8_grad: the same of the gradient that the combine sends back to the experts; None
+                follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
+                gradient of x is bf16.
+
+        Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
+        dropped.
+
+        Raises:
+            ConfigError, DTypeError, ShapeError, DeviceError: naming the argument, what came and
+                what is needed.
+        """
+        check_dispatch(x, topk_idx, topk_weights)
+        fp8 = self.fp8 if fp8 is None else fp8
+        forms = Forms(fp8, self.fp8_grad if fp8_grad is None else fp8_grad)
+        check_forms(*forms)
+        # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
+        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
+        return self._send(x, ids, topk_weights, forms)
+
+    def combine(self, out: Tensor, handle: Route) -> Tensor:
+        """Sum the rows `[R, H]` of one dispatch over ranks, unweighted, back into source order:
+        `[T, H]` in out's dtype.
+
+        Raises:
+            TypeError: `handle` is of no dispatch of a dispatcher.
+            ShapeError: `out` has another number of rows than the dispatch delivered.
+        """
+        require_framework_tensor(out, "out")
+        whose = "the `handle` of what this dispatcher's dispatch returned"
+        need_type("handle", handle, Route, whose)
+        rows = int(handle.indices.shape[0])
+        words = (
+            f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {rows} rows"
+        )
+        fits = len(out.shape) == 2 and int(out.shape[0]) == rows
+        expect(fits, ShapeError, f"{words}: needed [{rows}, H]")
+        # Where nothing has travelled, one row is a token's sum over ranks already. A gradient that
+        # is to be quantised still needs an operation whose backward does it.
+        if not handle.transport.moves and handle.gradient is None:
+            return out
+        if grad_enabled() and requires_grad(out):
+            return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
+        with plain_ops():
+            try:
+                return handle.combine(out.detach())
+            except Exception as error:
+                handle.transport.explain(error, "combine")
+                raise
+
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+        """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
         if forms.any:
             self.transport.check_quantised(int(x.shape[1]))
         call = DispatchCall(self.transport, ids.contiguous(), forms, self.side)
@@ -272,21 +278,6 @@ class TransportDispatcher(Dispatcher):
             return received
         dx_to = recv_x if recorded else None
         return received._replace(x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to)
-
-    def combine(self, out: Tensor, handle: Route) -> Tensor:
-        check_combine(out, handle, Route, lambda: int(handle.indices.shape[0]))
-        # Where nothing has travelled, one row is a token's sum over ranks already. A gradient that
-        # is to be quantised still needs an operation whose backward does it.
-        if not handle.transport.moves and handle.gradient is None:
-            return out
-        if grad_enabled() and requires_grad(out):
-            return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
-        with plain_ops():
-            try:
-                return handle.combine(out.detach())
-            except Exception as error:
-                handle.transport.explain(error, "combine")
-                raise
 
 
 class LocalTransport(Transport):
@@ -322,7 +313,7 @@ class LocalTransport(Transport):
         return (x.clone() if weights is None else x), weights
 
 
-class LocalDispatcher(TransportDispatcher):
+class LocalDispatcher(Dispatcher):
     """The dispatcher of one rank without a group, or in a group of one."""
 
     def __init__(

@@ -7,7 +7,6 @@ group, L = E / W local experts, R rows received.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from ..errors import RoutingError, ShapeError, expect
 from ..interop import IS_PADDLE, is_cuda, require_framework_tensor, require_same_device
 from ..quant.format import BlockScaledTensor
-from ..refusals import need_dtype, need_shape, need_type
+from ..refusals import need_dtype, need_shape
 from ..routing.ids import is_here
 from .fp8_rows import SentGradient
 from .lost_ranks import raise_lost_rank
@@ -80,7 +79,6 @@ class Transport(ABC):
         exact_rows: whether a delivery has no rows but the real ones.
         moves: whether rows leave this process. Where they do not, a combine without quantised
             gradients is the experts' output itself.
-        bf16_only: whether it refuses quantised tokens.
 
     Raises:
         RoutingError: the experts cannot be split evenly.
@@ -89,7 +87,6 @@ class Transport(ABC):
     name: str
     exact_rows: bool = True
     moves: bool = True
-    bf16_only: bool = False
 
     def __init__(self, num_experts: int, world_size: int, rank: int) -> None:
         check_num_experts(num_experts, world_size)
@@ -154,21 +151,6 @@ def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:
     # Values are not checked: reading ids would wait for the device. Invalid ids count as dropped
     # instead.
     require_same_device([("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)])
-
-
-def check_combine(out: Any, handle: Any, kind: type, rows: Callable[[], int]) -> None:
-    """Check the arguments of a combine. kind: the class of a dispatcher's handles; rows: the number
-    that the dispatch of this one delivered.
-    """
-    require_framework_tensor(out, "out")
-    whose = "the `handle` of what this dispatcher's dispatch returned"
-    need_type("handle", handle, kind, whose)
-    delivered = rows()
-    words = (
-        f"out has shape {tuple(out.shape)}; the dispatch of this handle delivered {delivered} rows"
-    )
-    fits = len(out.shape) == 2 and int(out.shape[0]) == delivered
-    expect(fits, ShapeError, f"{words}: needed [{delivered}, H]")
 
 
 def zero_where_not_here(values: Tensor, indices: Tensor, num_experts: int) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
 from sonicmoe import autograd
-from sonicmoe.ep.dispatcher import TransportDispatcher
+from sonicmoe.ep.dispatcher import Dispatcher
 from sonicmoe.ep.interface import Received, Transport
 from sonicmoe.interop import requires_grad
 
@@ -174,7 +174,7 @@ def test_a_dispatch_keeps_none_of_its_outputs_alive():
     """An output that its own call kept would hold the graph, and the graph the call, until the
     garbage collector comes.
     """
-    dispatcher = TransportDispatcher(Echo())
+    dispatcher = Dispatcher(Echo())
     x = tensor(np.ones((4, 8)), torch.float32, grad=True)
     weights = tensor(np.ones((4, 2)), torch.float32, grad=True)
     tokens = dispatcher.dispatch(x, tensor(np.tile([0, 1], (4, 1))), weights)

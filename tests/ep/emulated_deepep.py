@@ -1,5 +1,5 @@
-"""A library object with DeepEP's two buffers, emulated by gathering everything everywhere: their
-documented outputs, garbage included.
+"""A library object with DeepEP's Buffer, emulated by gathering everything everywhere: its documented
+outputs, garbage included.
 
 Signatures are the real ones, so that a wrong keyword fails here as it would there.
 """
@@ -32,56 +32,6 @@ class Config:
         return 0
 
 
-class _Emulation:
-    def __init__(self, group):
-        self.group, self.rank = group, dist.get_rank(group)
-        self.group_size = dist.get_world_size(group)
-
-    def _deliver(self, x, ids, weights, num_experts):
-        """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
-        assert x.dtype in (torch.bfloat16, torch.uint8) and x.is_contiguous()
-        assert ids.dtype == topk_idx_t
-        assert weights.dtype == torch.float32
-        assert ((ids >= -1) & (ids < num_experts)).all(), "the library knows no other ids"
-        local = num_experts // self.group_size
-        first = self.rank * local
-        sources, rows, indices, raw = [], [], [], []
-        for rank, (x_r, ids_r, weights_r) in enumerate(gathered((x, ids, weights), self.group)):
-            for token in range(len(x_r)):
-                here = (ids_r[token] >= first) & (ids_r[token] < first + local)
-                if here.any():
-                    sources.append((rank, token))
-                    rows.append(x_r[token])
-                    indices.append(torch.where(here, ids_r[token] - first, -1))
-                    raw.append(weights_r[token])
-        empty_rows, empty_slots = x.new_empty([0, x.shape[1]]), ids.new_empty([0, ids.shape[1]])
-        recv_x = torch.stack(rows) if rows else empty_rows
-        recv_idx = torch.stack(indices) if rows else empty_slots
-        recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
-        counts = [int((recv_idx == e).sum()) for e in range(local)]
-        return sources, recv_x, recv_idx, recv_weights, counts
-
-    def _redeliver(self, x, sources):
-        tokens = gathered(x, self.group)
-        rows = [tokens[rank][token] for rank, token in sources]
-        return torch.stack(rows) if rows else x.new_empty([0, x.shape[1]])
-
-    def _collect(self, x, weights, sources, num_tokens):
-        """Per own token: `(fp32 row sums, per rank weights)` in rank order."""
-        assert x.dtype == torch.bfloat16 and x.is_contiguous()
-        total = torch.zeros([num_tokens, x.shape[1]])
-        per_rank = []
-        for x_r, weights_r, sources_r in gathered((x, weights, sources), self.group):
-            sums = None if weights_r is None else torch.zeros([num_tokens, weights_r.shape[1]])
-            for row, (rank, token) in enumerate(sources_r):
-                if rank == self.rank:
-                    total[token] += x_r[row].float()
-                    if sums is not None:
-                        sums[token] += weights_r[row]
-            per_rank.append(sums)
-        return total.to(x.dtype), per_rank
-
-
 def with_tail(rows, size, value):
     """`rows` followed by `value` up to `size` rows."""
     assert len(rows) <= size
@@ -104,17 +54,15 @@ def fp8_pair(received, hidden, rows):
     return codes, with_tail(scales.reshape(len(received), hidden // 128), rows, GARBAGE)
 
 
-class Buffer(_Emulation):
-    """The legacy buffer: weights are 0 at foreign slots, worst-case rows have ids -1 and garbage
+class Buffer:
+    """Weights are 0 at foreign slots, worst-case rows have ids -1 and garbage
     elsewhere.
     """
 
-    made = 0
-
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
-        super().__init__(group)
+        self.group, self.rank = group, dist.get_rank(group)
+        self.group_size = dist.get_world_size(group)
         self.num_nvl_bytes = num_nvl_bytes
-        Buffer.made += 1
 
     @staticmethod
     def get_dispatch_config(num_ranks):
@@ -178,56 +126,49 @@ class Buffer(_Emulation):
         combined, per_rank = self._collect(x, topk_weights, sources, num_tokens)
         return combined, None if topk_weights is None else sum(per_rank), None
 
+    def _deliver(self, x, ids, weights, num_experts):
+        """`(source (rank, token) pairs, x rows, local ids, raw weights, counts)` of this rank."""
+        assert x.dtype in (torch.bfloat16, torch.uint8) and x.is_contiguous()
+        assert ids.dtype == topk_idx_t
+        assert weights.dtype == torch.float32
+        assert ((ids >= -1) & (ids < num_experts)).all(), "the library knows no other ids"
+        local = num_experts // self.group_size
+        first = self.rank * local
+        sources, rows, indices, raw = [], [], [], []
+        for rank, (x_r, ids_r, weights_r) in enumerate(gathered((x, ids, weights), self.group)):
+            for token in range(len(x_r)):
+                here = (ids_r[token] >= first) & (ids_r[token] < first + local)
+                if here.any():
+                    sources.append((rank, token))
+                    rows.append(x_r[token])
+                    indices.append(torch.where(here, ids_r[token] - first, -1))
+                    raw.append(weights_r[token])
+        empty_rows, empty_slots = x.new_empty([0, x.shape[1]]), ids.new_empty([0, ids.shape[1]])
+        recv_x = torch.stack(rows) if rows else empty_rows
+        recv_idx = torch.stack(indices) if rows else empty_slots
+        recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
+        counts = [int((recv_idx == e).sum()) for e in range(local)]
+        return sources, recv_x, recv_idx, recv_weights, counts
 
-class ElasticBuffer(_Emulation):
-    """Raw weights at foreign slots; without host synchronisation the tail is garbage, ids included;
-    weights return from the owner.
-    """
+    def _redeliver(self, x, sources):
+        tokens = gathered(x, self.group)
+        rows = [tokens[rank][token] for rank, token in sources]
+        return torch.stack(rows) if rows else x.new_empty([0, x.shape[1]])
 
-    TAIL = 5
-
-    def __init__(
-        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0,
-        num_topk=0, use_fp8_dispatch=False, deterministic=False,
-    ):  # fmt: skip
-        super().__init__(group)
-        assert num_max_tokens_per_rank > 0 and hidden > 0 and num_topk > 0 and deterministic
-        self.capacity = gathered(num_max_tokens_per_rank, group)
-        assert len(set(self.capacity)) == 1, "all ranks must give the same maximum"
-
-    def dispatch(
-        self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None,
-        num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, handle=None,
-        do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
-    ):  # fmt: skip
-        assert num_experts is not None, "the number of SMs is computed from it, also with a handle"
-        if handle is not None:
-            assert topk_idx is None and not do_cpu_sync
-            recv_x = with_tail(self._redeliver(x, handle.sources), handle.rows, GARBAGE)
-            return recv_x, None, None, handle, None
-        delivery = self._deliver(x, topk_idx, topk_weights, num_experts)
-        sources, recv_x, recv_idx, weights, counts = delivery
-        real = len(recv_x)
-        rows = real if do_cpu_sync is not False else real + self.TAIL
-        owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.group_size), -1)
-        running = [sum(rank <= r for rank, _ in sources) for r in range(self.group_size)]
-        handle = SimpleNamespace(
-            sources=sources, num_tokens=len(x), rows=rows, owner=owner,
-            num_recv_tokens_per_expert_list=counts if do_cpu_sync is not False else [],
-            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(running, dtype=torch.int32),
-        )  # fmt: skip
-        tails = ((recv_x, GARBAGE), (recv_idx, 0), (weights, GARBAGE))
-        return *(with_tail(part, rows, value) for part, value in tails), handle, None
-
-    def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0):
-        assert len(x) == handle.rows
-        combined, per_rank = self._collect(x, topk_weights, handle.sources, handle.num_tokens)
-        if topk_weights is None:
-            return combined, None, None
-        weights = torch.full(handle.owner.shape, GARBAGE)
-        for rank, sums in enumerate(per_rank):
-            weights = torch.where(handle.owner == rank, sums, weights)
-        return combined, weights, None
+    def _collect(self, x, weights, sources, num_tokens):
+        """Per own token: `(fp32 row sums, per rank weights)` in rank order."""
+        assert x.dtype == torch.bfloat16 and x.is_contiguous()
+        total = torch.zeros([num_tokens, x.shape[1]])
+        per_rank = []
+        for x_r, weights_r, sources_r in gathered((x, weights, sources), self.group):
+            sums = None if weights_r is None else torch.zeros([num_tokens, weights_r.shape[1]])
+            for row, (rank, token) in enumerate(sources_r):
+                if rank == self.rank:
+                    total[token] += x_r[row].float()
+                    if sums is not None:
+                        sums[token] += weights_r[row]
+            per_rank.append(sums)
+        return total.to(x.dtype), per_rank
 
 
-LIBRARY = SimpleNamespace(Buffer=Buffer, ElasticBuffer=ElasticBuffer, topk_idx_t=topk_idx_t)
+LIBRARY = SimpleNamespace(Buffer=Buffer, topk_idx_t=topk_idx_t)

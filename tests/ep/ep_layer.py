@@ -98,14 +98,12 @@ def deepep_transports():
     import emulated_deepep
     import torch.distributed as dist
 
-    from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
+    from sonicmoe.ep.deepep import DeepEPTransport
     from sonicmoe.ep.exchange_torch import TorchExchange
 
     limit = RowLimit(MOST_TOKENS, TorchExchange)
-    given, most = (EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY), {"max_tokens": 64}
+    given = EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY
     return {
-        "legacy": LegacyTransport(*given),
-        "legacy worst case": LegacyTransport(*given, limit=limit),
-        "elastic": ElasticTransport(*given, **most),
-        "elastic without sync": ElasticTransport(*given, **most, wait_for_counts=False),
+        "deepep": DeepEPTransport(*given),
+        "deepep worst case": DeepEPTransport(*given, limit=limit),
     }

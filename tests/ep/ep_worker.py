@@ -24,7 +24,7 @@ from ep_cases import EXPERTS, cases, source
 from ep_fp8 import results_in_fp8
 from ep_layer import deepep_transports, poisoned_fixed_size, run_layer, start
 
-from sonicmoe.ep import TransportDispatcher
+from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.fixed_size import FixedSizeTransport
 from sonicmoe.ep.row_limit import RowLimit
@@ -57,15 +57,15 @@ def refused_bounds(exchange):
         import emulated_deepep
         import torch.distributed as dist
 
-        from sonicmoe.ep.deepep import LegacyTransport
+        from sonicmoe.ep.deepep import DeepEPTransport
 
         limit = RowLimit(12 + rank, lambda: exchange)
         given = EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY
-        transports.append(LegacyTransport(*given, limit=limit))
+        transports.append(DeepEPTransport(*given, limit=limit))
     for transport in transports:
         for _ in range(2):  # it is no better the second time
             try:
-                run_layer(TransportDispatcher(transport), source(5, rank), rank, "bfloat16")
+                run_layer(Dispatcher(transport), source(5, rank), rank, "bfloat16")
             except ConfigError as error:
                 said.append(str(error))
     return said
@@ -74,8 +74,8 @@ def refused_bounds(exchange):
 def results(exchange):
     """Everything that this rank sees, by name."""
     world, rank = exchange.world_size, exchange.rank
-    collective = TransportDispatcher(CollectiveTransport(EXPERTS, exchange))
-    fixed = TransportDispatcher(poisoned_fixed_size(exchange))
+    collective = Dispatcher(CollectiveTransport(EXPERTS, exchange))
+    fixed = Dispatcher(poisoned_fixed_size(exchange))
     runs = {}
     for prefix, dispatcher in (("", collective), ("fixed ", fixed)):
         runs[f"{prefix}fp32"] = dispatcher, {}
@@ -84,7 +84,7 @@ def results(exchange):
     runs["again"], runs["fp8 again"] = runs["fp32"], runs["fp8"]
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
-            runs[name] = TransportDispatcher(transport), {"dtype": "bfloat16"}
+            runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
     found = {}
     for case, sources in cases(world).items():
         for name, (dispatcher, options) in runs.items():
@@ -112,7 +112,7 @@ def dies(exchange, fatal):
             return original(*arguments)
 
         exchange.exchange = dying
-    dispatcher = TransportDispatcher(CollectiveTransport(EXPERTS, exchange))
+    dispatcher = Dispatcher(CollectiveTransport(EXPERTS, exchange))
     run_layer(dispatcher, source(12, rank), rank)
 
 
@@ -121,7 +121,7 @@ def exceeded(exchange):
     dispatch.
     """
     rank = exchange.rank
-    dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
+    dispatcher = Dispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
     try:
         for tokens in (12, 12 + rank):
             run_layer(dispatcher, source(tokens, rank), rank)

@@ -12,24 +12,28 @@ import torch.distributed as dist
 from callers_tensors import SPELLINGS, spelled, untouched
 from ep_cases import EXPERTS, source
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher
+from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
-from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
+from sonicmoe.ep.deepep import DeepEPTransport
 from sonicmoe.ep.exchange_torch import TorchExchange
 from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.ep.row_limit import RowLimit
 
 TOKENS = 40
 LIBRARY = emulated_deepep.LIBRARY
-BLIND = {"max_tokens": TOKENS, "wait_for_counts": False}
-over = TransportDispatcher
+over = Dispatcher
 DISPATCHERS = {
     "local": lambda _: LocalDispatcher(EXPERTS),
     "collective": lambda group: over(CollectiveTransport(EXPERTS, TorchExchange(group))),
     # Its rows behind the real ones are whatever was in memory.
     "fixed size": lambda group: over(FixedSizeTransport(EXPERTS, TorchExchange(group), TOKENS + 3)),
-    "legacy": lambda group: over(LegacyTransport(EXPERTS, group, LIBRARY)),
+    "deepep": lambda group: over(DeepEPTransport(EXPERTS, group, LIBRARY)),
     # Its rows behind the real ones are garbage.
-    "elastic": lambda group: over(ElasticTransport(EXPERTS, group, LIBRARY, **BLIND)),
+    "deepep worst case": lambda group: over(
+        DeepEPTransport(
+            EXPERTS, group, LIBRARY, limit=RowLimit(TOKENS, lambda: TorchExchange(group))
+        )
+    ),
 }
 
 

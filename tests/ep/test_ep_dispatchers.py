@@ -1,6 +1,4 @@
-"""Dispatchers in one process: recorded DeepEP tensors, Fleet's functions, finding the library, and
-what is refused.
-"""
+"""Dispatchers in one process: recorded DeepEP tensors, finding the library, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,14 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_cases import EXPERTS, source
-from ep_layer import run_layer
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher, select
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport
-from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, buffer_kinds, find_library
+from sonicmoe.ep.deepep import DeepEPTransport, find_library
 from sonicmoe.ep.dispatcher import LocalTransport, Route
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
-from sonicmoe.ep.fleet import MODULE, FleetDispatcher, FleetFunctions, FleetHandle, find_fleet
 from sonicmoe.errors import (
     ConfigError,
     DTypeError,
@@ -105,7 +101,7 @@ class Recording:
 def test_recorded_deepep_dispatch_goes_through_unchanged(rank):
     library = Recording(rank)
     a = library.arrays
-    dispatcher = TransportDispatcher(LegacyTransport(8, Group(2, rank), library))
+    dispatcher = Dispatcher(DeepEPTransport(8, Group(2, rank), library))
     x, weights = bf16(a["x"]).requires_grad_(), torch.from_numpy(a["topk_weights"]).requires_grad_()
     received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]).to(torch.int32), weights)
     assert torch.equal(received.x, bf16(a["recv_x"]))
@@ -134,35 +130,10 @@ def test_buffer_grows_with_the_rows_and_is_kept_otherwise():
         def dispatch(self, x, handle=None):
             return (x,)
 
-    transport = LegacyTransport(8, Group(), SimpleNamespace(Buffer=Buffer))
+    transport = DeepEPTransport(8, Group(), SimpleNamespace(Buffer=Buffer))
     for hidden in (64, 64, 32, 128):
         transport.dispatch_cached(torch.zeros(1, hidden, dtype=torch.bfloat16), "handle")
     assert made == [128, 256]
-
-
-def test_elastic_buffer_grows_with_the_slots_too_and_shrinks_in_neither():
-    made = []
-
-    class ElasticBuffer:
-        def __init__(self, group, num_max_tokens_per_rank, hidden, num_topk, deterministic):
-            made.append((hidden, num_topk))
-            self.made_for = hidden, num_topk
-
-        def dispatch(self, x, topk_idx, topk_weights, num_experts, do_cpu_sync):
-            assert x.shape[1] <= self.made_for[0] and topk_idx.shape[1] <= self.made_for[1]
-            handle = SimpleNamespace(num_recv_tokens_per_expert_list=[1])
-            return x, topk_idx, topk_weights, handle, None
-
-        def combine(self, x, handle, topk_weights=None):
-            return x, None, None
-
-    library = SimpleNamespace(ElasticBuffer=ElasticBuffer)
-    transport = ElasticTransport(8, Group(), library, max_tokens=4)
-    for hidden, topk in ((64, 2), (64, 2), (64, 4), (32, 3), (128, 2), (64, 4)):
-        x, ids = torch.zeros(1, hidden, dtype=torch.bfloat16), torch.zeros(1, topk).long()
-        received = transport.dispatch(x, ids, torch.zeros(1, topk))
-        transport.combine(x, received.handle)
-    assert made == [(64, 2), (64, 4), (128, 4)]
 
 
 @pytest.fixture
@@ -194,22 +165,20 @@ class Exchange:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "offers", "options", "transport", "why"),
+    ("gpu", "installed", "options", "transport", "why"),
     [
-        (False, ("legacy", "elastic"), {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
-        (True, (), {}, CollectiveTransport, "no DeepEP: not built"),
-        (True, ("elastic",), {}, CollectiveTransport, "DeepEP's ElasticBuffer needs max_tokens"),
-        (True, ("elastic",), {"max_tokens": 4}, ElasticTransport, "DeepEP is installed"),
-        (True, ("legacy", "elastic"), {}, LegacyTransport, "DeepEP is installed"),
-        (True, ("legacy",), {"kind": "collective"}, CollectiveTransport, "as asked for"),
+        (False, True, {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
+        (True, False, {}, CollectiveTransport, "no DeepEP: not built"),
+        (True, True, {}, DeepEPTransport, "DeepEP is installed"),
+        (True, True, {"kind": "collective"}, CollectiveTransport, "as asked for"),
     ],
 )  # fmt: skip
 def test_the_choice_and_its_reason_are_one_log_line(
-    gpu, offers, options, transport, why, monkeypatch, caplog
+    gpu, installed, options, transport, why, monkeypatch, caplog
 ):
-    library = select.DeepEPLibrary(emulated.LIBRARY, offers) if offers else None
+    found = (emulated.LIBRARY, "") if installed else (None, "not built")
     monkeypatch.setattr(select, "is_gpu_group", lambda group: gpu)
-    monkeypatch.setattr(select, "find_library", lambda: (library, "" if offers else "not built"))
+    monkeypatch.setattr(select, "find_library", lambda: found)
     monkeypatch.setattr(select, "GroupExchange", Exchange)
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         dispatcher = make_dispatcher(8, Group(), **options)
@@ -224,56 +193,6 @@ def test_a_group_of_one_says_why_nothing_moves(caplog):
     assert caplog.records[0].getMessage().endswith("8 experts, 8 here (a group of one)")
 
 
-class FleetWorld:
-    """Fleet's `fused_dispatch` and `fused_combine` with their real parameters, for a group of one,
-    weights left at dropped slots.
-    """
-
-    def __init__(self):
-        self.calls = []
-
-    def fused_dispatch(
-        self, x, token_indices, token_probs, num_experts, group, previous_event=None, fp8_dispatch=False,
-        async_finish=False, allocate_on_comm_stream=False, moe_ep_barrier=True, use_ue8m0=False,
-        prequant_dispatch_payload=None,
-    ):  # fmt: skip
-        assert token_probs.dtype == torch.float32 and token_indices.dtype == torch.int64
-        assert ((token_indices >= -1) & (token_indices < num_experts)).all()
-        self.calls.append("dispatch")
-        counts = [int((token_indices == e).sum()) for e in range(num_experts)]
-        states = {"dispatched_indices": token_indices.to(torch.int32), "handle": "h"}
-        return x * 1.0, token_probs * 1.0, states | {"tokens_per_expert": counts}, None
-
-    def fused_combine(
-        self, x, group, handle, *, _rr_fusedcombined=None, previous_event=None,
-        combine_overlap_handle=None, async_finish=False, moe_ep_barrier=True,
-        use_rr_deepep_combine=False, combine_grad_quant_func=None, combine_grad_handle=None,
-    ):  # fmt: skip
-        assert handle == "h"
-        self.calls.append("combine")
-        return x * 1.0
-
-
-def test_fleet_functions_keep_the_contract():
-    fleet = FleetWorld()
-    functions = FleetFunctions(fleet.fused_dispatch, fleet.fused_combine)
-    both = FleetDispatcher(EXPERTS, Group(1), functions), LocalDispatcher(EXPERTS)
-    results, wanted = (run_layer(one, source(30, 3), dtype="bfloat16") for one in both)
-    assert fleet.calls == ["dispatch", "combine"]
-    for key, array in wanted.items():
-        assert results[key].tobytes() == array.tobytes(), key
-
-
-def test_fleet_without_deepep_is_said(monkeypatch):
-    assert find_fleet()[0] is None and "paddlefleet" in find_fleet()[1]
-    for name in ("paddlefleet", "paddlefleet.transformer", "paddlefleet.transformer.moe", MODULE):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[MODULE].fused_dispatch = sys.modules[MODULE].fused_combine = None
-    assert find_fleet() == (None, f"{MODULE} has no fused_dispatch: DeepEP is missing")
-    with pytest.raises(EngineUnavailableError, match="DeepEP is missing"):
-        make_dispatcher(8, Group(), kind="fleet")
-
-
 def test_the_library_is_found_by_what_it_offers(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     library, why = find_library()
@@ -281,20 +200,16 @@ def test_the_library_is_found_by_what_it_offers(monkeypatch):
     with pytest.raises(EngineUnavailableError, match="DeepEP is not available: deep_ep"):
         make_dispatcher(8, Group(), kind="deepep")
     monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))
-    assert find_library()[1] == "deep_ep has neither Buffer nor ElasticBuffer"
+    lacks = "deep_ep has no Buffer with get_dispatch_layout, dispatch, combine"
+    assert find_library() == (None, lacks)
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object))
+    assert find_library() == (None, lacks)
     monkeypatch.setitem(sys.modules, "deep_ep", emulated.LIBRARY)
-    assert find_library()[0].kinds == ("legacy", "elastic")
-    assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, LegacyTransport)
-    elastic = SimpleNamespace(ElasticBuffer=emulated.ElasticBuffer)
-    monkeypatch.setitem(sys.modules, "deep_ep", elastic)
-    made = make_dispatcher(8, Group(), kind="deepep", max_tokens=4)
-    assert isinstance(made.transport, ElasticTransport)
-    with pytest.raises(ConfigError, match="max_tokens is 0"):
-        make_dispatcher(8, Group(), kind="deepep")
-    assert buffer_kinds(SimpleNamespace(Buffer=object)) == ()
+    assert find_library()[0] is emulated.LIBRARY
+    assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, DeepEPTransport)
 
 
-def without_nvshmem(*kinds):
+def without_nvshmem():
     """The emulated library as a build without NVSHMEM offers it."""
 
     class Config(emulated.Config):
@@ -308,15 +223,14 @@ def without_nvshmem(*kinds):
 
         get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: Config())
 
-    module = SimpleNamespace(Buffer=Buffer, ElasticBuffer=emulated.ElasticBuffer)
-    return select.DeepEPLibrary(module, kinds or ("legacy", "elastic"))
+    return SimpleNamespace(Buffer=Buffer)
 
 
 def gpu_world(monkeypatch, library):
     monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "find_library", lambda: (library, ""))
     made = SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
-    monkeypatch.setattr(select, "_collective", lambda num_experts, group, sizes: made)
+    monkeypatch.setattr(select, "_collective", lambda num_experts, group, bound: made)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -324,26 +238,20 @@ def gpu_world(monkeypatch, library):
 def test_one_nvlink_domain_needs_no_nvshmem(monkeypatch, ranks, kind):
     gpu_world(monkeypatch, without_nvshmem())
     transport = make_dispatcher(16, Group(ranks), kind=kind).transport
-    assert isinstance(transport, LegacyTransport)
+    assert isinstance(transport, DeepEPTransport)
     assert transport._sized_buffer(256).sizes == (512 * ranks, 0)
 
 
 NO_NVSHMEM = "Buffer cannot serve 16 ranks: Failed: .*NVSHMEM is disable during compilation"
 
 
-def test_beyond_it_the_next_transport_is_taken_and_the_reason_said(monkeypatch, caplog):
-    with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        gpu_world(monkeypatch, without_nvshmem())
-        elastic = make_dispatcher(16, Group(16), max_tokens=64)
-        assert isinstance(elastic.transport, ElasticTransport)
-        assert make_dispatcher(16, Group(16)).name == "NCCL"
-        gpu_world(monkeypatch, without_nvshmem("legacy"))
-        assert make_dispatcher(16, Group(16), max_tokens=64).name == "NCCL"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3 and all(re.search(NO_NVSHMEM, line) for line in said), said
-    assert "ElasticBuffer needs max_tokens" in said[1]
-    assert {record.levelname for record in caplog.records} == {"WARNING"}, "a fallback is said"
+def test_beyond_it_collectives_are_taken_and_the_reason_said(monkeypatch, caplog):
     gpu_world(monkeypatch, without_nvshmem())
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
+        assert make_dispatcher(16, Group(16)).name == "NCCL"
+    (record,) = caplog.records
+    assert re.search(NO_NVSHMEM, record.getMessage()), record.getMessage()
+    assert record.levelname == "WARNING", "a fallback is said"
     with pytest.raises(EngineUnavailableError, match=f"DeepEP cannot be used: its {NO_NVSHMEM}"):
         make_dispatcher(16, Group(16), kind="deepep")
 
@@ -352,8 +260,8 @@ def test_a_number_of_ranks_that_deepep_has_no_configuration_for(monkeypatch):
     def unsupported(num_ranks):
         raise AssertionError(f"Unsupported number of EP ranks: {num_ranks}")
 
-    library = without_nvshmem("legacy")
-    library.module.Buffer.get_dispatch_config = staticmethod(unsupported)
+    library = without_nvshmem()
+    library.Buffer.get_dispatch_config = staticmethod(unsupported)
     gpu_world(monkeypatch, library)
     assert make_dispatcher(15, Group(3)).name == "NCCL"
     with pytest.raises(EngineUnavailableError, match="3 ranks: Unsupported number of EP ranks: 3"):
@@ -364,7 +272,7 @@ def test_a_number_of_ranks_that_deepep_has_no_configuration_for(monkeypatch):
 def test_frozen_inputs(frozen):
     library = Recording(0)
     a = library.arrays
-    dispatcher = TransportDispatcher(LegacyTransport(8, Group(), library))
+    dispatcher = Dispatcher(DeepEPTransport(8, Group(), library))
     x = bf16(a["x"]).requires_grad_(frozen == "weights")
     weights = torch.from_numpy(a["topk_weights"]).requires_grad_(frozen == "x")
     received = dispatcher.dispatch(x, torch.from_numpy(a["topk_idx"]), weights)
@@ -393,17 +301,29 @@ def test_local_dispatch_moves_nothing():
         dispatcher.combine(x[:3], received.handle)
 
 
+class Careless(LocalTransport):
+    """A library that leaves whatever was in memory where a slot went nowhere."""
+
+    def combine(self, x, handle, weights=None):
+        return x, None if weights is None else torch.where(weights == 0, torch.nan, weights)
+
+
+def test_gradients_of_dropped_slots_are_zeros_whatever_a_library_returns():
+    data = source(12, 5)
+    x, ids, weights = (torch.from_numpy(array) for array in (data.x, data.ids, data.weights))
+    received = Dispatcher(Careless(EXPERTS)).dispatch(x, ids, weights.requires_grad_())
+    received.probs.sum().backward()
+    here = (ids >= 0) & (ids < EXPERTS)
+    assert not here.all() and torch.equal(weights.grad, here.to(torch.float32))
+
+
 ROUTE = Route(LocalTransport(4), None, torch.zeros(4, 2), torch.zeros(4, 2))
 
 
-@pytest.mark.parametrize("handle", [None, 12, ROUTE, FleetHandle(None, 4)])
+@pytest.mark.parametrize("handle", [None, 12, ROUTE])
 def test_a_combine_takes_the_handle_of_its_own_dispatch(handle):
-    """A handle of the same shape, of another kind of dispatcher, would combine wrong rows."""
-    transport = LegacyTransport(4, Group(), Recording(0))
-    fleet = FleetDispatcher(4, Group(), FleetFunctions(None, None))
-    for dispatcher in (LocalDispatcher(4), TransportDispatcher(transport), fleet):
-        kind = FleetHandle if dispatcher is fleet else Route
-        if not isinstance(handle, kind):
+    for dispatcher in (LocalDispatcher(4), Dispatcher(deepep(4))):
+        if handle is not ROUTE:
             with pytest.raises(TypeError, match=f"handle is {type(handle).__name__}; needed: the"):
                 dispatcher.combine(X, handle)
         with pytest.raises(TypeError, match="out must be a torch tensor"):
@@ -412,7 +332,7 @@ def test_a_combine_takes_the_handle_of_its_own_dispatch(handle):
 
 @pytest.mark.parametrize("number", [0, -4, True, "4", 4.0, None])
 def test_a_number_of_experts_is_a_positive_integer(number):
-    for make in (LocalDispatcher, lambda n: FleetDispatcher(n, Group(), None)):
+    for make in (LocalDispatcher, deepep):
         with pytest.raises(RoutingError, match=re.escape(f"num_experts is {number!r}; ")):
             make(number)
 
@@ -434,8 +354,8 @@ X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch
     ],
 )
 def test_unfit_arguments_are_refused_by_name(arguments, error, words):
-    legacy = TransportDispatcher(LegacyTransport(4, Group(), Recording(0)))
-    for dispatcher in (LocalDispatcher(4), legacy):
+    over_deepep = Dispatcher(DeepEPTransport(4, Group(), Recording(0)))
+    for dispatcher in (LocalDispatcher(4), over_deepep):
         with pytest.raises(error, match=words):
             dispatcher.dispatch(*arguments)
 
@@ -443,14 +363,12 @@ def test_unfit_arguments_are_refused_by_name(arguments, error, words):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: legacy(9), RoutingError, "num_experts is 9; 2 ranks"),
-        (lambda: FleetDispatcher(5, Group(), None), RoutingError, "num_experts is 5; 2 ranks need"),
+        (lambda: deepep(9), RoutingError, "num_experts is 9; 2 ranks"),
         (lambda: make_dispatcher(8, kind="nvshmem"), ConfigError, "kind is 'nvshmem'"),
         (lambda: make_dispatcher(8, kind="deepep"), ConfigError, "needs a group"),
         (lambda: make_dispatcher(8, Group(), kind="local"), ConfigError, "one rank"),
-        (lambda: legacy().dispatch(X, IDS, WEIGHTS), DTypeError, "x is float32; DeepEP carries bfloat16"),
-        (lambda: legacy().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError, "x has 4 columns; DeepEP needs a multiple of 8"),
-        (lambda: elastic().dispatch(X.bfloat16(), IDS, WEIGHTS), ShapeError, r"4 rows.*max_tokens = 3"),
+        (lambda: deepep().dispatch(X, IDS, WEIGHTS), DTypeError, "x is float32; DeepEP carries bfloat16"),
+        (lambda: deepep().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError, "x has 4 columns; DeepEP needs a multiple of 8"),
     ],
 )  # fmt: skip
 def test_unfit_worlds_are_refused(call, error, words):
@@ -458,9 +376,5 @@ def test_unfit_worlds_are_refused(call, error, words):
         call()
 
 
-def legacy(experts=8):
-    return LegacyTransport(experts, Group(), Recording(0))
-
-
-def elastic():
-    return ElasticTransport(8, Group(), None, max_tokens=3)
+def deepep(experts=8):
+    return DeepEPTransport(experts, Group(), Recording(0))

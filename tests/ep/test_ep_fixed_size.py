@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher, fixed_size, make_dispatcher, select
+from sonicmoe.ep import Dispatcher, LocalDispatcher, fixed_size, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport, RowExchange
-from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport, worst_case_problem
+from sonicmoe.ep.deepep import DeepEPTransport, worst_case_problem
 from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.ep.fleet import FleetFunctions
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.quant import reference as quantiser
 
@@ -77,7 +76,7 @@ class TestNothingWaits:
         mode = FakeTensorMode()
         fakes = {name: mode.from_tensor(t) for name, t in vars(tokens_of(count)).items()}
         with mode:
-            return layer(TransportDispatcher(transport), SimpleNamespace(**fakes), options)
+            return layer(Dispatcher(transport), SimpleNamespace(**fakes), options)
 
     @OPTIONS
     @pytest.mark.parametrize("count", [0, 5, MOST])
@@ -85,7 +84,7 @@ class TestNothingWaits:
         # On a host the quantiser looks whether there is a NaN, on a GPU it does not.
         monkeypatch.setattr(quantiser, "_perhaps_any", lambda mask: True)
         transport = FixedSizeTransport(EXPERTS, Echo(), MOST)
-        layer(TransportDispatcher(transport), tokens_of(count), options)
+        layer(Dispatcher(transport), tokens_of(count), options)
         received = self.run(transport, count, options)
         assert received.x.shape == (2 * MOST, HIDDEN) and received.tokens_per_expert is None
         assert received.indices.shape == received.probs.shape == (2 * MOST, TOPK)
@@ -118,7 +117,7 @@ def test_gradients_of_rows_that_are_nobodys_are_zeros(monkeypatch):
 
     monkeypatch.setattr(fixed_size, "empty", poisoned)
     tokens = tokens_of(5)
-    dispatcher = TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST))
+    dispatcher = Dispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST))
     received = dispatcher.dispatch(tokens.x, tokens.ids, tokens.weights)
     rows = received.x.requires_grad_()
     dispatcher.combine(rows, received.handle).sum().backward()
@@ -139,8 +138,7 @@ class BufferOfPaddle(emulated.Buffer):
         raise AssertionError("nothing is sent here")
 
 
-PADDLES = SimpleNamespace(Buffer=BufferOfPaddle, ElasticBuffer=emulated.ElasticBuffer)
-
+PADDLES = SimpleNamespace(Buffer=BufferOfPaddle)
 
 BLIND = {"wait_for_counts": False, "max_tokens": MOST}
 
@@ -158,14 +156,12 @@ class TestTheChoice:
         assert isinstance(exact.transport, CollectiveTransport) and exact.transport.exact_rows
 
     @pytest.mark.parametrize("kind", ["auto", "deepep"])
-    def test_the_buffers_get_their_bounds(self, monkeypatch, kind):
-        both = {("legacy", "elastic"): LegacyTransport, ("elastic",): ElasticTransport}
-        for offers, transport in both.items():
-            gpu_world(monkeypatch, select.DeepEPLibrary(emulated.LIBRARY, offers))
-            made = make_dispatcher(8, Group(), kind=kind, **BLIND).transport
-            assert isinstance(made, transport) and not made.exact_rows
-            waiting = make_dispatcher(8, Group(), kind=kind, max_tokens=MOST).transport
-            assert isinstance(waiting, transport) and waiting.exact_rows
+    def test_the_buffer_gets_its_bound(self, monkeypatch, kind):
+        gpu_world(monkeypatch, emulated.LIBRARY)
+        made = make_dispatcher(8, Group(), kind=kind, **BLIND).transport
+        assert isinstance(made, DeepEPTransport) and not made.exact_rows
+        waiting = make_dispatcher(8, Group(), kind=kind, max_tokens=MOST).transport
+        assert isinstance(waiting, DeepEPTransport) and waiting.exact_rows
 
     @pytest.mark.parametrize(
         ("ranks", "module", "why"),
@@ -177,33 +173,17 @@ class TestTheChoice:
     )
     def test_a_buffer_that_cannot(self, monkeypatch, caplog, ranks, module, why):
         why = f"wait_for_counts=False: {why}"
-        gpu_world(monkeypatch, select.DeepEPLibrary(module, ("legacy",)))
+        gpu_world(monkeypatch, module)
         assert worst_case_problem(module, ranks).endswith(why)
         words = f"wait_for_counts is False, and DeepEP's Buffer.*{why}; needed: True, or"
         with pytest.raises(ConfigError, match=words):
             make_dispatcher(16, Group(ranks), kind="deepep", **BLIND)
         with pytest.raises(ConfigError, match=f"DeepEP's Buffer.*{why}; needed"):
-            LegacyTransport(16, Group(ranks), module, limit=SimpleNamespace(max_tokens=4))
+            DeepEPTransport(16, Group(ranks), module, limit=SimpleNamespace(max_tokens=4))
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             assert make_dispatcher(16, Group(ranks), **BLIND).name == "NCCL"
-            gpu_world(monkeypatch, select.DeepEPLibrary(module, ("legacy", "elastic")))
-            for kind in ("auto", "deepep"):
-                made = make_dispatcher(16, Group(ranks), kind=kind, **BLIND)
-                assert isinstance(made.transport, ElasticTransport)
         assert why in caplog.records[0].getMessage() and caplog.records[0].levelname == "WARNING"
-        assert why in caplog.records[1].getMessage()
-        assert isinstance(make_dispatcher(16, Group(ranks)).transport, LegacyTransport)
-
-    def test_fleet_always_waits(self, monkeypatch, caplog):
-        words = "Fleet's fused_dispatch always waits for counts; needed: True, or kind"
-        with pytest.raises(ConfigError, match=words):
-            make_dispatcher(8, Group(), kind="fleet", **BLIND)
-        monkeypatch.setattr(select, "IS_PADDLE", True)
-        monkeypatch.setattr(select, "find_fleet", lambda: (FleetFunctions(None, None), ""))
-        gpu_world(monkeypatch, None)
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            assert make_dispatcher(8, Group(), **BLIND).name == "NCCL"
-        assert "(Fleet's fused_dispatch always waits for counts; no DeepEP" in caplog.text
+        assert isinstance(make_dispatcher(16, Group(ranks)).transport, DeepEPTransport)
 
     def test_one_rank_never_waits(self):
         for group in (None, Group(1)):
@@ -227,11 +207,11 @@ class TestWhatIsRefused:
             exchange = gather = None
 
         tokens, fixed = tokens_of(MOST + 1), FixedSizeTransport(8, Silent(), MOST)
-        legacy = LegacyTransport(8, Group(), emulated.LIBRARY, limit=fixed._limit)
+        legacy = DeepEPTransport(8, Group(), emulated.LIBRARY, limit=fixed._limit)
         wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
         for transport in (fixed, legacy):
             with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
-                TransportDispatcher(transport).dispatch(wide, tokens.ids, tokens.weights, **options)
+                Dispatcher(transport).dispatch(wide, tokens.ids, tokens.weights, **options)
 
     @pytest.mark.parametrize("framework", FRAMEWORKS)
     def test_bounds_that_differ_between_ranks(self, framework, world_results):
@@ -255,5 +235,5 @@ def test_a_node_takes_rows_that_are_nobodys():
     """Nothing but such rows, and no counts, as a rank gets them for which no token was meant."""
     tokens = source(MOST, 4)
     nobodys = replace(tokens, ids=np.full_like(tokens.ids, -1))
-    found = run_layer(TransportDispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)), nobodys)
+    found = run_layer(Dispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)), nobodys)
     assert not any(found[key].any() for key in ("y", "dx", "dweights", "up_gate", "down"))

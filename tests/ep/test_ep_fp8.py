@@ -13,9 +13,8 @@ from ep_fp8 import BOTH, CASES, FORMS, Spy, node_of, run_fp8, sources
 from framework import relative_rmse
 from test_ep_dispatchers import Group
 
-from sonicmoe.ep import LocalDispatcher, TransportDispatcher, make_dispatcher
-from sonicmoe.ep.deepep import ElasticTransport, LegacyTransport
-from sonicmoe.ep.fleet import FleetDispatcher, FleetFunctions
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
+from sonicmoe.ep.deepep import DeepEPTransport
 from sonicmoe.ep.fp8_rows import quantised
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.quant.recipes import rows
@@ -23,7 +22,7 @@ from sonicmoe.quant.reference import quantize
 
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 TRANSPORTS = {
-    "torch": ("collective", "fixed size", "legacy", "legacy worst case"),
+    "torch": ("collective", "fixed size", "deepep", "deepep worst case"),
     "paddle": ("collective", "fixed size"),
 }
 BOUND = 5e-3  # of bf16 roundings of partial sums
@@ -98,13 +97,6 @@ def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home(form):
     np.testing.assert_array_equal(sent["dx"], x.grad.numpy())
 
 
-def test_an_elastic_buffer_refuses_by_name(world):
-    framework, results = world
-    if framework == "torch":
-        words = "ElasticBuffer is used in bfloat16 only"
-        assert all(str(r["refused"]).count(words) == 2 for r in results)
-
-
 def one_slot(count=4):
     """Tokens `[count, 256]`, all on expert 0."""
     ids = torch.zeros(count, 1, dtype=torch.int64)
@@ -140,21 +132,13 @@ class TestDispatchers:
             with pytest.raises(ConfigError, match=words):
                 make_dispatcher(EXPERTS, **{name: form})
 
-    def test_those_that_send_bf16_only_say_so(self):
-        fleet = FleetDispatcher(8, Group(2), FleetFunctions(None, None))
+    def test_rows_that_deepep_cannot_carry_are_refused(self):
+        """Also of gradients: a backward would be too late to say it."""
         x, ids, probs = one_slot()
-        for asked in ({"fp8": True}, {"fp8_grad": "row"}):
-            with pytest.raises(ConfigError, match="Fleet's fused_dispatch in bfloat16 only"):
-                fleet.dispatch(x.to(torch.bfloat16), ids, probs, **asked)
-        assert fleet.bf16_only
-        elastic = ElasticTransport(8, Group(2), None, max_tokens=4)
-        assert TransportDispatcher(elastic).bf16_only
-        legacy = TransportDispatcher(LegacyTransport(8, Group(2), None))
-        assert not legacy.bf16_only
-        # Also of gradients: a backward would be too late to say it.
+        dispatcher = Dispatcher(DeepEPTransport(8, Group(2), None))
         for asked in ({"fp8": True}, {"fp8_grad": True}):
             with pytest.raises(ShapeError, match=r"x has 200 columns; DeepEP carries FP8 rows"):
-                legacy.dispatch(x[:, :200], ids, probs, **asked)
+                dispatcher.dispatch(x[:, :200], ids, probs, **asked)
 
 
 class TestAGradientPastAutograd:

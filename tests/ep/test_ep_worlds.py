@@ -18,7 +18,7 @@ from sonicmoe.ep import LocalDispatcher
 DEEPEP_RECORDINGS = Path(__file__).parents[1] / "data" / "deepep"
 FP32_BOUND = 2e-6
 FP8_BOUND = 5e-3
-DEEPEP_MODES = ("legacy", "legacy worst case", "elastic", "elastic without sync")
+DEEPEP_MODES = ("deepep", "deepep worst case")
 KEYS = ("y", "dx", "dweights", *MATRICES)
 PADDLE = pytest.param("paddle", marks=pytest.mark.paddle)
 each_case = pytest.mark.parametrize("case", list(cases(2)))
@@ -137,7 +137,7 @@ def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, ca
         for key in KEYS:
             assert found[key].tobytes() == wanted[key].tobytes(), key
         ids, probs, real = found["recv_idx"], found["recv_probs"], len(wanted["recv_idx"])
-        assert mode != "legacy worst case" or len(ids) == world * 41
+        assert mode != "deepep worst case" or len(ids) == world * 41
         assert np.array_equal(ids[:real], wanted["recv_idx"]) and (ids[real:] == -1).all()
         assert np.array_equal(probs[:real], wanted["recv_probs"]) and not probs[real:].any()
 

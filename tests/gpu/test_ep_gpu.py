@@ -20,7 +20,7 @@ from node.direct_layers import assert_same_bits
 from worlds import ROOT, TESTS, finish
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.ep.deepep import find_library, legacy_problem
+from sonicmoe.ep.deepep import buffer_problem, find_library
 from sonicmoe.jit.cache import default_cache
 
 PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
@@ -82,7 +82,7 @@ def test_layer_equals_one_gpu(smoke, dispatcher, kind):
 @cache
 def no_deepep():
     library, why = find_library()
-    return why if library is None else legacy_problem(library.module, 2)
+    return why if library is None else buffer_problem(library, 2)
 
 
 @pytest.mark.parametrize("place", METHODS)
