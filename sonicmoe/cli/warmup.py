@@ -23,7 +23,7 @@ from ..jit.cache import CompileCache, default_cache
 from ..jit.cpus import usable_cpus
 from ..jit.errors import PackError
 from ..jit.manifest import Artefact
-from ..jit.pack import matching, read_pack, refusal, unpack, write_pack
+from ..jit.pack import read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BF16, BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
@@ -80,8 +80,7 @@ MOST = 2**31 - 1
 )  # fmt: skip
 @click.option(
     "--pack", "pack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Then write the kernels into FILE, to ship to a cluster or into an image. Without --E, --H and --I: "
-    "compile nothing, pack every kernel of the cache that fits the installed versions.",
+    help="Then write the kernels into FILE, to ship to a cluster or into an image.",
 )  # fmt: skip
 @click.option(
     "--unpack", "unpack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -121,13 +120,8 @@ def warmup(
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
     sizes = {"--E": experts, "--H": hidden, "--I": intermediate}
     if unpack_file is not None:
-        _refuse_beside(ctx, "unpack_file", ("arch", "cache_dir", "as_json"))
+        _refuse_beside_unpack(ctx, ("unpack_file", "arch", "cache_dir", "as_json"))
         ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
-    # Without a model, a pack is a selection of the cache, and there is nothing to compile.
-    if pack_file is not None and not any(sizes.values()):
-        _refuse_beside(ctx, "pack_file", ("cache_dir",))
-        _pack(pack_file, matching(cache.held()), console)
-        ctx.exit(0)
     if plain_wgrad and precision == BF16:
         raise click.UsageError("--plain-wgrad has no effect with --precision bf16.")
     for name, size in sizes.items():
@@ -147,7 +141,7 @@ def warmup(
     if as_json:
         click.echo(json.dumps(to_json(report) | {"command": remedy}, indent=2))
     else:
-        show(report, console, compiled=not check_only)
+        show(report, console)
         if remedy is not None:
             _show_remedy(report, remedy, console)
     # A pack that lacks a kernel would make its user compile, which he cannot, or would rather not.
@@ -207,15 +201,14 @@ def _read_parameter(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _refuse_beside(ctx: click.Context, option: str, allowed: tuple[str, ...]) -> None:
-    """Refuse options that would have no effect beside `option`."""
+def _refuse_beside_unpack(ctx: click.Context, allowed: tuple[str, ...]) -> None:
+    """Refuse options that would have no effect."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
         # By its source and not by its value: an option may be typed with the value it has anyway.
         given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name not in (option, *allowed):
-            beside = "--unpack" if option == "unpack_file" else "--pack without --E, --H and --I"
-            raise click.UsageError(f"{parameter.opts[0]} has no effect beside {beside}.")
+        if given and name not in allowed:
+            raise click.UsageError(f"{parameter.opts[0]} has no effect beside --unpack.")
 
 
 def _unpack(
@@ -230,8 +223,6 @@ def _unpack(
     _told(path, lambda: unpack(path, cache))
     count, archs = len(pack.artefacts), ", ".join(pack.architectures)
     console.print(f"{count} kernels for {archs} from {path} in {cache.root}", soft_wrap=True)
-    if pack.model is None:
-        return 0
     precision = pack.precision if pack.precision in PRECISIONS else BOTH
     # What the pack was made for may not be what the settings in force here need.
     planned = warm_up_plan(pack.model, precision)
@@ -253,11 +244,7 @@ def _unpack(
 
 
 def _pack(
-    path: Path,
-    artefacts: Iterable[Artefact],
-    console: Console,
-    spec: ModelSpec | None = None,
-    precision: str = "",
+    path: Path, artefacts: Iterable[Artefact], console: Console, spec: ModelSpec, precision: str
 ) -> None:
     pack = _told(path, lambda: write_pack(path, artefacts, spec, precision))
     size = path.stat().st_size / (1 << 20)
@@ -303,11 +290,8 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
     }
 
 
-def show(report: WarmUpReport, console: Console, *, compiled: bool = True) -> None:
-    """Print one row per kernel, the failures in full, the parts left out, and the summary.
-
-    compiled: the report is of a warm-up, which wrote the record; else of a check, which found it.
-    """
+def show(report: WarmUpReport, console: Console) -> None:
+    """Print one row per kernel, the failures in full, the parts left out, and the summary."""
     table = Table("kernel", "state", "seconds", "key")
     for outcome in report.kernels:
         # The key's text ends with its digest; the fields before it would not fit into a table.
@@ -321,8 +305,7 @@ def show(report: WarmUpReport, console: Console, *, compiled: bool = True) -> No
     for line in report.left_out:
         console.print(f"left out, {line}", soft_wrap=True)
     ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
-    verb = "recorded in" if compiled else "there is a record of a warm-up:"
-    record = f"; {verb} {report.record}" if report.record else ""
+    record = f"; recorded in {report.record}" if report.record else ""
     where = f"in {report.cache_dir}"
     # A cluster is warm only if every node finds the kernels, so others are counted apart.
     if report.only_local:

@@ -24,9 +24,8 @@ from ..errors import ConfigError, FrameworkError
 from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
-from ..jit.pack import unpacked_lines
 from ..jit.place import Trust, shared_trust, who_can_write
-from ..jit.records import WARMED, read_records
+from ..jit.records import read_records
 from ..jit.toolchain import find_toolkit
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 from .doctor_report import CacheState, FlagState, Progress, Report
@@ -187,7 +186,7 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
     state = CacheState(
         role, str(path), path.exists(), is_writable(existing), tree_size(path),
         shutil.disk_usage(existing).free,
-        warmed_models(path) + tuple(f"unpacked: {line}" for line in unpacked_lines(path)),
+        warmed_models(path),
     )  # fmt: skip
     if not state.writable:
         remedy = f"only what is already compiled there can be used; set {flag.env}"
@@ -203,7 +202,7 @@ def warmed_models(path: Path) -> tuple[str, ...]:
     of another layout is left out.
     """
     lines = []
-    for record in read_records(path, WARMED):
+    for record in read_records(path):
         try:
             model = ", ".join(f"{name}={value}" for name, value in record["model"].items())
             compilers = ", ".join(

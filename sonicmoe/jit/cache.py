@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,10 +148,6 @@ class CompileCache:
         `build`.
         """
         return self.try_load(key) or self._publish(key, builder)
-
-    def held(self) -> Iterator[Artefact]:
-        """Every intact artefact of the cache directory that has a readable key."""
-        return self._shared.held()
 
     def ask(self) -> None:
         """Explain now, and once, if the cache directory cannot take artefacts. For a process whose

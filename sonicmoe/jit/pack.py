@@ -34,7 +34,6 @@ from .files import FileFacts
 from .key import VERDICT, CompileKey, host_abi, package_versions
 from .manifest import MANIFEST, Artefact, utc_now
 from .plan import NEITHER, PRECISIONS, ModelSpec
-from .records import UNPACKED, read_records, write_record
 from .toolchain import find_toolkit
 
 LIST, CHECKSUM = "sonicmoe-pack.json", "sonicmoe-pack.sha256"
@@ -65,14 +64,14 @@ class Pack:
     Attributes:
         versions: of this package, apache-tvm-ffi, the compilers, and the ABI.
         artefacts: in the order of the file.
-        model: whose kernels they are; None for a selection of a cache.
-        precision: of that model, or "".
+        model: whose kernels they are.
+        precision: of that model.
         at: when it was made.
     """
 
     versions: dict[str, str]
     artefacts: tuple[PackedArtefact, ...]
-    model: ModelSpec | None
+    model: ModelSpec
     precision: str
     at: str
 
@@ -93,21 +92,7 @@ def versions_here() -> dict[str, str]:
     }
 
 
-def matching(artefacts: Iterable[Artefact]) -> Iterator[Artefact]:
-    """Those that an installation of the same versions as this one can load."""
-    here = versions_here()
-    names = ("abi", "apache-tvm-ffi", *_COMPILERS, "nvcc", "cuda")
-    here["cuda"] = here["nvcc"]  # as the keys of CuTe kernels call the toolkit
-    for artefact in artefacts:
-        key = CompileKey.from_record(artefact.manifest["key"])
-        made = dict(key.fingerprint + (key.toolchain or ()))
-        if all(made.get(name, here[name]) == here[name] for name in names):
-            yield artefact
-
-
-def write_pack(
-    path: Path, artefacts: Iterable[Artefact], model: ModelSpec | None = None, precision: str = ""
-) -> Pack:
+def write_pack(path: Path, artefacts: Iterable[Artefact], model: ModelSpec, precision: str) -> Pack:
     """Write verified artefacts to `path`, which appears complete or not at all. Verdicts on engines
     hold for the machine that found them, and are left out.
 
@@ -164,7 +149,7 @@ def refusal(pack: Pack, arch: str | None = None) -> str | None:
 
 
 def unpack(path: Path, cache: CompileCache) -> Pack:
-    """Publish every artefact of a pack in the cache; what is there already stays. Leaves a record.
+    """Publish every artefact of a pack in the cache; what is there already stays.
 
     Raises:
         PackError: it is damaged; nothing was published.
@@ -177,28 +162,7 @@ def unpack(path: Path, cache: CompileCache) -> Pack:
             # A pack of an earlier build may carry verdicts, which say nothing of this machine.
             if artefact.key.kernel != VERDICT:
                 cache.install(artefact.key, functools.partial(reader.extract, artefact))
-    content = {
-        "file": path.name,
-        "packed": pack.at,
-        "at": utc_now(),
-        "kernels": len(pack.artefacts),
-        "architectures": pack.architectures,
-        "versions": pack.versions,
-    }
-    # For `doctor`. Unpacked twice it is one record, because its name is the digest of the list.
-    write_record(cache, UNPACKED, hashlib.sha256(_text_of(pack)).hexdigest()[:16], content)
     return pack
-
-
-def unpacked_lines(root: Path) -> tuple[str, ...]:
-    """A line for each pack that was unpacked into a cache directory."""
-    lines = []
-    for found in read_records(root, UNPACKED):
-        # A record of another version may have another layout.
-        with suppress(ValueError, KeyError, TypeError):
-            kernels, archs = int(found["kernels"]), ", ".join(map(str, found["architectures"]))
-            lines.append(f"{kernels} kernels for {archs} from {found['file']!r}, {found['at']!s}")
-    return tuple(lines)
 
 
 class _Reader:
@@ -295,7 +259,7 @@ def _text_of(pack: Pack) -> bytes:
     content = {
         "format": FORMAT,
         "versions": pack.versions,
-        "model": None if pack.model is None else asdict(pack.model),
+        "model": asdict(pack.model),
         "precision": pack.precision,
         "at": pack.at,
         "artefacts": artefacts,
@@ -310,18 +274,17 @@ def _parsed(text: bytes) -> Pack:
         if content["format"] != FORMAT:
             raise PackError(f"it has format {content['format']!r}; this version reads {FORMAT}")
         versions = {str(name): str(found) for name, found in content["versions"].items()}
-        model = None if content["model"] is None else ModelSpec(**content["model"])
         pack = Pack(
             versions,
             tuple(map(_parsed_artefact, content["artefacts"])),
-            model,
+            ModelSpec(**content["model"]),
             content["precision"],
             str(content["at"]),
         )
         files = sum(len(artefact.files) for artefact in pack.artefacts)
         if len({artefact.key for artefact in pack.artefacts}) != len(pack.artefacts):
             raise ValueError
-        if not 0 < files <= _MOST_FILES or pack.precision not in ("", NEITHER, *PRECISIONS):
+        if not 0 < files <= _MOST_FILES or pack.precision not in (NEITHER, *PRECISIONS):
             raise ValueError
     except PackError:
         raise

@@ -6,14 +6,12 @@ import errno
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import DamagedFileError, StoreFiles, describe_problem, parse_json
+from .files import DamagedFileError, StoreFiles, describe_problem
 from .key import CompileKey
-from .manifest import MANIFEST, Artefact, verify
+from .manifest import Artefact, verify
 from .place import Place, Trust, UntrustedPlaceError
 
 _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
@@ -75,24 +73,6 @@ class ArtefactReader:
             except Exception as error:  # whatever is wrong with a cache, it is a miss
                 return Lookup(None, f"{self.root} cannot be read: {error}", unreadable=True)
         raise AssertionError("the last attempt returns")
-
-    def held(self) -> Iterator[Artefact]:
-        """Every intact artefact, whatever it was compiled from. Never raises."""
-        folder = self.place / "artefacts"
-        with suppress(OSError):
-            for kernel in self.files.names(folder):
-                for name in self.files.names(folder / kernel):
-                    key = self._key_in(folder / kernel / name)
-                    found = self.lookup(key).artefact if key is not None else None
-                    if found is not None and found.path.name == name:
-                        yield found
-
-    def _key_in(self, folder: Place) -> CompileKey | None:
-        """The key that the manifest in a directory names, if it can be read."""
-        try:
-            return CompileKey.from_record(parse_json(self.files.read_text(folder, MANIFEST))["key"])
-        except Exception:  # as for `lookup`: no list of types would be complete
-            return None
 
     def await_visible(self, key: CompileKey) -> Lookup:
         """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""

@@ -1,5 +1,5 @@
-"""Notes in a cache directory about its kernels, each a small JSON file: what a warm-up covered, and
-what came from a pack. People read them; no kernel is loaded because of one.
+"""Notes in a cache directory on what a warm-up covered, each a small JSON file. People read them; no
+kernel is loaded because of one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .cache import CompileCache
 from .files import StoreFiles
 from .place import Place, Trust
 
-WARMED, UNPACKED = "warmed", "unpacked"  # the directories of both kinds
+_FOLDER = "warmed"
 
 
-def write_record(cache: CompileCache, kind: str, name: str, content: dict[str, Any]) -> Path | None:
+def write_record(cache: CompileCache, name: str, content: dict[str, Any]) -> Path | None:
     """Write a record beside the artefacts, or on this node where the cache directory is read-only or
     full. None where neither takes it.
     """
     files = StoreFiles()
     for place in cache.places:
-        target = place / kind / f"{name}.json"
+        target = place / _FOLDER / f"{name}.json"
         # Named by process: two that write the same record may end at the same time.
         partial = target.parent / f"{target.name}.{os.getpid()}.partial"
         try:
@@ -36,11 +36,11 @@ def write_record(cache: CompileCache, kind: str, name: str, content: dict[str, A
     return None
 
 
-def read_records(root: Path, kind: str) -> list[dict[str, Any]]:
+def read_records(root: Path) -> list[dict[str, Any]]:
     """Every readable record of a cache directory, in the order of their names."""
     records: list[dict[str, Any]] = []
     # A record is shown and never run, so it does not matter who wrote it.
-    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / kind
+    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / _FOLDER
     with suppress(OSError, ValueError):
         names = [name for name in files.names(folder) if name.endswith(".json")]
         found = (files.read_json(folder / name) for name in names)

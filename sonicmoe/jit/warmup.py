@@ -21,8 +21,8 @@ from .parallel import (
     ParallelBuild,
     Progress,
 )
-from .plan import BOTH, CompileJob, ModelSpec, WarmUpPlan
-from .records import WARMED, write_record
+from .plan import CompileJob, ModelSpec, WarmUpPlan
+from .records import write_record
 from .slots import AUTO, HostSlots
 
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
@@ -38,7 +38,7 @@ class WarmUpReport:
         precision: the precisions that the kernels cover (see `WarmUpPlan`); `SELECTED` for jobs
             that a caller picked.
         left_out: a line for each part that was asked for and has no kernels.
-        record: the file that lists the warmed kernels.
+        record: the file that lists the warmed kernels; None of a check.
         local_dir, only_local: the node-local directory, and how many of the kernels lie there alone,
             where no other node looks.
     """
@@ -123,8 +123,7 @@ def check(
     for job, artefact in zip(planned.jobs, found, strict=True):
         state = MISSING if artefact is None else CACHED
         outcomes.append(KernelOutcome(job.name, str(job.key()), state, 0.0))
-    report = _report(spec, planned, cache, tuple(outcomes), found, time.monotonic() - started)
-    return replace(report, record=find_record(spec, cache, planned.precision))
+    return _report(spec, planned, cache, tuple(outcomes), found, time.monotonic() - started)
 
 
 def _report(
@@ -149,19 +148,6 @@ def _only_local(found: Sequence[Artefact | None], cache: CompileCache) -> int:
         return 0
     paths = [artefact.path for artefact in found if artefact is not None]
     return sum(path.is_relative_to(cache.local_root) for path in paths)
-
-
-def find_record(spec: ModelSpec, cache: CompileCache, precision: str = BOTH) -> Path | None:
-    """The record of a complete warm-up of `spec` for `precision`, or for all of them, if there is
-    one.
-    """
-    # A warm-up of both precisions covers each of them. Selected kernels are covered by their own
-    # record only.
-    wanted = (precision,) if precision == SELECTED else (precision, BOTH)
-    names = [f"{spec.digest(name)}.json" for name in wanted]
-    roots = (cache.root, cache.local_root)
-    candidates = (root / WARMED / name for name in names for root in roots)
-    return next((path for path in candidates if path.is_file()), None)
 
 
 def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
@@ -189,4 +175,4 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
-    return write_record(cache, WARMED, report.spec.digest(report.precision), content)
+    return write_record(cache, report.spec.digest(report.precision), content)

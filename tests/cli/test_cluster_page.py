@@ -18,7 +18,7 @@ from sonicmoe.diagnostics.doctor import warmed_models
 from sonicmoe.engine import compile_plan
 from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import warm_up_plan
-from sonicmoe.jit.pack import unpacked_lines, versions_here
+from sonicmoe.jit.pack import versions_here
 from sonicmoe.jit.plan import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,14 +70,14 @@ def test_the_commands_run_in_the_order_of_the_page(tmp_path, monkeypatch):
     # Each kernel was compiled once: the second directory got them from the pack, although the page
     # had forbidden to compile by then.
     assert field.log.read_text().count("\n") == 2
-    assert len(unpacked_lines(tmp_path / "opt" / "sonicmoe")) == 1
+    assert len(warmed_models(tmp_path / "opt" / "sonicmoe")) == 1
     assert not (tmp_path / "local" / "artefacts").exists()
 
 
 def test_doctors_lines_are_those_of_the_page(tmp_path):
     block = re.search(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[1]
     words = re.sub(r"\n {2,}", " ", block).strip()
-    cache, warmed, unpacked = re.split(r"\nwarmed +", words)
+    cache, warmed = re.split(r"\nwarmed +", words)
     record = {
         "model": {
             "E": 8, "H": 3072, "I": 1536, "dtype": "bfloat16", "activation": "swiglu",
@@ -94,10 +94,6 @@ def test_doctors_lines_are_those_of_the_page(tmp_path):
     (tmp_path / "warmed").mkdir()
     (tmp_path / "warmed" / "record.json").write_text(json.dumps(record))
     assert warmed_models(tmp_path) == (warmed,)
-    pack = {"kernels": 23, "architectures": ["sm_90a"], "file": "kernels.pack", "at": record["at"]}
-    (tmp_path / "unpacked").mkdir()
-    (tmp_path / "unpacked" / "record.json").write_text(json.dumps(pack))
-    assert unpacked_lines(tmp_path) == (unpacked.removeprefix("unpacked: "),)
     assert cache.startswith("cache ")
 
 

@@ -27,9 +27,9 @@ from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import BOTH, PRECISIONS, ModelSpec, WarmUpPlan
-from sonicmoe.jit.records import WARMED, read_records
-from sonicmoe.jit.warmup import SELECTED, check, find_record, warm_up
+from sonicmoe.jit.plan import BOTH, ModelSpec, WarmUpPlan
+from sonicmoe.jit.records import read_records
+from sonicmoe.jit.warmup import SELECTED, check, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
 SPEC = ModelSpec(8, 3072, 1536)
@@ -82,7 +82,7 @@ def test_failures_do_not_stop_the_others(cache, field):
     assert "ValueError: expected ';'" in messages.pop("fake_2")
     assert "fake_3 ended with status 41" in messages.pop("fake_3")
     assert "this job stays here" in messages.pop("fake_6") and not messages
-    assert not report.complete and report.record is None and find_record(SPEC, cache) is None
+    assert not report.complete and report.record is None
 
 
 def no_processes(patch):
@@ -118,7 +118,7 @@ def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(cache, j
     with pytest.raises(BrokenPipeError, match="stdout is gone"):
         warm_up(SPEC, cache, jobs=1, compile_jobs=jobs(3), progress=progress)
     assert len(seen) == 1 and check(SPEC, cache, jobs(3)).complete
-    assert find_record(SPEC, cache, SELECTED) is None
+    assert read_records(cache.root) == []
 
 
 def test_fewer_threads_than_asked_for_do_the_work(cache, jobs, monkeypatch):
@@ -139,8 +139,8 @@ def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     (job,) = jobs(1)
     report = warm_up(SPEC, cache, compile_jobs=[job])
     path = field.root / "warmed" / f"{SPEC.digest(SELECTED)}.json"
-    assert report.record == path == find_record(SPEC, cache, SELECTED)
-    (record,) = read_records(field.root, WARMED)
+    assert report.record == path
+    (record,) = read_records(field.root)
     assert record["model"] == {
         "E": 8, "H": 3072, "I": 1536, "dtype": "bfloat16", "activation": "swiglu", "arch": "sm_90a",
         "activation_parameters": [],
@@ -148,15 +148,13 @@ def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     assert record["kernels"] == [{"kernel": "fake_1", "key": str(job.key())}]
     assert {"sonicmoe", "apache-tvm-ffi", "triton"} <= set(record["versions"])
     assert record["precision"] == SELECTED
-    assert find_record(SPEC, cache) is None, "picked kernels warm no precision"
-    assert find_record(ModelSpec(16, 3072, 1536), cache, SELECTED) is None
     # A FIFO would hang the reader, and a deep nesting end it; a link is not followed.
     os.mkfifo(path.with_name("a.json"))
     path.with_name("b.json").write_text("[" * 100_000)
     path.with_name("c.json").write_text("[]")
     (field.folder / "elsewhere.json").write_text("{}")
     path.with_name("d.json").symlink_to(field.folder / "elsewhere.json")
-    assert read_records(cache.root, WARMED) == [record], "records that are none are left out"
+    assert read_records(cache.root) == [record], "records that are none are left out"
 
 
 def test_record_writes_through_no_link(cache, field, jobs):
@@ -173,19 +171,9 @@ def test_record_writes_through_no_link(cache, field, jobs):
 def test_a_second_precision_has_a_record_of_its_own(cache, field, jobs):
     for job, precision in zip(jobs(2), ("fp8", "bf16"), strict=True):
         warm_up(SPEC, cache, compile_jobs=WarmUpPlan((job,), precision))
-        assert find_record(SPEC, cache, precision) is not None
-        assert find_record(SPEC, cache, BOTH) is None
-    records = read_records(field.root, WARMED)
+    records = read_records(field.root)
     kernels = {record["precision"]: record["kernels"][0]["kernel"] for record in records}
     assert kernels == {"fp8": "fake_1", "bf16": "fake_2"}
-
-
-def test_a_warm_up_for_both_serves_each(cache, jobs):
-    planned = WarmUpPlan(tuple(jobs(1)), BOTH)
-    record = warm_up(SPEC, cache, compile_jobs=planned).record
-    assert record is not None
-    assert {find_record(SPEC, cache, precision) for precision in PRECISIONS} == {record}
-    assert check(SPEC, cache, WarmUpPlan(planned.jobs, "fp8")).record == record
 
 
 def test_check_sees_what_is_missing_and_writes_nothing(cache, field, jobs):
@@ -417,7 +405,7 @@ def test_a_check_that_finds_kernels_missing_ends_with_the_command_that_compiles_
     # Nothing is missing, so nothing is to be run, and a check has recorded nothing.
     found, remedy = checked()
     assert found.exit_code == 0 and "are missing" not in found.stdout and remedy is None
-    assert "; there is a record of a warm-up: " in found.stdout and "recorded" not in found.stdout
+    assert "recorded" not in found.stdout
 
 
 def test_a_warm_up_says_which_kernels_no_other_node_finds(own_caches, jobs, every_model_needs):
