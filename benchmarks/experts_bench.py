@@ -302,7 +302,7 @@ def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--only", default="", help="Rows whose title contains this.")
+@click.option("--only", multiple=True, help="Rows whose title contains one of these.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), default=MODES)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
@@ -311,7 +311,7 @@ def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
     "--show", multiple=True, type=click.Path(path_type=Path), help="Print such files only."
 )
 def main(
-    only: str,
+    only: tuple[str, ...],
     modes: tuple[str, ...],
     rounds: int,
     quick: bool,
@@ -328,7 +328,7 @@ def main(
     register()
     every: list[dict[str, Any]] = []
     for row in ROWS:
-        if only not in row.title:
+        if only and not any(part in row.title for part in only):
             continue
         click.echo(row.title, err=True)
         every.append(measure(tiny(row) if quick else row, modes, rounds, device))
