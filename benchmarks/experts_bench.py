@@ -193,7 +193,7 @@ def six_products(experts: Experts) -> Callable[[], object]:
 
     x, dz, y1, dout = rows(row.hidden), rows(2 * row.inner), rows(row.inner), rows(row.hidden)
     up, down = (experts.weights[name].detach() for name in ("gate_up_proj", "down_proj"))
-    if up.shape[1] == row.hidden:  # [E, H, 2I] and [E, I, H]
+    if experts.module("grouped_mm").is_transposed:  # [E, H, 2I] and [E, I, H]
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     product = torch._grouped_mm
 
