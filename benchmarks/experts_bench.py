@@ -25,7 +25,8 @@ and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `
 
 `six` are torch's six bare grouped_mm of a layer, on rows that are gathered already. `node` is
 SonicMoEMlpNode in FP8, which adds weight gradients to fp32 `main_grad`; three rows have it. An EP8
-row is one rank's share under expert parallelism of 8, with the ids of other ranks as sentinels.
+row is one rank's share under expert parallelism of 8: of 32,768 tokens of all ranks those that chose
+an expert of this rank, with the ids of other ranks as sentinels.
 """
 
 from __future__ import annotations

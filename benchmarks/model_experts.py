@@ -29,11 +29,13 @@ OWN_CLASS = {  # model -> its module in transformers; sizes of others stand in Q
     "MiniMax-M2 EP8": "minimax_m2",
 }
 EP = 8
-SHARED_TOKENS = 4096 * EP  # of all ranks: what one rank's experts see under transformers' EP
+SHARED_TOKENS = 4096 * EP  # of all ranks, before dispatch
 
 
 class Row(NamedTuple):
-    """One layer of experts. `experts` counts those of all ranks, of which this one has a share."""
+    """One layer of experts. `experts` and `tokens` count those of all ranks, of which this one has
+    a share: E / ranks experts, and the tokens that chose one of them.
+    """
 
     model: str
     hidden: int
@@ -84,7 +86,8 @@ class Experts:
     no two copies of the weights lie in memory.
 
     `x` and `dout` `[T, H]` and the weights are bfloat16, `probs` `[T, K]` float32, `ids` `[T, K]`
-    int64; ids from `local_experts` on are other ranks'.
+    int64; ids from `local_experts` on are other ranks'. Of a share, T counts the tokens that
+    dispatch brings here: those with at least one expert of this rank.
     """
 
     row: Row
@@ -104,14 +107,16 @@ class Experts:
         for name, shape in shapes.items():
             values = torch.randn(shape, device=device, dtype=torch.bfloat16)
             self.weights[name] = nn.Parameter(values.mul_(row.hidden**-0.5))
-        shape = row.tokens, row.hidden
-        self.x = torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
-        self.dout = torch.randn(shape, device=device, dtype=torch.bfloat16)
         scores = torch.rand(row.tokens, row.experts, device=device)
         probs, ids = scores.topk(row.topk, 1)
+        here = (ids < row.local_experts).any(1)
+        probs, ids = probs[here], ids[here]
         self.probs = (probs / probs.sum(1, keepdim=True)).requires_grad_()
         # The experts of other ranks are one sentinel, as transformers' router marks them.
         self.ids = torch.where(ids < row.local_experts, ids, row.local_experts)
+        shape = len(ids), row.hidden
+        self.x = torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
+        self.dout = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def module(self, implementation: str) -> nn.Module:
         """The model's own experts module over the weights."""
