@@ -73,12 +73,13 @@ def test_public_models_are_served(sizes):
         {"frees_stagewise": True},
         {"fp8_wgrad": False},
         {"save_z": ZCode.BF16},
+        {"recipe": RECIPES["row128-dx256"]},
         {"activation": ActivationType.GEGLU},
         {"activation": ActivationType.REGLU},
         {"activation": ActivationType.SWIGLU_CLAMP, "activation_parameters": (("limit", 7.0),)},
         {"activation": ActivationType.SITU_GLU},
     ],
-    ids=lambda changes: "".join(map(str, changes.items())),
+    ids=lambda changes: ", ".join(f"{name}={getattr(v, 'name', v)}" for name, v in changes.items()),
 )
 def test_what_hopper_computes(changes):
     assert problem(HOPPER, changed(HOPPER_LOAD, **changes), "sm_90a") is None
@@ -92,6 +93,8 @@ CANNOT = (
     (HOPPER, {"recipe": RECIPES["1x128"]}, ConfigError,
      "the recipe is '1x128', and its kernels are made for 'dx256'"),
     (HOPPER, {"recipe": RECIPES["dx256-pow2"]}, ConfigError, "the recipe is 'dx256-pow2'"),
+    (HOPPER, {"recipe": RECIPES["row128"]}, ConfigError,
+     "the recipe is 'row128', and its kernels are made for 'dx256' or 'row128-dx256'"),
     (HOPPER, {"activation": ActivationType.SILU}, ConfigError,
      "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_clamp', "),
     (HOPPER, {"save_z": ZCode.E4M3}, ConfigError,

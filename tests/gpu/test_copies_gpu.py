@@ -18,7 +18,6 @@ from weights.freed_memory import free, restore
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import StaleWeightsError
 from sonicmoe.fleet.weight_layout import (
     fused_grouped_w1_to_sonic,
     fused_sonic_w1_to_grouped,
@@ -212,29 +211,6 @@ class TestWrites:
         layers.outstanding(layer, (0,), copies)
         assert addresses(copies) == where
         assert_same_bits(copied(copies), copied(layer.node.make_copies()))
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_an_optimizer_makes_them_stale_once_the_memory_is_freed(self, fused):
-        layer = DirectLayer(FP8, "native")
-        optimizer = torch.optim.AdamW(layer.weights, lr=1e-2, fused=fused)
-        copies = layer.node.make_copies()
-        for weight in layer.weights:
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        free(*layer.weights)
-        with pytest.raises(StaleWeightsError, match="an optimizer stepped"):
-            layers.outstanding(layer, (0,), copies)
-
-    def test_a_write_to_weights_with_memory_refuses_an_older_backward(self):
-        layer = DirectLayer(FP8, "native")
-        copies = layer.node.make_copies()
-        x, indices, probs, dout = layer.batch(0)
-        late = layer.node(x, None, indices, probs, copies=copies)
-        with torch.no_grad():
-            layer.weights[0].mul_(0.5)
-        layer.node(x, None, indices, probs, copies=copies)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            late.backward(dout)
 
 
 def test_a_layout_that_changes_in_place_keeps_the_buffers():

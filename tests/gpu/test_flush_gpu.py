@@ -193,25 +193,6 @@ def test_one_launch_equals_plain_operations(
         assert got is None or (got.dtype == want.dtype and torch.equal(got, want))
 
 
-def test_a_slice_of_a_fused_buffer_and_nothing_else():
-    """Slices that start anywhere, each with a guard element around it."""
-    source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
-    sizes = [weight.numel() for weight in source.parameters()]
-    buffer = torch.full((sum(sizes) + 7 * (len(sizes) + 1),), 9.0, device="cuda")
-    used, first = torch.zeros_like(buffer, dtype=torch.bool), 7
-    for weight, size in zip(source.parameters(), sizes, strict=True):
-        weight.main_grad = buffer[first : first + size].zero_().view(weight.shape)
-        used[first : first + size] = True
-        first += size + 7
-    weights = GradientSink(source, FlushMode.STEP)
-    fill(weights, 0)
-    held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
-    weights.flush()
-    assert bool((buffer[~used] == 9).all())
-    for weight, gradient, _ in source.user_gradients(held):
-        assert torch.equal(weight.main_grad, gradient)
-
-
 @pytest.mark.parametrize("make", ["per_expert", "fused"])
 def test_graph_and_no_sync(make):
     """Captured once, replayed with what the accumulators hold then."""

@@ -106,13 +106,6 @@ class TestChoice:
 
 
 class TestNumbers:
-    def test_node_against_the_emulation(self):
-        ours, theirs = (
-            whole_step(layer(config), *batches_of(700, 300)) for config in (FP8, EMULATION)
-        )
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert relative(a, b) <= 0.03, index
-
     def test_moe_against_the_emulation(self):
         torch.manual_seed(0)
         moe = MoE(E, K, H, I, std=H**-0.5).to("cuda", torch.bfloat16)
@@ -360,26 +353,6 @@ class TestWeightsThatChange:
         made.run(batch)
         with pytest.raises(RuntimeError, match="between this forward and its backward"):
             backward(late, batch)
-
-    def test_one_expert_alone(self):
-        made, (batch,) = layer(), batches_of(700)
-        before = made.run(batch)[0]
-        made.experts[1].down_proj.weight.data.neg_()
-        after, served = made.run(batch)[0], (batch[1] == 1).any(1)
-        assert torch.equal(after[~served], before[~served])
-        assert bool((after[served] != before[served]).any(1).all())
-
-    def test_of_a_moe_layer(self):
-        torch.manual_seed(0)
-        moe, x = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16), layer().batch()[0].detach()
-        with FP8.activate():
-            before, _ = moe(x, use_fp8=True)
-            moe.c_fc.weight.data.neg_()
-            after, _ = moe(x, use_fp8=True)
-            other = MoE(E, K, H, I).to("cuda", torch.bfloat16)
-            other.load_state_dict(moe.state_dict())
-            assert torch.equal(after, other(x, use_fp8=True)[0])
-        assert relative(after, before) > 0.01
 
 
 def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):

@@ -145,15 +145,6 @@ class TestRows:
         scales = q.scale_inv.view(torch.int32).view(repeats, tokens, -1)
         assert bool((scales == wanted.scale_inv.view(torch.int32)).all())
 
-    def test_graph_and_no_sync(self):
-        x = values((2048, 1024), torch.bfloat16, special=False)
-        gpu.quantize_rows(x)
-        with waiting_is_an_error():
-            graph, q = captured(lambda: gpu.quantize_rows(x))
-        x.mul_(-3)
-        graph.replay()
-        assert_same(q, quantize(x, rows(128)))
-
     def test_border(self):
         with pytest.raises(ShapeError, match=r"x has shape \(4, 24\)"):
             gpu.quantize_rows(torch.zeros((4, 24), device="cuda"))

@@ -149,22 +149,6 @@ def test_fp32_parameters_under_autocast(implementation: str, chosen) -> None:
     assert max(errors(found, expected).values()) <= bound
 
 
-@both
-def test_decoding_with_a_cache(implementation: str) -> None:
-    """Two tokens a step: every step's logits are those of the whole text, up to what other
-    attention kernels round.
-    """
-    model = model_of("qwen3-moe").eval()
-    model.set_experts_implementation(implementation)
-    ids = some_ids(2, 5, seed=2)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "output_scores": True}
-    generated = model.generate(ids, **options, return_dict_in_generate=True)
-    with torch.inference_mode():
-        whole = model(generated.sequences).logits[:, 4:-1]
-    assert generated.sequences.shape == (2, 13)
-    assert relative_rmse(torch.stack(generated.scores, 1), whole) <= 0.05
-
-
 def experts_run(invalid: float, use_fp8: bool) -> list[torch.Tensor]:
     """Mask of valid slots, out, dx, dprobs, dw1, dw2 of split-half weights as transformers stores
     them. What an invalid slot carries is nobody's business.

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from gpu import planted_gpu_engines
+from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import select, trust
-from sonicmoe.engine.capabilities import BF16, RECORDS, REFERENCE, problem
+from sonicmoe.engine.capabilities import BF16, MXFP8, RECORDS, REFERENCE, problem
 from sonicmoe.engine.cold_start import compile_missing
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import Workload
@@ -45,6 +46,24 @@ WORKLOADS = {
     "fp8, least memory": Workload(
         replace(FP8, recompute_z=True, frees_stagewise=True, iso_weight=True), 512, 256
     ),
+}
+# This project has no GPU for these: whoever has one runs them first.
+MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
+MX_SIZES = ((512, 256), (1024, 800), (1440, 1440))
+MX_CHANGES = (
+    {},
+    {"recompute_z": True},
+    {"frees_stagewise": True},
+    {"fp8_wgrad": False},
+    {"gemm_num_sms": 64},
+)
+WORKLOADS |= {
+    f"mxfp8 {sizes} {changes}": Workload(replace(MX, **changes), *sizes)
+    for sizes, changes in pairwise(MX_SIZES, MX_CHANGES)
+}
+WORKLOADS |= {
+    f"mxfp8 {activation.value}": Workload(replace(MX, activation=activation), 512, 256)
+    for activation in MXFP8.activations
 }
 ENGINES = [name for name, record in RECORDS.items() if record is not REFERENCE]
 
