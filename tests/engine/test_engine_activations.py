@@ -320,13 +320,6 @@ def test_the_formula_of_the_record_is_what_is_computed(activation, own):
 
 
 class TestParameters:
-    def test_a_layer_sets_them(self):
-        z = np.array([[1.5, -1.0], [3.0, 0.5], [-2.5, 2.5], [0.3, -7.0]])
-        gate, up = np.minimum(z[:, 0], 2.0), np.clip(z[:, 1], -2.0, 2.0)
-        by_hand = gate / (1 + np.exp(-1.1 * gate)) * (up + 1)
-        y1 = numpy(activate(fp32(z), *OWN[0]))
-        np.testing.assert_allclose(y1[:, 0], by_hand, rtol=1e-5)
-
     def test_equal_layers_have_equal_settings(self):
         given = {"limit": 5, "alpha": 1.702}
         assert layer_parameters(OAI, given) == (("limit", 5.0),)

@@ -48,8 +48,8 @@ class TestPoison:
         poisoned.x[rows], poisoned.dout[rows] = np.nan, np.inf
         result = run_engine(poisoned, settings)
         assert_same_bits(result, run_engine(clean, settings))
-        assert not result.out[rows].any()
-        assert not result.dx[rows].any()
+        assert not result.out[rows].any() and not result.dx[rows].any()
+        assert not result.dprobs[(indices < 0) | (indices >= clean.num_experts)].any()
 
     @MODES
     def test_zero_probability_is_a_valid_slot(self, settings):

@@ -9,10 +9,8 @@ import pytest
 from engine.moe_golden import (
     ALL_ACTIVATIONS,
     OUTPUTS,
-    dispatch,
     golden,
     make_problem,
-    native_order,
     run_engine,
     set_up,
     user_gradients,
@@ -180,18 +178,6 @@ def test_an_expert_without_tokens_is_left_untouched(settings):
         assert gradient[0].any()
 
 
-def test_accumulators_are_added_to():
-    problem = make_problem(bias=True)
-    setup, exact = set_up(problem), golden(problem)
-    accumulators = setup.accumulators()
-    for _ in range(3):
-        _, saved = setup.forward()
-        setup.engine.backward(setup.dout, saved, setup.weights, accumulators)
-    names = "dw1", "dw2", "db1", "db2"
-    for got, name in zip(user_gradients(problem, accumulators), names, strict=True):
-        assert relative_rmse(got, 3 * getattr(exact, name)) < 1e-5, name
-
-
 def test_frozen_weights_need_no_accumulators():
     problem = make_problem()
     setup, exact = set_up(problem), golden(problem)
@@ -206,32 +192,3 @@ def test_inference_keeps_nothing_and_computes_the_same():
     out, saved = setup.forward(save=False)
     assert saved is None
     assert np.array_equal(numpy(out), numpy(setup.forward()[0]))
-
-
-def test_tokens_without_a_local_expert_get_exact_zeros():
-    problem = make_problem(bias=True)
-    indices = problem.indices.copy()
-    indices[::3] = -1
-    problem = problem.but(indices=indices)
-    for settings in (EngineSettings(), FP8):
-        result = run_engine(problem, settings)
-        assert not result.out[::3].any()
-        assert not result.dx[::3].any()
-        assert not result.dprobs[(indices < 0) | (indices >= 4)].any()
-        assert result.out[1].any()
-
-
-@pytest.mark.parametrize("experts", [1, 7])
-def test_dispatch_of_the_tests_has_what_they_need(experts):
-    indices = dispatch(np.random.default_rng(0), 400, experts, min(experts + 1, 4), empty=(3,))
-    valid = (indices >= 0) & (indices < experts)
-    for row, real in zip(indices, valid, strict=True):
-        assert len(set(row[real])) == real.sum()
-    assert set(indices[valid]) == set(range(experts)) - {3}
-    assert (indices == -1).any()
-    assert (indices >= experts).any()
-
-
-def test_native_order_is_interleaved():
-    assert native_order(6, True) == [0, 3, 1, 4, 2, 5]
-    assert native_order(4, False) == [0, 1, 2, 3]

@@ -15,7 +15,6 @@ from engine.moe_golden import (
     ROWS,
     assert_same_bits,
     make_problem,
-    run_engine,
     set_up,
 )
 from framework import tensor, torch
@@ -34,13 +33,6 @@ def is_alive(reference_to):
 
 class TestMemory:
     STAGEWISE = replace(FP8, frees_stagewise=True)
-
-    @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
-    def test_stagewise_memory_changes_no_bit(self, save_z):
-        problem = make_problem(bias=True)
-        settings = replace(FP8, save_z=save_z)
-        stagewise = run_engine(problem, replace(settings, frees_stagewise=True))
-        assert_same_bits(stagewise, run_engine(problem, settings))
 
     @staticmethod
     def alive_at(monkeypatch, module, function, stage, watched):
@@ -96,16 +88,6 @@ class TestMemory:
         setup.engine.backward_dw(pending, setup.accumulators())
         with pytest.raises(RuntimeError, match="released"):
             setup.engine.backward_dw(pending, setup.accumulators())
-
-    def test_recompute_keeps_no_z(self):
-        _, saved = set_up(make_problem(), replace(FP8, recompute_z=True)).forward()
-        assert saved.z is None
-
-    def test_take_z_moves_it(self):
-        _, saved = set_up(make_problem(), FP8).forward()
-        z = saved.z
-        assert saved.take_z() is z
-        assert saved.z is None
 
 
 class TestSaved:

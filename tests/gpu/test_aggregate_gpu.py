@@ -7,10 +7,8 @@ import torch
 from gpu.device import captured, poisoned_allocator, waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
-from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.routing import backends
 from sonicmoe.routing.build import build_routing
-from sonicmoe.routing.combine import aggregate
 
 pytestmark = pytest.mark.gpu
 PLAIN = backends.PlainKernels()
@@ -105,18 +103,3 @@ def test_graph_and_no_sync(kernels):
         graph, out = captured(lambda: summed_by(kernels, rows, routing, weighted=True))
     graph.replay()
     assert torch.equal(out, want)
-
-
-def test_border():
-    routing = routing_of(16, 2, 4, 4)
-    with pytest.raises(ShapeError, match="rows has shape"):
-        aggregate(torch.zeros((routing.num_rows + 1, 8), device="cuda"), routing, weighted=True)
-    with pytest.raises(DTypeError, match="dtype is float16 for rows of bfloat16"):
-        rows = torch.zeros((routing.num_rows, 8), device="cuda", dtype=torch.bfloat16)
-        aggregate(rows, routing, weighted=True, dtype=torch.float16)
-    with pytest.raises(DTypeError, match="rows is float64"):
-        aggregate(
-            torch.zeros((routing.num_rows, 8), dtype=torch.float64, device="cuda"),
-            routing,
-            weighted=True,
-        )

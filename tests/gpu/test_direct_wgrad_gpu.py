@@ -23,9 +23,8 @@ from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.hopper_passes import WgradOutput, passes_on
+from sonicmoe.engine.hopper_passes import WgradOutput
 from sonicmoe.engine.interface import ParameterTargets, WeightTarget
-from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
 from sonicmoe.layouts import WeightLayout
@@ -243,12 +242,3 @@ def test_repeats_bit_for_bit():
 @pytest.mark.parametrize("arrangement", ["own", "slices"])
 def test_replays_of_a_graph_add_each_time(arrangement):
     check_replays(layer_case(3), LAYOUTS[3], arrangement, OURS, FP8)
-
-
-def test_maps_are_made_anew_only_where_memory_moved():
-    passes, memory = passes_on("cuda:0", ActivationType.SWIGLU), memory_of(LAYER, LAYOUTS[3], "own")
-    first = passes.gradients(memory.targets)
-    again = passes.gradients(ParameterTargets(memory.targets.up, memory.targets.down))
-    assert all(first[name] is again[name] for name in ("into_dw1", "into_dw2"))
-    moved = passes.gradients(memory_of(LAYER, LAYOUTS[3], "own").targets)
-    assert moved["into_dw1"] is not first["into_dw1"]

@@ -5,7 +5,6 @@ held before.
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import replace
 from functools import partial
 
@@ -281,31 +280,3 @@ def test_one_launch():
     on_gpu = torch.autograd.DeviceType.CUDA
     launched = [event.name for event in profile.events() if event.device_type == on_gpu]
     assert len(launched) == 1 and "build_metadata" in launched[0], launched
-
-
-class TestChoice:
-    @pytest.fixture(autouse=True)
-    def undecided(self, caplog):
-        backends._choose.cache_clear()
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            yield
-        backends._choose.cache_clear()
-
-    def check(self, caplog):
-        """Two batches; the lines that say which kernels were chosen."""
-        for seed in range(2):
-            check(topk_of(500, 4, 16, seed), 8, None, "chosen")
-        lines = (record.getMessage() for record in caplog.records)
-        return [line for line in lines if "routing kernels" in line]
-
-    def test_cuda_is_chosen_and_logged_once(self, caplog):
-        lines = self.check(caplog)
-        assert lines == ["routing kernels on cuda:0: cuda (compiled for this GPU)"]
-
-    def test_falls_back_to_triton_with_the_reason(self, monkeypatch, caplog):
-        def broken(device):
-            raise RuntimeError("no compiler here")
-
-        monkeypatch.setattr(backends, "_make_cuda", broken)
-        reason = "CUDA kernels are unavailable: RuntimeError: no compiler here"
-        assert self.check(caplog) == [f"routing kernels on cuda:0: triton ({reason})"]

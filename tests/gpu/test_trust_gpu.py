@@ -4,7 +4,6 @@ wrong, fault or never end are found without harm to the process that asked.
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -145,29 +144,6 @@ def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words
     # This process computes on, and the other one is gone, and with it its memory.
     assert float((here * 2).sum()) == 56.0
     assert not trials_of_this_process()
-
-
-@planted
-def test_the_next_engine_is_taken_by_name(planted_cache, engine, words, monkeypatch, caplog):
-    monkeypatch.setitem(select.ENGINES, EngineName.BF16, engine)
-    monkeypatch.setitem(RECORDS, EngineName.BF16, NOT_PROVEN)
-    monkeypatch.setattr(trust, "LIMITS", Limits(case=10.0))
-    for name in ENGINES:  # the reference engine is the next one then
-        if name is not EngineName.BF16:
-            monkeypatch.setitem(RECORDS, name, replace(RECORDS[name], dtypes=()))
-    asked = WORKLOADS["swiglu"]
-    with planted_cache.activate(), caplog.at_level(logging.WARNING, logger="sonicmoe"):
-        for _ in range(2):
-            choice = select.ready_engine(DEVICE, EngineName.AUTO, asked)
-            select.announce(choice, DEVICE)
-            trust.forget()  # as the next process: the verdict comes from the cache
-        with pytest.raises(EngineUnavailableError, match="'bf16' cannot run: its check on"):
-            select.ready_engine(DEVICE, EngineName.BF16, asked)
-    assert choice.engine.name == "reference" and choice.falls_back
-    assert words in choice.reason
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum("is not proven" in line for line in lines) == 1
-    assert sum(line.startswith("engine reference on cuda:0: ") for line in lines) == 1
 
 
 def test_a_capture_waits_for_a_first_forward(planted_cache, monkeypatch):
