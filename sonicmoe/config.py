@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .enums import EngineCheck, EngineName, ZCode
+from .enums import EngineName, ZCode
 from .flags import (
     BOOLEAN,
     DIRECTORY,
-    ENGINE_CHECK,
     FP8_MODE,
     MULTIPROCESSORS,
     PREFIX,
@@ -147,14 +146,14 @@ class SonicMoEConfig(Settings):
         "that cannot run and on a host; never `mxfp8`, which nobody has run; the log says which "
         "and why (docs/engines.md)",
     )
-    engine_check: Flag[EngineCheck] = Flag(
+    engine_check: Flag[bool] = Flag(
         "SONIC_MOE_ENGINE_CHECK",
-        ENGINE_CHECK,
-        EngineCheck.AUTO,
-        "the trial of an engine before its first use: its kernels against the reference engine, on a "
-        "small problem, in a process with a time limit; one that fails is not taken. `auto`: on GPU "
-        "architectures on which the engine never ran, once for these kernels, this kind of GPU and "
-        "this driver; `off`: never; `always`: on every GPU, in every process (docs/engines.md)",
+        BOOLEAN,
+        True,
+        "the trial of an engine on a GPU architecture on which it never ran, once for these kernels, "
+        "this kind of GPU and this driver: its kernels against the reference engine, on a small "
+        "problem, in a process with a time limit; one that fails is not taken. `0`: never "
+        "(docs/engines.md)",
     )
     cache_dir: Flag[Path] = Flag(
         "SONIC_MOE_CACHE_DIR",

@@ -51,16 +51,6 @@ class EngineName(Enum):
     MXFP8 = "mxfp8"
 
 
-class EngineCheck(Enum):
-    """When an engine is tried against the reference engine before it runs (`engine/trust.py`):
-    where it never ran, never, or everywhere.
-    """
-
-    AUTO = "auto"
-    OFF = "off"
-    ALWAYS = "always"
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A number of an activation that a layer may set for itself, from `low` to `high`.

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from .enums import ACTIVATIONS, RECIPE_NAMES, ActivationType, EngineCheck
+from .enums import ACTIVATIONS, RECIPE_NAMES, ActivationType
 from .errors import ConfigError
 
 PREFIX = "SONIC_MOE_"
@@ -51,12 +51,10 @@ def spellings(
     return Values(listed, parse, types)
 
 
-def members_of(enum: type[Member], also: Mapping[str, Member] | None = None) -> Values[Member]:
-    """The members of an enum, by value; `also`: by other spellings."""
+def members_of(enum: type[Member]) -> Values[Member]:
+    """The members of an enum, by value."""
     members = {member.value: member for member in enum}
-    return spellings(
-        ", ".join(members), f"one of {list(members)}", {**members, **(also or {})}, enum
-    )
+    return spellings(", ".join(members), f"one of {list(members)}", members, enum)
 
 
 def _parse_seconds(text: str) -> float:
@@ -143,7 +141,6 @@ FP8_MODE = spellings(
     "'perf', 'mem' or 'off'",
     {"perf": "perf", "mem": "mem", **dict.fromkeys(("off", "", "0", "none"), "off")},
 )
-ENGINE_CHECK = members_of(EngineCheck, {"0": EngineCheck.OFF, "1": EngineCheck.ALWAYS})
 SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
 DIRECTORY = Values("a directory", _parse_directory, (Path,))
 PROCESSES = Values("auto, off, processes > 0", _parse_processes, (int,))

@@ -27,7 +27,7 @@ from sonicmoe.config import (
     current_config,
     read_flags,
 )
-from sonicmoe.enums import EngineCheck, EngineName, ZCode
+from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.flags import Flag
 
@@ -49,13 +49,6 @@ ACCEPTED = {
         "Reference": EngineName.REFERENCE,
         "hopper": EngineName.HOPPER,
     },
-    "engine_check": {
-        "auto": EngineCheck.AUTO,
-        "OFF": EngineCheck.OFF,
-        "0": EngineCheck.OFF,
-        " always ": EngineCheck.ALWAYS,
-        "1": EngineCheck.ALWAYS,
-    },
     "cache_dir": {
         "/some/where": Path("/some/where"),
         "relative": Path.cwd() / "relative",
@@ -73,7 +66,6 @@ REFUSED = {
     "save_z": ["int4", "", "fp8"],
     "recipe": ["iso100", "ISO128", ""],
     "engine": ["cpu", ""],
-    "engine_check": ["", "2", "never"],
     "cache_dir": ["", "  ", "~nosuchuser/x", "a\0b", "a\udcff", "\ud800"],
     "local_cache_dir": [""],
     "compile_jobs": ["", "-1", "1.5", "all", "\u0663"],

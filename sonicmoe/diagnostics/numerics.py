@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.capabilities import REFERENCE, gradient_problem, token_problem
+from ..engine.capabilities import REFERENCE, format_problem
 from ..engine.interface import EngineSettings
 from ..engine.reference import ReferenceEngine
 from ..engine.settings import TokenFormat
@@ -131,10 +131,8 @@ def arrives(recipe: Fp8Recipe, dispatch: Dispatch, hidden: int) -> bool:
     per_row = dispatch.per_row and hidden > 128
     form = TokenFormat.E4M3_ROW if per_row else TokenFormat.E4M3_1X128
     settings = EngineSettings(recipe=recipe)
-    problems = [token_problem(REFERENCE, settings, form)]
-    if dispatch.sends_gradients:
-        problems.append(gradient_problem(REFERENCE, settings, form))
-    return problems == [None] * len(problems)
+    operands = ("x", "dout") if dispatch.sends_gradients else ("x",)
+    return all(format_problem(REFERENCE, settings, form, name) is None for name in operands)
 
 
 def sent(step: StepDump, name: str, recipe: Fp8Recipe, dispatch: Dispatch) -> StepDump:

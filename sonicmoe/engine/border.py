@@ -18,7 +18,7 @@ from ..quant.tokens import is_fp8
 from ..refusals import need_dtype, need_shape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
-from .capabilities import EngineRecord, gradient_problem, token_problem
+from .capabilities import EngineRecord, format_problem
 from .interface import EngineWeights
 from .settings import EngineSettings
 from .tokens import TOKEN_DTYPES, PendingWgrad, Saved, Tokens, token_format
@@ -89,7 +89,7 @@ def check_forward(
     # Asked at every forward, so messages are composed for errors only: `expect` would compose them
     # always.
     if isinstance(x, BlockScaledTensor):
-        _require_format(record, "x", x, token_problem(record, settings, token_format(x)))
+        _require_format(record, "x", x, format_problem(record, settings, token_format(x)))
     else:
         require_framework_tensor(x, "x")
         need_dtype("x", x, *TOKEN_DTYPES)
@@ -157,7 +157,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
     if not quantised:
         # Autograd may hand an expanded or a turned gradient; kernels read rows.
         return dout.detach().contiguous()  # type: ignore[no-any-return]
-    problem = gradient_problem(record, saved.settings, token_format(dout))
+    problem = format_problem(record, saved.settings, token_format(dout), "dout")
     _require_format(record, "dout", dout, problem)
     require_same_device(
         [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.row_token)]

@@ -42,8 +42,6 @@ class EngineRecord:
         recipes: FP8 recipes by name; None stands for unquantised operands.
         z_codes: codes of the saved z under a recipe; without one z has the dtype of the tokens.
         hidden_multiple, intermediate_multiple: of H and of I.
-        sets_parameters: takes the activation parameters that a layer sets, as numbers of a call or
-            as constants of kernels that are compiled for them. The others have the defaults.
         proven: those of its architectures on which its tests have run. On the others it is tried
             before it runs (`trust.py`).
         loads_with: the package that loads and launches its kernels.
@@ -65,7 +63,6 @@ class EngineRecord:
     hidden_multiple: int
     intermediate_multiple: int
     biases: bool
-    sets_parameters: bool
     tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
     gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
     proven: tuple[Architecture, ...] = ()
@@ -107,7 +104,6 @@ REFERENCE = EngineRecord(
     hidden_multiple=1,
     intermediate_multiple=1,
     biases=True,
-    sets_parameters=True,
     tokens=tuple(TokenFormat),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     compiler=None,
@@ -123,7 +119,6 @@ BF16 = EngineRecord(
     hidden_multiple=8,  # rows of 16 bytes, as TMA wants them
     intermediate_multiple=8,
     biases=True,
-    sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
@@ -141,7 +136,6 @@ TRITON = EngineRecord(
     hidden_multiple=8,  # rows of 16 bytes, as cp.async wants them
     intermediate_multiple=8,
     biases=True,
-    sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
     proven=(SM90,),
     loads_with="triton",
@@ -159,7 +153,6 @@ HOPPER = EngineRecord(
     hidden_multiple=16,
     intermediate_multiple=64,
     biases=False,
-    sets_parameters=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
     proven=(SM90,),
@@ -180,7 +173,6 @@ MXFP8 = EngineRecord(
     hidden_multiple=32,  # the elements of a scale, along which both contractions are cut
     intermediate_multiple=32,
     biases=False,
-    sets_parameters=True,
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
@@ -232,11 +224,7 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
     if workload.dtype not in record.dtypes:
         takes = " or ".join(record.dtypes)
         yield DTypeError, f"tokens are {workload.dtype}, and it takes {takes}"
-    yield from _format_problems(record, workload.settings, workload.tokens, "tokens", "x")
-    if workload.gradients not in record.gradients:
-        adds = _values(record.gradients)
-        wanted = workload.gradients.value
-        yield ConfigError, f"gradients are wanted in {wanted!r}, and it adds into {adds}"
+    yield from _format_problems(record, workload.settings, workload.tokens, "x")
     if workload.bias and not record.biases:
         yield ConfigError, "the experts have biases, and it has none"
     multiples = record.hidden_multiple, record.intermediate_multiple
@@ -245,7 +233,10 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
         needs = f"it needs multiples of {multiples[0]} and {multiples[1]}"
         yield ShapeError, f"H is {sizes[0]} and I is {sizes[1]}, and {needs}"
     yield from _recipe_problems(record, workload.settings)
-    yield from _activation_problems(record, workload.settings)
+    activation = workload.settings.activation
+    if activation not in record.activations:
+        has = _values(record.activations)
+        yield ConfigError, f"the activation is {activation.value!r}, and it has {has}"
 
 
 def lost_on_gpus(workload: Workload) -> str | None:
@@ -277,27 +268,19 @@ def _without_kernels(workload: Workload) -> list[str]:
     return reasons
 
 
-def token_problem(record: EngineRecord, settings: EngineSettings, form: TokenFormat) -> str | None:
-    """Why this engine cannot take tokens in this format, or None. Their values, in bfloat16, it may
-    still take.
-    """
-    problems = _format_problems(record, settings, form, "tokens", "x")
-    return next((text for _, text in problems), None)
-
-
-def gradient_problem(
-    record: EngineRecord, settings: EngineSettings, form: TokenFormat
+def format_problem(
+    record: EngineRecord, settings: EngineSettings, form: TokenFormat, operand: str = "x"
 ) -> str | None:
-    """Why this engine cannot take the gradient of its output in this format, or None."""
-    problems = _format_problems(record, settings, form, "gradients", "dout")
-    return next((text for _, text in problems), None)
+    """Why this engine cannot take tokens ("x"), or gradients of its output ("dout"), in this format,
+    or None. Their values, in bfloat16, it may still take.
+    """
+    return next((text for _, text in _format_problems(record, settings, form, operand)), None)
 
 
 def _format_problems(
-    record: EngineRecord, settings: EngineSettings, form: TokenFormat, what: str, operand: str
+    record: EngineRecord, settings: EngineSettings, form: TokenFormat, operand: str
 ) -> Problems:
-    """`operand`: the field of the recipe that says in which blocks they are read."""
-    recipe = settings.recipe
+    recipe, what = settings.recipe, "tokens" if operand == "x" else "gradients"
     # Asked at every forward, so messages are composed for problems only.
     if form not in record.tokens:
         yield DTypeError, f"{what} come as {form.value!r}, and it takes {_values(record.tokens)}"
@@ -328,20 +311,6 @@ def _recipe_problems(record: EngineRecord, settings: EngineSettings) -> Problems
         yield ConfigError, f"the recipe is {recipe!r}, and its kernels are made for {made_for}"
     else:
         yield ConfigError, f"FP8 is on (recipe {recipe!r}), and it quantises nothing"
-
-
-def _activation_problems(record: EngineRecord, settings: EngineSettings) -> Problems:
-    activation = settings.activation
-    if activation not in record.activations:
-        has = _values(record.activations)
-        yield ConfigError, f"the activation is {activation.value!r}, and it has {has}"
-    elif settings.activation_parameters and not record.sets_parameters:
-        defaults = ACTIVATIONS[activation].values()
-        name, value = settings.activation_parameters[0]
-        yield (
-            ConfigError,
-            f"{name} of {activation.value} is {value}, and it computes with {defaults[name]} alone",
-        )
 
 
 def _values(members: Iterable[Enum]) -> list[str]:

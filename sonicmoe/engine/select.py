@@ -19,10 +19,10 @@ from .capabilities import (
     HOST,
     RECORDS,
     EngineRecord,
+    format_problem,
     lost_on_gpus,
     missing_tool,
     problem,
-    token_problem,
 )
 from .cold_start import compile_missing
 from .hopper import HopperEngine
@@ -96,7 +96,7 @@ def _choose(
         return choice
     settings = choice.computed(workload).settings
     return replace(
-        choice, dequantises=token_problem(RECORDS[choice.name], settings, workload.tokens)
+        choice, dequantises=format_problem(RECORDS[choice.name], settings, workload.tokens)
     )
 
 

@@ -119,4 +119,3 @@ class Workload:
     dtype: str = "bfloat16"
     bias: bool = False
     tokens: TokenFormat = TokenFormat.PLAIN
-    gradients: GradientTarget = GradientTarget.NATIVE

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from ..config import ResolvedConfig, current_config
-from ..enums import EngineCheck
 from ..errors import EngineUnavailableError
 from ..host import UNKNOWN, driver_version
 from ..interop import FRAMEWORK
@@ -42,7 +41,7 @@ from .trial_process import LIMITS, Event, Limits, quoted, run_trial
 logger = logging.getLogger("sonicmoe")
 
 _FILE = "verdict.json"
-HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=off runs it unchecked"
+HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=0 runs it unchecked"
 _LARGEST = 1024  # H and I of a trial, where smaller ones are served by the same kernels
 # Of an error that says nothing of the engine.
 _ELSEWHERE = ("out of memory", "CompileForbiddenError", "ToolchainError", "MemoryError")
@@ -182,17 +181,15 @@ def require_tried(subject: Subject) -> None:
 
 def _needs_trial(subject: Subject) -> bool:
     # The reference engine has no architectures: it is what others are compared with.
-    check, record = current_config().engine_check, subject.record
-    if check is EngineCheck.OFF or not record.architectures:
-        return False
-    return check is EngineCheck.ALWAYS or not record.is_proven(subject.arch)
+    record = subject.record
+    unproven = bool(record.architectures) and not record.is_proven(subject.arch)
+    return unproven and current_config().engine_check
 
 
 def _known(subject: Subject) -> Verdict | None:
     """The verdict of this process, or one that the cache holds."""
-    # With "always" a verdict of an earlier process does not count.
     known = _KNOWN.get(subject.place)
-    if known is not None or current_config().engine_check is EngineCheck.ALWAYS:
+    if known is not None:
         return known
     cache = default_cache()
     artefact = cache.try_load(subject.key(cache))
@@ -235,8 +232,6 @@ def _judge(subject: Subject, cache: CompileCache) -> Verdict:
         (folder / _FILE).write_text(json.dumps(asdict(made[0]), indent=1), encoding="utf-8")
 
     try:
-        if current_config().engine_check is EngineCheck.ALWAYS:
-            return announced_trial(subject)
         with suppress(CacheUnwritableError):
             found = _read(cache.install(subject.key(cache), build))
             if found is not None:

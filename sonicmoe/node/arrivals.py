@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..engine.capabilities import gradient_problem
+from ..engine.capabilities import format_problem
 from ..engine.interface import Engine, EngineSettings, Tokens, token_format
 from ..engine.select import announce_gradients
 from ..engine.settings import TokenFormat
@@ -180,7 +180,7 @@ def gradient_from(
     # A source is the caller's, so what it gives is checked like an argument.
     check_fp8_tokens(found.codes, found.scale_inv, "dout")
     dout = tokens_of(found.codes.detach(), found.scale_inv.detach())
-    reason = gradient_problem(engine.record, settings, token_format(dout))
+    reason = format_problem(engine.record, settings, token_format(dout), "dout")
     if reason is None:
         return dout
     # The engine cannot read this format. It gets the values, and the log says so once.

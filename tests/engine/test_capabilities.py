@@ -31,7 +31,7 @@ from sonicmoe.engine.capabilities import (
     problem,
     require,
 )
-from sonicmoe.engine.settings import EngineSettings, GradientTarget, TokenFormat, Workload
+from sonicmoe.engine.settings import EngineSettings, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.quack_gemm import PACKAGES
@@ -86,7 +86,6 @@ def test_what_hopper_computes(changes):
 
 
 ROW, BY_128 = TokenFormat.E4M3_ROW, TokenFormat.E4M3_1X128
-OAI = {"activation": ActivationType.SWIGLU_OAI, "activation_parameters": (("limit", 5.0),)}
 MX_LOAD = changed(HOPPER_LOAD, recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 CANNOT = (
     (HOPPER, {"recipe": None}, ConfigError, "FP8 is off"),
@@ -118,10 +117,6 @@ CANNOT = (
      "tokens are float32, and it takes bfloat16 or float16"),
     (BF16, {"hidden_size": 3076}, ShapeError,
      "H is 3076 and I is 768, and it needs multiples of 8 and 8"),
-    (replace(BF16, sets_parameters=False), OAI, ConfigError,
-     "limit of swiglu_oai is 5.0, and it computes with 7.0 alone"),
-    (replace(BF16, gradients=(GradientTarget.NATIVE,)), {"gradients": GradientTarget.MAIN_GRAD}, ConfigError,
-     "gradients are wanted in 'main_grad', and it adds into ['native']"),
     (REFERENCE, {"tokens": ROW, "recipe": None}, ConfigError,
      "tokens come as 'e4m3_row', and FP8 is off"),
     (REFERENCE, {"tokens": BY_128, "recipe": RECIPES["wide256"]}, ConfigError,
@@ -336,7 +331,6 @@ def rows_of_the_page() -> list[str]:
         "activations": lambda r: (
             "all" if set(r.activations) == set(ActivationType) else listed(r.activations)
         ),
-        "parameters of activations": lambda r: "per layer" if r.sets_parameters else "the defaults",
         "codes of the saved z": lambda r: listed(r.z_codes),
         "H, I multiples of": lambda r: f"{r.hidden_multiple}, {r.intermediate_multiple}",
         "biases": lambda r: "yes" if r.biases else "no",

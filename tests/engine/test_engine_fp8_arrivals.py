@@ -30,7 +30,7 @@ from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, s
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 
 from sonicmoe.engine.border import check_dout
-from sonicmoe.engine.capabilities import BF16, HOPPER, gradient_problem
+from sonicmoe.engine.capabilities import BF16, HOPPER, format_problem
 from sonicmoe.engine.interface import EngineSettings, token_dtype, token_format
 from sonicmoe.engine.settings import TokenFormat
 from sonicmoe.enums import ActivationType, ZCode
@@ -223,7 +223,7 @@ def test_each_engine_at_its_border(gaussian):
         check_dout(row, saved, HOPPER)
     with pytest.raises(DTypeError, match=r"the bf16 engine cannot read dout: .*'e4m3_1x128'"):
         check_dout(blocks, saved, BF16)
-    assert gradient_problem(BF16, EngineSettings(), TokenFormat.PLAIN) is None
+    assert format_problem(BF16, EngineSettings(), TokenFormat.PLAIN, "dout") is None
 
 
 @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")

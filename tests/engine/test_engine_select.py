@@ -224,16 +224,6 @@ class TestOnHopper:
         assert choice.engine.name == "reference" and choice.falls_back
         assert f"the activation is '{activation.value}'" in choice.reason
 
-    def test_parameters_of_a_layer_go_to_an_engine_that_takes_them(self, hopper, monkeypatch):
-        oai = EngineSettings(ActivationType.SWIGLU_OAI, activation_parameters=(("alpha", 1.5),))
-        found = [choose_engine("cuda:0", workload=Workload(oai, 64, 64))]
-        for record in (BF16, TRITON):
-            monkeypatch.setitem(RECORDS, record.name, replace(record, sets_parameters=False))
-            found.append(choose_engine("cuda:0", workload=Workload(oai, 64, 64)))
-        assert [choice.engine.name for choice in found] == ["bf16", "triton", "reference"]
-        assert found[-1].falls_back
-        assert "alpha of swiglu_oai is 1.5, and it computes with 1.702 alone" in found[-1].reason
-
 
 class TestLines:
     def told(self, caplog, *choices, device="cuda:0"):

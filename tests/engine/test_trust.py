@@ -150,7 +150,10 @@ class TestVerdicts:
 
         monkeypatch.setattr(trial, "build_routing", wrong_on_the_gpu)
         verdict = inline(monkeypatch, planted_engines.Sound)
-        assert verdict.reason == "routing: row_token is not finite, or differs where it is copied"
+        assert re.match(
+            r"routing: row_token is [\d.]+% away from the reference engine's, of at most 0%",
+            verdict.reason,
+        )
 
     def test_later_cases_are_tried_and_the_first_problem_is_the_reason(self, monkeypatch):
         verdict = inline(monkeypatch, planted_engines.WrongNumber)
@@ -387,18 +390,13 @@ class TestChoice:
         self.capturing = True
         assert self.ready().engine.name == "bf16" and len(self.trials.made) == 1
 
-    def test_off_takes_it_unchecked_and_always_checks_what_is_proven(self, monkeypatch):
+    def test_switched_off_or_proven_it_is_taken_unchecked(self, monkeypatch):
         self.trials.verdicts[EngineName.BF16] = BROKEN
-        with SonicMoEConfig(engine_check="off").activate():
-            assert self.ready().engine.name == "bf16" and not self.trials.made
+        with SonicMoEConfig(engine_check=False).activate():
+            assert self.ready().engine.name == "bf16"
         monkeypatch.setattr(select, "arch_of", lambda device: SM90.name)
-        assert self.ready().engine.name == "bf16" and not self.trials.made
-        with SonicMoEConfig(engine_check="always").activate():
-            assert self.ready().engine.name != "bf16"
-
-    def test_the_reference_engine_is_never_tried(self):
-        with SonicMoEConfig(engine_check="always").activate():
-            assert self.ready(EngineName.REFERENCE).engine.name == "reference"
+        assert self.ready().engine.name == "bf16"
+        assert self.ready(EngineName.REFERENCE).engine.name == "reference"
         assert not self.trials.made
 
 
