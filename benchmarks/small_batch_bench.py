@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Wall time of a layer at batches so small that the host is the bound: the node as it is, and as two
-CUDA graphs (`node.graphed`), in a stack of layers with one backward.
+"""Wall time of the node at batches so small that the host is the bound, in a stack of layers with one
+backward.
 
     benchmarks/small_batch_bench.py                # one Hopper GPU
     benchmarks/small_batch_bench.py --tokens 256 --experts 8
@@ -9,7 +9,7 @@ CUDA graphs (`node.graphed`), in a stack of layers with one backward.
 |---|---|
 | wall | microseconds of a layer, forward and backward, by the host's clock over rows of steps |
 | host | until the host had launched them |
-| GPU | the graphs' time by the device's clock, launched ahead: what the GPU needs |
+| GPU | time by the device's clock, launched ahead: what the GPU needs |
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 LAYERS, HIDDEN, INNER, TOPK = 8, 3072, 1536, 8
 FINE = 2048, 768  # H and I from 128 experts on
 STEPS, ROUNDS, WARM_UPS = 10, 7, 3
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Row(NamedTuple):
@@ -63,16 +61,16 @@ def nodes_of(experts: int, hidden: int, inner: int) -> list[SonicMoEMlpNode]:
 class Stack:
     """Layers in a row, and a batch."""
 
-    def __init__(self, layers: list[Layer], x: torch.Tensor, ids: torch.Tensor) -> None:
-        self._layers, self._x, self._ids = layers, x.requires_grad_(), ids
+    def __init__(self, nodes: list[SonicMoEMlpNode], x: torch.Tensor, ids: torch.Tensor) -> None:
+        self._nodes, self._x, self._ids = nodes, x.requires_grad_(), ids
         self._probs = torch.rand(ids.shape, device="cuda").requires_grad_()
         self._dout = torch.randn_like(x)
 
     def step(self) -> None:
         """Forward through all, and one backward."""
         x = self._x
-        for layer in self._layers:
-            x = layer(x, self._ids, self._probs)
+        for node in self._nodes:
+            x = node(x, None, self._ids, self._probs)
         self._x.grad = self._probs.grad = None
         x.backward(self._dout)
 
@@ -95,28 +93,14 @@ class Stack:
         return 1e6 * wall / count, 1e6 * host / count, 1e3 * start.elapsed_time(end) / LAYERS
 
 
-def measure(tokens: int, experts: int) -> dict[str, Row]:
-    """Of one shape: both ways take turns."""
+def measure(tokens: int, experts: int) -> Row:
+    """Of one shape."""
     hidden, inner = FINE if experts >= 128 else (HIDDEN, INNER)
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
     ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices
-    probs = torch.rand(tokens, TOPK, device="cuda")
-    nodes = nodes_of(experts, hidden, inner)
-    eager: list[Layer] = [lambda x, i, p, node=node: node(x, None, i, p) for node in nodes]  # type: ignore[misc]
-    stacks = {
-        "node": Stack(eager, x, ids),
-        "graphed": Stack([node.graphed(x, ids, probs) for node in nodes], x, ids),
-    }
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in stacks}
-    for number in range(ROUNDS + WARM_UPS):
-        for name, stack in stacks.items():
-            found = stack.timed()
-            if number >= WARM_UPS:
-                times[name].append(found)
-    return {
-        name: Row(*map(statistics.median, zip(*rounds, strict=True)))
-        for name, rounds in times.items()
-    }
+    stack = Stack(nodes_of(experts, hidden, inner), x, ids)
+    rounds = [stack.timed() for _ in range(ROUNDS + WARM_UPS)][WARM_UPS:]
+    return Row(*map(statistics.median, zip(*rounds, strict=True)))
 
 
 @click.command(help=__doc__)
@@ -127,16 +111,13 @@ def main(tokens: tuple[int, ...], experts: tuple[int, ...], json_file: Path | No
     """Measure and print."""
     if not torch.cuda.is_available():
         raise click.ClickException("this needs an NVIDIA Hopper GPU")
-    click.echo("| T, E | way | wall | host | GPU |\n|---|---|---|---|---|")
+    click.echo("| T, E | wall | host | GPU |\n|---|---|---|---|")
     figures: dict[str, Any] = {"machine": machine()}
     for count in experts:
         for size in tokens:
-            rows = measure(size, count)
-            figures[f"{size}, {count}"] = {name: row._asdict() for name, row in rows.items()}
-            for name, row in rows.items():
-                click.echo(
-                    f"| {size}, {count} | {name} | {row.wall:.0f} | {row.host:.0f} | {row.gpu:.0f} |"
-                )
+            row = measure(size, count)
+            figures[f"{size}, {count}"] = row._asdict()
+            click.echo(f"| {size}, {count} | {row.wall:.0f} | {row.host:.0f} | {row.gpu:.0f} |")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -17,8 +17,8 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import ConfigError, FrameworkError, LayoutError, expect
-from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, requires_grad
+from ..errors import ConfigError, LayoutError, expect
+from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
 from ..layouts import NATIVE
 from ..weights.copies import WeightCopies
 from ..weights.parameters import PerExpertParameters
@@ -29,9 +29,6 @@ from .choices import Choices
 from .layer_state import LayerState
 from .mlp_call import call_on
 from .upkeep import NodeUpkeep
-
-if TYPE_CHECKING:
-    from .graphed import GraphedLayer
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, float | None] | ActivationParameters | None
@@ -80,8 +77,8 @@ class SonicMoEMlpNode(NodeUpkeep):
             writes it. With "auto" the framework's gradient hooks see complete gradients, once per
             weight and backward. Hooks that take a gradient get None for one in `main_grad`.
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
-            combine of dx need not wait: a side stream computes them on a GPU; on a host they wait
-            for `finish_wgrad()` or `step()`. Needs flush "step", which "auto" then means.
+            combine of dx need not wait: a side stream of the GPU computes them. Needs flush
+            "step", which "auto" then means.
 
     A backward to other inputs alone (`torch.autograd.grad(loss, x)`, `paddle.grad(loss, x)`) adds
     no weight gradients, and `loss.backward(inputs=[weight])` those of that weight. A backward that
@@ -302,39 +299,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)
-
-    def graphed(
-        self, x: Tensor, dispatched_indices: Tensor, dispatched_probs: Tensor
-    ) -> GraphedLayer:
-        """The layer as two CUDA graphs, for batches that take the host longer than the GPU; under
-        PyTorch, on a GPU engine. Call the result as `out = layer(x, indices, probs)`.
-
-        Every batch needs the dtypes and widths of these samples, and at most as many tokens; of the
-        samples' values nothing is read. Replays add weight gradients to the `main_grad` that the
-        weights have now, which must stay where it is. The backward of a call comes before the next
-        forward: layers in a row need a graphed layer each, and so do micro-batches in flight.
-
-        Raises:
-            ConfigError: a weight that trains has no `main_grad`; or a setting waits for the device
-                (`validate_dispatch`).
-            DeviceError, FrameworkError, ShapeError, DTypeError: naming the argument, what came and
-                what is needed.
-        """
-        expect(
-            not self._choices.settings()[0].validate_dispatch,
-            ConfigError,
-            "validate_dispatch reads ids on the host, which no graph can; needed: "
-            "validate_dispatch=False",
-        )
-        expect(
-            not IS_PADDLE,
-            FrameworkError,
-            "graphed() is for PyTorch; under Paddle it was not tried: needed: the node itself",
-        )
-        from .graphed import GraphedLayer  # a function of PyTorch's autograd
-
-        samples = x, dispatched_indices, dispatched_probs
-        return GraphedLayer(self.forward_step, self._state, self._choices, *samples)
 
 
 def _refuse_biases(experts: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ SCALES = LAYERS * EXPERTS * 2 * 4 / 2**20  # every matrix fits into one block
 ACCUMULATORS = 4 * EXPERTS * 3 * 32 * 16 / 2**20  # of the tiny sizes of main_grad_bench
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tested in tests/gpu/test_graphed_gpu.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this says what a host hears")
 def test_small_batches_need_a_gpu(run):
     said = run("small_batch_bench", exit_code=1)
     assert said.strip() == "Error: this needs an NVIDIA Hopper GPU"
