@@ -1,5 +1,5 @@
 """Weight gradients that are added after their backward: where a schedule takes them one by one
-(`OfferedWgrad`), and where the node computes them beside the operations that consume dx
+(`OfferedWgrad`), and where a side stream computes them beside the operations that consume dx
 (`WgradQueue`, for `split_wgrad`).
 
 **Offered.** A framework fires the hooks of every weight that is an input of an autograd node when
@@ -11,11 +11,10 @@ added: by then `main_grad` may be another tensor.
     backward ── offer(down) ──► taken: the schedule runs it, then fires the hooks
              └─ offer(up) ────► left:  added now, then the hooks are fired here
 
-**Queued.** On a GPU a side stream computes them. Their kernels fill every multiprocessor, so a
-collective launched behind them would wait for them. An autograd hook therefore launches them after
-the operation that takes dx, which is normally the combine. On a host nothing runs beside anything,
-so they wait until a schedule asks for them (`finish`). They are added in the order of the
-backwards, so sums have the same bits as without the queue.
+**Queued.** Their kernels fill every multiprocessor, so a collective launched behind them would wait
+for them. An autograd hook therefore launches them after the operation that takes dx, which is
+normally the combine. They are added in the order of the backwards, so sums have the same bits as
+without the queue. On a host nothing runs beside anything, so the backward adds them itself.
 
     host             dx kernels, submit | combine | hook: launch | other layers ... | finish
     caller's stream  [dx kernels]──ready──[combine]────[other layers ...]──────────────wait──►
@@ -25,9 +24,8 @@ backwards, so sums have the same bits as without the queue.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +36,7 @@ from ..engine.interface import Engine, EngineSettings, PendingWgrad
 from ..errors import LayoutError
 from ..gradients.batch import Batch
 from ..gradients.sink import GradientSink
-from ..interop import is_cuda, requires_grad, writes_of
+from ..interop import is_cuda, requires_grad
 from ..out_of_memory import advising
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import anchor_of
@@ -149,15 +147,12 @@ def fire_hooks(weight: Tensor) -> None:
         weight._apply_backward_hook()
 
 
-@dataclass(eq=False)
-class _Task:
+class _Task(NamedTuple):
     """Weight gradients of one backward.
 
-    ready: the event on the caller's stream after which the operands exist; None on a host.
+    ready: the event on the caller's stream after which the operands exist.
     tensors: everything that the addition reads or adds to. It must live until the side stream is
         done, also where its owner drops it.
-    writes: on a host, where it runs late, the version counters of the caller's tensors. Under
-        Paddle a detached tensor counts its own writes only, so these never move.
     """
 
     work: WgradWork
@@ -165,15 +160,15 @@ class _Task:
     batch: Batch
     ready: Any
     tensors: list[Tensor]
-    writes: list[int]
 
 
 class WgradQueue:
-    """The weight gradients of one node that have been handed over and not yet waited for."""
+    """The weight gradients of one node that a side stream has yet to compute, or that it computes."""
 
     def __init__(self) -> None:
         """Makes no stream before the first GPU tensor."""
-        self._waiting: deque[_Task] = deque()
+        # One at most: the next backward launches it.
+        self._waiting: _Task | None = None
         self._stream: torch.cuda.Stream | None = None
         self._on_stream = False
         self._held: list[Tensor] = []
@@ -187,28 +182,28 @@ class WgradQueue:
         # A task of an earlier backward still waits where autograd ended before its hook fired. It
         # goes now, because it holds its operands alive.
         self.launch()
+        assert pending.dout is not None
+        dout = anchor_of(pending.dout)
+        if not is_cuda(dout):
+            work.sink.add(work.engine, pending, batch)
+            return
         # The launch takes small clusters: while a collective holds some multiprocessors, no CTA
         # with a fixed share of the work waits for them.
         pending.shares_gpu = True
-        if pending.dout is None or not is_cuda(anchor_of(pending.dout)):
-            # On a host the addition runs late and reads x and dout, which the caller owns and may
-            # refill. Their version counters, taken now, show that at `finish`.
-            self._waiting.append(_Task(work, pending, batch, None, [], _writes_to(pending)))
-            return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device=anchor_of(pending.dout).device)
+            self._stream = torch.cuda.Stream(device=dout.device)
         # Recorded on the caller's stream: at this point its kernels have produced every operand,
         # and have zeroed new accumulators.
         ready = torch.cuda.current_stream().record_event()
         # The keys keep each tensor once.
         kept = {id(tensor): tensor for tensor in tensors_in([pending, batch])}
-        self._waiting.append(_Task(work, pending, batch, ready, list(kept.values()), []))
+        self._waiting = _Task(work, pending, batch, ready, list(kept.values()))
 
     def launch_after(self, following: Any) -> None:
         """Launch once autograd has run the node `following`, which takes dx; None: at once."""
-        if not self._waiting or self._waiting[-1].ready is None:
+        task = self._waiting
+        if task is None:
             return
-        task = self._waiting[-1]
         handles: list[Any] = []
 
         def launch(*_gradients: Any) -> None:
@@ -220,8 +215,8 @@ class WgradQueue:
                 self.launch()
             except BaseException:
                 # From inside the backward of the task, which fails with it.
-                if task in self._waiting:
-                    self._waiting.remove(task)
+                if self._waiting is task:
+                    self._waiting = None
                 raise
 
         if following is None:
@@ -230,37 +225,34 @@ class WgradQueue:
             handles.append(following.register_hook(launch))
 
     def launch(self) -> None:
-        """Put every waiting GPU task on the side stream; tasks of a host go on waiting."""
-        while self._waiting and self._waiting[0].ready is not None:
-            task = self._waiting[0]
-            stream = self._stream
-            assert stream is not None
-            # A wait on the device. The host goes on at once.
-            stream.wait_event(task.ready)
-            self._keep(task.tensors, stream)
-            # An engine that frees operands one by one must hold the last reference.
-            task.tensors.clear()
+        """Put what waits on the side stream. It goes on waiting where memory was missing and it
+        still has its operands.
+        """
+        task, stream = self._waiting, self._stream
+        if task is None:
+            return
+        assert stream is not None
+        # A wait on the device. The host goes on at once.
+        stream.wait_event(task.ready)
+        self._keep(task.tensors, stream)
+        # An engine that frees operands one by one must hold the last reference.
+        task.tensors.clear()
+        repeatable = False
+        try:
             # `current_stream` is the side stream inside the block, so the engine launches there.
             with torch.cuda.stream(stream):
-                self._compute(task)
-            self._on_stream = True
+                task.work.add_to(task.batch, task.pending)
+        except MemoryError:
+            repeatable = task.pending.dout is not None
+            raise
+        finally:
+            if not repeatable:
+                self._waiting = None
+        self._on_stream = True
 
     def finish(self) -> None:
-        """Complete every task: on a host now, on a GPU by ordering the caller's next launches
-        behind the side stream. The host waits for nothing.
-        """
+        """Order the caller's next launches behind the side stream. The host waits for nothing."""
         self.launch()
-        while self._waiting:
-            task = self._waiting[0]
-            # The dx of this backward is right, and its weight gradients would be of other tokens.
-            if _writes_to(task.pending) != task.writes:
-                self._waiting.popleft()
-                raise RuntimeError(
-                    "tokens, or the gradient of the output, were overwritten after backward() and "
-                    "before finish_wgrad() or step(): with split_wgrad the weight gradients are "
-                    "computed from them then; their gradients are lost"
-                )
-            self._compute(task)
         if self._on_stream and self._stream is not None:
             # After this wait nothing on the caller's stream overtakes the side stream, so tensors
             # that were held for it may go.
@@ -269,26 +261,12 @@ class WgradQueue:
             self._held.clear()
 
     def discard(self) -> None:
-        """Drop every task that waits. The caller's next launches are ordered behind tasks that
-        already run on the side stream.
+        """Drop what waits. The caller's next launches are ordered behind what already runs on the
+        side stream.
         """
         # Cleared first, so that `finish` has nothing to compute and only orders the two streams.
-        self._waiting.clear()
+        self._waiting = None
         self.finish()
-
-    def _compute(self, task: _Task) -> None:
-        """Run the first task. It goes on waiting where memory was missing and it still has its
-        operands.
-        """
-        repeatable = False
-        try:
-            task.work.add_to(task.batch, task.pending)
-        except MemoryError:
-            repeatable = task.pending.dout is not None
-            raise
-        finally:
-            if not repeatable:
-                self._waiting.popleft()
 
     def _keep(self, tensors: list[Tensor], stream: Any) -> None:
         """Keep the tensors' memory from reuse until `stream` has read it."""
@@ -299,11 +277,6 @@ class WgradQueue:
                 tensor.record_stream(stream)
             else:
                 self._held.append(tensor)
-
-
-def _writes_to(pending: PendingWgrad) -> list[int]:
-    """How often the caller's tensors among the operands were written."""
-    return [writes_of(tensor) for tensor in tensors_in((pending.x, pending.dout))]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

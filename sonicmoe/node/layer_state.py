@@ -98,7 +98,7 @@ class LayerState:
         return None
 
     def finish_wgrad(self) -> None:
-        """Have every weight gradient that was put off added: now, or on a GPU in stream order."""
+        """Have every weight gradient that was put off added, in stream order."""
         if self.wgrad_queue is not None:
             self.wgrad_queue.finish()
 

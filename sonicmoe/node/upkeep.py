@@ -74,8 +74,8 @@ class NodeUpkeep:
             gradients.flush()
 
     def finish_wgrad(self) -> None:
-        """Have every weight gradient that `split_wgrad` put off added to the accumulators: now, or
-        on a GPU in stream order.
+        """Have every weight gradient that `split_wgrad` put off added to the accumulators, in
+        stream order.
         """
         self._state.finish_wgrad()
 
@@ -125,12 +125,6 @@ class NodeUpkeep:
         chosen = self._choices.engine_for_weights(parameters[0])
         with self._choices.scope(), advising("make_copies()", chosen.settings):
             return WeightCopies(chosen.engine, chosen.settings, layer)
-
-    def drop_caches(self) -> None:
-        """Free everything derived from the weights that this node holds; the next forward makes it
-        again.
-        """
-        self._state.weights.drop()
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the

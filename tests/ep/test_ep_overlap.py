@@ -6,7 +6,6 @@ No GPU here: streams and events are recorders, tensors of the host count as a GP
 
 from __future__ import annotations
 
-import gc
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.node import late_wgrad
@@ -193,23 +191,3 @@ def test_without_an_allocator_that_helps_they_are_held_until_finish(monkeypatch)
     monkeypatch.setattr(late_wgrad, "torch", SimpleNamespace(cuda=fake))
     queue.finish()
     assert alive() is None
-
-
-def test_on_a_host_accumulators_wait_with_the_work():
-    """A node, its experts and its calls are gone; what was put off still has where to add, and
-    holds nothing afterwards.
-    """
-    queue, accumulators = late_wgrad.WgradQueue(), NativeBuffer.zeros(2, 4, 4, 2, False, "cpu")
-    alive, seen = weakref.ref(accumulators), []
-    pending = SimpleNamespace(x=None, dout=torch.ones(1))
-
-    def add_to(batch, _pending):
-        seen.append(batch.dw1.add_(1).sum().item())
-
-    queue.submit(SimpleNamespace(add_to=add_to), pending, accumulators)
-    del accumulators
-    gc.collect()
-    assert alive() is not None and seen == []
-    queue.finish()
-    gc.collect()
-    assert alive() is None and seen == [2 * 4 * 4]

@@ -347,29 +347,6 @@ def test_split_gives_the_same_bits(arrangement):
     assert_equal(*results)
 
 
-def test_dx_comes_first_and_dw_when_asked(monkeypatch):
-    order = []
-    for name in ("backward_dx", "backward_dw"):
-        original = getattr(ReferenceEngine, name)
-        monkeypatch.setattr(
-            ReferenceEngine,
-            name,
-            lambda self, *a, _n=name, _o=original: (order.append(_n), _o(self, *a))[1],
-        )
-    layer = Layer(split_wgrad=True, main_grad=0.0)
-    for _ in range(2):
-        assert layer.run().dx is not None
-    assert order == ["backward_dx"] * 2
-    layer.node.finish_wgrad()
-    assert order == ["backward_dx"] * 2 + ["backward_dw"] * 2
-    assert not layer.has_gradients(), "finish_wgrad() fills the accumulators only"
-    layer.node.step()
-    assert layer.has_gradients()
-    assert len(order) == 4
-    layer.node.step()
-    assert len(order) == 4
-
-
 def test_release_waits_for_what_was_put_off():
     layer = Layer(split_wgrad=True, main_grad=0.0)
     layer.run()
@@ -433,17 +410,6 @@ def test_discarded_gradients_never_arrive(said, split):
     scale(layer)
     layer.node.step()
     assert not layer.has_gradients() and said() == []
-
-
-@pytest.mark.skipif(IS_PADDLE, reason="a detached tensor of Paddle's counts its own writes only")
-def test_tokens_overwritten_before_the_weight_gradients_are_refused():
-    """A static input buffer, filled again while its weight gradients wait."""
-    layer = Layer(split_wgrad=True, main_grad=0.0)
-    call = layer.run()
-    with torch.no_grad():
-        call.x.copy_(call.x * 2)
-    with pytest.raises(RuntimeError, match="overwritten after backward"):
-        layer.node.step()
 
 
 def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
