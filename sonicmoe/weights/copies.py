@@ -5,13 +5,13 @@
                  └── release_forward: backward's order only
 
 Where the parameters hold memory, a forward brings the copies up to date as it does a node's own
-weights, but in the same buffers. Where it was freed there is nothing to look at, and the events
+weights: an engine that looks for writes does so in the same buffers. Where it was freed there is nothing to look at, and the events
 decide: a write that somebody announces, or that PyTorch shows, makes copies stale.
 
 | parameters | copies | a forward |
 |---|---|---|
 | hold memory | current | reads the copies |
-| hold memory | written since the event | has them made again in place, and the log says so |
+| hold memory | written since the event | has them made again |
 | freed | not stale | reads the copies |
 | freed | stale | raises `StaleWeightsError` |
 """
@@ -48,7 +48,7 @@ class WeightCopies:
     """Engine weights under an FP8 recipe, with the number of the event that made them.
 
     The caller holds them, and hands them to the forwards that are to read them: a node keeps none.
-    They keep no parameter alive, and their buffers stay where they are when they are made again.
+    They keep no parameter alive.
 
     version: the number of the event, which is unique in the process and grows.
     weights: the buffers.
@@ -247,17 +247,17 @@ class WeightCopies:
             raise StaleWeightsError(
                 f"forward's order of the FP8 copies (event {self.version}) was released; needed: new copies for another forward"
             )
-        kept, prepared, place = self.weights, self._prepared, _place(layer, parameters)
+        prepared, place = self._prepared, _place(layer, parameters)
         writes, moved = prepared.writes, place != self._place
         made = self._refresh(engine, layer, parameters, stale=bool(self._stale) or moved).weights
-        if made is not kept:
-            # New codes are compared with the old ones, because no version counter shows the writes
-            # of Paddle's optimizers, and a switch of the layout, which it does show, is no write.
-            prepared.writes = writes + _overwrite(kept, made)
+        if made is not self.weights:
+            # An engine that does not look has made others, and outstanding backwards keep theirs.
+            self.weights = prepared.weights = _in_orders(made, self._settings.iso_weight)
         elif moved:
             # The engine has overwritten its codes, and no version counter says so.
             prepared.writes += 1
-        prepared.weights, self._place = kept, place
+        self._place = place
+        self._versions = traces_of(parameters).versions
         if self._stale or prepared.writes != writes:
             event = self._stale or "expert weights changed without an announcement"
             logger.info("FP8 copies of expert weights were made again: %s", event)
@@ -293,8 +293,8 @@ def _named(engine: str, recipe: str | None, gated: bool) -> str:
 
 
 def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[object, ...]:
-    # A version counter says nothing of values that came with other memory. On a host the codes
-    # themselves are compared.
+    # A version counter says nothing of values that came with other memory. On a host every forward
+    # makes them again.
     return layer.place(parameters) if is_cuda(parameters[0]) else ()
 
 
@@ -306,27 +306,6 @@ def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
     if iso_weight or made.two_orders or w1.serves_both:
         return made
     return EngineWeights(w1, w2, transpose_storage(w1), transpose_storage(w2))
-
-
-def _overwrite(kept: EngineWeights, made: EngineWeights) -> bool:
-    """Write the codes of `made` where those of `kept` lie. Returns whether they were others."""
-    made = _in_orders(made, not kept.two_orders)
-    names = ("w1", "w2", "w1_dgrad", "w2_dgrad")[: 4 if kept.two_orders else 2]
-    pairs = [(getattr(kept, name), getattr(made, name)) for name in names]
-    if all(
-        bool((old == new).all())
-        for pair in pairs
-        for old, new in zip(*map(_bits, pair), strict=True)
-    ):
-        return False
-    for old, new in pairs:
-        old.overwrite(new)
-    return True
-
-
-def _bits(q: BlockScaledTensor) -> list[Tensor]:
-    # Codes and scales as integers, because NaN is not equal to itself.
-    return [q.bytes, *(part.view(torch.uint8) for part in q.parts[1:])]
 
 
 def _outlive_current_stream(buffers: Sequence[BlockScaledTensor]) -> None:
