@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 
 class SonicMoEError(Exception):
     """Base of everything this package raises on purpose."""
@@ -61,14 +59,3 @@ def expect(condition: bool, error: type[SonicMoEError], message: str) -> None:
     """Raise ``error(message)`` unless ``condition`` holds."""
     if not condition:
         raise error(message)
-
-
-def refuse_unknown(
-    function: str, unknown: Mapping[str, object], ways_out: Mapping[str, str]
-) -> None:
-    """Raise TypeError as Python does for arguments that `function` does not have. `ways_out`: what
-    to do instead, for names that other packages have for the same thing.
-    """
-    for name in unknown:
-        text = f"{function}() got an unexpected keyword argument {name!r}"
-        raise TypeError(f"{text}: {ways_out[name]}" if name in ways_out else text)

@@ -4,12 +4,9 @@ SonicMoE.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import ParamSpec
 
 import torch
 from torch import nn
@@ -17,7 +14,7 @@ from torch import nn
 from .engine.activations import activate, pre_activation_width
 from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
-from .errors import ConfigError, EngineUnavailableError, ShapeError, expect, refuse_unknown
+from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from .functional import check_router_dtype, softmax_topk_layer
 from .functional.call import check_use_fp8
 from .interop import current_stream, require_framework_tensor
@@ -25,7 +22,6 @@ from .observe import MOE
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
-P = ParamSpec("P")
 
 
 class Experts(nn.Module):
@@ -64,21 +60,6 @@ class Experts(nn.Module):
         return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 
-def _names_unknown_first(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse unknown arguments before Python misses the one that such a name stands for."""
-    known = inspect.signature(init).parameters
-
-    @functools.wraps(init)
-    def checked(*arguments: P.args, **named: P.kwargs) -> None:
-        # Python would complain of the argument that is missing, and not of the name that was
-        # misspelt.
-        unknown = {name: value for name, value in named.items() if name not in known}
-        refuse_unknown("MoE.__init__", unknown, _WAYS_OUT)
-        init(*arguments, **named)
-
-    return checked
-
-
 class MoE(nn.Module):
     """Router, top-k, softmax over the chosen, gated expert MLPs, weighted sum; with the Switch
     load-balancing loss.
@@ -100,14 +81,11 @@ class MoE(nn.Module):
     interleaved), `c_fc.bias`, `c_proj.weight [E, H, I]`, `c_proj.bias`.
 
     Raises:
-        TypeError: an argument that is not listed here. The message names what stands in its place
-            where other packages have a layer's router chosen by it (`norm_topk_prob`).
         ShapeError: K > E, or a size is no positive integer.
         ConfigError: an unknown activation, one without these parameters, or `is_glu` contradicts
             it.
     """
 
-    @_names_unknown_first
     def __init__(
         self,
         num_experts: int,
@@ -265,16 +243,6 @@ class MoE(nn.Module):
             weighted = _linear(y1, self.c_proj, expert) * probs[token, slot].unsqueeze(-1)
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
-
-
-_ROUTER = (
-    "its softmax is over the chosen experts, so a token's probabilities sum to 1, as with "
-    "norm_topk_prob=True. For another router call sonicmoe.moe_TC_softmax_topk_layer(..., "
-    "is_softmax_over_topk=False, norm_topk_probs=False) on this layer's weights; "
-    'docs/migrating.md, "The router"'
-)
-# Names under which models and upstream's functions choose the softmax of their router.
-_WAYS_OUT = dict.fromkeys(("norm_topk_prob", "norm_topk_probs", "is_softmax_over_topk"), _ROUTER)
 
 
 def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:

@@ -21,7 +21,7 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import DTypeError, ShapeError, expect, refuse_unknown
+from ..errors import DTypeError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor
 from ..layouts import WeightLayout
 from ..observe import TOPK, TRIPLES
@@ -38,14 +38,6 @@ __all__ = [
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
 ]
-
-
-# Names that models have for arguments of these functions.
-_WAYS_OUT = {
-    "norm_topk_prob": "here it is norm_topk_probs, and it counts with is_softmax_over_topk=False "
-    "alone. norm_topk_prob=True is what happens by default; norm_topk_prob=False is "
-    'is_softmax_over_topk=False (docs/migrating.md, "The router")',
-}
 
 
 @contextmanager
@@ -74,7 +66,6 @@ def moe_TC_softmax_topk_layer(
     *,
     use_fp8: bool | None = None,
     activation_parameters: Mapping[str, float | None] | None = None,
-    **unknown: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole token-choice MoE layer: router logits, top-k, softmax, experts, weighted sum.
 
@@ -101,12 +92,8 @@ def moe_TC_softmax_topk_layer(
         ShapeError: K is no integer in [1, E], or router, weights and tokens do not fit together.
         DTypeError: x and router_w differ in dtype outside autocast.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
-        TypeError: x, router_w, w1 or w2 is no tensor, or an argument is not listed here. The
-            message names what stands in its place where models have another name for it
-            (`norm_topk_prob`).
+        TypeError: x, router_w, w1 or w2 is no tensor.
     """
-    # Before anything else, because Python would have refused an unknown argument first.
-    refuse_unknown("moe_TC_softmax_topk_layer", unknown, _WAYS_OUT)
     _check_tokens(x)
     _check_router(router_w, x)
     _check_weights(w1, w2, int(router_w.shape[0]), "the rows of router_w")

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.capabilities import lost_on_gpus
-from ..engine.settings import Workload
-from ..enums import ActivationType, EngineName
+from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
-from ..functional.call import make_plan
 from ..interop import parse_version
 from ..layouts import WeightLayout
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
@@ -93,8 +90,7 @@ def register() -> None:
 def check_model(model: nn.Module) -> None:
     """Raise for a model whose experts the engine cannot compute; the first forward raises the same.
 
-    Logs a warning where the engine could compute them, but another implementation is in force; and
-    where it computes them, but a GPU has no kernels for their sizes, biases or activation.
+    Logs a warning where the engine could compute them, but another implementation is in force.
 
     Raises:
         LayoutError: names every such class of experts and the reason; or the model has no experts
@@ -112,10 +108,6 @@ def check_model(model: nn.Module) -> None:
         problem = _not_in_force(name)
         if problem is not None:
             logger.warning("%s does not run on sonicmoe: %s", kind, problem)
-    for module in found.values():
-        loss = _loss_on_gpus(module)
-        if loss is not None:
-            logger.warning("%s: %s: %s", kind, type(module).__name__, loss)
 
 
 def invalidate_caches(model: nn.Module) -> None:
@@ -157,26 +149,6 @@ def _not_in_force(name: str) -> str | None:
         if ours
         else f"its experts implementation {name!r} is not this package's; call {__name__}.register()"
     )
-
-
-def _loss_on_gpus(experts: nn.Module) -> str | None:
-    """What these experts lose on a GPU under their implementation; None where nothing, or where the
-    configuration asks for an engine by name.
-    """
-    name = _implementation(experts)
-    activation = _activation(experts, _moe_module()._default_apply_gate)
-    if name not in IMPLEMENTATIONS or not isinstance(activation, ActivationType):
-        return None
-    layout = _layout(experts)
-    plan = make_plan(activation, layout, IMPLEMENTATIONS[name])
-    if plan.engine is not EngineName.AUTO:
-        return None
-    down = _local(getattr(experts, _weight_names(experts)[1]))
-    hidden, inner = int(down.shape[2 if layout.transposed else 1]), layout.intermediate_size(down)
-    # fp32 masters run under autocast, which hands over tokens in bfloat16.
-    dtype = "float16" if down.dtype == torch.float16 else "bfloat16"
-    bias = getattr(experts, "has_bias", False)
-    return lost_on_gpus(Workload(plan.settings, hidden, inner, dtype, bias))
 
 
 def _verdict(experts: nn.Module, standard_gate: Any) -> ActivationType | str:

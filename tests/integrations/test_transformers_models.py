@@ -190,54 +190,6 @@ def test_other_constants_of_gpt_oss_are_refused(name, value):
     refused_everywhere(model, "sonicmoe", words)
 
 
-def mixtral(hidden: int, inner: int):
-    config = FAMILIES["mixtral"](1)
-    config.hidden_size, config.intermediate_size = hidden, inner
-    return config
-
-
-SLOW = "a GPU computes it in plain tensor operations, which are slow (not "
-
-
-@pytest.mark.parametrize(
-    ("implementation", "hidden", "inner", "words"),
-    [
-        ("sonicmoe", 64, 48, None),
-        ("sonicmoe", 64, 64, None),
-        ("sonicmoe_fp8", 64, 64, None),
-        ("sonicmoe_fp8", 64, 48,
-         "a GPU computes it without FP8 (not hopper: H is 64 and I is 48, and it needs multiples of 16 and 64)"),
-        ("sonicmoe_fp8", 64, 44,
-         f"{SLOW}hopper: H is 64 and I is 44, and it needs multiples of 16 and 64; not bf16: H is 64 and I is 44, "
-         "and it needs multiples of 8 and 8; not triton: H is 64 and I is 44, and it needs multiples of 8 and 8)"),
-        ("sonicmoe", 60, 64,
-         f"{SLOW}bf16: H is 60 and I is 64, and it needs multiples of 8 and 8; not triton: H is 60 and I is 64, "
-         "and it needs multiples of 8 and 8)"),
-    ],
-)  # fmt: skip
-def test_the_check_warns_of_sizes_without_kernels(implementation, hidden, inner, words, caplog):
-    model = build(mixtral(hidden, inner), implementation)
-    check_model(model)
-    found = [(record.levelname, record.message) for record in caplog.records]
-    line = f"MixtralForCausalLM: MixtralExperts: {words}"
-    assert found == ([] if words is None else [("WARNING", line)])
-    caplog.clear()
-    with SonicMoEConfig(engine="reference").activate():  # that is what was asked for
-        check_model(model)
-    model.set_experts_implementation("eager")
-    check_model(model)
-    assert line not in caplog.messages
-
-
-def test_the_check_warns_of_what_gpt_oss_loses_in_fp8(caplog):
-    check_model(build(FAMILIES["gpt-oss"](1), "sonicmoe_fp8"))
-    (record,) = caplog.records
-    assert "GptOssExperts: a GPU computes it without FP8 (not hopper: the " in record.message
-    # Every reason, so that nobody mends one and meets the next.
-    for reason in ("biases", "the activation is 'swiglu_oai'"):
-        assert reason in record.message
-
-
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_the_check_warns_of_another_implementation(implementation, caplog):
     """Nothing else would say that a model runs without this package."""
