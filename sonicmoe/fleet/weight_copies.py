@@ -95,9 +95,7 @@ def copies_of(w1: Tensor, w2: Tensor) -> WeightCopies | None:
     first, second = _marked("w1", held1), _marked("w2", held2)
     # Of two quantisations one is older, and its weights may have been written since.
     if first is not second:
-        events = f"events {first.version} and {second.version}"
-        words = f"w1.fp8 and w2.fp8 are of two quantisations ({events})"
-        raise LayoutError(f"{words}; needed: both of one")
+        raise LayoutError("w1.fp8 and w2.fp8 are of two quantisations; needed: both of one")
     return first
 
 

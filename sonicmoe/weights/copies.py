@@ -18,7 +18,6 @@ decide: a write that somebody announces, or that PyTorch shows, makes copies sta
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Sequence, Set
@@ -40,17 +39,14 @@ from .parameters import ExpertParameters, check_memory
 
 Tensor = torch.Tensor
 logger = logging.getLogger("sonicmoe")
-_events = itertools.count(1)
-_live: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
 
 
 class WeightCopies:
-    """Engine weights under an FP8 recipe, with the number of the event that made them.
+    """Engine weights under an FP8 recipe, as one event made them.
 
     The caller holds them, and hands them to the forwards that are to read them: a node keeps none.
     They keep no parameter alive.
 
-    version: the number of the event, which is unique in the process and grows.
     weights: the buffers.
     backwards: how many backwards have read them since the event.
     """
@@ -84,7 +80,6 @@ class WeightCopies:
         self._stale = ""
         self._renew(parameters)
         change_watchers.add(self)
-        _live.add(self)
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Buffers of an engine are nobody's to save."""
@@ -114,11 +109,6 @@ class WeightCopies:
     def is_released(self) -> bool:
         """Whether only backward's order is left."""
         return self.weights.w1 is None
-
-    def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether they were made of these very parameters."""
-        made_of = [reference() for reference in self._made_of]
-        return len(made_of) == len(parameters) and all(map(is_, made_of, parameters))
 
     def read(
         self,
@@ -189,7 +179,7 @@ class WeightCopies:
 
     def _renew(self, parameters: Sequence[Tensor]) -> None:
         """The copies are those of the weights as they are now."""
-        self.version, self.backwards, self._stale = next(_events), 0, ""
+        self.backwards, self._stale = 0, ""
         self._versions = traces_of(parameters).versions
 
     def _check_fit(
@@ -201,8 +191,9 @@ class WeightCopies:
                 f"the copies of the weights were made for {_named(*self._fit)}, and this call computes with {_named(*asked)}; "
                 "needed: copies that were made with the configuration of the call"
             )
+        made_of = [reference() for reference in self._made_of]
         expect(
-            self.are_of(parameters),
+            len(made_of) == len(parameters) and all(map(is_, made_of, parameters)),
             LayoutError,
             "the copies were made of other parameters than this layer has; needed: copies of these",
         )
@@ -219,7 +210,7 @@ class WeightCopies:
             reason = "forward's order was released after the last forward that was announced"
         if reason:
             raise StaleWeightsError(
-                f"the FP8 copies of the expert weights (event {self.version}) are stale: {reason}; and the parameters hold no "
+                f"the FP8 copies of the expert weights are stale: {reason}; and the parameters hold no "
                 "memory to make them again from. Needed: new copies, made after the weights change and before their memory is "
                 "freed"
             )
@@ -245,7 +236,7 @@ class WeightCopies:
         """For parameters that hold memory."""
         if self.is_released:
             raise StaleWeightsError(
-                f"forward's order of the FP8 copies (event {self.version}) was released; needed: new copies for another forward"
+                "forward's order of the FP8 copies was released; needed: new copies for another forward"
             )
         prepared, place = self._prepared, _place(layer, parameters)
         writes, moved = prepared.writes, place != self._place
@@ -266,7 +257,8 @@ class WeightCopies:
 
 def used_copies() -> list[WeightCopies]:
     """All copies that a backward has read since their event."""
-    return [copies for copies in list(_live) if copies.backwards]
+    watching = list(change_watchers)
+    return [each for each in watching if isinstance(each, WeightCopies) and each.backwards]
 
 
 def _check_places(parameters: Sequence[Tensor]) -> None:

@@ -223,7 +223,7 @@ class TestAttributes:
         first = w1.fp8
         quantised.quant_weight()
         w1.fp8 = first
-        with pytest.raises(LayoutError, match=r"two quantisations \(events \d+ and \d+\)"):
+        with pytest.raises(LayoutError, match="two quantisations"):
             quantised.forward(quantised.problem)
 
     def test_parameters_that_are_copied_or_saved_leave_them_behind(self, quantised, tmp_path):

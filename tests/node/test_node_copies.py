@@ -149,14 +149,13 @@ def test_stale_copies_are_never_read_where_the_parameters_were_freed(event):
     values = [weight.detach().clone() for weight in layer.weights]
     ANNOUNCEMENTS[event](layer)
     free(*layer.weights)
-    words = rf"\(event {copies.version}\) are stale: .*{event}"
+    words = rf"are stale: .*{event}"
     with pytest.raises(StaleWeightsError, match=words):
         layer.call(copies=copies)
     # New copies, made while there is memory, are read again.
     for weight, value in zip(layer.weights, values, strict=True):
         restore(weight, value)
     fresh = layer.node.make_copies()
-    assert fresh.version > copies.version
     free(*layer.weights)
     layer.run(copies=fresh)
 
