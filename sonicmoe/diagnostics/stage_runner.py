@@ -12,7 +12,7 @@ import torch
 from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer
 from ..engine.select import choose_engine
 from ..enums import ActivationType, EngineName
-from ..gradients.flush import flush_native
+from ..gradients.destinations import flush_native
 from ..interop import IS_PADDLE, device_name, plain_ops
 from ..observe import is_heard, listening, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation

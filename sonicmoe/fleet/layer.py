@@ -26,7 +26,7 @@ from ..errors import ConfigError, expect
 from ..node.layer_state import LayerState
 from ..node.mlp_node import SonicMoEMlpNode
 from ..observe import FLEET
-from ..weights.pair import PairParameters
+from ..weights.stacked import PairParameters
 from .deferral import current_offer
 
 Tensor = torch.Tensor

@@ -43,7 +43,7 @@ def run_sonic_moe(
     slots with a local expert.
 
     Weight gradients are added to fp32 `main_grad` of `w1` and `w2` by each backward, in whichever
-    layout it has (`weights.pair`); without that attribute they go through autograd to `.grad`.
+    layout it has (`weights.stacked`); without that attribute they go through autograd to `.grad`.
 
     Args:
         hidden_states: bf16 `[T, H]`, or e4m3 codes with `fp8_scale`; T may be 0. Under Paddle its

@@ -1,6 +1,6 @@
-"""Where a flush takes weight gradients: `main_grad` or `.grad` of each parameter. One kernel launch
-serves all of them on a GPU (`one_launch`); plain operations serve one at a time
-(`add_to_main_grad`, `add_to_grad`).
+"""A native buffer handed to the parameters that its gradients are for: to `main_grad`, to `.grad`, or
+to autograd. On a GPU one kernel launch serves all of them (`launch_flush`), else plain operations
+serve one at a time.
 
 Both give the same bits: sums are formed in fp32 and rounded once to the destination's dtype.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from ..interop import (
     dtype_name,
     is_cuda,
     numel,
+    plain_ops,
     require_same_device,
     same_device,
 )
@@ -34,25 +35,93 @@ from ..layouts import WeightLayout
 from ..refusals import need_dtype
 from ..routing.backends import arch_of
 from ..weights.parameters import ExpertParameters
+from .places import into_parameters, own_writes
 
 Tensor = torch.Tensor
 ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
-class FlushKernel(Protocol):
-    """The module of kernels/cuda/flush.cu. It alone knows the numbers of formats."""
+def flush_native(
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    native: NativeBuffer,
+    *,
+    through_autograd: bool,
+) -> list[Tensor | None]:
+    """Add the gradients in `native` to those of `parameters` that `trained` marks, and zero
+    `native`. Where it raises, each gradient is either with its parameter or still in `native`.
 
-    def flush_gradients(
-        self,
-        dw1: Tensor,
-        dw2: Tensor,
-        table: list[int],
-        transposed: bool,
-        split_half: bool,
-        stream: int,
-    ) -> None: ...
+    through_autograd: gradients of parameters without `main_grad` are returned, by position, and not
+        added to `.grad`. Where it raises then, nothing was handed over.
+    """
+    # Before the first addition, so that a flush that raises may be repeated and adds nothing twice.
+    check_main_grads(layer, parameters, trained, native.dw1)
+    order = into_parameters(device_name(native.dw1))
+    with plain_ops():
+        # Finding the kernel may compile and raise, so it comes before the first addition. The
+        # kernel knows one layout for both projections.
+        kernel = kernel_for(native.dw1) if layer.keeps_layout(parameters) else None
+        found = None
+        if kernel is not None:
+            found = destinations_of(parameters, trained, native, through_autograd)
+        order.enter(native.dw1)
+        try:
+            with own_writes(parameters):
+                if kernel is not None and found is not None:
+                    return launch_flush(kernel, found, layer.layout, native)
+                gradients = layer.user_gradients(native, parameters)
+                if through_autograd:
+                    return _return_or_add(parameters, trained, gradients)
+                return _add_one_by_one(trained, gradients)
+        finally:
+            order.leave()
 
-    def gradient_format(self, dtype: str, fresh: bool) -> int: ...
+
+def _add_one_by_one(
+    trained: Sequence[bool], gradients: Iterator[tuple[Tensor, Tensor, Tensor]]
+) -> list[Tensor | None]:
+    """The flush by plain operations. It serves what one launch cannot: hosts, destinations that
+    overlap or are strided, and experts that share a parameter, whose gradients are summed one after
+    the other.
+    """
+    for wanted, (parameter, gradient, accumulator) in zip(trained, gradients, strict=True):
+        # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
+        # memory with the accumulator that is zeroed next.
+        if wanted and not add_to_main_grad(parameter, gradient):
+            add_to_grad(parameter, gradient)
+        # At once: if memory ends at a later parameter, a second flush goes on there and adds
+        # nothing twice. The kernel zeroes while it reads.
+        accumulator.zero_()
+    return [None] * len(trained)
+
+
+def _return_or_add(
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    gradients: Iterator[tuple[Tensor, Tensor, Tensor]],
+) -> list[Tensor | None]:
+    """The same from inside a backward, whose `native` is dropped afterwards."""
+    # A backward that runs out of memory must have handed over nothing, so all memory is taken
+    # before the first addition.
+    is_shared = len(set(map(id, parameters))) < len(parameters)
+    added: list[tuple[Tensor, Tensor]] = []
+    sums: dict[int, Tensor] = {}
+    for wanted, (parameter, gradient, _) in zip(trained, gradients, strict=True):
+        if wanted and hasattr(parameter, "main_grad"):
+            added.append((parameter, gradient))
+        elif wanted:
+            earlier = sums.get(id(parameter))
+            total = gradient if earlier is None else earlier + gradient
+            # Rounded at once where no other expert's gradient is added, to hold half the bytes.
+            sums[id(parameter)] = total if is_shared else total.to(parameter.dtype)
+    # A shared parameter is an input of the autograd node once per expert; its sum is returned at
+    # the first place only.
+    ordered = [(parameter, sums.pop(id(parameter), None)) for parameter in parameters]
+    returned = [None if total is None else total.to(p.dtype) for p, total in ordered]
+    for parameter, gradient in added:
+        add_to_main_grad(parameter, gradient)
+    return returned
 
 
 def check_main_grads(
@@ -198,7 +267,7 @@ def destinations_of(
 
 
 def launch_flush(
-    kernel: FlushKernel,
+    kernel: Any,
     found: list[Destination | None],
     layout: WeightLayout,
     native: NativeBuffer,
@@ -233,11 +302,12 @@ def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
 
 
 def destination_table(
-    destinations: Sequence[Destination | None], num_experts: int, kernel: FlushKernel
+    destinations: Sequence[Destination | None], num_experts: int, kernel: Any
 ) -> list[int]:
-    """The argument of `flush_gradients`: (address, format) of every expert's up-projection, then of
-    every down-projection; `destinations` are in that order too, one per expert or one stacked
-    tensor each, None for parameters that are frozen.
+    """The argument of `flush_gradients` of kernels/cuda/flush.cu, which alone knows the numbers of
+    formats: (address, format) of every expert's up-projection, then of every down-projection;
+    `destinations` are in that order too, one per expert or one stacked tensor each, None for
+    parameters that are frozen.
     """
     # 2E matrices in all: one per destination where every expert has its own parameters, E per
     # destination where they are stacked.
@@ -257,7 +327,7 @@ def destination_table(
     return table
 
 
-def kernel_for(accumulator: Tensor) -> FlushKernel | None:
+def kernel_for(accumulator: Tensor) -> Any:
     """The kernel that flushes `accumulator`; None on the host, and where there is no kernel, which
     is logged. A device is asked once, and again only where the obstacle may pass (`Decided`). A
     compile that is forbidden, or waits too long for another process's, raises.
@@ -266,7 +336,7 @@ def kernel_for(accumulator: Tensor) -> FlushKernel | None:
 
 
 @Decided
-def _kernel_on(device: str) -> tuple[FlushKernel | None, list[Exception]]:
+def _kernel_on(device: str) -> tuple[Any, list[Exception]]:
     try:
         return flush_source(arch_of(device)).load(), []
     except NO_FALLBACK:

@@ -59,8 +59,7 @@ from .batch import (
     main_grads_of,
     stand_ins_for,
 )
-from .destinations import check_main_grads
-from .flush import flush_native
+from .destinations import check_main_grads, flush_native
 from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
 
 Tensor = torch.Tensor

@@ -110,8 +110,3 @@ class Choices:
         with self.scope():
             dtype = "bfloat16" if is_master else dtype_name(weight.dtype)
             return self.engine(device_name(weight), dtype)
-
-    @property
-    def latest(self) -> Chosen:
-        """The engine that was chosen last; some engine was."""
-        return self._engines[-1][1]

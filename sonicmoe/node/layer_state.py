@@ -32,6 +32,7 @@ class LayerState:
     wgrad_queue: takes weight gradients that are put off; None where nothing is.
     offers: gives the one to whom each weight's gradient is offered, if there is one now.
     face: a key of `observe.FACES`, for those who observe the calls.
+    questions: what is asked of a loop that looks wrong.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LayerState:
         self.wgrad_queue = WgradQueue() if split_wgrad else None
         self.offers: Callable[[], WgradOffer | None] | None = None
         self.face = NODE
-        self._questions = Questions()
+        self.questions = Questions()
         self._said_not_offered = False
 
     def open(
@@ -71,7 +72,7 @@ class LayerState:
         """See `GradientSink.open`. Gradients that wait for other parameters, or for others of
         these, are handed over first: each set is for the parameters that its backward was for.
         """
-        self._questions.at_backward(compress(parameters, trained), self.gradients.waiting)
+        self.questions.at_backward(compress(parameters, trained), self.gradients.waiting)
         if not self.gradients.accepts(parameters, trained):
             self.finish_wgrad()
             self.gradients.flush()
@@ -101,23 +102,3 @@ class LayerState:
         """Have every weight gradient that was put off added, in stream order."""
         if self.wgrad_queue is not None:
             self.wgrad_queue.finish()
-
-    def end_step(self) -> None:
-        """The parameters have their gradients, and an optimizer is about to write the weights."""
-        # The optimizer writes the weights next, and no trace of that is relied on.
-        self._questions.steps += 1
-        self.weights.invalidate("node.step() announced an optimizer step")
-
-    def discard(self) -> None:
-        """Drop every gradient that waits, here or in the queue."""
-        if self.wgrad_queue is not None:
-            # First, because additions that still run on the side stream must not follow the
-            # zeroing.
-            self.wgrad_queue.discard()
-        self.gradients.discard()
-
-    def release(self) -> None:
-        """Free the gradients' memory; raises where some wait that were not flushed."""
-        # The side stream may still add into the memory that is about to be freed.
-        self.finish_wgrad()
-        self.gradients.release()

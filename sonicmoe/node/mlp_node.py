@@ -24,10 +24,9 @@ from ..weights.copies import WeightCopies
 from ..weights.parameters import PerExpertParameters
 from ..weights.stacked import FusedParameters, StackedWeight
 from .arrivals import Arrivals, GradientSource
-from .backward_step import BackwardStep
 from .choices import Choices
 from .layer_state import LayerState
-from .mlp_call import call_on
+from .mlp_call import BackwardStep, call_on
 from .upkeep import NodeUpkeep
 
 Tensor = torch.Tensor

@@ -50,7 +50,9 @@ class NodeUpkeep:
             OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()
-        self._state.end_step()
+        self._state.questions.steps += 1
+        # The optimizer writes the weights next, and no trace of that is relied on.
+        self._state.weights.invalidate("node.step() announced an optimizer step")
         if is_awaited():
             emit(StepDone(self._state))
 
@@ -89,7 +91,10 @@ class NodeUpkeep:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
         backward that failed half-way. What was added to `main_grad` goes when that is cleared.
         """
-        self._state.discard()
+        # First, because additions that still run on the side stream must not follow the zeroing.
+        if self._state.wgrad_queue is not None:
+            self._state.wgrad_queue.discard()
+        self._state.gradients.discard()
 
     def release_grads(self) -> None:
         """Free the accumulators until the next backward, and forget memory that captured backwards
@@ -98,7 +103,9 @@ class NodeUpkeep:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
-        self._state.release()
+        # The side stream may still add into the memory that is about to be freed.
+        self.finish_wgrad()
+        self._state.gradients.release()
 
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step."""

@@ -5,7 +5,7 @@
 | ERNIE's, Fleet's modules | E of `[H, 2I]`, gate first | E of `[I, H]` | `PerExpertParameters` |
 | fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `stacked.FusedParameters` |
 | native | `[E, 2I, H]`, in turns | `[E, H, I]` | `stacked.FusedParameters` |
-| one or the other, by turns | | | `pair.PairParameters` |
+| one or the other, by turns | | | `stacked.PairParameters` |
 | the functional API's | stacked, as a `WeightLayout` says | the same | `WeightSource.stacked` |
 | the same, as its gradients see it | | | `stacked.PassedParameters` |
 
@@ -25,7 +25,7 @@ import torch
 from ..engine.activations import pre_activation_width
 from ..engine.gradient_memory import WeightTarget
 from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
-from ..enums import ACTIVATIONS, ActivationType, is_glu
+from ..enums import ActivationType, is_glu
 from ..errors import LayoutError, expect
 from ..interop import IS_PADDLE, data_ptr, holds_memory, require_framework_tensor
 from ..layouts import WeightLayout, WeightSource
@@ -191,7 +191,8 @@ class PerExpertParameters(ExpertParameters):
             up_gate = _projection(expert, index, "up_gate_proj").weight
             down = _projection(expert, index, "down_proj").weight
             place = f"experts[{index}]"
-            check_up(up_gate, f"{place}.up_gate_proj.weight", up_shape, "[H, 2I]", self.activation)
+            legend = "[H, 2I]" if is_glu(self.activation) else "[H, I]"
+            check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, legend)
             check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
         return local
 
@@ -267,41 +268,14 @@ def _projection(expert: Any, index: int, name: str) -> Any:
     module = getattr(expert, name, None)
     if module is not None and getattr(module, "weight", None) is not None:
         return module
-    # The names that models use which keep gate and up apart, or fuse them under another name.
-    others = ("gate_proj", "up_proj", "gate_up_fused_proj")
-    found = [other for other in others if hasattr(expert, other)]
-    hint = f"; it has {found}: fuse gate and up into one [H, 2I] weight, gate first"
-    hint = hint if found else ""
-    raise LayoutError(f"experts[{index}] ({type(expert).__name__}) has no {name}.weight{hint}")
+    raise LayoutError(
+        f"experts[{index}] ({type(expert).__name__}) has no {name}.weight; needed: gate and up in one "
+        "up_gate_proj.weight [H, 2I], gate first, and down_proj.weight [I, H]"
+    )
 
 
-def check_up(
-    weight: Any, name: str, shape: tuple[int, ...], legend: str, activation: ActivationType
-) -> None:
-    """`check_parameter` of an up-projection; `legend` is that of a gated activation.
-
-    Raises:
-        DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
-    """
-    if is_glu(activation):
-        check_parameter(weight, name, shape, legend)
-        return
-    # Two halves for an ungated activation are the likeliest mistake, so the remark answers it.
-    check_parameter(weight, name, shape, legend.replace("2I", "I"), _of_gated(activation))
-
-
-def _of_gated(activation: ActivationType) -> str:
-    """What to say to one who has brought two halves for an ungated activation."""
-    gated = next((a for a, r in ACTIVATIONS.items() if r.gated and r.base is activation), None)
-    other = "" if gated is None else f"; {gated.value!r} is gated"
-    return f"; {activation.value!r} is ungated{other}"
-
-
-def check_parameter(
-    weight: Any, name: str, shape: tuple[int, ...], legend: str, remark: str = ""
-) -> None:
-    """Refuse what is no contiguous leaf of this shape in a dtype that engines read; `remark` ends
-    the message about its shape.
+def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
+    """Refuse what is no contiguous leaf of this shape in a dtype that engines read.
 
     Raises:
         DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
@@ -313,7 +287,7 @@ def check_parameter(
     found, transposed = tuple(weight.shape), (*shape[:-2], shape[-1], shape[-2])
     is_turned = found == transposed != shape
     hint = "; it looks transposed: torch.nn.Linear stores [out, in]" if is_turned else ""
-    need_shape(found == shape, name, weight, f"{legend} = {shape}{hint}{remark}")
+    need_shape(found == shape, name, weight, f"{legend} = {shape}{hint}")
     expect(
         # Autograd fills `.grad` of leaves only, and the flush would write where nobody looks.
         weight.is_leaf,

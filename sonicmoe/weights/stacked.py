@@ -1,7 +1,19 @@
-"""Stacked parameters: one tensor of all experts for each projection, in one of two layouts."""
+"""Stacked parameters: one tensor of all experts for each projection, in one of two layouts. Those of
+PaddleFleet change theirs in place (`PairParameters`).
+
+| layout | weight1 | weight2 |
+|---|---|---|
+| grouped, in PaddleFleet's words | `[E, H, 2I]`, gate half first | `[E, I, H]` |
+| native | `[E, 2I, H]`, gate and up rows in turns | `[E, H, I]` |
+
+The shapes of both weights together tell the layout, once H is known. Where H = 2I weight1 has one
+shape in both, and weight2 decides; where H = I it is the other way round. Both cannot be at once,
+so no pair is undecidable.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -16,7 +28,7 @@ from ..errors import ShapeError, expect
 from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..refusals import need_shape
-from .parameters import ExpertParameters, check_parameter, check_up
+from .parameters import ExpertParameters, check_parameter
 
 Tensor = torch.Tensor
 
@@ -24,12 +36,17 @@ StackedWeight = Tensor | tuple[Any, str]
 Shape = tuple[int, ...]
 Matrices = tuple[int, int, int]
 
+GROUPED = WeightLayout(transposed=True, split_half=True)
 # Of gated weights, by whether they are transposed.
 LEGENDS = {True: ("[E, H, 2I]", "[E, I, H]"), False: ("[E, 2I, H]", "[E, H, I]")}
 
 
 def _sizes(weight: Tensor) -> Shape:
     return tuple(int(size) for size in weight.shape)
+
+
+def _ungated(legends: tuple[str, str]) -> tuple[str, str]:
+    return legends[0].replace("2I", "I"), legends[1]
 
 
 def _turned(shape: Shape) -> Shape:
@@ -162,24 +179,20 @@ class FusedParameters(StackedParameters):
         self._keep_sizes(*map(_sizes, self._weights))
 
     def _checked(self, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, ...]:
-        first, second = LEGENDS[self.layout.transposed]
+        legends = LEGENDS[self.layout.transposed]
+        first, second = legends if is_glu(self.activation) else _ungated(legends)
         for name, weight, legend in (("weight1", weight1, first), ("weight2", weight2, second)):
             require_framework_tensor(weight, name)
             need_shape(len(weight.shape) == 3, name, weight, legend)
         up, down = shapes = _sizes(weight1), _sizes(weight2)
-        if shapes != (wanted := self._wanted_beside(up, down)):
-            turned = _turned(up), _turned(down)
-            if turned == self._wanted_beside(*turned):
-                other = "from_native" if self.layout.transposed else "from_fused"
-                raise ShapeError(
-                    f"weight1 has shape {up} and weight2 {down}, and both look transposed; needed: {first} and {second}, "
-                    f"or {other} where gate and up are arranged as it says"
-                )
-            # Else the wrong one of the two might be blamed.
-            halves = (turned[0], down), (up, turned[1])
-            wanted = next((pair for pair in halves if pair == self._wanted_beside(*pair)), wanted)
-        check_up(weight1, "weight1", wanted[0], first, self.activation)
-        check_parameter(weight2, "weight2", wanted[1], second)
+        # One of two that do not fit together would be blamed for the other.
+        expect(
+            shapes == self._wanted_beside(up, down),
+            ShapeError,
+            f"weight1 has shape {up} and weight2 {down}; needed: {first} and {second}",
+        )
+        check_parameter(weight1, "weight1", up, first)
+        check_parameter(weight2, "weight2", down, second)
         return weight1, weight2
 
     def _wanted_beside(self, up: Shape, down: Shape) -> tuple[Shape, Shape]:
@@ -208,6 +221,82 @@ class FusedParameters(StackedParameters):
             )
             self._weights = given
         return list(self._weights)
+
+
+def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
+    """The layout of weights of these shapes.
+
+    Raises:
+        ShapeError: the shapes fit neither layout, or not `hidden`.
+    """
+    # Experts of no size have one shape in both layouts.
+    if len(weight1) == len(weight2) == 3 and weight1[0] == weight2[0] and 0 not in weight2:
+        experts = weight2[0]
+        if (experts, 2 * weight2[2], hidden) == weight1 and weight2[1] == hidden:
+            return NATIVE
+        if (experts, hidden, 2 * weight2[1]) == weight1 and weight2[2] == hidden:
+            return GROUPED
+    sonic, grouped = (" and ".join(LEGENDS[turned]) for turned in (False, True))
+    raise ShapeError(
+        f"w1 has shape {weight1} and w2 {weight2} with H = {hidden}; needed: {sonic} (Sonic's layout), or {grouped} (grouped)"
+    )
+
+
+class PairParameters(StackedParameters):
+    """Two stacked parameters of a gated layer, in the layout that their shapes have at each call.
+    They are referenced weakly: who finds a layer by its parameters must not keep them alive.
+
+    The gradient of a weight goes to `main_grad` in the layout of its shape, strides as given. Where
+    both layouts give one shape, and for a `main_grad` that is made here, the rule is PaddleFleet's:
+    `weight1.main_grad` is converted with its weight and has the weight's layout, and
+    `weight2.main_grad` stays grouped, `[E, I, H]`.
+    """
+
+    def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
+        # Which gated activation makes no difference to any layout.
+        super().__init__(ActivationType.SWIGLU)
+        for name, weight in (("w1", weight1), ("w2", weight2)):
+            require_framework_tensor(weight, name)
+        self._references = weakref.ref(weight1), weakref.ref(weight2)
+        self._shapes = tuple(weight1.shape), tuple(weight2.shape)
+        self.layout = layout_of_pair(*self._shapes, hidden)
+        self._keep_sizes(*self._shapes)
+        self._check(weight1, weight2, self.layout)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """A layer of a copied model is found by the copied parameters."""
+        raise TypeError(
+            "the layer of a pair of parameters belongs to these two tensors and has no copy"
+        )
+
+    def _check(self, weight1: Tensor, weight2: Tensor, layout: WeightLayout) -> None:
+        for index, (name, weight) in enumerate((("w1", weight1), ("w2", weight2))):
+            shape, legend = self.shape_in(layout, index), LEGENDS[layout.transposed][index]
+            check_parameter(weight, name, shape, legend)
+
+    def parameters(self) -> list[Tensor]:
+        """`[weight1, weight2]`, and `layout` brought up to date with their shapes.
+
+        Raises:
+            ShapeError: their sizes are not those of the first ones.
+        """
+        weight1, weight2 = (reference() for reference in self._references)
+        if weight1 is None or weight2 is None:
+            raise RuntimeError("w1 or w2 of this layer was dropped; needed: parameters that live")
+        # Nobody announces a conversion. Its shapes show it, at the next look.
+        shapes = tuple(weight1.shape), tuple(weight2.shape)
+        if shapes != self._shapes:
+            layout = layout_of_pair(*shapes, self._native_shapes[0][2])
+            self._check(weight1, weight2, layout)
+            self.layout, self._shapes = layout, shapes
+        return [weight1, weight2]
+
+    def name_of(self, index: int) -> str:
+        return f"w{index + 1}"
+
+    def preferred(self, index: int) -> tuple[WeightLayout, WeightLayout]:
+        # PaddleFleet converts w1.main_grad with its weight, and never w2's.
+        return (GROUPED, NATIVE) if index == 1 else super().preferred(index)
 
 
 class PassedParameters(StackedParameters):

@@ -118,7 +118,7 @@ def test_a_twin_that_diverges_stops_the_run(corpus, tmp_path):
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
 def test_the_engine_named_is_the_one_the_nodes_chose(precision):
     learner = make_learner("torch", SIZES, run_config().train, precision, "auto")
-    chosen = {node._choices.latest.engine.name for node in learner.decoder.nodes}
+    chosen = {node._choices._engines[-1][1].engine.name for node in learner.decoder.nodes}
     assert chosen == {learner.engine} == {"reference"}
 
 

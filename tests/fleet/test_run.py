@@ -27,7 +27,7 @@ from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
 from sonicmoe.fleet.run import run_sonic_moe
-from sonicmoe.weights.pair import GROUPED, NATIVE, layout_of_pair
+from sonicmoe.weights.stacked import GROUPED, NATIVE, layout_of_pair
 
 if IS_PADDLE:
     import paddle

@@ -25,7 +25,7 @@ from sonicmoe.fleet.weight_layout import (
 )
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.quant.gpu import release_scratch
-from sonicmoe.weights.pair import PairParameters
+from sonicmoe.weights.stacked import PairParameters
 
 pytestmark = pytest.mark.gpu
 

@@ -32,7 +32,7 @@ from sonicmoe.fleet.weight_layout import (
 from sonicmoe.jit.cache import default_cache
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
 from sonicmoe.quant.reference import dequantize
-from sonicmoe.weights.pair import GROUPED
+from sonicmoe.weights.stacked import GROUPED
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -16,7 +16,7 @@ from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.gradients import destinations, flush
-from sonicmoe.gradients.flush import flush_native
+from sonicmoe.gradients.destinations import flush_native
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source

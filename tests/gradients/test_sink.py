@@ -26,7 +26,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import GradientTarget
 from sonicmoe.enums import ActivationType, EngineName, FlushMode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.gradients.flush import flush_native
+from sonicmoe.gradients.destinations import flush_native
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr, grad_enabled, requires_grad
 from sonicmoe.weights.parameters import PerExpertParameters

@@ -156,7 +156,7 @@ def in_float64():
 EXPERT_CASES = {
     "unfused": (
         lambda: build([Unfused()], 1, 4, 4),
-        LayoutError, ["experts[0] (Unfused) has no up_gate_proj.weight", "['gate_proj', 'up_proj']", "fuse"],
+        LayoutError, ["experts[0] (Unfused) has no up_gate_proj.weight", "gate and up in one up_gate_proj.weight"],
     ),
     "no projection": (lambda: build([paddle.nn.Linear(4, 4)], 1, 4, 4), LayoutError, ["experts[0] (Linear)", "up_gate_proj"]),
     "none local": (lambda: build([None, None, None]), LayoutError, ["0 local modules", "n_experts is 3"]),
