@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import __version__
-from ..errors import EngineUnavailableError
 
 MOUNT = "paddlefleet_ops.sonicmoe"
 
@@ -23,15 +21,14 @@ class Symbol:
     Attributes:
         module: where Fleet looks for it, below `paddlefleet_ops.sonicmoe`; "" is the top.
         name: what it is called there.
-        target: our object, `module:name` below `sonicmoe`; of the same name where none is said. None
-            for a name that can be bound and not used (`OfFleetsCopy`).
+        target: our object, `module:name` below `sonicmoe`; of the same name where none is said.
         parameters: those that its callers pass, in this order; None where it is not called.
         late: looked up at every access, because it changes, or because it can be absent.
     """
 
     module: str
     name: str
-    target: str | None
+    target: str
     parameters: tuple[str, ...] | None = None
     late: bool = False
 
@@ -42,34 +39,8 @@ class Symbol:
 
     def get(self) -> Any:
         """Our object."""
-        if self.target is None:
-            return _of_fleets_copy(self.name)
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(f"sonicmoe.{module}".rstrip(".")), name or self.name)
-
-
-class OfFleetsCopy:
-    """Stands for a function or autograd function that PaddleFleet's in-tree copy of `run_sonic_moe`
-    binds when it is imported. The copy runs only where `run_sonic_moe` cannot be imported, which is
-    nowhere that this package is mounted. So a use is a mistake, and is refused.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def apply(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise EngineUnavailableError(
-            f"{self._name} is a part of PaddleFleet's in-tree copy of run_sonic_moe, and this "
-            "engine computes routing and both projections in one call: call "
-            "paddlefleet_ops.sonicmoe.run_sonic_moe"
-        )
-
-    __call__ = apply
-
-
-@cache  # one object per name, whoever asks
-def _of_fleets_copy(name: str) -> OfFleetsCopy:
-    return OfFleetsCopy(name)
 
 
 def _called(module: str, name: str, target: str, parameters: str) -> Symbol:
@@ -78,11 +49,14 @@ def _called(module: str, name: str, target: str, parameters: str) -> Symbol:
 
 
 _FUSION, _DEEPEP = "ernie_compat.weight_layout_fusion", "ernie_compat.deepep_metadata"
-_SITU = "quack_utils.activation_situ"
+_METADATA, _NODE = "deepep_topk_to_sonic_metadata", "ernie_compat.mlp_node_v2"
+_GEMM, _SITU = "quack_utils.blockscaled_fp8_gemm", "quack_utils.activation_situ"
+_ROUTED = "dispatched_indices dispatched_probs tokens_per_expert E"
 _RUN = (
     "hidden_states topk_indices topk_scores K E w1 w2 fp8 tokens_per_expert fp8_scale "
     "fp8_combine_grad_handle fp8_config release_fp8_weights activation_type"
 )
+_SCORES = "dispatched_probs dispatched_indices naept TK TK_padded E score_src_idx"
 
 SYMBOLS: tuple[Symbol, ...] = (
     # The expert, every micro-batch and at the events of its weights.
@@ -104,14 +78,23 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     # Its in-tree copy of `run_sonic_moe`, which binds them when it is imported.
     Symbol("enums", "ActivationType", "enums"),
-    Symbol(_DEEPEP, "deepep_topk_to_sonic_metadata", None),
-    Symbol(_DEEPEP, "deepep_topk_to_sonic_metadata_with_scales", None),
-    Symbol("ernie_compat.mlp_node_v2", "_differentiable_router_scores", None),
-    Symbol("functional", "_UpProjection", None),
-    Symbol("functional", "_DownProjection", None),
-    Symbol("functional", "attach_preallocated_gated_outputs", None),
-    Symbol("functional.utils", "enable_fp8", None),
-    Symbol("quack_utils.blockscaled_fp8_gemm", "_scatter_router_scores_i32", None),
+    _called(_DEEPEP, _METADATA, "fleet.twin", f"{_ROUTED} device block"),
+    _called(
+        *(_DEEPEP, f"{_METADATA}_with_scales", "fleet.twin"),
+        f"{_ROUTED} raw_scales cols device block",
+    ),
+    _called(
+        *(_NODE, "_differentiable_router_scores", "fleet.twin:differentiable_router_scores"),
+        _SCORES,
+    ),
+    Symbol("functional", "_UpProjection", "fleet.twin:UpProjection"),
+    Symbol("functional", "_DownProjection", "fleet.twin:DownProjection"),
+    Symbol("functional", "attach_preallocated_gated_outputs", "fleet.twin"),
+    _called("functional.utils", "enable_fp8", "fleet.twin", "enable"),
+    _called(
+        *(_GEMM, "_scatter_router_scores_i32", "fleet.twin:scatter_router_scores_i32"),
+        "scores idx n_total",
+    ),
     # Its tests. Three belong to the PyTorch face, which says so under Paddle.
     Symbol("", "KernelBackendMoE", "enums"),
     Symbol("", "ActivationType", "enums"),
