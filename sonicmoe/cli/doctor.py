@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,9 +14,8 @@ from ..architectures import describe
 from ..diagnostics.doctor import examine
 from ..diagnostics.doctor_report import COMPILE_COMMAND, PRECISIONS, CacheState, Report, Severity
 from ..diagnostics.json_data import plain
-from ..diagnostics.report_file import write_report
 from .framework import framework_option
-from .refusals import Location, OneLineCommand, Refusal
+from .refusals import OneLineCommand
 from .screen import Activity
 
 
@@ -30,37 +28,23 @@ from .screen import Activity
     "machine, and say so on stderr.",
 )
 @click.option(
-    "--report",
-    "report_path",
-    type=Location(dir_okay=False),
-    help="With --self-test: try every engine on this GPU, which takes minutes, and write this JSON "
-    "file for a maintainer, without names of this machine, its users and directories.",
-)
-@click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen."
 )
 @click.pass_context
-def doctor(
-    ctx: click.Context, framework: str, self_test: bool, report_path: Path | None, as_json: bool
-) -> None:
+def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -> None:
     """Check this machine: versions, GPU, engine, caches, flags, self-test. Exit code 1 when a check
     fails.
 
-    Its engine lines say what the node, MoE and models of transformers would run here, for bfloat16
-    tokens, SwiGLU without biases, and sizes that every engine takes.
+    Its engine line says what would run here as the flags are, for bfloat16 tokens, SwiGLU without
+    biases, and sizes that every engine takes; the lines below it say which engines can.
 
     Compiles nothing without --self-test: where kernels are missing, their number and the command
     that compiles them stand in place of the self-test.
     """
-    if report_path is not None and not self_test:
-        raise Refusal("--report is given without --self-test; needed: both, because it compiles")
     with Activity("doctor") as doing:
         # Whoever asks for compiles is told about each of them, and others only if it takes long.
         progress = doing.say if self_test else doing.begin
-        trials = report_path is not None
-        report = examine(framework, self_test=self_test, trials=trials, progress=progress)
-    if report_path is not None:
-        write_report(report_path, report)
+        report = examine(framework, self_test=self_test, progress=progress)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
     else:
@@ -87,8 +71,6 @@ def show(report: Report, console: Console) -> None:
     console.print(flag_table(report))
     if report.self_test:
         console.print(self_test_table(report))
-    if report.trials:
-        console.print(trials_table(report))
     for problem in report.problems:
         style = "red" if problem.severity is Severity.ERROR else "yellow"
         console.print(f"{problem.severity.value}: {problem.what}", style=style)
@@ -106,27 +88,12 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         ("not installed", absent or "-"),
         ("framework", framework),
         ("device", device_line(report)),
-        *engine_lines(report),
+        ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
         *((f"  {name}", able) for name, able in report.engines.items()),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
         *(("warmed", line) for state in report.caches for line in state.warmed),
         *kernel_lines(report),
         *((name, value) for name, value in report.honoured.items() if value),
-    ]
-
-
-def engine_lines(report: Report) -> list[tuple[str, str]]:
-    """What would run: one line for all ways of calling that get the same."""
-    if not report.calls:
-        return [("engine", "none")]
-    # Usually all ways get the same engine, and six equal lines would hide the one that differs.
-    answers: dict[tuple[str, str], list[str]] = {}
-    for state in report.calls:
-        what = f"{state.engine} in {state.precision}" if state.engine else "none"
-        answers.setdefault((what, state.reason), []).append(state.call)
-    return [
-        ("engine", f"{what} for {', '.join(calls)}: {reason}")
-        for (what, reason), calls in answers.items()
     ]
 
 
@@ -186,26 +153,6 @@ def self_test_table(report: Report) -> Table:
             passed = "pass" if check.passed else "FAIL"
             cells += [f"{check.cosine:.6f}", f"{check.relative_rmse:.2%}", passed]
         table.add_row(tensor, *cells)
-    return table
-
-
-def trials_table(report: Report) -> Table:
-    """One row per engine: how many of its workloads passed, and the largest errors of all cases."""
-    table = Table(
-        "tried", "passed", "relative RMSE up to", "seconds", box=None, padding=(0, 2, 0, 0)
-    )
-    for name in dict.fromkeys(trial.engine for trial in report.trials):
-        trials = [trial for trial in report.trials if trial.engine == name]
-        errors = [rmse for t in trials for case in t.cases for rmse, _ in case["errors"].values()]
-        passed = sum(trial.verdict == "passed" for trial in trials)
-        # An engine without kernels for this GPU has one entry, with the reason and no case.
-        untried = [trial.reason for trial in trials if trial.verdict == "not tried"]
-        table.add_row(
-            name,
-            f"not tried: {untried[0]}" if untried else f"{passed} of {len(trials)}",
-            f"{max(errors):.2%}" if errors else "-",
-            f"{sum(trial.seconds for trial in trials):.0f}",
-        )
     return table
 
 

@@ -42,7 +42,6 @@ def examine(
     environ: Mapping[str, str] | None = None,
     *,
     self_test: bool = False,
-    trials: bool = False,
     progress: Progress = lambda line: None,
 ) -> Report:
     """Look at this process's environment, load a framework, run the self-test where its kernels
@@ -52,7 +51,6 @@ def examine(
         framework: "torch", "paddle" or "auto" (see `frameworks.choose`).
         environ: the variables to examine; default `os.environ`.
         self_test: compile the kernels that the self-test lacks.
-        trials: try every engine on the GPU, which compiles too.
         progress: gets a line before and after everything that may take long.
     """
     environ = os.environ if environ is None else environ
@@ -70,8 +68,6 @@ def examine(
         from . import doctor_engine
 
         with config.activate():
-            if trials:
-                doctor_engine.examine_trials(report, progress)
             doctor_engine.examine_engine(report, config, self_test, progress)
     return report
 

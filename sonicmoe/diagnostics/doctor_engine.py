@@ -22,8 +22,6 @@ from ..jit.guard import no_compile
 from ..jit.parallel import FAILED
 from ..jit.plan import CompileJob, ModelSpec
 from ..jit.warmup import warm_up
-from . import engine_trials
-from .doctor_calls import calls_on
 from .doctor_report import COMPILE_COMMAND, PRECISIONS, KernelState, Progress, Report
 from .selftest import H, I, SelfTest, find_device
 
@@ -31,7 +29,7 @@ from .selftest import H, I, SelfTest, find_device
 def examine_engine(
     report: Report, config: ResolvedConfig, self_test: bool, progress: Progress
 ) -> None:
-    """Fill `device`, `engine`, `calls`, `kernels` and `self_test`; a framework is loaded.
+    """Fill `device`, `engine`, `engines`, `kernels` and `self_test`; a framework is loaded.
 
     Args:
         self_test: compile the kernels that are missing. Otherwise their number is reported, and the
@@ -48,7 +46,6 @@ def examine_engine(
     try:
         in_force = "fp8" if config.fp8 else "bf16"
         report.engines = {name.value: unavailable(name, device.name) or "able" for name in ENGINES}
-        report.calls = calls_on(config, device.name)
         choice = SelfTest(config, in_force, device.name).choice
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
@@ -78,30 +75,6 @@ def examine_engine(
             "`sonicmoe doctor --json`"
         )
         report.error(f"self-test: wrong {wrong} on engine {engines}", remedy)
-
-
-def examine_trials(report: Report, progress: Progress) -> None:
-    """Fill `gpu` and `trials`: every engine on this GPU, each in a process of its own."""
-    device = find_device()
-    if device.gpu is None:
-        report.warning(
-            "no engine was tried: there is no GPU", "make the report on the machine with the GPU"
-        )
-        return
-    try:
-        report.gpu = engine_trials.gpu_of(device.name)
-        # One by one: what was found before an error is still worth a report.
-        for trial in engine_trials.try_all(device.name, progress):
-            report.trials.append(trial)
-    except Exception as error:
-        report.error(f"the trials ended: {type(error).__name__}: {error}", "report it")
-    # An engine that has no kernels for this GPU ("not tried") is nobody's fault.
-    for trial in report.trials:
-        if trial.verdict in ("failed", "undecided"):
-            report.error(
-                f"engine {trial.engine} {trial.verdict} with {trial.workload}: {trial.reason}",
-                "do not train on this engine here; attach the report to an issue",
-            )
 
 
 def _kernels_are_there(

@@ -16,7 +16,6 @@ Progress = Callable[[str], None]
 
 if TYPE_CHECKING:
     # At run time these modules bind the package to a framework, and a report must not.
-    from .engine_trials import EngineTrial, Gpu
     from .selftest import Device, TensorCheck
 
 
@@ -75,28 +74,14 @@ class KernelState:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class CallState:
-    """A way of calling this package, and what it would run here: engine and precision, None where
-    it cannot run; `reason` says why, in either case.
-    """
-
-    call: str
-    engine: str | None
-    precision: str | None
-    reason: str
-
-
 @dataclass
 class Report:
     """Everything on the doctor's screen. A field that could not be found out is None or empty, and
     `problems` says why.
 
-    engine, engine_reason: as configured. calls: of every way of calling, which may ask for FP8 by
-        itself.
+    engine, engine_reason: what a run would get as configured, in the precision of the flags.
     engines: "able", or why this machine cannot run it, by engine and whatever the model.
     self_test: empty where the self-test did not run, because its kernels are not compiled.
-    gpu, trials: of every engine on the GPU, where they were asked for.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -106,7 +91,6 @@ class Report:
     device: Device | None = None
     engine: str | None = None
     engine_reason: str = ""
-    calls: list[CallState] = field(default_factory=list)
     engines: dict[str, str] = field(default_factory=dict)
     caches: list[CacheState] = field(default_factory=list)
     flags: list[FlagState] = field(default_factory=list)
@@ -114,8 +98,6 @@ class Report:
     unknown_flags: dict[str, str | None] = field(default_factory=dict)
     kernels: KernelState | None = None
     self_test: list[TensorCheck] = field(default_factory=list)
-    gpu: Gpu | None = None
-    trials: list[EngineTrial] = field(default_factory=list)
     self_test_seconds: float | None = None
     problems: list[Problem] = field(default_factory=list)
 
