@@ -212,20 +212,17 @@ class MoE(nn.Module):
         forget(self.c_fc.weight)
 
     def dump(self, path: str | Path) -> None:
-        """Write the inputs of the next forward's experts, then of its backward, to `path`, for
-        `sonicmoe bisect`.
-
-        The file is there after the forward and complete after the backward; a step of an optimizer
-        ends the wait for one. Copies weights and tokens to the host.
+        """Write the inputs of the experts in the next backward, and in its forward, to `path`, for
+        `sonicmoe bisect`. Copies weights and tokens to the host.
 
         Raises:
             DumpError: `path` cannot be written.
         """
         # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
         # loads none of it.
-        from .diagnostics.step_capture import dump_next_step
+        from .diagnostics.capture import dump
 
-        dump_next_step(self, path)
+        dump(self, path)
 
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_router_dtype(tokens, self.router.weight)

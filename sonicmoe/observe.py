@@ -16,8 +16,8 @@ Each pays one read of a global where nobody listens: no allocation, no kernel, n
 
 Every face ends in one of two emitters: `node/mlp_call.py` for the node, and `functional/call.py`
 for the functional API, `MoE` and transformers models, in eager mode and in compiled graphs. Both
-emit `ForwardDone`, `BackwardBegins` and `BackwardDone`, each on the thread of the pass; a node
-emits `StepDone` too. Observers read the events and know nothing of the emitter.
+emit `ForwardDone`, `BackwardBegins` and `BackwardDone`, each on the thread of the pass. Observers
+read the events and know nothing of the emitter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from .engine.interface import EngineSettings, Saved, Tokens
-    from .layouts import WeightLayout
 
     Tensor = torch.Tensor
     NativeWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -160,10 +159,6 @@ class Face:
     """One way into the library, and the names of its arguments.
 
     indices, scores: ids and probabilities in messages about routing.
-    axes: the order of w1 and w2 where the caller's differs from that of the `WeightLayout`.
-    flattens: tokens come with any number of leading axes, and are one axis to the experts.
-    indexed_probs: probabilities are an argument `[T, K]`.
-    flushes: gradients go to the parameters by the flush of a node.
     """
 
     x: str = "x"
@@ -175,26 +170,17 @@ class Face:
     b2: str = "b2"
     indices: str = "dispatched_indices"
     scores: str = "dispatched_probs"
-    axes: tuple[str, str] | None = None
-    flattens: bool = False
-    indexed_probs: bool = True
-    flushes: bool = False
 
 
-_UPSTREAM = ("NHE", "HIE")
 FACES: Mapping[str, Face] = {
-    NODE: Face(probs="dispatched_probs", flushes=True),
-    FLEET: Face(x="hidden_states", probs="topk_scores", flushes=True),
+    NODE: Face(probs="dispatched_probs"),
+    FLEET: Face(x="hidden_states", probs="topk_scores"),
     MOE: Face(
         x="hidden_states", out="output", probs="the softmax of hidden_states @ router.weight.T",
         w1="c_fc.weight", w2="c_proj.weight", b1="c_fc.bias", b2="c_proj.bias",
-        flattens=True, indexed_probs=False,
     ),
-    TOPK: Face(probs="the softmax of x @ router_w.T", axes=_UPSTREAM, indexed_probs=False),
-    TRIPLES: Face(
-        probs="router_scores", indices="expert_indices", scores="router_scores", axes=_UPSTREAM,
-        indexed_probs=False,
-    ),
+    TOPK: Face(probs="the softmax of x @ router_w.T"),
+    TRIPLES: Face(probs="router_scores", indices="expert_indices", scores="router_scores"),
     STACKED: Face(),
     **{
         face: Face(
@@ -220,12 +206,9 @@ class ExpertCall:
         its codes, where it computes on quantised copies.
     weights: the caller's own tensors by the names w1, w2, b1 and b2: one that is stacked, or one
         per expert; empty where the call no longer has them.
-    layout: how they lie.
     face: a key of `FACES`.
     layer: the state that all calls of a node have in common; None for other faces, whose layers are
         told by their weights.
-    lead: the axes of the caller's tokens that are T to the experts; None where unknown.
-    first_triple: int `[T]`, of general routing the number of every token's first triple.
     module: whose attributes the weights are, under the names that the face has for them; None where
         unknown. Adapters and parametrizations compute a weight from parameters of other names.
     """
@@ -236,11 +219,8 @@ class ExpertCall:
     native_weights: Callable[[], NativeWeights]
     read_weights: Callable[[], tuple[Tensor, Tensor]]
     weights: Mapping[str, Sequence[Tensor]]
-    layout: WeightLayout
     face: str
     layer: object = None
-    lead: Sequence[int] | None = None
-    first_triple: Tensor | None = None
     module: object = None
 
 
@@ -280,11 +260,4 @@ class BackwardDone:
     weight_gradients: Callable[[], Iterable[tuple[str, Tensor]]]
 
 
-@dataclass(frozen=True, eq=False)
-class StepDone:
-    """The layer's optimizer step is complete: all its backwards have run."""
-
-    layer: object
-
-
-CallEvent = ForwardDone | BackwardBegins | BackwardDone | StepDone
+CallEvent = ForwardDone | BackwardBegins | BackwardDone

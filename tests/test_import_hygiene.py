@@ -24,7 +24,7 @@ FRAMEWORKS = {"torch", "paddle"}
 LAZY_TORCH_ALLOWED = {PACKAGE / "interop.py"}
 
 # The two imports that lead upward (docs/design.md, "The tree"): `dump` of a node and of a `MoE`.
-DUMP = PACKAGE / "diagnostics" / "step_capture.py"
+DUMP = PACKAGE / "diagnostics" / "capture.py"
 LAZY_DOORS = {(PACKAGE / "node" / "upkeep.py", DUMP), (PACKAGE / "moe.py", DUMP)}
 
 
@@ -297,8 +297,8 @@ def test_a_cycle_of_folders_is_recognised() -> None:
         PACKAGE / "quant" / "a.py": "def f():\n    from ..routing import ids",
         PACKAGE / "routing" / "ids.py": "",
         PACKAGE / "routing" / "b.py": "from ..quant.recipes import RECIPES",
-        PACKAGE / "moe.py": "from .routing import b\nfrom .diagnostics import step_capture",
-        PACKAGE / "diagnostics" / "step_capture.py": "from .. import moe",
+        PACKAGE / "moe.py": "from .routing import b\nfrom .diagnostics import capture",
+        PACKAGE / "diagnostics" / "capture.py": "from .. import moe",
     }
     assert import_cycles(folder_graph(sources)) == [["sonicmoe/quant", "sonicmoe/routing"]]
 

@@ -26,8 +26,6 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
     type=click.Choice(ENGINES),
     help="Engine to examine.  [default: the one that ran the step]",
 )
-@click.option("--against", type=click.Choice(["golden", *ENGINES]), default="golden", show_default=True,
-              help="fp64 and what the reference engine makes of each stage, or another engine's stages.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
               help="Run it quantised, or not, whatever it was.")  # fmt: skip
 @framework_option("Runs the engines; not given: that which wrote DUMP, if it is installed.")
@@ -37,7 +35,6 @@ def bisect(
     ctx: click.Context,
     dump: Path,
     engine: str | None,
-    against: str,
     precision: str,
     framework: str,
     as_json: bool,
@@ -46,7 +43,7 @@ def bisect(
 
     DUMP is what `dump(path)` of a node or a `MoE`, `sonicmoe.diagnostics.capture.dump` or
     `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Bad weights
-    are named by parameter and index as the model has them. Exit code 1 when a stage is wrong.
+    are named by parameter as the model has it. Exit code 1 when a stage is wrong.
     """
     # Read first: a file that is no dump is refused before a framework is imported.
     step = load_dump(dump)
@@ -60,7 +57,7 @@ def bisect(
     from ..diagnostics.bisect_report import stage_table, verdict
 
     with Activity("bisect"):
-        report = tool.bisect(step, engine or step.settings.engine, against, default_device())
+        report = tool.bisect(step, engine or step.settings.engine, default_device())
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:

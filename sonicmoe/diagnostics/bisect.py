@@ -1,9 +1,9 @@
 """Which stage of a step goes wrong first, and at which expert, row and token.
 
 A stage is wrong where it holds a NaN or an infinity, or where it is further than rounding can take
-it from what the reference engine makes of the same inputs (or from another engine's stage). Stages
-are judged in the order in which they run, so the first wrong one is the cause. Cosine and RMSE in
-the statistics are against fp64 from the inputs of the step (or against the other engine).
+it from what the reference engine makes of the same inputs. Stages are judged in the order in which
+they run, so the first wrong one is the cause. Cosine and RMSE in the statistics are against fp64
+from the inputs of the step.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from typing import Any
 import numpy as np
 
 from ..engine.reference import ReferenceEngine
-from ..enums import is_glu
-from .callers import GRADIENT, Located
-from .golden_stages import RowLayout, golden_stages, user_layout
+from .callers import GRADIENT
+from .golden_stages import RowLayout, golden_stages
 from .json_data import plain
 from .stage_runner import StageRun, engine_named, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import Array, StepDump
 
-GOLDEN = "golden"
 INPUTS = ("x", "probs", "w1", "w2", "b1", "b2", "dout")
 WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")
 ROW_STAGES = ("z", "z_saved", "y1", "y2", "dy1", "dz", "y1s", "dz_fp8", "dx_rows", *WGRAD_OPERANDS)
 SLOT_STAGES = ("probs", "ds")
-WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2", "flush")
+WEIGHT_STAGES = ("w1", "w2", "w1_fp8", "w2_fp8", "dw1", "dw2")
 DOWN_BIASES = ("b2", "db2")
 BIAS_STAGES = ("b1", "db1", *DOWN_BIASES)
 # The order in which stages run. The first faulty name in this order is the cause, so a stage must
@@ -40,16 +38,15 @@ FORWARD = (
 )  # fmt: skip
 BACKWARD_DX = ("dout", "dout_fp8", "dy1", "ds", "dz", "y1s", "dz_fp8", "dx_rows", "dx")
 BACKWARD_DW = ("wgrad_dout", "wgrad_y1s", "dw2", "db2", "wgrad_x", "wgrad_dz", "dw1", "db1")
-BACKWARD = (*BACKWARD_DX, *BACKWARD_DW, "flush")
-STAGES = (*FORWARD, *BACKWARD)
+STAGES = (*FORWARD, *BACKWARD_DX, *BACKWARD_DW)
 
 # GEMM operands: an engine that reads whole tiles of them needs finite padding rows.
 PADDING = "padding"
 READ_PADDING = ("y1", "dz", "y1s", "dz_fp8", *WGRAD_OPERANDS)
 
 # Relative RMSE of a stage and deviation of its worst row, beyond which it is wrong. What is left
-# between a stage and the reference engine's, or between two engines, is rounding: 3 % where one
-# side is quantised and the other is not, 0.4 % of bf16.
+# between a stage and the reference engine's is rounding: 3 % where one side is quantised and the
+# other is not, 0.4 % of bf16.
 FP8_BARS, PLAIN_BARS = (0.05, 0.15), (0.02, 0.08)
 # Rows far smaller than the others are measured against this share of the typical norm: their blocks
 # may be scaled by larger rows.
@@ -58,16 +55,14 @@ ROW_FLOOR = 0.25
 
 def stages_of(step: StepDump) -> tuple[str, ...]:
     """The stages that the step has, in the order in which they run."""
-    absent = {*(() if step.b1 is not None else BIAS_STAGES), *(() if step.flushes else ("flush",))}
     stages = FORWARD if step.dout is None else STAGES
-    return tuple(name for name in stages if name not in absent)
+    return tuple(name for name in stages if step.b1 is not None or name not in BIAS_STAGES)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where: what does not apply is None. `experts` are those that serve the token when the place
-    is a token's. index: of the stage, whose weights are native; rows and columns of these are named
-    only where the caller's own index is not known.
+    is a token's. index: of the stage, whose weights are native, and so are row and column of these.
     """
 
     index: tuple[int, ...]
@@ -93,25 +88,22 @@ class Place:
 class Fault:
     """The first wrong stage: `kind` is "nan", "inf", "deviation", "padding" or "routing".
 
-    caller: the same element in the caller's own tensor, where the stage shows one and it is known.
+    caller: the caller's name of the tensor that the stage shows, where it is known.
     """
 
     stage: str
     kind: str
     place: Place
     what: str
-    caller: Located | None = None
+    caller: str | None = None
 
     def __str__(self) -> str:
-        """`first bad: input w1 = experts.gate_up_proj[5, 7, 3] at expert 5: nan; ...`."""
+        """`first bad: input w1 = experts.gate_up_proj at expert 5, row 14, column 3: nan; ...`."""
         source = "input " if self.stage in INPUTS else "stage "
-        own = "" if self.caller is None or self._says(self.caller) else f" = {self.caller}"
+        # Of x and dout most callers have the same name.
+        says = self.caller is None or self.caller.removeprefix(GRADIENT) in ("x", "out")
+        own = "" if says else f" = {self.caller}"
         return f"first bad: {source}{self.stage}{own} at {self.place}: {self.what}"
-
-    def _says(self, caller: Located) -> bool:
-        """Whether stage and place are the caller's own name and index already."""
-        plain = caller.name.removeprefix(GRADIENT) in ("x", "out")
-        return plain and caller.index == self.place.index
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +122,6 @@ class Report:
 
     step: str
     engine: str
-    against: str
     stats: dict[str, StageStats]
     fault: Fault | None
     missing: tuple[str, ...]
@@ -152,13 +143,12 @@ class Report:
         return listed
 
 
-def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cpu") -> Report:
+def bisect(step: StepDump, engine: str, device: str = "cpu") -> Report:
     """Run `step` on `engine` and judge it stage by stage.
 
     Args:
         step: inputs and settings of one forward, and with `dout` one backward.
         engine: a value of `EngineName`.
-        against: "golden" (fp64), or another engine.
         device: "cpu" or "cuda:0".
 
     Raises:
@@ -168,29 +158,16 @@ def bisect(step: StepDump, engine: str, against: str = GOLDEN, device: str = "cp
     # plain loop and not from the routing kernels, which may be what is wrong.
     layout = RowLayout.of(step, step.settings.alignment)
     run = run_stages(step, engine_named(engine, device), device)
-    golden = against == GOLDEN
-    if golden:
-        expected = golden_stages(step, layout)
-    else:
-        other = run_stages(step, engine_named(against, device), device)
-        expected = {name: value.values for name, value in other.stages.items()}
-    judged = _Judge(step, expected, layout)
+    judged = _Judge(step, layout)
     values = judged.comparable(run)
-    if not golden:
-        return judged.report(run, values, against)
     # Against fp64 from the inputs of the step, one wrong stage makes all later ones wrong. So the
     # reference engine runs with the values of this run forced in, and every stage is measured
     # against what it makes of them. The golden serves the statistics.
     forced = run_stages(step, ReferenceEngine(), device, forced=judged.forced(values))
     judged.standards = {name: value.values for name, value in forced.stages.items()}
-    if "flush" in judged.standards:
-        # The store flushes for both runs, so the layout of a user's gradients is the golden's.
-        dw1, dw2 = ((values if n in values else forced.stages)[n].values for n in ("dw1", "dw2"))
-        gated = is_glu(step.settings.activation_type)
-        judged.standards["flush"] = user_layout(dw1, dw2, gated)
     if forced.error is not None and run.error is None:
         run.error = f"the stages behind it are not judged: the reference engine: {forced.error}"
-    return judged.report(run, values, against)
+    return judged.report(run, values)
 
 
 class _Judge:
@@ -199,9 +176,9 @@ class _Judge:
     standards: what the deviation of a stage is measured from, by stage.
     """
 
-    def __init__(self, step: StepDump, expected: dict[str, Array], layout: RowLayout) -> None:
-        self._step, self._layout, self._expected = step, layout, expected
-        self.standards = expected
+    def __init__(self, step: StepDump, layout: RowLayout) -> None:
+        self._step, self._layout, self._expected = step, layout, golden_stages(step, layout)
+        self.standards: dict[str, Array] = {}
         self._stage_bar, self._row_bar = PLAIN_BARS if step.settings.recipe is None else FP8_BARS
 
     def comparable(self, run: StageRun) -> dict[str, StageValue]:
@@ -232,7 +209,7 @@ class _Judge:
             if name not in INPUTS
         }
 
-    def report(self, run: StageRun, values: Mapping[str, StageValue], against: str) -> Report:
+    def report(self, run: StageRun, values: Mapping[str, StageValue]) -> Report:
         """Statistics of every stage of `run`, and the first that is wrong."""
         stages = stages_of(self._step)
         stats: dict[str, StageStats] = {}
@@ -252,7 +229,6 @@ class _Judge:
         return Report(
             self._step.name,
             run.engine,
-            against,
             stats,
             faults[0] if faults else None,
             tuple(name for name in stages if name != "routing" and name not in values),
@@ -324,11 +300,9 @@ class _Judge:
         yield self._fault(name, "deviation", place, what)
 
     def _fault(self, name: str, kind: str, index: tuple[int, ...], what: str) -> Fault:
-        place, caller = self._place(name, index), self._step.locate(name, index)
-        if caller is not None and name in (*WEIGHT_STAGES, *BIAS_STAGES):
-            # A row of the native weight is no row of the caller's.
-            place = Place(index, expert=place.expert)
-        return Fault(name, kind, place, what, caller)
+        place, caller = self._place(name, index), self._step.caller
+        called = None if caller is None else caller.called(name, place.expert)
+        return Fault(name, kind, place, what, called)
 
     def _routing(self, found: dict[str, Array]) -> list[Fault]:
         # All engines share the builder of the routing, so only the contract can judge it. The first

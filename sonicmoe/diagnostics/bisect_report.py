@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from .stage_stats import QUANTILES, StageStats
+from .stage_stats import StageStats
 
 if TYPE_CHECKING:
     from .bisect import Report
@@ -26,25 +26,10 @@ _OUTSIDE = {
 
 def stage_table(report: Report) -> Table:
     """One row per stage in the order in which they run; the first wrong one stands out."""
-    octaves = "log2(block/row amax) " + " ".join(
-        "max" if q == 1 else f"{100 * q:g}%" for q in QUANTILES
-    )
-    against = f"cosine to {report.against}"
     columns = (
-        "stage",
-        "total",
-        "finite",
-        "NaN",
-        "inf",
-        "first bad",
-        "min",
-        "max",
-        "saturated",
-        "underflow",
-        octaves,
-        against,
-        "rel. RMSE",
-    )
+        "stage", "total", "finite", "NaN", "inf", "first bad", "min", "max", "saturated",
+        "underflow", "cosine to fp64", "rel. RMSE",
+    )  # fmt: skip
     layer = f" of {report.layer}" if report.layer else ""
     title = f"{report.step}{layer} on engine {report.engine}"
     table = Table(*columns, title=title, title_justify="left")
@@ -62,7 +47,6 @@ def stage_table(report: Report) -> Table:
 
 def cells(stats: StageStats) -> list[str]:
     """One stage's figures."""
-    octaves = "–" if stats.octaves is None else " ".join(f"{value:.1f}" for value in stats.octaves)
     return [
         f"{stats.total:,}",
         f"{stats.finite:,}",
@@ -74,7 +58,6 @@ def cells(stats: StageStats) -> list[str]:
         _figure(stats.high, ".3g"),
         "–" if stats.saturation is None else f"{stats.saturation:.2%}",
         "–" if stats.underflow is None else f"{stats.underflow:.2%}",
-        octaves,
         _figure(stats.cosine, ".5f"),
         "–" if math.isnan(stats.rmse) else f"{stats.rmse:.2%}",
     ]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..enums import is_glu
 from .formulas import activate
 from .step_dump import Array, StepDump
 
@@ -106,7 +105,6 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
             "ds": ds.reshape(step.probs.shape),
             "dx_rows": dx_rows, "dx": summed(dx_rows, token, len(x)), "dw1": dw1, "dw2": dw2,
             "wgrad_x": x_rows, "wgrad_dz": dz, "wgrad_dout": dout_rows, "wgrad_y1s": y1s,
-            "flush": user_layout(dw1, dw2, is_glu(activation)),
         }  # fmt: skip
 
 
@@ -152,12 +150,3 @@ def summed(rows: Array, row_token: Array, tokens: int) -> Array:
     # A token has up to K rows. `+=` with an index array would add one of them only.
     np.add.at(result, row_token[real], rows[real])
     return result
-
-
-def user_layout(dw1: Array, dw2: Array, gated: bool) -> Array:
-    """The gradients that flush writes, side by side: up_gate `[E, H, N1]` (split-half when gated),
-    then down transposed, `[E, H, I]`.
-    """
-    # Native w1 has gate and up in alternating rows; users keep all gates before all ups.
-    up = np.concatenate([dw1[:, 0::2], dw1[:, 1::2]], axis=1) if gated else dw1
-    return np.concatenate([up.transpose(0, 2, 1), dw2], axis=2)

@@ -17,7 +17,7 @@ import torch
 
 from ..interop import IS_PADDLE
 from ..observe import FACES, NODE, ExpertCall
-from .callers import NATIVE_AXES, Caller, Named
+from .callers import Caller
 
 Tensor = torch.Tensor
 
@@ -26,18 +26,15 @@ _COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module
 
 def caller_of(call: ExpertCall) -> Caller:
     """Names from the model where its modules hold the weights, else those of the arguments."""
+    face = FACES[call.face]
     owners = _Owners(list(itertools.chain(*call.weights.values())))
     module = owners.path_of(call.module)
-    found = {name: owners.named(call.weights[name], _axes(call, name)) for name in call.weights}
-    weights = {name: named or _argument(call, name, module) for name, named in found.items()}
-    owned = [name for named in found.values() if named is not None for name in named.names]
-    return Caller(
-        call.face,
-        {**_tokens(call), **weights},
-        module or _common_module(owned),
-        call.layout.split_half,
-        tuple(call.lead or ()),
-    )
+    found = {name: owners.names(weights) for name, weights in call.weights.items()}
+    weights = {name: names or _arguments(call, name, module) for name, names in found.items()}
+    owned = [name for names in found.values() for name in names]
+    # Tokens and probabilities are arguments, which no module holds.
+    tokens = {"x": (face.x,), "out": (face.out,), "probs": (face.probs,)}
+    return Caller({**tokens, **weights}, module or _common_module(owned))
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -48,39 +45,15 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     return memory is not None and memory == memory_of(other)
 
 
-def _tokens(call: ExpertCall) -> dict[str, Named]:
-    """x, out and probs, which have the names of arguments."""
-    face = FACES[call.face]
-    # A compiled graph does not tell how the tokens lay before they were made one axis.
-    known = call.lead is not None or not face.flattens
-    return {
-        "x": Named((face.x,), NATIVE_AXES["x"] if known else ""),
-        "out": Named((face.out,), NATIVE_AXES["out"] if known else ""),
-        "probs": Named((face.probs,), NATIVE_AXES["probs"] if face.indexed_probs else ""),
-    }
-
-
-def _axes(call: ExpertCall, name: str) -> str:
-    """The axes of a weight as the call gives it, stacked or one per expert."""
-    axes = NATIVE_AXES[name]
-    if call.layout.transposed and len(axes) == 3:
-        axes = axes[0] + axes[2] + axes[1]
-    return axes if len(call.weights[name]) == 1 else axes.removeprefix("E")
-
-
-def _argument(call: ExpertCall, name: str, module: str) -> Named:
+def _arguments(call: ExpertCall, name: str, module: str) -> tuple[str, ...]:
     """A weight that no module holds: by its argument, or by the attribute of `module`."""
-    face, count = FACES[call.face], len(call.weights[name])
-    axes = dict(zip(("w1", "w2"), face.axes or (), strict=False)).get(name, _axes(call, name))
-    names = _of_node(name, count) if call.face == NODE else (str(getattr(face, name)),)
     prefix = f"{module}." if module else ""
-    return Named(tuple(prefix + own for own in names), axes)
-
-
-def _of_node(name: str, count: int) -> tuple[str, ...]:
+    if call.face != NODE:
+        return (prefix + str(getattr(FACES[call.face], name)),)
+    count, is_up = len(call.weights[name]), name == "w1"
     if count == 1:
-        return ("weight1" if name == "w1" else "weight2",)
-    part = "up_gate_proj" if name == "w1" else "down_proj"
+        return ("weight1" if is_up else "weight2",)
+    part = "up_gate_proj" if is_up else "down_proj"
     return tuple(f"experts[{expert}].{part}.weight" for expert in range(count))
 
 
@@ -99,25 +72,20 @@ class _Owners:
                 if id(parameter) in wanted_ids or memory_of(parameter) in wanted_memory:
                     self._found.append((module, name, parameter))
 
-    def named(self, weights: Sequence[Tensor], axes: str) -> Named | None:
-        """A weight, stacked or one per expert, by the parameters; None where one is not found."""
-        found = [self._owner(weight, axes) for weight in weights]
-        names = tuple(owned[0] for owned in found if owned is not None)
-        # Of one weight every expert has the same axes.
-        return Named(names, found[0][1]) if found[0] and len(names) == len(found) else None
+    def names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
+        """A weight, stacked or one per expert, by the parameters; none where one is not found."""
+        found = [self._name(weight) for weight in weights]
+        return tuple(found) if all(found) else ()
 
-    def _owner(self, tensor: Tensor, axes: str) -> tuple[str, str] | None:
-        """The name of the parameter that this tensor is or is a view of, and the parameter's axes
-        where the tensor's are these.
-        """
+    def _name(self, tensor: Tensor) -> str:
+        """The name of the parameter that this tensor is or is a view of; empty if there is none."""
         found = []
         for module, name, parameter in self._found:
-            order = _order(parameter, tensor, axes)
-            if order is not None:
+            if _is_the_whole_of(tensor, parameter):
                 # Experts compute on one part of a distributed weight, and so does its index.
                 part = "" if _local(parameter) is parameter else ".to_local()"
-                found += [(f"{path}{name}{part}", order) for path in self._paths(module, ())]
-        return min(found, key=lambda owned: _outermost(owned[0]), default=None)
+                found += [f"{path}{name}{part}" for path in self._paths(module, ())]
+        return min(found, key=_outermost, default="")
 
     def path_of(self, module: object) -> str:
         """The name of a module, empty where it is not known or the outermost."""
@@ -173,20 +141,15 @@ def memory_of(tensor: Any) -> int | None:
         return None  # a parameter that was not made yet, or a tensor without data
 
 
-def _order(parameter: Any, tensor: Tensor, axes: str) -> str | None:
-    """The axes of the parameter, whose elements are those of the tensor; None where they are not."""
+def _is_the_whole_of(tensor: Tensor, parameter: Any) -> bool:
     if parameter is tensor:
-        return axes
+        return True
     if not shares_memory(parameter, tensor):
-        return None
+        return False
     whole = _local(parameter)
-    for order in itertools.permutations(range(len(axes))):
-        turned = tensor.permute(order)
-        if (turned.shape, turned.stride()) == (whole.shape, whole.stride()):
-            # Else it is another slice of the same memory.
-            same = turned.storage_offset() == whole.storage_offset()
-            return "".join(axes[axis] for axis in order) if same else None
-    return None
+    # Several parameters may be slices of one memory, as sharded models have them.
+    place, other = ((one.storage_offset(), one.numel()) for one in (tensor, whole))
+    return bool(place == other)
 
 
 def _common_module(names: Sequence[str]) -> str:

@@ -17,10 +17,9 @@ from ..errors import SonicMoEError
 from ..interop import device_name, holds_memory
 from ..observe import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone, observing
 from ..quant.tokens import anchor_of
-from .bisect import GOLDEN, Report, bisect
+from .bisect import Report, bisect
 from .bisect_report import text_of
-from .callers import Located
-from .step_capture import step_of_backward, step_of_forward
+from .capture import step_of_backward, step_of_forward
 from .step_dump import StepDump, save_dump
 
 logger = logging.getLogger("sonicmoe")
@@ -125,12 +124,12 @@ class _Watcher:
         engine = step.settings.engine
         # The step runs once more, stage by stage, on copies of its inputs. This is slow and happens
         # once, because the block ends here.
-        report = bisect(step, engine, GOLDEN, device)
+        report = bisect(step, engine, device)
         path = None
         if self._dump_dir is not None:
             path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
             save_dump(path, step)
-        called = result if step.caller is None else step.caller.called(result)
+        called = (None if step.caller is None else step.caller.called(result)) or result
         called = "output" if called == "out" else called
         # The name of a weight has that of its layer.
         layer = f" of {report.layer}" if report.layer and report.layer not in called else ""
@@ -165,10 +164,10 @@ def _about_router(report: Report, call: ExpertCall) -> list[str]:
     bad = torch.nonzero(~torch.isfinite(weight.detach()))
     if len(bad) == 0:
         return []
-    index = tuple(int(axis) for axis in bad[0].tolist())
+    row, column = bad[0].tolist()
     name = f"{report.layer}.router.weight" if report.layer else "router.weight"
-    value = float(weight.detach()[index])
-    return [f"the probabilities come from {Located(name, index)}, which is {value}"]
+    value = float(weight.detach()[row, column])
+    return [f"the probabilities come from {name}[{row}, {column}], which is {value}"]
 
 
 def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:

@@ -20,10 +20,10 @@ from ..engine.settings import TokenFormat
 from ..enums import ZCode
 from ..quant.recipes import Fp8Recipe, rows
 from ..quant.reference import quantize
+from .capture import to_numpy, token_fields
 from .cases import BASELINES, Baseline, Dispatch
 from .golden_stages import TENSORS, golden_tensors
 from .stage_runner import run_step
-from .step_capture import to_numpy, token_fields
 from .step_dump import Array, StepDump, StepSettings
 
 RMSE_BARS = {"out": 0.066, "dx": 0.069, "ds": 0.069, "dw1": 0.069, "dw2": 0.069}

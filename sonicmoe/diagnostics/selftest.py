@@ -20,9 +20,9 @@ from ..engine.trust import Subject, is_untried
 from ..enums import ActivationType, EngineName
 from ..jit.plan import CompileJob
 from ..routing.backends import arch_of
+from .capture import to_numpy
 from .golden_stages import TENSORS, golden_tensors
 from .stage_stats import closeness
-from .step_capture import to_numpy
 from .step_dump import Array, StepDump, StepSettings
 
 # Sizes that every engine takes, and the smallest of them, so that a host computes them at once.

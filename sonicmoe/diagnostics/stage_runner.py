@@ -11,10 +11,9 @@ import torch
 
 from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer
 from ..engine.select import choose_engine
-from ..enums import ActivationType, EngineName
-from ..gradients.destinations import flush_native
-from ..interop import IS_PADDLE, device_name, plain_ops
-from ..observe import is_heard, listening, tap
+from ..enums import EngineName
+from ..interop import device_name, plain_ops
+from ..observe import listening, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.recipes import BlockShape
 from ..quant.reference import dequantize
@@ -22,9 +21,8 @@ from ..quant.tokens import tokens_of
 from ..routing.build import build_routing
 from ..routing.ids import is_here
 from ..routing.metadata import RoutingMetadata
-from ..weights.parameters import PerExpertParameters
+from .capture import to_numpy
 from .stage_stats import StageValue
-from .step_capture import to_numpy
 from .step_dump import STEP_FLAGS, Array, StepDump
 
 Tensor = torch.Tensor
@@ -68,9 +66,7 @@ class Recorder:
             # Statistics of code use are about logical rows, so token-major codes are turned round.
             codes = to_numpy(value.codes.to(torch.float32))
             codes = codes if value.orientation is Orientation.ROWS else codes.swapaxes(-1, -2)
-            self.run.stages[name] = StageValue(
-                to_numpy(dequantize(value)), codes, value.block, value.code.max
-            )
+            self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.code.max)
         else:
             self.run.stages[name] = StageValue(to_numpy(value))
         return value
@@ -115,8 +111,8 @@ def run_stages(
     *,
     forced: Mapping[str, Array] | None = None,
 ) -> StageRun:
-    """Routing, weights, forward, backward and flush of a step. Stages come from the engine's taps;
-    for a stage that it does not tap, the returned value stands in.
+    """Routing, weights, forward and backward of a step. Stages come from the engine's taps; for a
+    stage that it does not tap, the returned value stands in.
 
     An engine that raises ends its run: `error` says how, and the stages before it stay.
 
@@ -137,7 +133,7 @@ def run_stages(
 def run_step(
     step: StepDump, engine: Engine, device: str, at_seam: Callable[[str, Any], None]
 ) -> None:
-    """Routing, weights, forward, and with a `dout` backward and flush, in the step's settings.
+    """Routing, weights, forward, and with a `dout` backward, in the step's settings.
 
     at_seam: gets what the engine returned, by stage: out, z_saved, ds, dz, y1s, dx and every
         weight gradient.
@@ -181,8 +177,6 @@ def run_step(
     engine.backward_dw(pending, sums)
     for name, gradient in sums.named().items():
         at_seam(name, gradient)
-    if step.flushes and is_heard():
-        tap("flush", flushed(sums, settings.activation))
 
 
 def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWeights:
@@ -209,47 +203,6 @@ def engine_settings(step: StepDump) -> EngineSettings:
     # Set apart from the flags above: memory modes release or recompute stages before they could be
     # shown.
     return replace(settings, recompute_z=False, activation_parameters=own.parameters)
-
-
-class _Projection:
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
-class _GradientReceiver:
-    """Looks like an expert whose parameters are zero and want gradients."""
-
-    def __init__(self, hidden: int, n1: int, width: int, like: Tensor) -> None:
-        self.up_gate_proj = _Projection(_zero_parameter((hidden, n1), like))
-        self.down_proj = _Projection(_zero_parameter((width, hidden), like))
-
-
-def flushed(sums: NativeBuffer, activation: ActivationType) -> Tensor:
-    """Run the package's flush into fresh parameters: `[E, H, N1 + I]`, up_gate beside the
-    transposed down.
-    """
-    experts, n1, hidden = (int(size) for size in sums.dw1.shape)
-    width = int(sums.dw2.shape[2])
-    receivers = [_GradientReceiver(hidden, n1, width, sums.dw1) for _ in range(experts)]
-    layer = PerExpertParameters(receivers, experts, hidden, width, activation)
-    # Copies, because a flush zeroes what it has handed over.
-    copies = NativeBuffer(*(tensor.clone() for tensor in (sums.dw1, sums.dw2)))
-    weights = layer.parameters()
-    flush_native(layer, weights, [True] * len(weights), copies, through_autograd=False)
-    up = torch.stack([receiver.up_gate_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
-    down = torch.stack([receiver.down_proj.weight.main_grad for receiver in receivers])  # type: ignore[attr-defined]
-    return torch.cat([up, down.transpose(1, 2)], -1)
-
-
-def _zero_parameter(shape: tuple[int, int], like: Tensor) -> Tensor:
-    made = torch.zeros(shape, dtype=torch.float32, device=like.device)
-    if IS_PADDLE:
-        # Paddle's parameters want a gradient where PyTorch's flag says the opposite.
-        made.stop_gradient = False  # type: ignore[attr-defined]
-    else:
-        made.requires_grad_(True)
-    made.main_grad = torch.zeros(shape, dtype=torch.float32, device=like.device)  # type: ignore[attr-defined]
-    return made
 
 
 def _fp8_tokens(step: StepDump, name: str, device: str) -> BlockScaledTensor:

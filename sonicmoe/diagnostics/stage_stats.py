@@ -9,28 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from ..quant.recipes import BlockShape
 from .step_dump import Array
 
-QUANTILES = (0.5, 0.9, 0.99, 1.0)
 CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class StageValue:
     """One stage tensor on the host: values `[..., C]`, and for a block-scaled tensor its codes (as
-    fp32), block and largest code.
+    fp32) and the largest code.
     """
 
     values: Array
     codes: Array | None = None
-    block: BlockShape | None = None
     largest_code: float = 0.0
 
     def head(self, rows: int) -> StageValue:
         """The first rows."""
         codes = None if self.codes is None else self.codes[:rows]
-        return StageValue(self.values[:rows], codes, self.block, self.largest_code)
+        return StageValue(self.values[:rows], codes, self.largest_code)
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class StageStats:
     construction, so FP32 scales give
         at least one per block. underflow: share of elements that are not zero in the golden and
             zero in codes.
-    octaves: quantiles (`QUANTILES`) of log2(block amax / row amax) inside the block's columns; None
-    for blocks of one row.
     cosine, rmse: against the expected values, rmse relative to their norm; NaN where not
     comparable.
     """
@@ -58,7 +53,6 @@ class StageStats:
     high: float
     saturation: float | None = None
     underflow: float | None = None
-    octaves: tuple[float, ...] | None = None
     cosine: float = float("nan")
     rmse: float = float("nan")
 
@@ -108,7 +102,7 @@ def closeness(values: Array, wanted: Array) -> dict[str, Any]:
 
 
 def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str, Any]:
-    if value.codes is None or value.block is None:
+    if value.codes is None:
         return {}
     codes = value.codes[rows]
     # A block's amax lies on the largest code by construction, so a share is told and not a count.
@@ -119,32 +113,7 @@ def _code_use(value: StageValue, wanted: Array | None, rows: Array) -> dict[str,
         live = wanted[rows] != 0
         # Of the elements that should not be zero, because zeros are exact in every format.
         used["underflow"] = float((codes[live] == 0).mean()) if live.any() else 0.0
-    # In a block of one row, block and row have the same maximum.
-    if value.block.rows > 1:
-        used["octaves"] = octaves(value.values if wanted is None else wanted, value.block)
     return used
-
-
-def octaves(values: Array, block: BlockShape) -> tuple[float, ...] | None:
-    """Quantiles of log2(block amax / row amax) over the row strips that are not all zero; None
-    where nothing is finite and non-zero.
-    """
-    if values.size == 0:
-        return None
-    # Blocks do not reach from one expert's matrix into the next, so each is taken by itself.
-    together = np.concatenate(
-        [_octaves_of(matrix, block) for matrix in values.reshape(-1, *values.shape[-2:])]
-    )
-    return tuple(float(q) for q in np.quantile(together, QUANTILES)) if together.size else None
-
-
-def _octaves_of(matrix: Array, block: BlockShape) -> Array:
-    magnitudes = np.where(np.isfinite(matrix), np.abs(matrix), 0)
-    strips = np.maximum.reduceat(magnitudes, np.arange(0, matrix.shape[1], block.cols), axis=1)
-    blocks = np.maximum.reduceat(strips, np.arange(0, matrix.shape[0], block.rows), axis=0)
-    around = blocks[np.arange(len(strips)) // block.rows]
-    live = strips > 0
-    return np.asarray(np.log2(around[live] / strips[live]))
 
 
 def row_deviations(values: Array, wanted: Array, floor: float) -> Array:

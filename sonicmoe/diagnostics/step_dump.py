@@ -21,12 +21,12 @@ from ..flags import spelling
 from ..frameworks import FRAMEWORKS
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
-from .callers import Caller, Located
+from .callers import Caller
 
 Array = np.ndarray
 
 ARRAYS = ("x", "indices", "probs", "w1", "w2")
-OPTIONAL = ("dout", "b1", "b2", "first_triple", "x_codes", "x_scale", "dout_codes", "dout_scale")
+OPTIONAL = ("dout", "b1", "b2", "x_codes", "x_scale", "dout_codes", "dout_scale")
 TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -127,7 +127,6 @@ class StepDump:
 
     b1, b2: fp32, both or neither.
     caller: what the caller calls these tensors; None for a step of no caller.
-    first_triple: int64 `[T]`, of general routing the number of every token's first triple.
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
     multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
@@ -152,7 +151,6 @@ class StepDump:
     b1: Array | None = None
     b2: Array | None = None
     caller: Caller | None = None
-    first_triple: Array | None = None
     framework: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +167,6 @@ class StepDump:
         wanted = {
             "x": (tokens, hidden), "dout": (tokens, hidden), "probs": (tokens, topk),
             "w1": (experts, n1, hidden), "b1": (experts, n1), "b2": (experts, hidden),
-            "first_triple": (tokens,),
         }  # fmt: skip
         for name, shape in wanted.items():
             found = getattr(self, name)
@@ -178,8 +175,8 @@ class StepDump:
         lacking = "b1" if self.b1 is None else "b2"
         both = (self.b1 is None) == (self.b2 is None)
         expect(both, ShapeError, f"{lacking} is missing; needed: both biases, or neither")
-        # Names from a file may belong to another step, and an index would then lead nowhere.
-        problem = None if self.caller is None else self.caller.problem(tokens, experts)
+        # Names from a file may belong to another step, with another number of experts.
+        problem = None if self.caller is None else self.caller.problem(experts)
         expect(problem is None, DumpError, f"caller: {problem}")
 
     def _check_tokens(self, name: str) -> None:
@@ -203,23 +200,6 @@ class StepDump:
     @property
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
-
-    @property
-    def flushes(self) -> bool:
-        """Whether gradients go to the parameters by the flush of a node."""
-        return self.b1 is None and (self.caller is None or self.caller.flushes)
-
-    def locate(self, stage: str, index: tuple[int, ...]) -> Located | None:
-        """An element of one of `bisect.STAGES` in the caller's tensors, if it is known."""
-        if self.caller is None:
-            return None
-        gated = is_glu(self.settings.activation_type)
-        found = self.caller.locate(stage, index, int(self.w1.shape[1]), gated)
-        # General routing has its probabilities in one list, a token's behind each other.
-        if found is None or self.first_triple is None or stage not in ("probs", "ds"):
-            return found
-        token, slot = index
-        return replace(found, index=(int(self.first_triple[token]) + slot,))
 
     def has_row_scales(self, name: str) -> bool:
         """Whether "x" or "dout" arrived in FP8 with one scale for more than 128 columns."""
@@ -266,7 +246,7 @@ def load_dump(path: str | Path) -> StepDump:
         found = read_npz(Path(path))
         arrays = {name: found[name] for name in ARRAYS}
         arrays |= {name: found[name] for name in OPTIONAL if name in found}
-        require_numbers(arrays, integers=("indices", "first_triple", "x_codes", "dout_codes"))
+        require_numbers(arrays, integers=("indices", "x_codes", "dout_codes"))
         settings, caller = StepSettings(), None
         if "settings" in found:
             settings = StepSettings.of(**json.loads(str(found["settings"])))

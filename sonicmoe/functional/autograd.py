@@ -47,8 +47,8 @@ def expert_mlp(
         use_fp8: True or False overrides the configuration's FP8 mode.
         face: a key of `observe.FACES`: the names of the arguments, for a diagnosis.
         first_triple: int `[T]`, of general routing the number of every token's first triple, for
-            the same.
-        module: whose attributes the weights are, for the same.
+            messages about routing.
+        module: whose attributes the weights are, for a diagnosis.
 
     Returns:
         The output in the shape of x, in memory of its own: it is no view, so that the caller may
@@ -73,7 +73,7 @@ def expert_mlp(
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face).fitted(x, weights)
-    origin = Origin(indices, x.shape[:-1], first_triple, module)
+    origin = Origin(indices, first_triple, module)
     if not save:
         return forward(plan, x, probs, weights, origin, save=False)[0]
     out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)

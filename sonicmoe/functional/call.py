@@ -190,13 +190,12 @@ class Origin:
     """Where the experts' tokens and weights come from, for those who observe the call.
 
     indices: int `[T, K]`; None where the routing that was made of them stands for them.
-    lead: the axes of the caller's tokens that are one axis T here; None where unknown.
-    first_triple: int `[T]`, of general routing the number of every token's first triple.
+    first_triple: int `[T]`, of general routing the number of every token's first triple, by which
+        messages about routing name one.
     module: whose attributes the weights are; None where unknown.
     """
 
     indices: Tensor | None = None
-    lead: Sequence[int] | None = None
     first_triple: Tensor | None = None
     module: object = None
 
@@ -347,10 +346,7 @@ def _described(
         functools.partial(_native, plan.layout, reading, weights),
         reading.values,
         {name: (weight,) for name, weight in names if weight is not None},
-        plan.layout,
         plan.face,
-        lead=origin.lead,
-        first_triple=origin.first_triple,
         module=origin.module,
     )
 

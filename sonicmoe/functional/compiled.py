@@ -75,7 +75,7 @@ def _expert_mlp(
     plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
-    plan, origin = plan.fitted(x, weights), Origin(indices, x.shape[:-1])
+    plan, origin = plan.fitted(x, weights), Origin(indices)
     out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
@@ -123,7 +123,7 @@ def _expert_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(dx, dprobs, dw1, dw2, db1, db2)`; a gradient that is not wanted is empty."""
     weights = (w1, w2, b1, b2)
-    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(indices, x.shape[:-1])
+    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(indices)
     with plan.config.activate():
         # Built again from the same indices, which gives the same tensors: the alternative is five
         # more outputs of the forward operator that live until backward.

@@ -201,7 +201,6 @@ class MlpCall(DifferentiableCall):
             self._native_weights,
             self.reading.values,
             {"w1": self.parameters[:half], "w2": self.parameters[half:]},
-            self.state.parameters.layout,
             self.state.face,
             layer=self.state,
         )

@@ -9,7 +9,7 @@ import torch
 from ..enums import ActivationParameters, ActivationType
 from ..interop import device_name, dtype_name, is_cuda
 from ..jit_warmup import warmup_jit
-from ..observe import StepDone, emit, is_awaited, stage
+from ..observe import stage
 from ..out_of_memory import advising
 from ..routing.backends import arch_of
 from ..weights.copies import WeightCopies
@@ -53,8 +53,6 @@ class NodeUpkeep:
         self._state.questions.steps += 1
         # The optimizer writes the weights next, and no trace of that is relied on.
         self._state.weights.invalidate("node.step() announced an optimizer step")
-        if is_awaited():
-            emit(StepDone(self._state))
 
     def flush_grads(self) -> None:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
@@ -156,17 +154,17 @@ class NodeUpkeep:
         return tuple(outcome.kernel for outcome in report.kernels)
 
     def dump(self, path: str | Path) -> None:
-        """Write the inputs of the next forward, then of its backward, to `path`, for `sonicmoe
-        bisect`.
+        """Write the inputs of the next backward, and of its forward, to `path`, for `sonicmoe
+        bisect`. Copies weights and tokens to the host.
 
-        The file is there after the forward and complete after the backward; `step()` ends the wait
-        for one. Copies weights and tokens to the host.
+        Raises:
+            DumpError: `path` cannot be written.
         """
         # One of the two lazy doors to `diagnostics/` (docs/design.md): a model that dumps nothing
         # loads none of it.
-        from ..diagnostics.step_capture import dump_next_step
+        from ..diagnostics.capture import dump
 
-        dump_next_step(self._state, path)
+        dump(self, path)
 
     @property
     def gradient_bytes(self) -> int:

@@ -11,11 +11,10 @@ from click.testing import CliRunner
 from damage import variants
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.callers import Caller, Named
+from sonicmoe.diagnostics.callers import Caller
 from sonicmoe.diagnostics.cases import Sizes, load_case, make_case
 from sonicmoe.diagnostics.step_dump import StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
-from sonicmoe.observe import TRIPLES
 
 PLAIN = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
 # As a functional call leaves it.
@@ -24,14 +23,7 @@ CASE = dataclasses.replace(
     b1=np.ones((2, 16), np.float32),
     b2=np.ones((2, 8), np.float32),
     settings=StepSettings(activation="swiglu_oai", activation_parameters={"limit": 2.0}),
-    caller=Caller(
-        TRIPLES,
-        {"w1": Named(("up", "gate"), "NH"), "x": Named(("x",), "TH")},
-        "model.layer",
-        split_half=True,
-        lead=(2, 2),
-    ),
-    first_triple=np.arange(4),
+    caller=Caller({"w1": ("up", "gate"), "x": ("x",)}, "model.layer"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`detect_nonfinite` and dumps of a node's step, in a training loop; nothing is left behind outside
+"""`detect_nonfinite` and dumps of a node's step that fail, in a training loop; nothing is left behind outside
 the block. Also under Paddle.
 """
 
@@ -12,7 +12,7 @@ from planted import plant
 from weights.weight_sources import Expert
 
 from sonicmoe import SonicMoEConfig, observe
-from sonicmoe.diagnostics import step_capture
+from sonicmoe.diagnostics import capture
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import DumpError, load_dump
@@ -116,7 +116,10 @@ def test_a_bad_weight_of_an_expert_without_tokens_is_named(mode, bad):
     ids = numpy(indices)
     ids[ids == 2] = -1
     text = str(found(lambda: node(x, None, tensor(ids), probs), "first bad: input w2 = "))
-    assert "experts[2].down_proj.weight[7, 3]" in text and "older than the weights" not in text
+    assert (
+        "experts[2].down_proj.weight at expert 2, row 3, column 7" in text
+        and "older than the weights" not in text
+    )
 
 
 def test_a_bad_gradient_is_named_in_backward():
@@ -162,26 +165,6 @@ def test_a_stage_that_breaks_in_training_is_named(stage, engine):
     assert (fault.place.row, fault.place.expert, fault.place.column) == (3, 0, 2)
 
 
-@pytest.mark.parametrize("mode", ["perf", "mem", "off"])
-def test_a_dump_holds_the_next_step_of_its_node(mode, tmp_path):
-    node, other = make_node(mode), make_node()
-    node.dump(tmp_path / "step.npz")
-    train_step(other)
-    assert not (tmp_path / "step.npz").exists()
-    x, indices, probs, dout = train_step(node)
-    step = load_dump(tmp_path / "step.npz")
-    for found, wanted in ((step.x, x), (step.indices, indices), (step.dout, dout)):
-        np.testing.assert_array_equal(found, numpy(wanted))
-    valid = step.indices >= 0
-    np.testing.assert_array_equal(step.probs[valid], numpy(probs)[valid].astype(np.float32))
-    assert (step.settings.recipe is None) == (mode == "off") and step.settings.dtype == "bfloat16"
-    written = (tmp_path / "step.npz").read_bytes()
-    train_step(node)
-    assert (tmp_path / "step.npz").read_bytes() == written, "one step only"
-    report = bisect(step, "reference")
-    assert report.healthy and report.missing == ()
-
-
 def test_a_path_that_cannot_be_written_is_refused_before_the_step(tmp_path):
     node, taken = make_node(), tmp_path / "file"
     taken.touch()
@@ -194,24 +177,17 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_step(tmp_path):
     assert load_dump(tmp_path / "made" / "step.npz").dout is not None
 
 
-@pytest.mark.parametrize("good_writes", [0, 1], ids=["forward", "backward"])
-def test_a_write_that_fails_during_the_step_does_not_break_it(
-    good_writes, tmp_path, monkeypatch, caplog
-):
-    written = []
-
+def test_a_write_that_fails_during_the_step_does_not_break_it(tmp_path, monkeypatch, caplog):
     def save_dump(path, step):
-        written.append(step)
-        if len(written) > good_writes:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(step_capture, "save_dump", save_dump)
+    monkeypatch.setattr(capture, "save_dump", save_dump)
     node = make_node()
     node.dump(tmp_path / "step.npz")
     with caplog.at_level(logging.WARNING, logger="sonicmoe"):
         x, *_ = train_step(node)
         train_step(node)
-    assert x.grad is not None and observe._observers == () and len(written) == good_writes + 1
+    assert x.grad is not None and observe._observers == ()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "sonicmoe"]
     assert "step.npz" in line and "No space left on device" in line
 

@@ -377,7 +377,7 @@ def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(text, tmp_path)
 
 
 def test_tensors_that_were_not_captured_are_an_exit_code(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("sonicmoe.diagnostics.step_capture.save_dump", lambda *_: 1 / 0)
+    monkeypatch.setattr("sonicmoe.diagnostics.capture.save_dump", lambda *_: 1 / 0)
     out = tmp_path / "run"
     arguments = ["--data", str(text), "--steps", "2", "--capture", "1", "--out", str(out)]
     result = run_command_in_process([*arguments, *SIZE_OPTIONS])

@@ -47,19 +47,19 @@ def assert_inputs(step, call, layer):
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @each_config
-def test_holds_forward_then_backward_of_the_next_step(path, arrangement, config):
+def test_holds_the_next_backward_and_its_forward(path, arrangement, config):
     layer = Layer(arrangement=arrangement, config=config)
     layer.node.dump(path)
     call = layer.call()
-    step = load_dump(path)
-    assert_inputs(step, call, layer)
-    assert step.dout is None and step.framework == NAME
-    assert step.settings.recipe == ("dx256" if config is FP8 else None)
-    assert step.settings.dtype == "float32"
+    assert not path.exists()
     call.backward()
     step = load_dump(path)
     assert_inputs(step, call, layer)
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
+    assert step.framework == NAME and step.settings.dtype == "float32"
+    assert step.settings.recipe == ("dx256" if config is FP8 else None)
+    report = bisect(step, "reference")
+    assert report.healthy and report.missing == ()
 
 
 def test_what_was_in_the_memory_of_rows_that_nobody_reads_is_no_fault(path):
@@ -122,49 +122,40 @@ each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 
 @each_kind
 @each_config
-def test_a_recomputed_forward_is_completed_by_its_backward(path, reentrant, config):
+def test_the_step_of_a_recomputed_block(path, reentrant, config):
     layer = Layer(config=config)
     call = layer.call()
     layer.node.dump(path)
-    out = block(layer, call, reentrant)
-    assert load_dump(path).dout is None
-    out.backward(call.dout)
+    block(layer, call, reentrant).backward(call.dout)
     step = load_dump(path)
     assert_inputs(step, call, layer)
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
 
 
 @each_kind
-def test_the_backward_of_another_micro_batch_is_not_taken_for_it(path, reentrant):
+def test_of_several_micro_batches_the_first_backward_is_whole(path, reentrant):
     first, second = problems(2)
     layer = Layer(first)
     calls = [layer.call(first), layer.call(second)]
     layer.node.dump(path)
     outs = [block(layer, call, reentrant) for call in calls]
     outs[1].backward(calls[1].dout)
-    step = load_dump(path)
-    assert_inputs(step, calls[0], layer)
-    assert step.dout is None
     outs[0].backward(calls[0].dout)
-    np.testing.assert_array_equal(load_dump(path).dout, numpy(calls[0].dout))
-
-
-def test_inference_is_written_and_ends_with_the_step(path):
-    evaluated, trained = problems(2)
-    layer, other = Layer(evaluated), Layer(evaluated)
-    layer.node.dump(path)
-    layer.node.step()  # of the step before
-    with torch.no_grad():
-        other.call()
-        assert not path.exists()
-        call = layer.call()
-    layer.run(trained)
-    other.node.step()
-    assert len(observe._observers) == 1
     step = load_dump(path)
-    assert_inputs(step, call, layer)
-    assert step.dout is None
+    assert_inputs(step, calls[1], layer)
+    np.testing.assert_array_equal(step.dout, numpy(calls[1].dout))
+
+
+def test_inference_is_not_taken_for_a_step(path):
+    evaluated, trained = problems(2)
+    layer = Layer(evaluated)
+    layer.node.dump(path)
+    with torch.no_grad():
+        layer.call()
     layer.node.step()
+    assert not path.exists()
+    call = layer.run(trained)
+    assert_inputs(load_dump(path), call, layer)
 
 
 def test_a_dump_keeps_no_dropped_node(path):
