@@ -31,31 +31,17 @@ DATA_KINDS: dict[str, str] = {
 
 class Dispatch(Enum):
     """How rows reach the experts' rank: in bf16, or quantised by their sender with one scale per row
-    and 128 columns, or per row; tokens alone, or gradients of the output too (`BOTH`).
+    and 128 columns; tokens alone, or gradients of the output too (`BOTH`).
     """
 
     BF16 = "bf16"
     FP8 = "fp8"
-    FP8_ROW = "fp8-row"
     FP8_BOTH = "fp8-both"
-    FP8_ROW_BOTH = "fp8-row-both"
 
     @property
     def sends_gradients(self) -> bool:
         """Whether gradients are quantised as tokens are."""
-        return self in (Dispatch.FP8_BOTH, Dispatch.FP8_ROW_BOTH)
-
-    @property
-    def per_row(self) -> bool:
-        """Whether a row has one scale."""
-        return self in (Dispatch.FP8_ROW, Dispatch.FP8_ROW_BOTH)
-
-    @property
-    def of_baseline(self) -> Dispatch:
-        """The same in DeepSeek-V3's way, which has one scale per row and 128 columns."""
-        if self is Dispatch.BF16:
-            return self
-        return Dispatch.FP8_BOTH if self.sends_gradients else Dispatch.FP8
+        return self is Dispatch.FP8_BOTH
 
 
 @dataclass(frozen=True)

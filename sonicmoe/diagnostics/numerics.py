@@ -105,14 +105,13 @@ def evaluate(
     wanted = golden_tensors(case)
     # The baseline runs on the same case, so both errors share the data and their ratio is far more
     # certain than either.
-    theirs = dispatch.of_baseline
-    baseline = run_recipe(case, against.recipe, against.z, theirs)
+    baseline = run_recipe(case, against.recipe, against.z, dispatch)
     for recipe in recipes:
-        if not arrives(recipe, dispatch, case.x.shape[1]):
+        if not arrives(recipe, dispatch):
             continue
         for z in z_codes:
             # Not run twice: the engine gives the same bits.
-            again = (recipe, z) == (against.recipe, against.z) and dispatch is theirs
+            again = (recipe, z) == (against.recipe, against.z)
             computed = baseline if again else run_recipe(case, recipe, z, dispatch)
             found = {
                 name: score(name, case, computed[name], baseline[name], wanted[name])
@@ -123,23 +122,19 @@ def evaluate(
             yield Result(case.name, recipe, z, found, *verdict, dispatch)
 
 
-def arrives(recipe: Fp8Recipe, dispatch: Dispatch, hidden: int) -> bool:
-    """Whether the recipe reads rows of `hidden` columns as this dispatch delivers them."""
+def arrives(recipe: Fp8Recipe, dispatch: Dispatch) -> bool:
+    """Whether the recipe reads rows as this dispatch delivers them."""
     if dispatch is Dispatch.BF16:
         return True
-    # Up to 128 columns a row has one scale in both forms, and it is the 1x128 form.
-    per_row = dispatch.per_row and hidden > 128
-    form = TokenFormat.E4M3_ROW if per_row else TokenFormat.E4M3_1X128
-    settings = EngineSettings(recipe=recipe)
+    settings, form = EngineSettings(recipe=recipe), TokenFormat.E4M3_1X128
     operands = ("x", "dout") if dispatch.sends_gradients else ("x",)
     return all(format_problem(REFERENCE, settings, form, name) is None for name in operands)
 
 
-def sent(step: StepDump, name: str, recipe: Fp8Recipe, dispatch: Dispatch) -> StepDump:
+def sent(step: StepDump, name: str, recipe: Fp8Recipe) -> StepDump:
     """The step with x or dout as its sender quantised it, in the recipe's scale format."""
     values = torch.tensor(getattr(step, name)).to(torch.bfloat16)
-    block = rows(int(values.shape[1]) if dispatch.per_row else 128)
-    arrived = quantize(values, block, scale_format=recipe.scale_format)
+    arrived = quantize(values, rows(128), scale_format=recipe.scale_format)
     return step.but(**token_fields(name, arrived, step.indices, step.num_experts))
 
 
@@ -157,7 +152,7 @@ def run_recipe(
     step = replace(case, settings=settings)
     if recipe is not None and dispatch is not Dispatch.BF16:
         for name in ("x", "dout") if dispatch.sends_gradients else ("x",):
-            step = sent(step, name, recipe, dispatch)
+            step = sent(step, name, recipe)
     found: dict[str, Array] = {}
 
     def keep(name: str, value: Any) -> None:

@@ -128,7 +128,7 @@ class StepDump:
     b1, b2: fp32, both or neither.
     caller: what the caller calls these tensors; None for a step of no caller.
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
-    multipliers, fp32 `[T, ceil(H/128)]` or `[T, 1]`; x then holds their values. dout_codes,
+    multipliers, fp32 `[T, ceil(H/128)]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
     framework: that ran the step, one of `FRAMEWORKS`; None where nobody knows.
 
@@ -200,11 +200,6 @@ class StepDump:
     @property
     def num_experts(self) -> int:
         return int(self.w2.shape[0])
-
-    def has_row_scales(self, name: str) -> bool:
-        """Whether "x" or "dout" arrived in FP8 with one scale for more than 128 columns."""
-        scale = getattr(self, f"{name}_scale")
-        return scale is not None and scale.shape[1] == 1 and self.x.shape[1] > 128
 
     def but(self, **changes: Any) -> StepDump:
         """A copy with other fields; names of settings go to the settings."""

@@ -288,10 +288,7 @@ def _format_problems(
         return
     elif recipe is None:
         yield ConfigError, f"{what} come as {form.value!r}, and FP8 is off"
-    # One scale per row is as wide as the row, and fits every recipe that quantises row by row.
-    elif recipe.in_expert_order(operand) or (
-        form is TokenFormat.E4M3_1X128 and getattr(recipe, operand).extent != _TOKEN_BLOCK
-    ):
+    elif getattr(recipe, operand).extent != _TOKEN_BLOCK:
         come = f"{what} come as {form.value!r}"
         blocks = f"recipe {recipe.name!r} reads them in {getattr(recipe, operand)} blocks"
         yield ConfigError, f"{come}, and {blocks}"

@@ -17,7 +17,6 @@ from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
-from ..quant.tokens import has_row_scales
 from ..routing.metadata import RoutingMetadata
 from .settings import EngineSettings
 from .tokens import Tokens
@@ -102,7 +101,7 @@ def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> Block
     if recipe is None or not settings.fp8_wgrad:
         return None
     if isinstance(tokens, BlockScaledTensor):
-        return tokens if recipe.folds_wgrad or has_row_scales(tokens) else None
+        return tokens if recipe.folds_wgrad else None
     return quantize_operand(tokens, getattr(recipe, name), recipe) if recipe.folds_wgrad else None
 
 

@@ -89,12 +89,11 @@ def _of_lines(recipe: Fp8Recipe) -> str:
 
 class TokenFormat(Enum):
     """How tokens reach an engine: plain in their dtype, or quantised by their sender as e4m3 codes
-    with one scale per row and 128 columns, or one per row.
+    with one scale per row and 128 columns.
     """
 
     PLAIN = "plain"
     E4M3_1X128 = "e4m3_1x128"
-    E4M3_ROW = "e4m3_row"
 
 
 class GradientTarget(Enum):

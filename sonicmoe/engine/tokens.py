@@ -15,7 +15,6 @@ from ..errors import RoutingError, expect
 from ..interop import is_cuda
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape
-from ..quant.tokens import has_row_scales
 from ..routing.metadata import RoutingMetadata
 from .settings import EngineSettings, TokenFormat
 
@@ -26,9 +25,7 @@ TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def token_format(x: Tokens) -> TokenFormat:
     """The form in which an engine is handed these tokens."""
-    if not isinstance(x, BlockScaledTensor):
-        return TokenFormat.PLAIN
-    return TokenFormat.E4M3_ROW if has_row_scales(x) else TokenFormat.E4M3_1X128
+    return TokenFormat.E4M3_1X128 if isinstance(x, BlockScaledTensor) else TokenFormat.PLAIN
 
 
 def token_dtype(x: Tokens) -> torch.dtype:

@@ -114,10 +114,9 @@ class Problem:
         """The metadata, by the kernels that all engines share; a host computes it plainly."""
         return _metadata(self.routed(self.device))
 
-    def quantised(self, form: TokenFormat) -> tuple[Tokens, Tokens]:
+    def quantised(self) -> tuple[Tokens, Tokens]:
         """x and dout as their sender quantised them."""
-        block = rows(128 if form is TokenFormat.E4M3_1X128 else self.hidden)
-        x, dout = (quantize(t.to(torch.float32), block) for t in (self.x, self.dout))
+        x, dout = (quantize(t.to(torch.float32), rows(128)) for t in (self.x, self.dout))
         return x, dout
 
     def infer(self, engine: Engine) -> Results:
@@ -219,7 +218,7 @@ def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
     # The reference engine runs first and alone: a later kernel that writes where it should not
     # cannot change what is expected.
     formats = [form for form in TokenFormat if _takes(engine, problem, form)]
-    arrived = {form: problem.quantised(form) for form in formats}
+    arrived = {form: problem.quantised() for form in formats}
     wanted_of = {form: problem.train(golden, tokens=arrived[form]) for form in formats}
     yield Case("routing", problem.route, _EXACT), _metadata(problem.routed("cpu"))
     yield Case("inference", problem.infer), {"out": wanted["out"]}
@@ -233,11 +232,9 @@ def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
 
 
 def _takes(engine: Engine, problem: Problem, form: TokenFormat) -> bool:
-    # Rows of up to 128 columns have one scale in either format.
-    again = form is TokenFormat.E4M3_ROW and problem.hidden <= 128
     asked = engine.record, problem.settings, form
     reads = all(format_problem(*asked, operand) is None for operand in ("x", "dout"))
-    return form is not TokenFormat.PLAIN and not again and reads
+    return form is not TokenFormat.PLAIN and reads
 
 
 def _target_cases(

@@ -1,8 +1,8 @@
 """DeepEP's `Buffer` as a transport. The library is found by the methods it offers, not by its
 version, and is never required.
 
-This file hides the following differences from the rest of `ep/`: the element type of ids; the empty
-count list of a worst-case dispatch; and the one form of scales that the library knows.
+This file hides the following differences from the rest of `ep/`: the element type of ids, and the
+empty count list of a worst-case dispatch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name
 from ..quant.format import BlockScaledTensor
-from ..quant.tokens import WORD_COLUMNS, has_row_scales
+from ..quant.tokens import WORD_COLUMNS
 from .interface import Received, Tokens, Transport
 from .row_limit import RowLimit
 
@@ -186,10 +186,7 @@ class DeepEPTransport(Transport):
         if not isinstance(x, BlockScaledTensor):
             self._check(x)
             return x
-        # It knows one form of scales. A row's own is repeated on the way.
-        if not has_row_scales(x):
-            return x.codes, x.scale_inv
-        return x.codes, torch.cat([x.scale_inv] * (x.shape[1] // WORD_COLUMNS), 1)
+        return x.codes, x.scale_inv
 
     def _check(self, x: Tensor) -> None:
         found = f"x is {dtype_name(x.dtype)}"
@@ -219,8 +216,6 @@ def _as_arrived(received: Any, sent: Tokens) -> Tokens:
     if not isinstance(sent, BlockScaledTensor):
         return received  # type: ignore[no-any-return]
     codes, scales = received
-    if has_row_scales(sent):
-        scales = scales[:, :1].contiguous()
     return BlockScaledTensor(codes, scales, sent.block, sent.code)
 
 

@@ -13,9 +13,10 @@ from ..autograd import DifferentiableCall
 from ..errors import ShapeError, expect
 from ..interop import grad_enabled, is_cuda, plain_ops, require_framework_tensor, requires_grad
 from ..quant.format import BlockScaledTensor
+from ..quant.tokens import quantize_tokens
 from ..refusals import need_type
 from ..routing.ids import count_experts, in_one_spelling
-from .fp8_rows import Forms, SentGradient, check_forms, quantised, stand_in
+from .fp8_rows import Forms, SentGradient, check_forms, stand_in
 from .interface import (
     Dispatched,
     Received,
@@ -71,7 +72,7 @@ class Route:
         dout = dout.contiguous()
         if self.gradient is not None:
             with plain_ops():
-                sent = quantised(dout, self.gradient.form)
+                sent = quantize_tokens(dout)
                 arrived = self.transport.dispatch_cached(sent, self.handle)
                 assert isinstance(arrived, BlockScaledTensor)
                 # Rows that are not real stay as they are: engines read no row without a slot.
@@ -116,9 +117,7 @@ class DispatchCall(DifferentiableCall):
         self.dtype = x.dtype
         with plain_ops():
             plain = x.detach().contiguous()
-            sent: Tokens = plain
-            if self.forms.tokens:
-                sent = quantised(plain, self.forms.tokens)
+            sent: Tokens = quantize_tokens(plain) if self.forms.tokens else plain
             # Libraries read raw pointers and know nothing of strides or of autograd.
             weights = topk_weights.detach().contiguous()
             received = self.transport.dispatch(sent, self.topk_idx, weights)
@@ -127,7 +126,7 @@ class DispatchCall(DifferentiableCall):
             ids, local = received.topk_idx, self.transport.num_local_experts
             probs = zero_where_not_here(received.topk_weights, ids, local)
         self.tokens_per_expert = received.tokens_per_expert
-        gradient = SentGradient.of(self.forms)
+        gradient = SentGradient() if self.forms.gradients else None
         self.route = Route(self.transport, received.handle, self.topk_idx, ids, gradient)
         if isinstance(received.x, BlockScaledTensor):
             self.tokens = received.x
@@ -172,9 +171,7 @@ class Dispatcher:
     their backwards, are collectives: every rank makes them, in one order.
     """
 
-    def __init__(
-        self, transport: Transport, fp8: bool | str = False, fp8_grad: bool | str = False
-    ) -> None:
+    def __init__(self, transport: Transport, fp8: bool = False, fp8_grad: bool = False) -> None:
         """Stateless but for the transport and the stream of the combine of dx. fp8, fp8_grad: how
         tokens and gradients travel where a dispatch does not say.
         """
@@ -191,8 +188,8 @@ class Dispatcher:
         topk_idx: Tensor,
         topk_weights: Tensor,
         *,
-        fp8: bool | str | None = None,
-        fp8_grad: bool | str | None = None,
+        fp8: bool | None = None,
+        fp8_grad: bool | None = None,
     ) -> Dispatched:
         """Send every token to the ranks of its experts.
 
@@ -201,8 +198,8 @@ class Dispatcher:
             topk_idx: int64 or int32 `[T, K]`, global expert ids, distinct within a row
                 (docs/design.md, "Routing contract", for all E experts of the group).
             topk_weights: fp32 `[T, K]`.
-            fp8: send e4m3 codes with one scale per row and 128 columns (True), or per row ("row");
-                None follows the dispatcher's own `fp8`. The way back is bf16.
+            fp8: send e4m3 codes with one scale per row and 128 columns; None follows the
+                dispatcher's own `fp8`. The way back is bf16.
             fp8_grad: the same of the gradient that the combine sends back to the experts; None
                 follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
                 gradient of x is bf16.
@@ -254,7 +251,7 @@ class Dispatcher:
 
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
-        if forms.any:
+        if any(forms):
             self.transport.check_quantised(int(x.shape[1]))
         call = DispatchCall(self.transport, ids.contiguous(), forms, self.side)
         # Without gradients the autograd function is left out: no backward comes for which it would
@@ -316,9 +313,7 @@ class LocalTransport(Transport):
 class LocalDispatcher(Dispatcher):
     """The dispatcher of one rank without a group, or in a group of one."""
 
-    def __init__(
-        self, num_experts: int, fp8: bool | str = False, fp8_grad: bool | str = False
-    ) -> None:
+    def __init__(self, num_experts: int, fp8: bool = False, fp8_grad: bool = False) -> None:
         """All experts are local. fp8, fp8_grad: quantise tokens and gradients where a dispatch does
         not say otherwise.
         """
@@ -332,5 +327,6 @@ class LocalDispatcher(Dispatcher):
             return super()._send(x, ids, topk_weights, forms)
         counts = self.transport.dispatch(x, ids, topk_weights).tokens_per_expert
         probs = zero_where_not_here(topk_weights, ids, self.num_experts)
-        route = Route(self.transport, None, ids, ids, SentGradient.of(forms))
+        gradient = SentGradient() if forms.gradients else None
+        route = Route(self.transport, None, ids, ids, gradient)
         return Dispatched(x, counts, ids, probs, route, dout_source=route.gradient)

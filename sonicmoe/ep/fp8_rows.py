@@ -14,36 +14,22 @@ import torch
 from ..errors import ConfigError, expect
 from ..interop import IS_PADDLE, data_ptr
 from ..quant.format import BlockScaledTensor
-from ..quant.tokens import quantize_tokens
 
 Tensor = torch.Tensor
-# How rows travel: in their dtype, or quantised with one scale per row and 128 columns, or per row.
-FP8_FORMS = (False, True, "row")
 
 
 class Forms(NamedTuple):
-    """One of `FP8_FORMS` for tokens in the forward, and one for dout in the backward."""
+    """Whether tokens of the forward, and dout of the backward, travel in FP8."""
 
-    tokens: bool | str
-    gradients: bool | str
-
-    @property
-    def any(self) -> bool:
-        """Whether something travels in FP8."""
-        return bool(self.tokens or self.gradients)
+    tokens: bool
+    gradients: bool
 
 
 def check_forms(fp8: object, fp8_grad: object) -> None:
-    """Raise ConfigError for a form that is none of `FP8_FORMS`."""
+    """Raise ConfigError for anything but True and False."""
     for name, form in (("fp8", fp8), ("fp8_grad", fp8_grad)):
-        words = f"{name} is {form!r}; needed: one of {list(FP8_FORMS)}"
-        # By type, because 1 equals True.
-        expect(isinstance(form, bool) or form == "row", ConfigError, words)
-
-
-def quantised(rows: Tensor, form: bool | str) -> BlockScaledTensor:
-    """`[T, H]` as its sender quantises it; `form` is not False."""
-    return quantize_tokens(rows, row_scale=form == "row")
+        words = f"{name} is {form!r}; needed: True or False"
+        expect(isinstance(form, bool), ConfigError, words)
 
 
 def stand_in(
@@ -63,16 +49,9 @@ class SentGradient:
     combine, which receives them, and that of the node, which takes them.
     """
 
-    def __init__(self, form: bool | str) -> None:
-        """`form`: of the rows; not False."""
-        self.form = form
+    def __init__(self) -> None:
         self._rows: BlockScaledTensor | None = None
         self._stand_in: Tensor | None = None
-
-    @classmethod
-    def of(cls, forms: Forms) -> SentGradient | None:
-        """None where gradients travel in their own dtype."""
-        return cls(forms.gradients) if forms.gradients else None
 
     def leave(self, rows: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
         """Called by the combine's backward; what it returns is the gradient in autograd."""

@@ -39,8 +39,8 @@ def make_dispatcher(
     kind: str = "auto",
     max_tokens: int = 0,
     wait_for_counts: bool = True,
-    fp8: bool | str = False,
-    fp8_grad: bool | str = False,
+    fp8: bool = False,
+    fp8_grad: bool = False,
 ) -> Dispatcher:
     """A dispatcher for `num_experts` experts over a group; one serves all MoE layers of a model.
 
@@ -64,10 +64,10 @@ def make_dispatcher(
             sends nothing, which the others learn when it ends, or after the group's timeout
             (`RankLostError`). One rank alone never waits and has no limit.
         fp8, fp8_grad: send tokens quantised in the forward, and the gradients of the experts' output
-            in the backward: True, or "row" for one scale per row; see `Dispatcher.dispatch`.
+            in the backward; see `Dispatcher.dispatch`.
 
     Raises:
-        ConfigError: an unknown kind, form or `wait_for_counts`, or a kind that does not fit the
+        ConfigError: an unknown kind, an option that is no bool, or a kind that does not fit the
             group or `wait_for_counts`; no `max_tokens` where it is needed.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """

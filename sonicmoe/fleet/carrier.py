@@ -1,6 +1,6 @@
 """Scales of e4m3 tokens `[T, H]` in the form in which PaddleFleet carries them between ranks.
 
-    fp32     [T, ceil(H/128)] or [T, 1]   multipliers: what the node takes as `x_scale`
+    fp32     [T, ceil(H/128)]             multipliers: what the node takes as `x_scale`
     int32    [T, H/128]                   packed words, H a multiple of 128: either one fp32 multiplier
                                           per word, or four E8M0 bytes, the first group in the lowest
     uint8    [T, H/32]                    the bytes of packed words, H a multiple of 128
@@ -33,7 +33,6 @@ from ..quant.tokens import (
     WORD_COLUMNS,
     check_fp8_tokens,
     checked_tokens,
-    has_row_scales,
     tokens_of,
     words_per_row,
 )
@@ -47,12 +46,11 @@ _E8M0_NAN = 255
 
 
 class Carrier(Enum):
-    """The meaning of a packed int32 word: the fp32 multiplier of its 128 columns, the fp32
-    multiplier of its whole row (all words of a row are equal), or four E8M0 bytes.
+    """The meaning of a packed int32 word: the fp32 multiplier of its 128 columns, or four E8M0
+    bytes.
     """
 
     FP32_1X128 = "fp32_1x128"
-    FP32_ROW = "fp32_row"
     E8M0_1X32 = "e8m0_1x32"
 
 
@@ -88,13 +86,12 @@ def declared_carrier() -> Carrier | None:
 
 
 class Arrived(NamedTuple):
-    """Tokens as the node takes them (`tokens.codes` and `tokens.scale_inv`), and how many codes
-    lost bits on the way to one multiplier per 128 columns: int64 of one element on the tokens'
-    device, unread; None where nothing was rescaled.
+    """Tokens as the node takes them (`tokens.codes` and `tokens.scale_inv`), and whether the codes
+    are others than those that came, because their groups had scales of their own.
     """
 
     tokens: BlockScaledTensor
-    inexact: Tensor | None
+    moved: bool
 
 
 def require_words(x: Tensor) -> None:
@@ -104,13 +101,8 @@ def require_words(x: Tensor) -> None:
 
 
 def pack_words(tokens: BlockScaledTensor) -> Tensor:
-    """int32 `[T, H/128]`: the fp32 multipliers as words, repeated where a row has one."""
-    count, hidden = tokens.shape
-    scale = tokens.scale_inv
-    # A word per 128 columns is what the wire has room for, whatever fills it.
-    if has_row_scales(tokens):
-        scale = scale.expand(count, hidden // WORD_COLUMNS).contiguous()
-    return scale.view(torch.int32)
+    """int32 `[T, H/128]`: the fp32 multipliers as words."""
+    return tokens.scale_inv.view(torch.int32)
 
 
 def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
@@ -130,20 +122,15 @@ def tokens_from_carrier(codes: Tensor, scale: Tensor) -> Arrived:
     require_same_device([("codes", codes), ("scale", scale)])
     if scale.dtype == torch.float32:
         check_fp8_tokens(codes, scale)
-        return Arrived(checked_tokens(codes.detach(), scale.detach()), None)
+        return Arrived(checked_tokens(codes.detach(), scale.detach()), moved=False)
     with plain_ops():
         codes, scale = codes.detach().contiguous(), scale.detach().contiguous()
         words = _packed_words(codes, scale)
         if words is None:
             return _rescaled(codes, _one_byte_per_word(codes, scale))
-        carrier = _meaning(words)
-        if carrier is Carrier.E8M0_1X32:
+        if _meaning(words) is Carrier.E8M0_1X32:
             return _rescaled(codes, _bytes_of(words))
-        multipliers = words.view(torch.float32)
-        # One scale per row travels in every word of the row.
-        if carrier is Carrier.FP32_ROW:
-            multipliers = multipliers[:, :1].contiguous()
-        return Arrived(checked_tokens(codes, multipliers), None)
+        return Arrived(checked_tokens(codes, words.view(torch.float32)), moved=False)
 
 
 def _packed_words(codes: Tensor, scale: Tensor) -> Tensor | None:
@@ -204,7 +191,7 @@ def _rescaled(codes: Tensor, exponents: Tensor) -> Arrived:
     # Paddle reduces and reshapes no tensor without elements.
     if tokens == 0:
         scale = torch.zeros((0, words), dtype=torch.float32, device=codes.device)
-        return Arrived(tokens_of(codes, scale), None)
+        return Arrived(tokens_of(codes, scale), moved=False)
     missing = GROUPS_PER_WORD * words - int(exponents.shape[1])
     if missing:
         # Groups beyond the last column get the least exponent, which decides no largest one.
@@ -217,10 +204,7 @@ def _rescaled(codes: Tensor, exponents: Tensor) -> Arrived:
     factor = _power_of_two(127 + (grouped - largest.unsqueeze(-1)).clamp(-126, 0))
     columns = factor.reshape([tokens, -1, 1]).expand(-1, -1, GROUP_COLUMNS)
     values = codes.to(torch.float32) * columns.reshape([tokens, -1])[:, :hidden]
-    moved = encode_e4m3(values)
-    # NaN differs from itself, and is no loss.
-    lost = (moved.to(torch.float32) != values) & ~torch.isnan(values)
-    return Arrived(tokens_of(moved, _multipliers(largest)), lost.to(torch.int64).sum())
+    return Arrived(tokens_of(encode_e4m3(values), _multipliers(largest)), moved=True)
 
 
 def _multipliers(exponents: Tensor) -> Tensor:

@@ -149,13 +149,6 @@ kernels always fuse activation and quantisation; False is said once |
         # The fields alone: a copy makes answers of its own.
         return self.__dict__.copy()
 
-    @classmethod
-    def disabled(cls) -> FP8Config:
-        """One with FP8 off."""
-        made = cls()
-        made.enabled = False
-        return made
-
     def __setattr__(self, name: str, value: Any) -> None:
         name = _ALIASES.get(name, name)
         known = ", ".join(sorted(FIELDS))
@@ -174,9 +167,6 @@ kernels always fuse activation and quantisation; False is said once |
         if field != name and field in FIELDS:
             return lambda: getattr(self, field)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def resolve_wgrad(self, I: int) -> None:
-        """Nothing: `fp8_wgrad` does not depend on the intermediate size here."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FP8Config) and self.__dict__ == other.__dict__

@@ -29,30 +29,23 @@ Tensor = torch.Tensor
 
 
 def quantize_activation_blockscaled_fast(
-    x: Tensor,
-    scale_dtype: Any = None,
-    pack_scale_words: bool = False,
-    *,
-    row_scale: bool | None = None,
+    x: Tensor, scale_dtype: Any = None, pack_scale_words: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Tokens to send, as e4m3 codes and scales.
 
     | `pack_scale_words` | `scale_dtype` | scales | quantised |
     |---|---|---|---|
     | True | None | int32 `[T, H/128]`, packed words of the declared carrier | as the carrier says |
-    | False | float32 | fp32 `[T, ceil(H/128)]`, or `[T, 1]` with `row_scale` | per 128 columns, or per row |
+    | False | float32 | fp32 `[T, ceil(H/128)]` | per 128 columns |
     | False | int32 | int32 `[T, ceil(H/32)]`, one E8M0 byte per word | per 32 columns, powers of two |
     | False | None | uint8 `[T, ceil(H/32)]`, E8M0 bytes | per 32 columns, powers of two |
 
-    Packing declares the carrier of this process, if nobody did: fp32 multipliers per 128 columns,
-    or per row with `row_scale`. E8M0 bytes of H a multiple of 128 declare E8M0, because their reader
-    cannot tell them from the bytes of packed words. A row with one scale spares wgrad the second
-    rounding of x, and costs accuracy where a row's magnitudes are far apart.
+    Packing declares the carrier of this process, if nobody did: fp32 multipliers per 128 columns.
+    E8M0 bytes of H a multiple of 128 declare E8M0, because their reader cannot tell them from the
+    bytes of packed words.
 
     Args:
         x: contiguous bf16 `[T, H]` (fp16 and fp32 too); H a multiple of 128 to pack.
-        row_scale: one fp32 scale per row; None follows the carrier, and is False where words are
-            not packed.
 
     Raises:
         ConfigError: a combination that is not in the table, or not that of the declared carrier.
@@ -63,13 +56,12 @@ def quantize_activation_blockscaled_fast(
     need_shape(len(x.shape) == 2, "x", x, "[T, H]")
     name = None if scale_dtype is None else dtype_name(scale_dtype)
     if pack_scale_words:
-        return _packed(x, name, row_scale)
+        return _packed(x, name)
     if name == "float32":
-        tokens = quantize_tokens(x, row_scale=bool(row_scale))
+        tokens = quantize_tokens(x)
         return tokens.codes, tokens.scale_inv
     words = f"scale_dtype is {name!r}; needed: None, float32, int32 or uint8"
     expect(name in (None, "int32", "uint8"), ConfigError, words)
-    expect(not row_scale, ConfigError, "row_scale with E8M0 bytes, which scale 32 columns each")
     if name != "int32" and int(x.shape[1]) % WORD_COLUMNS == 0:
         # Four such bytes have the dtype and shape of a word, and are read as the carrier says.
         declare_carrier(Carrier.E8M0_1X32)
@@ -77,24 +69,16 @@ def quantize_activation_blockscaled_fast(
     return codes, exponents if name == "int32" else exponents.to(torch.uint8)
 
 
-def _packed(x: Tensor, scale_dtype: str | None, row_scale: bool | None) -> tuple[Tensor, Tensor]:
+def _packed(x: Tensor, scale_dtype: str | None) -> tuple[Tensor, Tensor]:
     words = f"scale_dtype is {scale_dtype!r} with pack_scale_words; packed words are int32"
     expect(scale_dtype in (None, "int32"), ConfigError, f"{words}: needed: None")
     require_words(x)
-    carrier = _carrier(row_scale)
+    carrier = declared_carrier() or declare_carrier(Carrier.FP32_1X128)
     if carrier is not Carrier.E8M0_1X32:
-        tokens = quantize_tokens(x, row_scale=carrier is Carrier.FP32_ROW)
+        tokens = quantize_tokens(x)
         return tokens.codes, pack_words(tokens)
     codes, exponents = _microscaled(x)
     return codes, words_of_bytes(exponents.to(torch.uint8))
-
-
-def _carrier(row_scale: bool | None) -> Carrier:
-    """The declared carrier, which is declared here where it was not."""
-    declared = declared_carrier()
-    if row_scale is None and declared is not None:
-        return declared
-    return declare_carrier(Carrier.FP32_ROW if row_scale else Carrier.FP32_1X128)
 
 
 def _microscaled(x: Tensor) -> tuple[Tensor, Tensor]:

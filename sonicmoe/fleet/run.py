@@ -180,9 +180,8 @@ def _tokens_of(
             f"hidden_states in {dtype_name(hidden_states.dtype)} wants a gradient, and PyTorch "
             "would cast it to that; needed: hidden_states.detach(), or a node with dx_to"
         )
-    tokens, inexact = tokens_from_carrier(hidden_states, fp8_scale)
+    tokens, moved = tokens_from_carrier(hidden_states, fp8_scale)
     # Codes that nothing has moved stay the caller's tensor, whose writes the node sees.
-    moved = inexact is not None or not hidden_states.is_contiguous()
-    codes = tokens.codes if moved else hidden_states
+    codes = tokens.codes if moved or not hidden_states.is_contiguous() else hidden_states
     # Under Paddle the gradient goes to the codes themselves, in bf16: their PyLayer takes that.
     return codes, tokens.scale_inv, hidden_states if IS_PADDLE else None

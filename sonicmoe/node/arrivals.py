@@ -45,7 +45,7 @@ class GradientSource(Protocol):
     """Who has the gradient of one output of the node."""
 
     def take(self, gradient: Tensor) -> BlockScaledTensor | Tensor:
-        """The gradient `[T, H]`: codes and fp32 scales per row and 128 columns, or per row
+        """The gradient `[T, H]`: codes and fp32 scales per row and 128 columns
         (`quant/tokens.py`), or a plain tensor. Called once by every backward.
 
         Args:

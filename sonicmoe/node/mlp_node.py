@@ -229,8 +229,8 @@ class SonicMoEMlpNode(NodeUpkeep):
             dispatched_probs: fp32 `[T, K]`; only values at valid slots count. Its gradient is
                 exactly 0 elsewhere.
             x_scale: fp32 multipliers of tokens that were quantised by their sender,
-                `[T, ceil(H/128)]`, or `[T, 1]` with one per row. An engine that cannot read such
-                tokens gets their values in bf16, and the log says so once.
+                `[T, ceil(H/128)]`. An engine that cannot read such tokens gets their values in bf16,
+                and the log says so once.
             dx_to: the tensor that gets the gradient of such tokens: bf16 `[T, H]`, whose values are
                 never read, so one element that is expanded will do. Under Paddle it may be x itself
                 (docs/parallel.md, "Tokens that arrive in FP8"). None: nobody gets it.

@@ -1,8 +1,6 @@
-"""Tokens that arrive in FP8: e4m3 codes with fp32 multipliers, quantised where they were sent.
-
-1x128   multipliers `[T, ceil(H/128)]`: one per row and 128 columns
-row     multipliers `[T, 1]`: one per row. Weight gradients then need no second rounding of x
-        (docs/parallel.md, "Tokens that arrive in FP8").
+"""Tokens that arrive in FP8, quantised where they were sent: e4m3 codes `[T, H]` with fp32
+multipliers `[T, ceil(H/128)]`, one per row and 128 columns (docs/parallel.md, "Tokens that arrive
+in FP8").
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ..interop import (
 from ..refusals import need_shape
 from .format import BlockScaledTensor, Code
 from .gpu import quantize_rows
-from .recipes import BlockShape, rows
+from .recipes import rows
 from .reference import dequantize, quantize
 
 Tensor = torch.Tensor
@@ -37,46 +35,29 @@ def is_fp8(x: Tensor) -> bool:
 
 
 def words_per_row(hidden: int) -> int:
-    """Multipliers of a row of `hidden` columns in the 1x128 form."""
+    """Multipliers of a row of `hidden` columns."""
     return -(-hidden // WORD_COLUMNS)
 
 
-def token_block(hidden: int, multipliers: int) -> BlockShape:
-    """The block that `multipliers` per row of `hidden` columns belong to. Where both forms have
-    one, for H up to 128, it is the 1x128 form.
-    """
-    return WORD_BLOCK if multipliers == words_per_row(hidden) else rows(hidden)
-
-
-def has_row_scales(x: object) -> bool:
-    """Whether these are quantised tokens with one multiplier per row of more than 128 columns."""
-    return isinstance(x, BlockScaledTensor) and x.block.cols > WORD_COLUMNS
-
-
 def tokens_of(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
-    """e4m3 `[T, H]` and fp32 `[T, ceil(H/128)]` or `[T, 1]` as one type; shares both tensors."""
-    block = token_block(int(codes.shape[1]), int(scale_inv.shape[1]))
-    return BlockScaledTensor(codes, scale_inv, block, Code.E4M3)
+    """e4m3 `[T, H]` and fp32 `[T, ceil(H/128)]` as one type; shares both tensors."""
+    return BlockScaledTensor(codes, scale_inv, WORD_BLOCK, Code.E4M3)
 
 
 def checked_tokens(codes: Tensor, scale_inv: Tensor) -> BlockScaledTensor:
     """`tokens_of` for tensors that `check_fp8_tokens` has seen, whose checks a forward need not
     repeat.
     """
-    block = token_block(int(codes.shape[1]), int(scale_inv.shape[1]))
-    return BlockScaledTensor.of_checked(codes, scale_inv, block, Code.E4M3)
+    return BlockScaledTensor.of_checked(codes, scale_inv, WORD_BLOCK, Code.E4M3)
 
 
-def quantize_tokens(x: Tensor, *, row_scale: bool = False) -> BlockScaledTensor:
-    """Tokens bf16, fp16 or fp32 `[T, H]` as their sender quantises them: with one scale per row and
-    128 columns, which are the codes that the engines make themselves, or with one per row.
-
-    On a GPU, one scale per 128 columns is one launch, and one per row several; neither waits.
+def quantize_tokens(x: Tensor) -> BlockScaledTensor:
+    """Tokens bf16, fp16 or fp32 `[T, H]` as their sender quantises them, which are the codes that the
+    engines make themselves. On a GPU one launch, which does not wait.
     """
     with plain_ops():
-        hidden = int(x.shape[1])
-        if row_scale or hidden % 16:  # the kernel reads 16 columns at a time
-            return quantize(x, rows(hidden if row_scale else WORD_COLUMNS))
+        if int(x.shape[1]) % 16:  # the kernel reads 16 columns at a time
+            return quantize(x, WORD_BLOCK)
         return quantize_rows(x)
 
 
@@ -114,8 +95,8 @@ def check_fp8_tokens(x: Tensor, x_scale: Tensor, name: str = "x") -> None:
     tokens, hidden = (int(size) for size in x.shape)
     shape = tuple(int(size) for size in x_scale.shape)
     per_word = (tokens, words_per_row(hidden))
-    if shape not in (per_word, (tokens, 1)):
-        needs = f"[T, ceil(H/128)] = {per_word}, or [T, 1] with one multiplier per row"
+    if shape != per_word:
+        needs = f"[T, ceil(H/128)] = {per_word}"
         raise ShapeError(f"{scale} has shape {shape}; {name} {(tokens, hidden)} needs {needs}")
     for argument, value in ((name, x), (scale, x_scale)):
         # A dispatcher that hands multipliers on column by column is told so here. A silent copy
@@ -138,7 +119,7 @@ def _are_fp8_tokens(x: Tensor, x_scale: Any) -> bool:
     count, multipliers = x_scale.shape
     return bool(
         count == tokens
-        and multipliers in (words_per_row(int(hidden)), 1)
+        and multipliers == words_per_row(int(hidden))
         and x.is_contiguous()
         and x_scale.is_contiguous()
         and same_device(x, x_scale)

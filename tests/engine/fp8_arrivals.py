@@ -15,11 +15,10 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES, ScaleFormat, rows
 from sonicmoe.quant.reference import dequantize, quantize
-from sonicmoe.quant.tokens import has_row_scales, tokens_of
+from sonicmoe.quant.tokens import tokens_of
 
 ISO128 = EngineSettings(recipe=RECIPES["iso128"])
 EXACT = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"])
-FORMS = pytest.mark.parametrize("row", [False, True], ids=["1x128", "row"])
 WGRADS = pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
 
 
@@ -35,18 +34,17 @@ def problem_with_idle_tokens(made=None, step=6):
     return made.but(indices=indices)
 
 
-def quantised(x, row=False, scale_format=ScaleFormat.FP32):
+def quantised(x, scale_format=ScaleFormat.FP32):
     """`[T, H]` values as their sender quantises them."""
-    block = rows(int(x.shape[1])) if row else rows(128)
-    made = quantize(tensor(x, torch.float32), block, scale_format=scale_format)
+    made = quantize(tensor(x, torch.float32), rows(128), scale_format=scale_format)
     return tokens_of(made.codes, made.scale_inv)
 
 
-def odd_multiples(x, row):
+def odd_multiples(x):
     """Tokens whose scales are small odd multiples of powers of two: their values need more bits
     than a code has, and stay exact in fp32.
     """
-    made = quantised(np.sign(x) * (np.abs(x) % 4), row, ScaleFormat.POW2)
+    made = quantised(np.sign(x) * (np.abs(x) % 4), ScaleFormat.POW2)
     scale = numpy(made.scale_inv)
     odd = 1 + 2 * (np.arange(scale.size).reshape(scale.shape) % 4)
     return tokens_of(made.codes, tensor(scale * odd, torch.float32))
@@ -71,7 +69,7 @@ def arrived_by_hand(problem, settings, exact=True, **arriving) -> Result:
     scales = {
         f"{name}_scale": numpy(q.scale_inv).max(1)
         for name, q in arriving.items()
-        if settings.fp8_wgrad and (settings.recipe.folds_wgrad or has_row_scales(q))
+        if settings.fp8_wgrad and settings.recipe.folds_wgrad
     }
     return by_hand(seen, settings, torch.bfloat16, skip=arriving, exact=exact, **scales)
 

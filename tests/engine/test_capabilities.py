@@ -85,7 +85,7 @@ def test_what_hopper_computes(changes):
     assert problem(HOPPER, changed(HOPPER_LOAD, **changes), "sm_90a") is None
 
 
-ROW, BY_128 = TokenFormat.E4M3_ROW, TokenFormat.E4M3_1X128
+BY_128 = TokenFormat.E4M3_1X128
 MX_LOAD = changed(HOPPER_LOAD, recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 CANNOT = (
     (HOPPER, {"recipe": None}, ConfigError, "FP8 is off"),
@@ -103,22 +103,22 @@ CANNOT = (
     (HOPPER, {"hidden_size": 2056}, ShapeError,
      "H is 2056 and I is 768, and it needs multiples of 16 and 64"),
     (HOPPER, {"intermediate_size": 96}, ShapeError, "H is 2048 and I is 96"),
-    (HOPPER, {"tokens": ROW}, DTypeError, "tokens come as 'e4m3_row'"),
+    (MXFP8, {"tokens": BY_128}, DTypeError, "tokens come as 'e4m3_1x128'"),
     (MXFP8, {"recipe": RECIPES["iso128"]}, ConfigError, "made for 'iso32-pow2'"),
     (MXFP8, {"save_z": ZCode.INT8}, ConfigError, "it stores 'bf16'"),
     (MXFP8, {"activation": ActivationType.GELU}, ConfigError, "the activation is 'gelu'"),
     (MXFP8, {"bias": True}, ConfigError, "biases"),
     (MXFP8, {"intermediate_size": 752}, ShapeError, "it needs multiples of 32 and 32"),
     (MXFP8, {"dtype": "float16"}, DTypeError, "tokens are float16"),
-    (BF16, {"tokens": ROW}, DTypeError, "tokens come as 'e4m3_row', and it"),
+    (BF16, {"tokens": BY_128}, DTypeError, "tokens come as 'e4m3_1x128', and it"),
     (BF16, {"recipe": RECIPES["dx256"]}, ConfigError,
      "FP8 is on (recipe 'dx256'), and it quantises nothing"),
     (BF16, {"dtype": "float32"}, DTypeError,
      "tokens are float32, and it takes bfloat16 or float16"),
     (BF16, {"hidden_size": 3076}, ShapeError,
      "H is 3076 and I is 768, and it needs multiples of 8 and 8"),
-    (REFERENCE, {"tokens": ROW, "recipe": None}, ConfigError,
-     "tokens come as 'e4m3_row', and FP8 is off"),
+    (REFERENCE, {"tokens": BY_128, "recipe": None}, ConfigError,
+     "tokens come as 'e4m3_1x128', and FP8 is off"),
     (REFERENCE, {"tokens": BY_128, "recipe": RECIPES["wide256"]}, ConfigError,
      "tokens come as 'e4m3_1x128', and recipe 'wide256' reads them in 1x256 blocks"),
 )  # fmt: skip

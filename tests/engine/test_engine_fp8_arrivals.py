@@ -1,18 +1,16 @@
 """Tokens, and gradients of the output, that arrive in FP8: read as they came, rounded a second time
-for wgrad alone, and not even there where a row has one scale. And the recipe `row128`, whose scales
+for wgrad alone. And the recipe `row128`, whose scales
 stay along a row, and whose weight gradients are made from the codes of x and dout.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 from engine.fp8_arrivals import (
     EXACT,
-    FORMS,
     ISO128,
     WGRADS,
     arrived_by_hand,
@@ -47,8 +45,7 @@ WIDE = EngineSettings(recipe=RECIPES["wide256"])
 NAMES = ("row128", "row128-dx256")
 ROW128 = EngineSettings(recipe=RECIPES["row128"])
 FOLDS = EngineSettings(ActivationType.REGLU, RECIPES["row128-pow2"])
-# Settings, and whether a row has one scale.
-ARRIVING = [*product((ISO128, replace(ISO128, fp8_wgrad=False)), (False, True)), (ROW128, False)]
+ARRIVING = (ISO128, replace(ISO128, fp8_wgrad=False), ROW128)
 
 
 @pytest.fixture(scope="module")
@@ -61,39 +58,34 @@ def gaussian():
     return gaussian_problem()
 
 
-def arriving(problem, side, row=False):
-    return {side: quantised(getattr(problem, side), row)}
+def arriving(problem, side):
+    return {side: quantised(getattr(problem, side))}
 
 
-def test_forms_are_told_by_the_shape_of_the_scales(gaussian):
-    for row, form in ((False, TokenFormat.E4M3_1X128), (True, TokenFormat.E4M3_ROW)):
-        x = quantised(gaussian.x, row)
-        assert token_format(x) is form and token_dtype(x) == torch.bfloat16
-    # One scale per row of up to 128 columns is the 1x128 form, which rounds again.
-    assert token_format(quantised(gaussian.x[:, :80], True)) is TokenFormat.E4M3_1X128
+def test_quantised_tokens_have_a_form_of_their_own(gaussian):
+    x = quantised(gaussian.x)
+    assert token_format(x) is TokenFormat.E4M3_1X128 and token_dtype(x) == torch.bfloat16
 
 
 @SIDES
 def test_the_senders_quantisation_is_the_engines_own(gaussian, side):
     """Equal codes, equal bits: all but the gradient whose operand was rounded once here. It is
-    rounded once more, and not where a row has one scale.
+    rounded once more.
     """
     name, plain = GRADIENT[side], run(gaussian, ISO128)
-    sent, row = (run(gaussian, ISO128, **arriving(gaussian, side, form)) for form in (False, True))
+    sent = run(gaussian, ISO128, **arriving(gaussian, side))
     assert_same_bits(sent, plain, names={*OUTPUTS} - {name})
     exact = getattr(golden(gaussian), name)
-    once, twice, folded = (relative_rmse(getattr(r, name), exact) for r in (plain, sent, row))
+    once, twice = (relative_rmse(getattr(r, name), exact) for r in (plain, sent))
     assert 1.03 * once < twice < 1.12 * once
-    assert folded < 0.97 * twice
 
 
 @WGRADS
-@FORMS
 @pytest.mark.parametrize("sides", [("x",), ("dout",), ("x", "dout")], ids="+".join)
-def test_equals_the_recipe_by_hand(coarse, row, fp8_wgrad, sides):
+def test_equals_the_recipe_by_hand(coarse, fp8_wgrad, sides):
     """Powers of two and small integers: every number is exact, so codes, blocks and order show."""
     settings = replace(EXACT, fp8_wgrad=fp8_wgrad)
-    sent = {side: odd_multiples(getattr(coarse, side), row) for side in sides}
+    sent = {side: odd_multiples(getattr(coarse, side)) for side in sides}
     expected = arrived_by_hand(coarse, settings, **sent)
     assert_equal_to_rounding(run(coarse, settings, **sent), expected)
 
@@ -101,8 +93,8 @@ def test_equals_the_recipe_by_hand(coarse, row, fp8_wgrad, sides):
 @SIDES
 def test_a_second_rounding_and_a_fold_would_be_noticed(coarse, side):
     """The test above tells the three ways of making wgrad's operands apart."""
-    sent = odd_multiples(getattr(coarse, side), True)
-    seen, scale = coarse.but(**{side: numpy(dequantize(sent))}), numpy(sent.scale_inv)[:, 0]
+    sent = odd_multiples(getattr(coarse, side))
+    seen, scale = coarse.but(**{side: numpy(dequantize(sent))}), numpy(sent.scale_inv).max(1)
     ways = [
         by_hand(seen, EXACT, torch.bfloat16, [side, *more], True, **{f"{side}_scale": fold})
         for more, fold in (([], None), ([f"wgrad_{side}"], None), ([], scale))
@@ -111,14 +103,10 @@ def test_a_second_rounding_and_a_fold_would_be_noticed(coarse, side):
 
 
 @SIDES
-@pytest.mark.parametrize(
-    ("settings", "row"),
-    ARRIVING,
-    ids=["1x128", "row", "1x128 plain_wgrad", "row plain_wgrad", "row128"],
-)
-def test_rows_without_a_valid_slot_are_never_read(gaussian, side, settings, row):
+@pytest.mark.parametrize("settings", ARRIVING, ids=["fp8_wgrad", "plain_wgrad", "row128"])
+def test_rows_without_a_valid_slot_are_never_read(gaussian, side, settings):
     problem = problem_with_idle_tokens(gaussian, 5)
-    sent = quantised(getattr(problem, side), row)
+    sent = quantised(getattr(problem, side))
     poison = run(problem, settings, **{side: poisoned(sent, problem)})
     assert_same_bits(poison, run(problem, settings, **{side: sent}))
     assert all(np.isfinite(value).all() for _, value in poison.items())
@@ -126,25 +114,21 @@ def test_rows_without_a_valid_slot_are_never_read(gaussian, side, settings, row)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sides", "row"),
-    [
-        *product((ISO128,), (("x",), ("dout",)), (False, True)),
-        *((ROW128, sides, False) for sides in ((), ("x", "dout"))),
-    ],
-    ids=["x 1x128", "x row", "dout 1x128", "dout row", "row128 bf16", "row128 1x128"],
+    ("settings", "sides"),
+    [(ISO128, ("x",)), (ISO128, ("dout",)), (ROW128, ()), (ROW128, ("x", "dout"))],
+    ids=["x", "dout", "row128 bf16", "row128 1x128"],
 )
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)
-def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, settings, sides, row, save_z):
-    sent = {side: quantised(getattr(gaussian, side), row) for side in sides}
+def test_recomputing_z_and_stagewise_memory_change_no_bit(gaussian, settings, sides, save_z):
+    sent = {side: quantised(getattr(gaussian, side)) for side in sides}
     settings = replace(settings, save_z=save_z)
     usual = run(gaussian, settings, **sent)
     for changes in ({"recompute_z": True}, {"frees_stagewise": True}):
         assert_same_bits(run(gaussian, replace(settings, **changes), **sent), usual)
 
 
-@FORMS
-def test_saved_tensors_hold_codes_and_scales(gaussian, row):
-    x = quantised(gaussian.x, row)
+def test_saved_tensors_hold_codes_and_scales(gaussian):
+    x = quantised(gaussian.x)
     setup = replace(set_up(gaussian, ISO128, torch.bfloat16), x=x)
     out, saved = setup.forward()
     tensors, spec = saved.pack()
@@ -153,10 +137,9 @@ def test_saved_tensors_hold_codes_and_scales(gaussian, row):
     assert_same_bits(setup.backward(out, spec.unpack(tensors)), run(gaussian, ISO128, x=x))
 
 
-@FORMS
-def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian, row):
+def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian):
     token = int(np.flatnonzero((gaussian.indices == 0).any(1))[0])
-    x = quantised(gaussian.x, row)
+    x = quantised(gaussian.x)
     scale = numpy(x.scale_inv)
     scale[token, -1] = np.inf
     found = run(gaussian, ISO128, x=tokens_of(x.codes, tensor(scale, torch.float32)))
@@ -166,11 +149,10 @@ def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian, ro
         assert bad.all() if expert in gaussian.indices[token] else not bad.any(), expert
 
 
-@FORMS
-def test_biases_see_the_values(row):
+def test_biases_see_the_values():
     """db2 and the bias' share of dprobs read the values of the codes."""
     problem = make_problem(tokens=64, hidden=256, intermediate=64, topk=2, bias=True)
-    dout = quantised(problem.dout, row)
+    dout = quantised(problem.dout)
     setup = set_up(problem.but(dout=numpy(dequantize(dout))), ISO128)
     sent, values = replace(setup, dout=dout).run(), setup.run()
     np.testing.assert_array_equal(sent.db2, values.db2)
@@ -178,12 +160,11 @@ def test_biases_see_the_values(row):
 
 
 @SIDES
-def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian, side):
-    blocks, row = (
-        {*stages_of(gaussian, ISO128, **arriving(gaussian, side, form))} for form in (False, True)
-    )
-    assert OPERANDS[side] | {f"{side}_fp8", GRADIENT[side]} <= blocks
-    assert blocks - row == OPERANDS[side]
+@pytest.mark.parametrize("name", ["iso128", "row128"])
+def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian, side, name):
+    shown = {*stages_of(gaussian, EngineSettings(recipe=RECIPES[name]), **arriving(gaussian, side))}
+    assert {f"{side}_fp8", GRADIENT[side]} <= shown
+    assert shown & OPERANDS[side] == (OPERANDS[side] if name == "iso128" else set())
 
 
 OFF = EngineSettings()
@@ -208,19 +189,11 @@ def test_what_the_engine_cannot_read_is_refused_by_name(
         run(gaussian, settings, **{side: sent.codes if "codes" in form else sent})
 
 
-@SIDES
-def test_one_scale_per_row_fits_every_recipe_that_quantises_row_by_row(gaussian, side):
-    found = run(gaussian, WIDE, **arriving(gaussian, side, True))
-    assert np.isfinite(found.out).all() and np.isfinite(found.dx).all()
-
-
 def test_each_engine_at_its_border(gaussian):
     """What the engines with kernels read, asked of the border that they share."""
     _, saved = set_up(gaussian, ISO128, torch.bfloat16).forward()
-    blocks, row = (quantised(gaussian.dout, one) for one in (False, True))
+    blocks = quantised(gaussian.dout)
     assert check_dout(blocks, saved, HOPPER) is blocks
-    with pytest.raises(DTypeError, match=r"the hopper engine cannot read dout: .*'e4m3_row'"):
-        check_dout(row, saved, HOPPER)
     with pytest.raises(DTypeError, match=r"the bf16 engine cannot read dout: .*'e4m3_1x128'"):
         check_dout(blocks, saved, BF16)
     assert format_problem(BF16, EngineSettings(), TokenFormat.PLAIN, "dout") is None
@@ -269,9 +242,9 @@ def own_sender(values, settings=ROW128):
     return tokens_of(q.codes, q.scale_inv)
 
 
-def senders(problem, row=False):
+def senders(problem):
     """x and dout as the usual sender quantises them."""
-    return {side: quantised(getattr(problem, side), row) for side in ("x", "dout")}
+    return {side: quantised(getattr(problem, side)) for side in ("x", "dout")}
 
 
 @WGRADS
@@ -285,7 +258,7 @@ def test_equals_the_recipe_by_hand_where_blocks_have_their_own_scales(spread, na
 @pytest.mark.parametrize("sides", [("x",), ("x", "dout")], ids="+".join)
 def test_equals_the_recipe_by_hand_on_tokens_that_arrive_in_fp8(spread, sides):
     """One scale per row and 128 columns: codes of the largest one are kept, the others rounded."""
-    sent = {side: odd_multiples(getattr(spread, side), False) for side in sides}
+    sent = {side: odd_multiples(getattr(spread, side)) for side in sides}
     expected = arrived_by_hand(spread, FOLDS, exact=False, **sent)
     assert_equal_to_rounding(run(spread, FOLDS, **sent), expected)
 
@@ -294,7 +267,7 @@ def test_a_fold_and_a_second_rounding_would_be_noticed(spread):
     """The tests above tell folding from not folding, and codes that were rounded once more from
     those that were not.
     """
-    x = odd_multiples(spread.x, False)
+    x = odd_multiples(spread.x)
     seen, scale = spread.but(x=numpy(dequantize(x))), numpy(x.scale_inv).max(1)
     square = FOLDS.recipe.wgrad_dz
     unfolded = replace(FOLDS.recipe, folds_wgrad=False, wgrad_x=square, wgrad_dout=square)
@@ -315,11 +288,6 @@ def test_a_sender_that_quantises_as_the_engine_does_changes_no_bit(gaussian, nam
     usual = run(gaussian, settings, x=quantised(gaussian.x))
     exact = golden(gaussian).dw1
     assert relative_rmse(usual.dw1, exact) > 1.01 * relative_rmse(plain.dw1, exact)
-
-
-def test_one_scale_per_row_is_the_same_where_no_block_is_far_below(gaussian):
-    """Gaussian rows: one scale for all columns, in either form of the scales."""
-    assert_same_bits(run(gaussian, ROW128, **senders(gaussian, True)), run(gaussian, ROW128))
 
 
 def test_plain_wgrad_folds_nothing(gaussian):

@@ -260,15 +260,14 @@ class TestLines:
         read = replace(WORKLOAD, tokens=TokenFormat.E4M3_1X128)
         assert choose_engine("cuda:0", workload=read).dequantises is None
         assert choose_engine("cuda:0", workload=WORKLOAD).dequantises is None
-        workload = replace(WORKLOAD, tokens=TokenFormat.E4M3_ROW)
+        workload = replace(PLAIN, tokens=TokenFormat.E4M3_1X128)
         choice = choose_engine("cuda:0", workload=workload)
-        assert choice.engine.name == "hopper" and not choice.falls_back
-        words = "tokens come as 'e4m3_row', and it takes ['plain', 'e4m3_1x128']"
-        assert choice.dequantises == words
-        assert choose_engine("cuda:0", EngineName.HOPPER, workload).dequantises is not None
+        assert choice.engine.name == "bf16" and not choice.falls_back
+        assert choice.dequantises == "tokens come as 'e4m3_1x128', and it takes ['plain']"
+        assert choose_engine("cuda:0", EngineName.BF16, workload).dequantises is not None
         (level, _), (second, line) = self.told(caplog, choice)
         assert (level, second) == ("INFO", "WARNING")
-        assert "hopper on cuda:0: tokens that arrive in FP8 are dequantised to bfloat16" in line
+        assert "bf16 on cuda:0: tokens that arrive in FP8 are dequantised to bfloat16" in line
 
     def test_the_reference_engine_reads_tokens_in_fp8(self):
         for tokens in TokenFormat:

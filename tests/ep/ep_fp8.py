@@ -13,9 +13,8 @@ from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 HIDDEN, INTERMEDIATE = 256, 24
-FORMS = (True, "row")
 # Of tokens, and of gradients.
-BOTH = ((True, False), ("row", False), (False, True), (True, True), ("row", "row"))
+BOTH = ((True, False), (False, True), (True, True))
 CASES = ("uneven", "a rank without tokens", "a rank that receives nothing", "no tokens anywhere")
 
 

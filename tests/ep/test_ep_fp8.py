@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from ep_cases import EXPERTS, joined
-from ep_fp8 import BOTH, CASES, FORMS, Spy, node_of, run_fp8, sources
+from ep_fp8 import BOTH, CASES, Spy, node_of, run_fp8, sources
 from framework import relative_rmse
 from test_ep_dispatchers import Group
 
 from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
 from sonicmoe.ep.deepep import DeepEPTransport
-from sonicmoe.ep.fp8_rows import quantised
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
+from sonicmoe.quant.tokens import quantize_tokens
 
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 TRANSPORTS = {
@@ -70,27 +70,25 @@ def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
     for values, one, prefix in ((everything.x, form, ""), (everything.dout, grads, "dout ")):
         if not one:
             continue
-        sent = quantize(torch.tensor(values).to(torch.bfloat16), rows(256 if one == "row" else 128))
+        sent = quantize(torch.tensor(values).to(torch.bfloat16), rows(128))
         for rank, result in enumerate(results):
             here = ((everything.ids >= rank * local) & (everything.ids < (rank + 1) * local)).any(1)
             for name in TRANSPORTS[framework]:
                 path = f"{name}/{form}/{grads}/{case}/{prefix}"
                 np.testing.assert_array_equal(result[f"{path}codes"], sent.bytes.numpy()[here])
-                scales = result[f"{path}scales"]
-                assert scales.shape[1] == (1 if one == "row" else 2)
-                np.testing.assert_array_equal(scales, sent.scale_inv.numpy()[here])
+                scales = sent.scale_inv.numpy()[here]
+                np.testing.assert_array_equal(result[f"{path}scales"], scales)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home(form):
+def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home():
     """Bit for bit what the node makes of the gradient that its own process has quantised."""
     source = joined(sources("uneven"))
-    sent = run_fp8(LocalDispatcher(EXPERTS, False, form), source, 0, False, grads=form)
+    sent = run_fp8(LocalDispatcher(EXPERTS, False, True), source, 0, False, grads=True)
     node, _ = node_of(0, EXPERTS, fp8_mode="perf")
     x = torch.tensor(source.x, requires_grad=True)
     probs = torch.tensor(source.weights, requires_grad=True)
     dout = torch.tensor(source.dout).to(torch.bfloat16)
-    home = SimpleNamespace(take=lambda _: quantised(dout, form))
+    home = SimpleNamespace(take=lambda _: quantize_tokens(dout))
     ids = torch.tensor(source.ids)
     ids = torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
     node(x.to(torch.bfloat16), None, ids, probs, dout_source=home).backward(dout)
@@ -106,17 +104,17 @@ def one_slot(count=4):
 class TestDispatchers:
     @pytest.mark.parametrize(
         ("own", "call", "wanted"),
-        [(False, None, False), (True, None, True), (True, False, False), (False, "row", "row")],
+        [(False, None, False), (True, None, True), (True, False, False), (False, True, True)],
     )
     def test_the_dispatcher_or_the_call_decides(self, own, call, wanted):
         received = make_dispatcher(EXPERTS, fp8=own).dispatch(*one_slot(), fp8=call)
         scales = 0 if received.x_scale is None else received.x_scale.shape[1]
-        assert scales == {False: 0, True: 2, "row": 1}[wanted]
+        assert scales == (2 if wanted else 0)
         assert received.x.dtype == (torch.float8_e4m3fn if wanted else torch.float32)
         assert received.dx_to is None
         dispatcher = make_dispatcher(EXPERTS, fp8_grad=own)
         source = dispatcher.dispatch(*one_slot(), fp8_grad=call).dout_source
-        assert (False if source is None else source.form) == wanted
+        assert (source is not None) == wanted
 
     def test_the_gradient_has_the_dtype_of_the_tokens(self):
         x, ids, probs = one_slot()
@@ -127,8 +125,8 @@ class TestDispatchers:
 
     @pytest.mark.parametrize("name", ["fp8", "fp8_grad"])
     def test_unknown_forms_are_refused(self, name):
-        for form in ("rows", 1, None):
-            words = rf"^{name} is {form!r}; needed: one of \[False, True, 'row'\]"
+        for form in ("row", 1, None):
+            words = rf"^{name} is {form!r}; needed: True or False"
             with pytest.raises(ConfigError, match=words):
                 make_dispatcher(EXPERTS, **{name: form})
 

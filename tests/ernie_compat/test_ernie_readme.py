@@ -108,9 +108,9 @@ assert carrier.declared_carrier() is None
 """,
     "What is sent, and who says so": """
 train()
-assert carrier.declared_carrier() is carrier.Carrier.FP32_ROW
+assert carrier.declared_carrier() is carrier.Carrier.FP32_1X128
 try:
-    declare_carrier("fp32_1x128")
+    declare_carrier("e8m0_1x32")
     raise SystemExit("a second meaning was taken")
 except Exception as error:
     assert "one carrier per process" in str(error), error

@@ -117,15 +117,6 @@ class TestFields:
             other.situ_beta = 3.0
             assert config.situ_beta == 2.5
 
-    def test_resolving_wgrad_changes_nothing(self):
-        config = with_fields(fp8_wgrad=False)
-        config.resolve_wgrad(4096)
-        assert config.fp8_wgrad is False
-
-    def test_disabled(self):
-        with SonicMoEConfig(fp8_mode="perf").activate():
-            assert FP8Config().enabled and not FP8Config.disabled().enabled
-
 
 class TestDefaults:
     def test_are_those_of_fleet(self):

@@ -4,8 +4,6 @@ it quantises itself, and weight gradients of the reference engine on the same co
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from gpu.engine_cases import E, H, K, make_case
@@ -16,7 +14,7 @@ from sonicmoe.ep import make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
-from sonicmoe.quant.tokens import quantize_tokens, to_bfloat16, tokens_of
+from sonicmoe.quant.tokens import quantize_tokens, tokens_of
 
 pytestmark = pytest.mark.gpu
 T = 700
@@ -110,26 +108,11 @@ def test_gradients_in_fp8_leave_the_gradient_of_w1_alone():
         assert_same_bits(found[:4], problem.step(**given)[:4])
 
 
-@pytest.mark.parametrize("row_scale", [False, True], ids=["1x128", "row"])
-def test_the_senders_codes_are_those_of_the_reference(row_scale):
+def test_the_senders_codes_are_those_of_the_reference():
     x = Problem().x
-    made = quantize_tokens(x, row_scale=row_scale)
-    wanted = quantize(x, rows(H if row_scale else 128))
+    made, wanted = quantize_tokens(x), quantize(x, rows(128))
     assert torch.equal(made.bytes, wanted.bytes)
     assert torch.equal(made.scale_inv, wanted.scale_inv)
-
-
-@pytest.mark.parametrize(("name", "words"), [("x", "tokens"), ("dout", "gradients")])
-def test_the_engine_gets_the_values_of_rows_with_one_scale(name, words, caplog):
-    """Bit for bit what it makes of these values in bf16; the log says so once."""
-    problem = Problem(2)
-    sent = quantize_tokens(getattr(problem, name), row_scale=True)
-    with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        got = problem.step(**{name: sent})
-    (warning,) = [r.getMessage() for r in caplog.records if "dequantised" in r.getMessage()]
-    assert warning.startswith(f"engine hopper on cuda:0: {words} that arrive in FP8")
-    setattr(problem, name, to_bfloat16(sent))
-    assert_same_bits(got, problem.step())
 
 
 def test_a_receiver_of_the_gradient_may_be_expanded():

@@ -46,7 +46,7 @@ class Case:
     flush: str = "auto"
     # "main_grad": zeros; "unset": the attribute is None; "autograd": there is none.
     gradients: str = "main_grad"
-    # "plain", or quantised by the sender with one scale per "1x128" or per "row".
+    # "plain", or quantised by the sender with one scale per row and 128 columns: "1x128".
     x: str = "plain"
     dout: str = "plain"
     bias: bool = False
@@ -127,7 +127,7 @@ def cpu_cases() -> list[Case]:
     found += [
         Case(recipe, x=x, dout=dout)
         for recipe in ("iso128-pow2", "dx256-pow2", "row128-dx256-pow2", "iso32-pow2", "dx256")
-        for x, dout in (("1x128", "plain"), ("row", "1x128"), ("plain", "row"), ("1x128", "1x128"))
+        for x, dout in (("1x128", "plain"), ("1x128", "1x128"))
     ]
     found += [
         Case(recipe, face=face, activation=activation, gradients=gradients)
@@ -206,7 +206,7 @@ def _hopper_cases(tokens: int) -> list[Case]:
                 ("functional_halves", "auto", "autograd"),
             )
         ]
-        variants += [{"x": "1x128"}, {"dout": "1x128"}, {"x": "row", "dout": "row"}]
+        variants += [{"x": "1x128"}, {"dout": "1x128"}]
         variants += [
             {"settings": settings}
             for settings in (
@@ -402,15 +402,13 @@ class _Source:
         return self.gradient
 
 
-def _quantised(values: Any, form: str, case: Case) -> Any:
+def _quantised(values: Any, case: Case) -> Any:
     if not case.portable:
-        return quantize_tokens(values.detach(), row_scale=form == "row")
+        return quantize_tokens(values.detach())
     # Small integers are codes of their own; a scale of 1/2 makes a reader of codes alone wrong.
     halved = (values.detach().to(torch.float32) * 2.0).to(torch.float8_e4m3fn)
     rows, columns = (int(size) for size in values.shape)
-    scales = torch.full(
-        [rows, 1 if form == "row" else -(-columns // 128)], 0.5, dtype=torch.float32
-    )
+    scales = torch.full([rows, -(-columns // 128)], 0.5, dtype=torch.float32)
     return tokens_of(halved, scales)
 
 
@@ -420,10 +418,10 @@ def _run_node(call: _Call) -> dict[str, Any]:
     x = call.x
     given: dict[str, Any] = {}
     if case.x != "plain":
-        tokens = _quantised(call.x, case.x, case)
+        tokens = _quantised(call.x, case)
         x, given = tokens.codes, {"x_scale": tokens.scale_inv, "dx_to": call.x}
     if case.dout != "plain":
-        given["dout_source"] = _Source(_quantised(call.dout, case.dout, case))
+        given["dout_source"] = _Source(_quantised(call.dout, case))
     out = node(x, None, call.indices, call.probs, **given)
     out.backward(call.dout)
     node.step()
