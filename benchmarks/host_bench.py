@@ -163,35 +163,41 @@ def take_host_for_gpu() -> None:
 
 
 def steady_addresses() -> None:
-    """Stacked gradients lie where those of the step before lay, as a GPU's allocator has it; the
+    """Fresh gradients lie where those of the step before lay, as a GPU's allocator has it; the
     host's hands out other addresses at times, whose destinations would be made anew.
     """
     from sonicmoe import interop
+    from sonicmoe.gradients import batch
 
-    empty, held = interop.empty, dict[Any, Any]()
+    held = dict[Any, Any]()
 
     def steady(shape: Any, dtype: Any, device: Any) -> Any:
-        if len(shape) < 3:
-            return empty(shape, dtype, device)
         if (shape, dtype) not in held:
-            held[shape, dtype] = empty(shape, dtype, device)
+            held[shape, dtype] = interop.empty(shape, dtype, device)
         return held[shape, dtype].detach()  # autograd keeps a gradient that nobody else holds
 
-    replace_everywhere({"empty": (empty, steady)})
+    # There alone: all other memory takes the way that it takes on a GPU, without a detour.
+    batch.empty = steady
 
 
 def count_allocations(step: Callable[[], None]) -> float:
     """Tensors per layer that the engine asks the framework's allocator for."""
     from sonicmoe import interop
+    from sonicmoe.gradients import batch
 
-    empty, count = interop.empty, 0
+    count = 0
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        return empty(*arguments)
+    def counting(empty: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            return empty(*arguments)
 
-    replace_everywhere({"empty": (empty, counted)})
+        return counted
+
+    steady = batch.empty
+    replace_everywhere({"empty": (interop.empty, counting(interop.empty))})
+    batch.empty = counting(steady)
     step()
     return count / LAYERS
 

@@ -115,14 +115,14 @@ def _wants_gradient(tensor: Any) -> bool:
 requires_grad: Callable[[Any], bool] = _wants_gradient if IS_PADDLE else attrgetter("requires_grad")
 
 
-def grad_enabled() -> bool:
-    """Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant
-    recompute forward).
-    """
-    if IS_PADDLE:
-        tracer = sys.modules["paddle"].base.framework._dygraph_tracer()
-        return bool(tracer is None or tracer._has_grad)
-    return bool(torch.is_grad_enabled())
+def _paddle_records() -> bool:
+    tracer = sys.modules["paddle"].base.framework._dygraph_tracer()
+    return bool(tracer is None or tracer._has_grad)
+
+
+# Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant
+# recompute forward).
+grad_enabled: Callable[[], bool] = _paddle_records if IS_PADDLE else torch.is_grad_enabled
 
 
 def plain_ops() -> AbstractContextManager[Any]:
@@ -136,13 +136,14 @@ def plain_ops() -> AbstractContextManager[Any]:
     return torch.no_grad() if grad_enabled() else _NOTHING
 
 
-def _autocasts() -> bool:
-    if IS_PADDLE:
-        return bool(sys.modules["paddle"].is_autocast_enabled())
-    # For any device: one question, and of others the switches below are off anyway.
-    return bool(torch._C._is_any_autocast_enabled())
+def _paddle_autocasts() -> bool:
+    return bool(sys.modules["paddle"].is_autocast_enabled())
 
 
+# For any device: one question, and of others the switches below are off anyway.
+_autocasts: Callable[[], bool] = (
+    _paddle_autocasts if IS_PADDLE else torch._C._is_any_autocast_enabled
+)
 _NOTHING = nullcontext()
 
 
@@ -234,17 +235,17 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """
     if IS_PADDLE:
         return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
-    if len(shape) == 1:  # every scratch
-        return torch.empty_strided(shape, (1,), dtype=dtype, device=device)
-    return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+    # The usual numbers of axes without a call: a layer asks some eighteen times.
+    strides: tuple[int, ...] = (1,)
+    if shape[2:] or not shape:
+        strides = contiguous_strides(shape)
+    elif shape[1:]:
+        strides = (shape[1] or 1, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape, as PyTorch gives them."""
-    if len(shape) == 1:  # the usual ones without a loop
-        return (1,)
-    if len(shape) == 2:
-        return (shape[1] or 1, 1)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * (size or 1))

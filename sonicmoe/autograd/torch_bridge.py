@@ -115,4 +115,21 @@ def apply(
     """The outputs of `call` on `inputs`, under autograd."""
     # Parameters are arguments for the graph's sake: the output requires a gradient even where x and
     # probs are frozen, and the hooks of each parameter fire once per backward.
-    return _CallFunction.apply(call, len(inputs), *inputs, *parameters)
+    return apply_function(_CallFunction, (call, len(inputs)), inputs, parameters)
+
+
+def apply_function(
+    function: type[torch.autograd.Function],
+    leading: tuple[Any, ...],
+    tensors: Sequence[Tensor | None],
+    parameters: Sequence[Tensor] = (),
+) -> Any:
+    """`function.apply(*leading, *tensors, *parameters)`."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*leading, *tensors, *parameters)
+    # `apply` itself asks every argument whether a functorch transform that has ended still wraps
+    # it. Weights of a module are not wrapped, and asking 256 of them takes as long as eight launches.
+    unwrap = torch._C._functorch.unwrap_if_dead
+    given = [tensor if tensor is None else unwrap(tensor) for tensor in tensors]
+    apply_now: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply_now(*leading, *given, *parameters)

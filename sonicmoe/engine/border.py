@@ -88,8 +88,10 @@ def check_forward(
     """
     # Asked at every forward, so messages are composed for errors only: `expect` would compose them
     # always.
+    given = x
     if isinstance(x, BlockScaledTensor):
         _require_format(record, "x", x, format_problem(record, settings, token_format(x)))
+        given = x.codes
     else:
         require_framework_tensor(x, "x")
         need_dtype("x", x, *TOKEN_DTYPES)
@@ -109,16 +111,15 @@ def check_forward(
             f"routing pads experts to {routing.alignment} rows; the recipe needs a multiple of {settings.row_alignment}"
         )
     # Plain weights under a recipe would compute something else without a word.
-    quantised = isinstance(weights.w1, BlockScaledTensor)
+    w1: Any = weights.w1
+    quantised = isinstance(w1, BlockScaledTensor)
     if quantised != (settings.recipe is not None):
         raise DTypeError(
             f"weights are {'block-scaled' if quantised else 'plain'}, the settings have recipe "
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
     # One comparison for the usual case. The list that names every tensor is made for an error only.
-    w1 = weights.w1.bytes if isinstance(weights.w1, BlockScaledTensor) else weights.w1
-    given = x.codes if isinstance(x, BlockScaledTensor) else x
-    row_token = routing.row_token
+    w1, row_token = w1.bytes if quantised else w1, routing.row_token
     if not (same_device(given, row_token) and same_device(given, w1)):
         require_same_device([("x", given), ("routing", row_token), ("weights", w1)])
 
@@ -167,7 +168,8 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
 
 def require_operands(pending: PendingWgrad) -> None:
     """Refuse weight gradients whose operands an earlier `backward_dw` released."""
-    if any(operand is None for operand in (pending.x, pending.dout, pending.dz, pending.y1s)):
+    missing = pending.x is None or pending.dout is None
+    if missing or pending.dz is None or pending.y1s is None:
         raise RuntimeError(
             "the operands of these weight gradients were released by an earlier backward_dw"
         )

@@ -67,12 +67,13 @@ class WeightTarget:
     @property
     def is_wanted(self) -> bool:
         """Whether any parameter is trainable."""
-        return any(map(is_not, self.tensors, repeat(None)))
+        # The first usually is, and every backward asks twice.
+        return self.tensors[0] is not None or any(map(is_not, self.tensors, repeat(None)))
 
     @property
     def arrangement(self) -> Hashable:
         """How the tensors belong together: with their places, it says where gradients are added."""
-        return self.layout, self.num_experts, self.is_stacked, len(self.tensors)
+        return self.layout, self.num_experts, self.is_stacked
 
     def matrix(self, expert: int) -> Tensor | None:
         """One expert's, a view of a stacked tensor; None where it is frozen."""

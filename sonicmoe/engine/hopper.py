@@ -18,27 +18,17 @@ from typing import Any
 
 import torch
 
-from ..interop import (
-    aligned,
-    current_stream,
-    device_of,
-    empty,
-    plain_ops,
-)
+from ..interop import aligned, current_stream, empty, plain_ops
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
 from ..quant.gpu import QuantizedWeights, SteadyWeights
-from ..quant.tokens import anchor_of, to_bfloat16
+from ..quant.tokens import to_bfloat16
 from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
 from .border import check_dout, check_forward, require_operands
 from .capabilities import HOPPER
 from .hopper_layer import HopperLayer, is_steady
-from .hopper_passes import (
-    Passes,
-    scratch,
-    token_arguments,
-)
+from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
     EngineWeights,
@@ -48,7 +38,6 @@ from .interface import (
     PendingWgrad,
     Saved,
     Tokens,
-    token_dtype,
 )
 from .quantised_engine import QuantisedEngine
 
@@ -85,7 +74,7 @@ class HopperEngine(QuantisedEngine):
             layer = HopperLayer(x, routing, weights, settings)
             # The kernel writes z only where it is given memory for it.
             z = layer.empty_z() if save and not settings.recompute_z else None
-            out = empty(tuple(x.shape), token_dtype(x), device_of(anchor_of(x)))
+            out = empty(tuple(x.shape), layer.dtype, layer.device)
             layer.forward(x, z, out)
             return tap("out", out), Saved(settings, routing, x, z) if save else None
 
@@ -100,11 +89,11 @@ class HopperEngine(QuantisedEngine):
         with plain_ops():
             assert saved.x is not None
             x = _aligned(saved.x)  # which may have been copied since forward
-            # Paddle's `to` takes as long as five launches, also where there is nothing to cast.
-            if not isinstance(dout, BlockScaledTensor) and dout.dtype != token_dtype(x):
-                dout = dout.to(token_dtype(x))
-            dout = _aligned(dout)
             layer = HopperLayer(x, routing, weights, settings)
+            # Paddle's `to` takes as long as five launches, also where there is nothing to cast.
+            if not isinstance(dout, BlockScaledTensor) and dout.dtype != layer.dtype:
+                dout = dout.to(layer.dtype)
+            dout = _aligned(dout)
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z)
@@ -138,7 +127,7 @@ class HopperEngine(QuantisedEngine):
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
-            if isinstance(targets, FreshTargets) and pending.routing.num_rows == 0:
+            if pending.routing.num_rows == 0 and isinstance(targets, FreshTargets):
                 for memory in targets.tensors():  # there is nothing to launch
                     memory.zero_()
                 return
@@ -176,7 +165,8 @@ def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
     return {
         "weights": None,
         "routing": pending.native.handle,
-        "stream": current_stream(anchor_of(pending.x)),
+        # Not the layer's: weight gradients that are put off may run on another stream.
+        "stream": current_stream(pending.dz),
         "multiprocessors": pending.settings.gemm_num_sms,
         "shares_gpu": pending.shares_gpu,
         "inner": pending.native.inner,
@@ -188,12 +178,12 @@ def _add_both(
     passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
 ) -> None:
     """Both weight gradients."""
-    x, launch = pending.x, _launch_of(pending)
-    memory = scratch(pending.native.bytes_of.wgrad, device_of(anchor_of(x)))
+    launch, native = _launch_of(pending), pending.native
+    memory = empty((native.bytes_of.wgrad,), torch.uint8, native.device)
     targets.adding = True
     passes.wgrad(
         **launch,
-        **token_arguments("x", x),
+        **token_arguments("x", pending.x),
         **token_arguments("dout", pending.dout),
         **gradients,
         dz=pending.dz,
@@ -214,7 +204,8 @@ def _add_one_by_one(
     dout, y1s = pending.dout, pending.y1s
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
-    memory = scratch(max(bytes_of.dw1, bytes_of.dw2), device_of(anchor_of(dout)))
+    size = max(bytes_of.dw1, bytes_of.dw2)
+    memory = empty((size,), torch.uint8, pending.native.device)
     targets.adding = True
     pending.dout = pending.y1s = None
     if targets.wants("dw2"):

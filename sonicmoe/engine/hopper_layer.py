@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ..enums import ZCode
-from ..interop import current_stream, device_name, device_of, empty
+from ..interop import current_stream, device_name, empty
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..quant.gpu import to_scratch
-from ..quant.tokens import anchor_of
 from ..routing.metadata import RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
@@ -22,13 +21,12 @@ from .hopper_passes import (
     Passes,
     passes_on,
     prepared_handle,
-    scratch,
     token_arguments,
     z_arguments,
 )
 from .interface import EngineWeights
 from .settings import EngineSettings
-from .tokens import Saved, Tokens, token_dtype
+from .tokens import Saved, Tokens
 
 Tensor = torch.Tensor
 
@@ -68,25 +66,30 @@ class HopperLayer:
 
     Holds handles of the routing and the weights, which the caller holds anyway, and no activation:
     what stage-wise memory frees between two passes is free.
+
+    dtype, device: of out and dx; the dtype is `token_dtype` of the tokens.
     """
 
     def __init__(
         self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
     ) -> None:
         # Asked once a layer: device and stream of a tensor cost the host as much as a launch.
-        anchor = anchor_of(x)
-        self._device, self._stream = device_of(anchor), current_stream(anchor)
-        self._passes = _passes_of(anchor, settings)
+        if isinstance(x, BlockScaledTensor):
+            anchor, self.dtype = x.codes, torch.bfloat16
+        else:
+            anchor, self.dtype = x, x.dtype
+        self._stream, self._passes = current_stream(anchor), _passes_of(anchor, settings)
         self._prepared = prepared = prepared_handle(self._passes, weights)
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
+        self.device = self.routed.device
         self._routing, self._weights, self._settings = routing, weights, settings
 
     def empty_z(self) -> KeptZ:
         """Unwritten `[R, 2I]`."""
         shape = (self._routing.num_rows, 2 * self._prepared.inner)
         if self._settings.save_z is ZCode.BF16:
-            return empty(shape, torch.bfloat16, self._device)  # type: ignore[no-any-return]
-        return BlockScaledTensor.empty(shape, Z_BLOCK, self._device, Code.INT8)
+            return empty(shape, torch.bfloat16, self.device)  # type: ignore[no-any-return]
+        return BlockScaledTensor.empty(shape, Z_BLOCK, self.device, Code.INT8)
 
     def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
         """z as forward stored it, or computed again to the same bits."""
@@ -111,12 +114,12 @@ class HopperLayer:
             **token_arguments("x", x),
             **z_arguments(z),
             out=out,
-            scratch=scratch(size, self._device),
+            scratch=empty((size,), torch.uint8, self.device),
         )
 
     def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:
         """With memory for what outlives dgated."""
-        settings, device = self._settings, self._device
+        settings, device = self._settings, self.device
         if not _folds(settings):
             return DgatedTokens(dout)
         assert settings.recipe is not None
@@ -135,18 +138,21 @@ class HopperLayer:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
-        weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self._device
+        weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self.device
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
         in_rows = not self._settings.fp8_wgrad
-        dz_scratch = scratch(bytes_of.dz_scratch, device)
+        dz_scratch = empty((bytes_of.dz_scratch,), torch.uint8, device)
         has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
-        dout_scratch = None if has_codes else scratch(bytes_of.dout_scratch, device)
+        dout_scratch = None
+        if not has_codes:
+            dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
         dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
         if in_rows:
             rows, inner = self._routing.num_rows, self._prepared.inner
             dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
         else:
-            dz, y1s = scratch(bytes_of.dz, device), scratch(bytes_of.y1s, device)
+            dz = empty((bytes_of.dz,), torch.uint8, device)
+            y1s = empty((bytes_of.y1s,), torch.uint8, device)
         self._passes.dgated(
             weights=weights,
             routing=self.routed.handle,
@@ -168,9 +174,9 @@ class HopperLayer:
         return dz_scratch, dprobs, dz, y1s
 
     def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
-        """dx `[T, H]` in `token_dtype` of `x`, from the scratch that `dgated` left."""
+        """dx `[T, H]`, from the scratch that `dgated` left."""
         weights = self._dgrad_order("w1")
-        dx = empty(tuple(x.shape), token_dtype(x), self._device)
+        dx = empty(tuple(x.shape), self.dtype, self.device)
         self._passes.dgrad(
             weights=weights,
             routing=self.routed.handle,
@@ -178,7 +184,7 @@ class HopperLayer:
             multiprocessors=self._settings.gemm_num_sms,
             dx=dx,
             dz_scratch=dz_scratch,
-            scratch=scratch(self.routed.bytes_of.dgrad, self._device),
+            scratch=empty((self.routed.bytes_of.dgrad,), torch.uint8, self.device),
         )
         return dx
 

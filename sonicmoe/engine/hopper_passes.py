@@ -19,7 +19,7 @@ import torch
 
 from ..enums import ActivationParameters, ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import empty
+from ..interop import device_of
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import wgrad_operands_source
@@ -67,15 +67,16 @@ class PreparedHandle:
 
 
 class Routed(NamedTuple):
-    """The handle of a routing, the bytes of each scratch of a layer, by name, I, and the passes that
-    take them; and where wgrad reads the codes of tokens, the largest scales of their rows, of x and
-    of dout, `[R, 2]`.
+    """The handle of a routing, the bytes of each scratch of a layer, by name, I, the passes that
+    take them, and the device; and where wgrad reads the codes of tokens, the largest scales of
+    their rows, of x and of dout, `[R, 2]`.
     """
 
     handle: Any
     bytes_of: Any
     inner: int
     passes: Passes
+    device: Any
     row_scales: Tensor | None = None
 
 
@@ -133,7 +134,8 @@ class Passes:
             slot_row=routing.slot_row,
             row_prob=routing.row_prob,
         )
-        return Routed(handle, self._bytes_of(handle, routing, hidden, inner), inner, self)
+        bytes_of = self._bytes_of(handle, routing, hidden, inner)
+        return Routed(handle, bytes_of, inner, self, device_of(routing.row_token))
 
     def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
         # They follow from six numbers, and asking the module takes as long as a launch: a backward
@@ -156,9 +158,10 @@ class Passes:
         # A destination is addresses, shapes and strides in the form of the copy engine, and holds no
         # memory. So equal ones are made once, and anew only where one of these numbers changed.
         # Where the targets were recognised, nobody looks for them either.
-        if isinstance(targets, FreshTargets):  # of this backward alone
+        # Their classes are abstract ones, of which `isinstance` asks in Python; they have no others.
+        if type(targets) is FreshTargets:  # of this backward alone
             return self._gradients_into(targets, _WRITTEN)
-        if isinstance(targets, ParameterTargets):
+        if type(targets) is ParameterTargets:
             return targets.once(self, lambda: self._gradients_into(targets, _ADDED))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
@@ -305,10 +308,3 @@ def passes_on(
 def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
     """The number of each activation in a module that exports these names."""
     return {ActivationType(str(name)): number for number, name in enumerate(names)}
-
-
-def scratch(size: int, device: Any) -> Tensor:
-    """Unwritten bytes on a device that `device_of` gave."""
-    # The framework allocates them: so they belong to the caller's stream, come from its pool, and
-    # running out of memory is the framework's own error.
-    return empty((size,), torch.uint8, device)  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ class EngineSettings:
         # Everything that is left out changes what a call saves, and no weight.
         return EngineSettings(self.activation, self.recipe, iso_weight=self.iso_weight)
 
-    @property
+    @functools.cached_property
     def row_alignment(self) -> int:
         """Rows the routing metadata must pad every expert to."""
         return 128 if self.recipe is None else self.recipe.row_alignment

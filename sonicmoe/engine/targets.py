@@ -189,7 +189,8 @@ class ParameterTargets(GradientTargets):
         }
 
     def wants(self, name: str) -> bool:
-        return self._weight(name).is_wanted
+        weight = self.up if name == "dw1" else self.down
+        return weight.is_wanted
 
     def arranged(self, name: str, gradient: Tensor) -> Tensor:
         layout = self._weight(name).layout

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
+from ..autograd.torch_bridge import apply_function
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import STACKED, is_awaited
@@ -76,7 +77,7 @@ def expert_mlp(
     origin = Origin(indices, first_triple, module)
     if not save:
         return forward(plan, x, probs, weights, origin, save=False)[0]
-    out: Tensor = _ExpertMlp.apply(plan, origin, *differentiable)
+    out: Tensor = apply_function(_ExpertMlp, (plan, origin), differentiable)
     return out
 
 

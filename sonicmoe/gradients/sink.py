@@ -177,16 +177,16 @@ class GradientSink:
             # device, for the additions launched before it. Memory of this backward alone needs none
             # of that.
             order = self._order if batch.waits else None
-            writes: AbstractContextManager[None] = nullcontext()
+            writes = _NO_WRITES
             if batch.is_direct:
                 order = self._direct = into_parameters(device_name(anchor))
                 writes = own_writes(batch.parameters)
             if order is not None:
                 order.enter(anchor)
             try:
-                with plain_ops(), writes:
-                    for _, memory in batch.fresh:
-                        memory.zero_()
+                with writes:
+                    if batch.fresh:
+                        _zero(batch.fresh)
                     engine.backward_dw(pending, targets)
                     batch.bind()
             except BaseException:
@@ -212,9 +212,9 @@ class GradientSink:
         if batch.waits:
             assert self._waiting is not None
             self._waiting.count += 1
-        elif isinstance(batch.targets, FreshTargets):
+        elif type(batch.targets) is FreshTargets:
             returned = [*batch.targets.up.tensors, *batch.targets.down.tensors]
-        elif isinstance(batch.targets, NativeBuffer):
+        elif type(batch.targets) is NativeBuffer:
             returned = flush_native(
                 self._layer, batch.parameters, batch.trained, batch.targets, through_autograd=True
             )
@@ -319,7 +319,7 @@ class GradientSink:
             if problem is not None:
                 log_once(logging.INFO, f"{_THROUGH_AUTOGRAD}: {problem}")
                 return None
-        log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
+            log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
         return batch
 
     def _native_zeros(self, engine: Engine, dout: Tensor) -> NativeBuffer:
@@ -364,6 +364,13 @@ def _has_main_grad(parameter: Tensor) -> bool:
     return hasattr(parameter, "main_grad")
 
 
+def _zero(fresh: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with plain_ops():
+        for _, memory in fresh:
+            memory.zero_()
+
+
+_NO_WRITES: AbstractContextManager[None] = nullcontext()
 _IS_LEAF: Callable[[Tensor], bool] = attrgetter("is_leaf")
 _LOCKS: dict[str, AbstractContextManager[Any]] = {}
 _THROUGH_AUTOGRAD = (

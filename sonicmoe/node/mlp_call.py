@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..autograd import DifferentiableCall
-from ..config import SonicMoEConfig
+from ..config import SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, Saved, Tokens
 from ..errors import DTypeError, ShapeError, expect
 from ..gradients.batch import Batch
@@ -93,10 +93,11 @@ class MlpCall(DifferentiableCall):
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in
         FP8, and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. The
-        gradient of the tokens belongs to the first input, whichever it is.
+        gradient of the tokens belongs to the first input, whichever it is. The caller has
+        activated `config`.
         """
         probs = inputs[1]
-        with self.config.activate(), plain_ops():  # once: inside, autocast costs nothing more
+        with plain_ops():  # once: inside, autocast costs nothing more
             x = self._tokens(inputs)
             with stage("routing"):
                 routing = route(
@@ -118,7 +119,7 @@ class MlpCall(DifferentiableCall):
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
-        if len(inputs) == 2:
+        if not inputs[2:]:
             return x
         tokens = checked_tokens(x.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.dequantises else tokens
@@ -147,12 +148,13 @@ class MlpCall(DifferentiableCall):
             # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight
             # gradients that nobody asked for.
             trained = list(map(and_, trained, reached))
+        like = anchor_of(dout)
         # Several threads may run backwards of this layer, or of layers that share experts.
-        with self.state.gradients.alone(anchor_of(dout)), self.config.activate():
+        with self.state.gradients.alone(like), self.config.activate():
             # An engine that updates in place may have overwritten the weights of this forward. It
             # is refused here, before anything is added.
             self.reading.check_current()
-            dx, dprobs, returned, batch = self._compute(dout, saved, trained, collected)
+            dx, dprobs, returned, batch = self._compute(dout, like, saved, trained, collected)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
@@ -165,14 +167,13 @@ class MlpCall(DifferentiableCall):
         return (dx, dprobs, *(None,) * (self.num_inputs - 2)), returned
 
     def _compute(
-        self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
+        self, dout: Tokens, like: Tensor, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None], Batch | None]:
         state, batch = self.state, None
         # Memory first: a backward that runs out of it must not have added anything yet.
         if any(trained) and self.wgrad_offer is None:
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
-            like = anchor_of(dout)
             batch = state.open(self.engine, self.settings, self.parameters, trained, like)
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
         returned: list[Tensor | None] = [None] * len(trained)
@@ -230,21 +231,21 @@ class MlpCall(DifferentiableCall):
 def call_on(
     inputs: tuple[Tensor, ...], arrived: Arrivals, state: LayerState, choices: Choices
 ) -> MlpCall:
-    """One forward of these inputs with everything that it and its backward need."""
+    """One forward of these inputs with everything that it and its backward need; inside the scope
+    of `choices`.
+    """
     x = tokens_among(inputs)
-    with choices.scope() as scope:
-        chosen = choices.engine(device_name(x), *arrived.form(x), arrived.recompute_z)
-        engine, settings = chosen.engine, chosen.settings
-        # Read once per call: modules may replace their weights between calls, and the list is at
-        # once the input of autograd, the source of the engine weights and the destination of the
-        # gradients.
-        parameters = state.parameters.parameters()
-        with advising("forward", settings):
-            reading = state.weights.read(engine, settings, parameters, arrived.copies)
+    chosen = choices.engine(device_name(x), *arrived.form(x), arrived.recompute_z)
+    engine, settings = chosen.engine, chosen.settings
+    # Read once per call: modules may replace their weights between calls, and the list is at once
+    # the input of autograd, the source of the engine weights and the destination of the gradients.
+    parameters = state.parameters.parameters()
+    with advising("forward", settings):
+        reading = state.weights.read(engine, settings, parameters, arrived.copies)
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
     return MlpCall(
         state=state,
-        config=scope,
+        config=active_config(),
         engine=engine,
         settings=settings,
         parameters=parameters,

@@ -257,12 +257,13 @@ class SonicMoEMlpNode(NodeUpkeep):
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
         arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies, recompute_z)
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
-        call = call_on(inputs, arrived, self._state, self._choices)
-        # Outside autograd nothing is saved for a backward that cannot come.
-        wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
-        if wanted and grad_enabled():
-            return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
-        return call.run(inputs, save=False)[0]
+        with self._choices.scope():
+            call = call_on(inputs, arrived, self._state, self._choices)
+            # Outside autograd nothing is saved for a backward that cannot come.
+            wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
+            if wanted and grad_enabled():
+                return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
+            return call.run(inputs, save=False)[0]
 
     __call__ = forward
 
@@ -291,10 +292,11 @@ class SonicMoEMlpNode(NodeUpkeep):
             *routed, x_scale, None, dout_source, copies, recompute_z, is_stepped=True
         )
         # Weights are read as for training, also where the schedule has switched gradients off.
-        with torch.enable_grad():
-            inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
-            call = call_on(inputs, arrived, self._state, self._choices)
-        out, saved = call.run(inputs, save=True)
+        with self._choices.scope():
+            with torch.enable_grad():
+                inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
+                call = call_on(inputs, arrived, self._state, self._choices)
+            out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)

@@ -212,10 +212,10 @@ def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
     """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom
     edge count.
     """
-    if len(shape) < 2:
+    if not shape[1:]:
         raise ShapeError(f"a block-scaled tensor has at least two axes, got shape {shape}")
     # `-(-a // b)` is the quotient rounded up.
-    if len(shape) == 2:  # of tokens: several in every step
+    if not shape[2:]:  # of tokens: several in every step
         return -(-int(shape[0]) // block.rows), -(-int(shape[1]) // block.cols)
     *lead, n_rows, n_cols = shape
     return (*(int(n) for n in lead), -(-int(n_rows) // block.rows), -(-int(n_cols) // block.cols))

@@ -10,6 +10,7 @@ import torch
 
 from ..engine.interface import EngineWeights
 from ..interop import data_ptr, holds_memory, is_cuda, plain_ops
+from ..quant.format import BlockScaledTensor
 from .changes import versions_of
 
 Tensor = torch.Tensor
@@ -42,9 +43,11 @@ def lent_by(
 ) -> tuple[LentWeights | None, EngineWeights]:
     """What a training forward reads of the parameters' own memory, and all that it reads."""
     # Block-scaled weights are memory of the engine's own.
-    plain = [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]
+    if isinstance(weights.w1, BlockScaledTensor) or isinstance(weights.w2, BlockScaledTensor):
+        return None, weights
+    plain = [weights.w1, weights.w2]
     # An address is enough: the first of a projection lies where all of it begins.
-    firsts = {data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])} if plain else ()
+    firsts = data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])
     lent = [w for w in plain if data_ptr(w) in firsts]
     if not lent:
         return None, weights

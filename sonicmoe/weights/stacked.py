@@ -13,6 +13,7 @@ so no pair is undecidable.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from operator import is_
@@ -86,12 +87,15 @@ class StackedParameters(ExpertParameters):
         """The layouts of the gradient of the weight at this place, in the order in which they are
         tried; memory that is made for it has the first.
         """
-        fused = WeightLayout(transposed=True, split_half=is_glu(self.activation))
-        return self.layout, NATIVE if self.layout.transposed else fused
+        return self.layout, NATIVE if self.layout.transposed else self._fused
+
+    @functools.cached_property
+    def _fused(self) -> WeightLayout:
+        return WeightLayout(transposed=True, split_half=is_glu(self.activation))
 
     def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
         """Of the first or of the second weight."""
-        experts, rows, columns = self.native_shapes()[index]
+        experts, rows, columns = self._native_shapes[index]
         return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
 
     def gradient_layout(self, index: int, memory: Tensor | None) -> WeightLayout:

@@ -328,10 +328,10 @@ def test_memory_full_of_nan_changes_no_bit(case):
 
 def test_the_memory_of_every_scratch_is_poisoned():
     """Which `test_memory_full_of_nan_changes_no_bit` takes for granted."""
-    from sonicmoe.engine.hopper_passes import scratch
+    from sonicmoe.interop import empty
 
     with memory_full_of(True, "cuda"):
-        made = scratch(4096, torch.device("cuda", 0))
+        made = empty((4096,), torch.uint8, torch.device("cuda", 0))
         assert bool((made == 0xFF).all())
 
 
