@@ -1,18 +1,13 @@
-"""The two pictures of a run, drawn off screen: loss over steps, and expert load over steps."""
+"""The picture of a run, drawn off screen: loss over steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from sonicmoe.plotting import new_figure, save_figure
 
 from .metrics import StepRecord, smoothed
-
-MAX_LOAD_COLUMNS = 150
 
 
 def plot_loss(
@@ -49,39 +44,3 @@ def plot_loss(
     for axis in axes:
         axis.grid(alpha=0.3)
     save_figure(figure, path)
-
-
-def plot_expert_load(records: Sequence[StepRecord], path: Path) -> None:
-    """One heat map per MoE layer: share of routed slots per expert, relative to a balanced share,
-    over steps.
-
-    Raises:
-        PlotsUnavailableError: matplotlib is missing.
-    """
-    # A picture has fewer columns than a long run has steps.
-    load = binned([record.expert_load for record in records], MAX_LOAD_COLUMNS)
-    _, layers, experts = load.shape
-    figure = new_figure((8, 1.2 + 1.8 * layers))
-    axes = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
-    first, last = records[0].step - 0.5, records[-1].step + 0.5
-    for layer, axis in enumerate(axes):
-        image = axis.imshow(
-            load[:, layer].T * experts,
-            aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(2.0, float(load.max()) * experts),
-            extent=(first, last, -0.5, experts - 0.5), interpolation="nearest",
-        )  # fmt: skip
-        axis.set_ylabel(f"MoE layer {layer}\nexpert")
-    axes[0].set_title("Expert load (1 = balanced)")
-    axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=list(axes))
-    save_figure(figure, path)
-
-
-def binned(rows: Sequence[Any], max_columns: int) -> np.ndarray:
-    """Means over consecutive steps, so that at most `max_columns` remain: `[N, ...]` -> `[min(N,
-    max_columns), ...]`.
-    """
-    values = np.asarray(rows, dtype=np.float64)
-    return np.stack(
-        [part.mean(axis=0) for part in np.array_split(values, min(len(values), max_columns))]
-    )

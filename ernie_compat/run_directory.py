@@ -25,7 +25,7 @@ DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 # Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
-RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png", "expert_load.png")
+RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png")
 # filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
 _NATIVE_ONLY: dict[str, Any] = (
     {"fallback_to_soft": False}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -133,38 +134,23 @@ def expert_mlp_face(have, fp8, layout=None):
     names = ["x", "probs", "w1", "w2", *([] if fp8 else ["b1", "b2"])]
     biases = (None, None) if fp8 else (have.b1, have.b2)
 
+    def forward(**mode):
+        weights = have.w1, have.w2, *biases
+        given = (have.x, have.indices, have.probs, *weights, ActivationType.SWIGLU)
+        return expert_mlp(*given, layout=layout, use_fp8=fp8, **mode)
+
     def call():
         with torch.no_grad():
-            expert_mlp(
-                have.x, have.indices, have.probs, have.w1, have.w2, *biases, ActivationType.SWIGLU,
-                layout=layout, inference=True, use_fp8=fp8,
-            )  # fmt: skip
-        out = expert_mlp(
-            have.x, have.indices, have.probs, have.w1, have.w2, *biases, ActivationType.SWIGLU,
-            layout=layout, use_fp8=fp8,
-        )  # fmt: skip
-        return differentiated(out, [getattr(have, name) for name in names], have.dout)
+            forward(inference=True)
+        return differentiated(forward(), [getattr(have, name) for name in names], have.dout)
 
     return named(have, *names, "indices", "dout"), call
 
 
-def split_half_face(have, fp8):
-    """As transformers stores them."""
-    return expert_mlp_face(have, fp8, WeightLayout(split_half=True))
-
-
 def topk_layer_face(have, fp8):
     def call():
-        out, *_ = moe_TC_softmax_topk_layer(
-            have.x,
-            have.router,
-            have.w1.permute(1, 2, 0),
-            None,
-            have.w2.permute(1, 2, 0),
-            None,
-            K,
-            use_fp8=fp8,
-        )
+        weights = have.w1.permute(1, 2, 0), None, have.w2.permute(1, 2, 0), None
+        out, *_ = moe_TC_softmax_topk_layer(have.x, have.router, *weights, K, use_fp8=fp8)
         return differentiated(out, [have.x, have.router, have.w1, have.w2], have.dout)
 
     return named(have, "x", "router", "w1", "w2", "dout"), call
@@ -187,7 +173,7 @@ def general_routing_face(have, fp8):
     return tensors | named(have, "x", "w1", "w2", "dout"), call
 
 
-def moe_face(have, fp8, **options):
+def moe_face(have, **options):
     torch.manual_seed(0)
     moe = MoE(E, K, H, I, std=0.1).to(have.x.device, torch.bfloat16)
 
@@ -201,23 +187,22 @@ def moe_face(have, fp8, **options):
     return named(have, "x", "dout") | dict(moe.named_parameters()), call
 
 
-def fp8_moe_face(have, fp8):
-    return moe_face(have, fp8, use_fp8=fp8)
-
-
-def plain_moe_face(have, fp8):
-    """The comparison in plain PyTorch, which has no FP8."""
-    return moe_face(have, fp8, kernel_backend_moe=KernelBackendMoE.torch)
-
-
 FACES: dict[str, Face] = {
     "expert_mlp": expert_mlp_face,
-    "expert_mlp, split halves": split_half_face,
+    # As transformers stores them.
+    "expert_mlp, split halves": partial(expert_mlp_face, layout=WeightLayout(split_half=True)),
     "moe_TC_softmax_topk_layer": topk_layer_face,
     "moe_general_routing_inputs": general_routing_face,
-    "MoE": fp8_moe_face,
-    "MoE, plain": plain_moe_face,
+    "MoE": lambda have, fp8: moe_face(have, use_fp8=fp8),
+    # The comparison in plain PyTorch, which has no FP8.
+    "MoE, plain": lambda have, _: moe_face(have, kernel_backend_moe=KernelBackendMoE.torch),
 }
+
+
+def assert_computed(results):
+    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
+        "computed nothing"
+    )
 
 
 def check_face(face, have, fp8):
@@ -226,25 +211,21 @@ def check_face(face, have, fp8):
     with untouched(**tensors):
         for _ in range(2):
             results = call()
-    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
-        "computed nothing"
-    )
+    assert_computed(results)
 
 
 def make_node(have, config, **options):
     """`(node, parameters by name)`: ERNIE's arrangement, fp32 `main_grad`s in memory of their own."""
 
     def projection(values):
-        parameter = torch.nn.Parameter(spelled(values.detach(), "contiguous"))
-        parameter.main_grad = spelled(
-            torch.full(values.shape, 0.5, device=values.device), "contiguous"
-        )
+        values = values.detach().T.contiguous()
+        parameter = torch.nn.Parameter(spelled(values, "contiguous"))
+        halves = torch.full(values.shape, 0.5, device=values.device)
+        parameter.main_grad = spelled(halves, "contiguous")
         return SimpleNamespace(weight=parameter)
 
     experts = [
-        SimpleNamespace(
-            up_gate_proj=projection(up.T.contiguous()), down_proj=projection(down.T.contiguous())
-        )
+        SimpleNamespace(up_gate_proj=projection(up), down_proj=projection(down))
         for up, down in zip(have.w1, have.w2, strict=True)
     ]
     names = ("up_gate_proj", "down_proj")
@@ -279,9 +260,7 @@ def check_node(have, config: SonicMoEConfig, **options):
             node.invalidate_caches()
         node.step()
     assert counts == listed
-    assert all(bool(torch.isfinite(result).all()) and bool(result.any()) for result in results), (
-        "computed nothing"
-    )
+    assert_computed(results)
     for name, parameter in parameters.items():
         main_grad = main_grads[f"{name}.main_grad"]
         assert parameter.main_grad is main_grad, f"{name}: its main_grad was replaced"

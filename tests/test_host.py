@@ -29,7 +29,7 @@ from sonicmoe.architectures import (
 )
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
-from sonicmoe.host import capabilities_of_host, count, gibibytes, require_memory
+from sonicmoe.host import capabilities_of_host, require_memory
 from sonicmoe.jit_warmup import warmup_jit
 
 SIZES = ["--E", "8", "--H", "3072", "--I", "1536"]
@@ -173,8 +173,3 @@ def test_the_refusal_names_purpose_estimate_and_what_is_there() -> None:
     wanted = "a model needs at least 1.5 GiB of memory, and this machine has 1.0 GiB"
     with pytest.raises(ConfigError, match=wanted):
         require_memory(3 << 29, "a model", available=1 << 30)
-
-
-def test_numbers_of_any_size_are_short() -> None:
-    assert (count(1234), gibibytes(3 << 29)) == ("1,234", "1.5 GiB")
-    assert count(10**5000) == "10^5000" and len(gibibytes(10**5000)) < 20

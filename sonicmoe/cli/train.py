@@ -190,9 +190,9 @@ def train(
     """Train a small ERNIE-style Mixture-of-Experts language model on text, its experts on
     SonicMoEMlpNode.
 
-    Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz, loss.png and
-    expert_load.png to --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint (unless
-    --no-checkpoint) and exit with 130, 143 and 129. Bad input is one line and exit code 2.
+    Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz and loss.png to
+    --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint (unless --no-checkpoint) and exit
+    with 130, 143 and 129. Bad input is one line and exit code 2.
 
     Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python
     -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --framework paddle --ep 4.

@@ -83,22 +83,21 @@ def _ranks(parallel: Parallel) -> str:
 
 
 def draw(trainer: Trainer, console: Console) -> dict[str, str]:
-    """Draw both plots and return their paths by name; without matplotlib say so and return none."""
-    from ernie_compat.plots import plot_expert_load, plot_loss
+    """Draw the plot and return its path by name; without matplotlib say so and return none."""
+    from ernie_compat.plots import plot_loss
 
     from ..plotting import PlotsUnavailableError
 
     if not trainer.records:  # a run that was resumed at its last step
         return {}
-    paths = {name: trainer.directory / f"{name}.png" for name in ("loss", "expert_load")}
+    path = trainer.directory / "loss.png"
     try:
         label = f"{trainer.config.precision} ({trainer.config.framework})"
-        plot_loss(trainer.records, paths["loss"], label, trainer.config.against or "full precision")
-        plot_expert_load(trainer.records, paths["expert_load"])
+        plot_loss(trainer.records, path, label, trainer.config.against or "full precision")
     except PlotsUnavailableError as error:
         console.print(str(error), soft_wrap=True)
         return {}
-    return {name: str(path) for name, path in paths.items()}
+    return {"loss": str(path)}
 
 
 def report(

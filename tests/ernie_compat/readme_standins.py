@@ -105,14 +105,9 @@ class PipelineParallel(paddle.nn.Layer):
         self.model, self.reduce = model, reduce
 
     def train_batch(
-        self,
-        data,
-        optimizer,
-        lr_scheduler=None,
-        scaler=None,
-        loss_fn_idx=0,
+        self, data, optimizer, lr_scheduler=None, scaler=None, loss_fn_idx=0,
         return_micro_batch_loss=False,
-    ):
+    ):  # fmt: skip
         losses = [self.model(batch) for batch in data]
         for loss in losses:
             loss.backward()
@@ -148,13 +143,7 @@ def make_batches(count):
     for _ in range(count):
         ids = np.stack([rng.permutation(EXPERTS)[:TOPK] for _ in range(TOKENS)])
         x = rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-        made.append(
-            (
-                paddle.to_tensor(x),
-                paddle.to_tensor(ids),
-                paddle.to_tensor(rng.random(ids.shape, np.float32)),
-            )
-        )
+        made.append(tuple(map(paddle.to_tensor, (x, ids, rng.random(ids.shape, np.float32)))))
     return made
 
 

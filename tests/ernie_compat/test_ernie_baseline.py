@@ -17,7 +17,6 @@ from ernie_compat.trainer import (
     MAIN,
     Trainer,
     TrainingError,
-    baseline_for,
 )
 from sonicmoe.errors import EngineUnavailableError
 
@@ -74,12 +73,6 @@ def test_baseline_and_its_engine(corpus, tmp_path, precision, engine, against, w
     summary = trainer.summary()
     assert (summary["against"], summary["engine_full_precision"]) == wanted
     assert summary["engine_used"] == trainer.learners[MAIN].engine and summary["engine"] == engine
-
-
-def test_baseline_for():
-    assert {engine: baseline_for(engine) for engine in ("hopper", "bf16", "reference")} == {
-        "hopper": "bf16", "bf16": "fp32", "reference": "fp32",
-    }  # fmt: skip
 
 
 def test_the_bf16_twin_is_the_bf16_run_and_times_are_its_own(corpus, tmp_path):

@@ -19,7 +19,7 @@ from ernie_compat.metrics import (
     smoothed,
 )
 from ernie_compat.model_config import smoothing_window
-from ernie_compat.plots import binned, plot_expert_load, plot_loss
+from ernie_compat.plots import plot_loss
 
 
 def record(step, loss=3.0, reference=None):
@@ -91,11 +91,6 @@ def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
         read_metrics(path)
 
 
-def test_binning_keeps_means():
-    assert binned([[1.0], [3.0], [5.0], [7.0]], 2).tolist() == [[2.0], [6.0]]
-    assert binned([[1.0], [3.0]], 150).tolist() == [[1.0], [3.0]]
-
-
 def colours(path):
     """RGB of a PNG, fp32 `[H, W, 3]`."""
     from matplotlib.image import imread
@@ -122,17 +117,3 @@ def test_loss_plot_shows_both_curves_and_the_gap(tmp_path):
         assert drawn == [blue, orange, red]
     dark = (first.max(axis=-1) < 0.3).mean()
     assert dark > 2e-3  # axes, ticks and labels
-
-
-def test_load_plot_is_bright_where_an_expert_is_busy(tmp_path):
-    path = tmp_path / "load.png"
-    plot_expert_load([record(step) for step in range(1, 200)], path)
-    image = colours(path)
-    assert image.shape[0] > 500 and len(np.unique(image.reshape(-1, 3), axis=0)) > 50
-    # Loads relative to balance, of at most 2: layer 0 has 1.5, 0.75, 0.75; layer 1 has 0.6, 0.6,
-    # 1.8.
-    from matplotlib import colormaps
-
-    for relative in (1.5, 0.75, 0.6, 1.8):
-        expected = np.array(colormaps["viridis"](relative / 2)[:3])
-        assert (np.abs(image - expected).max(axis=-1) < 0.02).mean() > 0.02

@@ -6,29 +6,16 @@ from __future__ import annotations
 
 import pytest
 
-from ernie_compat.parallel import (
-    Launch,
-    Parallel,
-    RankLayout,
-    lost_ranks_named,
-    on_rank,
-    read_launch,
-    whole_shapes,
-)
+from ernie_compat.parallel import Launch, RankLayout, lost_ranks_named, read_launch
 from sonicmoe.errors import ConfigError, RankLostError
 
 TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "1",
-}
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1",
+}  # fmt: skip
 PADDLE = {
-    "PADDLE_TRAINER_ID": "1",
-    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2",
     "PADDLE_TRAINER_ENDPOINTS": "h0:6070,h1:6071",
-}
+}  # fmt: skip
 
 
 def test_launchers_are_read():
@@ -50,23 +37,9 @@ def test_layout():
     assert list(layout.local_experts(16)) == [4, 5, 6, 7]
     with pytest.raises(ConfigError, match="--ep is 3 and there are 8 ranks"):
         RankLayout(Launch(world_size=8), 3)
-    with pytest.raises(
-        ConfigError, match=r"--ep is 2 and there is 1 rank; .* start it with torchrun"
-    ):
+    words = r"--ep is 2 and there is 1 rank; .* start it with torchrun"
+    with pytest.raises(ConfigError, match=words):
         RankLayout(Launch(), 2)
-
-
-def test_names_of_other_ranks_experts():
-    name = "weight/layers.12.mlp.experts.9.up_gate_proj.weight"
-    assert on_rank(name, 8) == "weight/layers.12.mlp.experts.17.up_gate_proj.weight"
-    parallel = Parallel()
-    parallel.layout = RankLayout(Launch(rank=1, world_size=2), 2)
-    local = {"layers.0.mlp.experts.2.down_proj.weight": (3, 4), "layers.0.norm.weight": (4,)}
-    assert whole_shapes(local, parallel, 4) == {
-        "layers.0.mlp.experts.0.down_proj.weight": (3, 4),
-        "layers.0.mlp.experts.2.down_proj.weight": (3, 4),
-        "layers.0.norm.weight": (4,),
-    }
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,25 @@ def undeclared(monkeypatch):
     from sonicmoe.fleet import carrier
 
     monkeypatch.setattr(carrier, "_declared", None)
+
+
+@pytest.fixture
+def tasks():
+    """Weight gradients that a backward offers are put off, into this list; Paddle alone takes the
+    hook.
+    """
+    from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
+
+    taken = []
+    set_wgrad_deferral_hook(lambda _point, _weight, run: taken.append(run) or True)
+    yield taken
+    set_wgrad_deferral_hook(None)
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    """The double's `paddlefleet`, with this package as its engine."""
+    import double_cases
+
+    with double_cases.engine() as modules:
+        yield modules

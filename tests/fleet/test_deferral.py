@@ -44,14 +44,6 @@ def no_hook_stays():
 
 
 @pytest.fixture
-def tasks():
-    """What every backward offers is put off, into this list."""
-    taken = []
-    set_wgrad_deferral_hook(lambda _point, _weight, run: taken.append(run) or True)
-    return taken
-
-
-@pytest.fixture
 def asked():
     """The points at which the hook was asked; nothing is put off."""
     points = []

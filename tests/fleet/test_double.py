@@ -33,12 +33,6 @@ def layer_of(fleet, config, single=False):
     return cases.layer_of(fleet, config, None if single else model.one_rank())
 
 
-@pytest.fixture(scope="module")
-def fleet():
-    with cases.engine() as modules:
-        yield modules
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_over_micro_batches(fleet, form):
     changes = dict(FORMS[form])

@@ -14,12 +14,6 @@ from paddle.distributed.fleet.utils import recompute
 FP8 = {"fp8": "e4m3"}
 
 
-@pytest.fixture(scope="module")
-def fleet():
-    with cases.engine() as modules:
-        yield modules
-
-
 def layer_of(fleet, **changes):
     return cases.layer_of(fleet, cases.config_of(fleet, **changes), model.one_rank())
 

@@ -13,7 +13,6 @@ from pairwise import pairwise
 
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.fleet import carrier
-from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.overlap import ExpertsStep
 from sonicmoe.fleet.run import run_sonic_moe
 
@@ -115,23 +114,19 @@ def test_gradients_switched_off_are_no_inference(problem):
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch's hooks cannot be fired from outside a backward")
 @pytest.mark.parametrize("deferred", [False, True])
-def test_the_hooks_of_the_weights_fire_once(problem, deferred):
+def test_the_hooks_of_the_weights_fire_once(problem, deferred, request):
     usual, experts = Experts(problem), Experts(problem)
     usual.call().backward()
-    fired, tasks = [], []
+    fired, tasks = [], request.getfixturevalue("tasks") if deferred else []
     for index, weight in enumerate(experts.weights):
         held = weight.main_grad
         weight._register_backward_hook(lambda *_, i=index, g=held: fired.append((i, numpy(g))))
     steps = Steps(experts, problem)
-    if deferred:
-        set_wgrad_deferral_hook(lambda _point, weight, run: tasks.append((weight, run)) or True)
-    try:
-        steps.forward()
-        steps.backward()
-    finally:
-        set_wgrad_deferral_hook(None)
+    steps.forward()
+    steps.backward()
     assert len(tasks) == 2 * deferred and len(fired) == 2 * (not deferred)
-    for weight, run in tasks:
+    # That of w2 is offered first.
+    for weight, run in zip(reversed(experts.weights), tasks, strict=False):
         run()
         weight._apply_backward_hook()
     assert sorted(index for index, _ in fired) == [0, 1]

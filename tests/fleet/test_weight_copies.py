@@ -21,7 +21,6 @@ from weights.freed_memory import free, holds_memory
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
 from sonicmoe.fleet.configuration import FP8Config
-from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import known_layer, weights_changed
 from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
@@ -131,26 +130,22 @@ class TestOrderOfEvents:
 
 @pytest.mark.skipif(not IS_PADDLE, reason="the hook needs Paddle")
 @each_format
-def test_weight_gradients_that_a_pipeline_puts_off(form):
+def test_weight_gradients_that_a_pipeline_puts_off(form, request):
     """They are added when the copies are gone and the layout is another one again."""
     batches = problems(2)
     wanted = FleetExpert(batches[0])
     for batch in batches:
         wanted.call(batch, fp8=True).backward()
-    expert, tasks = FleetExpert(batches[0], form), []
+    expert, tasks = FleetExpert(batches[0], form), request.getfixturevalue("tasks")
     expert.micro_batches = len(batches)
     expert.step_begin()
-    set_wgrad_deferral_hook(lambda _point, _weight, run: tasks.append(run) or True)
-    try:
-        calls = [expert.forward(batch) for batch in batches]
-        for call in calls:
-            call.backward()
-        assert len(tasks) == 2 * len(batches)
-        expert.clear_fp8_weights()
-        for run in tasks:
-            run()
-    finally:
-        set_wgrad_deferral_hook(None)
+    calls = [expert.forward(batch) for batch in batches]
+    for call in calls:
+        call.backward()
+    assert len(tasks) == 2 * len(batches)
+    expert.clear_fp8_weights()
+    for run in tasks:
+        run()
     expert.to_layout("grouped")
     assert same_bits(expert.gradients(), wanted.gradients())
 
