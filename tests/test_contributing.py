@@ -1,169 +1,194 @@
-"""Every recipe of CONTRIBUTING.md works as it is printed, on a copy of the tree."""
+"""Every recipe of CONTRIBUTING.md works as it is printed, on a copy of the tree: the tests that it
+names pass, and the test of the page that should follow asks for it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 
+import processes
 import pytest
-from recipes import carry_out, copy_of_the_tree, passes, pytest_on, python, steps
+from kernels.needs import NVCC
+from processes import ROOT
 
-from sonicmoe.engine.capabilities import BF16, problem
-from sonicmoe.jit.toolchain import find_toolkit
+COPIED = ("sonicmoe", "ernie_compat", "tests", "docs", "benchmarks", "tools")
+SINGLE_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
+# Compiled Python files come along: each names the size and the time of its source, so that a file
+# which a step changes is compiled anew, and only that one.
+NOT_COPIED = shutil.ignore_patterns("*.png", "data")
+TIMEOUT_S = 600
 
-GATE = "tests/kernels/test_cuda_sources.py"
-PLANNED = """
+
+@dataclass(frozen=True)
+class Recipe:
+    """What must hold on the copy: files of tests pass, those of them that `asked` selects; the test
+    `follows` of a page fails; a program ends well.
+    """
+
+    tests: tuple[str, ...]
+    asked: str
+    page: str
+    follows: str
+    program: str = ""
+
+
+FLAG = """
+import logging, torch
+from sonicmoe.config import current_config
+from sonicmoe.ernie_compat.deepep_metadata import deepep_topk_to_sonic_metadata as build
+os.environ["SONIC_MOE_WARN_WORST_CASE"] = "yes"
+assert current_config().warn_worst_case
+said = []
+logging.getLogger("sonicmoe").addFilter(lambda record: said.append(record.getMessage()) or True)
+for counts in (None, None, [1]):
+    build(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 1, counts)
+assert said == ["no tokens_per_expert: rows take their worst case"], said
+"""
+KERNEL = """
 from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.plan import ModelSpec
 for precision in ("fp8", "bf16"):
     names = {job.name for job in warm_up_plan(ModelSpec(8, 3072, 1536), precision).jobs}
-    print(precision, "row_maxima" in names)
+    assert ("row_maxima" in names) == (precision == "fp8")
 """
-
-USED = """
-import logging; logging.basicConfig(format="%(message)s")
-import torch
-from sonicmoe import SonicMoEConfig
-from sonicmoe.config import current_config
-from sonicmoe.diagnostics.doctor import examine_flags, Report
-from sonicmoe.ernie_compat.deepep_metadata import deepep_topk_to_sonic_metadata as build
-ids, probs = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
-report = Report()
-in_force = examine_flags(report, {"SONIC_MOE_WARN_WORST_CASE": "on"})
-print(current_config().warn_worst_case, in_force.warn_worst_case, report.flags[-1])
-build(ids, probs, 1)
-build(ids, probs, 1, [1])
-with SonicMoEConfig(warn_worst_case=False).activate():
-    build(ids, probs, 1)
-"""
-
-
-def test_a_new_flag(tmp_path, monkeypatch):
-    tree = copy_of_the_tree(tmp_path)
-    for step in steps("A new flag"):
-        carry_out(step, tree)
-    page = (str(tree / "tools/ci/generate_env_docs.py"),)
-    assert python(tree, *page, "--check").returncode == 1
-    assert python(tree, *page).returncode == 0
-    assert "| `SONIC_MOE_WARN_WORST_CASE` | `warn_worst_case` | 0, 1 | `0` | warn where" in (
-        tree / "docs/env.md"
-    ).read_text(encoding="utf-8")
-
-    monkeypatch.setenv("SONIC_MOE_WARN_WORST_CASE", "yes")
-    used = python(tree, "-c", USED)
-    listed = "FlagState(name='SONIC_MOE_WARN_WORST_CASE', value='1', source='environment')"
-    assert used.stdout == f"True True {listed}\n", used.stderr
-    assert used.stderr.count("no tokens_per_expert: rows take their worst case") == 1
-    monkeypatch.setenv("SONIC_MOE_WARN_WORST_CASE", "loud")
-    refused = python(tree, "-m", "sonicmoe", "numerics", "--list")
-    wanted = "Error: SONIC_MOE_WARN_WORST_CASE='loud' is not understood; needed: 0 or 1"
-    assert (refused.returncode, refused.stderr.strip()) == (2, wanted)
-    monkeypatch.delenv("SONIC_MOE_WARN_WORST_CASE")
-
-    passes(tree, "tests/test_config.py", "-k", "not outdated")
-    typed = "from sonicmoe.config import current_config\n\nreveal_type(current_config().{})\n"
-    (tree / "typed.py").write_text(typed.format("warn_worst_case"), encoding="utf-8")
-    # mypy reads what the answer depends on and nothing else: PyTorch alone takes it ten seconds.
-    read = ("typed.py", *(f"sonicmoe/{name}.py" for name in ("__init__", "flags", "config")))
-    checked = python(tree, "-m", "mypy", "--follow-imports=skip", *read)
-    assert re.search(r'Revealed type is "(builtins\.)?bool"', checked.stdout), checked.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
-@pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi")
-def test_a_new_kernel(tmp_path):
-    tree = copy_of_the_tree(tmp_path)
-    for step in steps("A new kernel"):
-        carry_out(step, tree)
-    planned = python(tree, "-c", PLANNED)
-    assert planned.stdout == "fp8 True\nbf16 False\n", planned.stderr
-    pages = ("tests/test_import_hygiene.py", "tests/kernels/test_row_maxima_on_host.py", GATE)
-    passes(tree, *pages, "-k", "layer or upward or row_maxima")
-
-    # The page that lists the kernels is asked to follow.
-    result = pytest_on(
-        tree, "tests/cli/test_documented_commands.py", "-k", "compiles_what_its_page_says"
-    )
-    assert result.returncode == 1, result.stdout
-
-
 ARCHITECTURE = """
-import sys
 from sonicmoe.engine.capabilities import BF16, HOPPER, problem
 from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.plan import ModelSpec
-for record in (BF16, HOPPER):
-    print(record.name.value, problem(record, None, "sm_110a"))
-planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_110a"), "bf16")
-print(planned.precision, {job.key().arch for job in planned.jobs})
-sys.path.append("tests")
 from kernels.gemm_matrix import TARGETS, few_variants
-gate = [kernel for target in TARGETS if target[0] == "sm_110a" for kernel in few_variants(*target)]
-print(*((kernel.name, kernel.arch, dict(kernel.statics)["family"]) for kernel in gate))
+assert problem(BF16, None, "sm_110a") is None
+words = "the architecture is sm_110a, and its kernels are for sm_90a"
+assert str(problem(HOPPER, None, "sm_110a")).startswith(words)
+planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_110a"), "bf16")
+assert {job.key().arch for job in planned.jobs} == {"sm_110a"}
+(target,) = (target for target in TARGETS if target[0] == "sm_110a")
+(kernel,) = few_variants(*target)
+found = kernel.name, kernel.arch, dict(kernel.statics)["family"]
+assert found == ("bf16_dgated", "sm_110a", "sm100"), found
 """
-
-
-def test_a_new_architecture(tmp_path):
-    assert "its kernels are for sm_90a" in str(problem(BF16, None, "sm_110a"))
-    tree = copy_of_the_tree(tmp_path)
-    for step in steps("A new architecture"):
-        carry_out(step, tree)
-    asked = python(tree, "-c", ARCHITECTURE)
-    assert asked.returncode == 0, asked.stderr
-    served, refused, planned, gate = asked.stdout.splitlines()
-    assert served == "bf16 None", asked.stderr
-    assert refused.startswith("hopper the architecture is sm_110a, and its kernels are for sm_90a")
-    assert planned == "bf16 {'sm_110a'}"
-    assert gate == "('bf16_dgated', 'sm_110a', 'sm100')"
-    # The page that lists what engines serve is asked to follow.
-    page = "tests/engine/test_capabilities.py"
-    result = pytest_on(tree, page, "-k", "test_the_table_of_the_engines_is_that_of_the_records")
-    assert result.returncode == 1, result.stdout
-
-
 ACTIVATION = """
 import torch
-from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.engine.activations import activate
 from sonicmoe.engine.capabilities import BF16, HOPPER, REFERENCE, Workload, problem
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.quant.recipes import RECIPES
-
 new = ActivationType("qgeglu")
+assert is_glu(new)
 for record, recipe in ((HOPPER, RECIPES["dx256"]), (BF16, None), (REFERENCE, None)):
-    print(record.name.value, problem(record, Workload(EngineSettings(new, recipe), 64, 64), None))
-
-z = torch.randn((5, 12), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
-dy1 = torch.linspace(-1, 2, 30, dtype=torch.float64).reshape(5, 6)
-y1, _ = activate_backward(z, dy1, new)
+    assert problem(record, Workload(EngineSettings(new, recipe), 64, 64), None) is None
+z = torch.randn((5, 12), dtype=torch.float64)
 gate, up = z[:, ::2], z[:, 1::2]
 by_hand = gate / (1 + torch.exp(-1.702 * gate)) * up
-print(is_glu(new), bool(torch.allclose(y1, by_hand)), bool(torch.equal(y1, activate(z, new))))
+assert torch.allclose(activate(z, new), by_hand)
+# The tests of the device code list its structs by hand.
+path = "tests/kernels/test_sm90_activations.py"
+text = open(path).read()
+case = '"qgeglu": (ActivationType.QGEGLU, "QuickGelu", {}),'
+open(path, "w").write(text.replace("CASES = {", "CASES = {" + case, 1))
 """
-CASES = "tests/kernels/test_sm90_activations.py"
-CASE = '    "qgeglu": (ActivationType.QGEGLU, "QuickGelu", {}),\n'
+ENGINE_TESTS = "tests/engine/test_capabilities.py"
+RECIPES = {
+    "A new flag": Recipe(
+        ("tests/test_config.py",), "not env_page", "tests/test_config.py", "page_is_up", FLAG
+    ),
+    "A new kernel": Recipe(
+        ("tests/test_import_hygiene.py", "tests/kernels/test_row_maxima_on_host.py",
+         "tests/kernels/test_cuda_sources.py"),
+        "layer or upward or row_maxima",
+        "tests/cli/test_documented_commands.py", "compiles_what_its_page_says", KERNEL,
+    ),
+    "A new architecture": Recipe(
+        (), "", ENGINE_TESTS, "the_table_of_the_engines_is_that_of_the_records", ARCHITECTURE
+    ),
+    "A new activation": Recipe(
+        ("tests/engine/test_engine_activations.py", ENGINE_TESTS,
+         "tests/engine/test_engine_select.py", "tests/kernels/test_sm90_activations.py",
+         "tests/kernels/test_cute_facts.py"),
+        "qgeglu or ActivationsOfRecords or never_picks or epilogues",
+        ENGINE_TESTS, "table", ACTIVATION,
+    ),
+}  # fmt: skip
+MARKS = {"A new kernel": [pytest.mark.slow, *NVCC], "A new activation": [pytest.mark.slow]}
 
 
-@pytest.mark.slow
-def test_a_new_activation(tmp_path):
-    tree = copy_of_the_tree(tmp_path)
-    recipe = steps("A new activation")
-    product = {step.path for step in recipe if step.path.startswith("sonicmoe/")}
-    assert len(product) <= 4, product
-    for step in recipe:
+@dataclass(frozen=True)
+class Step:
+    """A block of code under a line that is the path of a file: the whole file, or a change of it
+    (`diff`: kept lines, added ones and removed ones, found by their text).
+    """
+
+    path: str
+    language: str
+    code: str
+
+
+def steps(recipe: str) -> list[Step]:
+    """Every step of a recipe; a block without a path of its own belongs to the path before it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^### {recipe}\n(.*?)(?=^##|\Z)", text, flags=re.M | re.S)
+    found, path = [], ""
+    for named, language, code in re.findall(
+        r"^(?:`([\w./]+)`:\n|```(\w+)\n(.*?)^```)", section, flags=re.M | re.S
+    ):
+        path = named or path
+        if language:
+            found.append(Step(path, language, code))
+    assert found, f"{recipe} has no steps"
+    return found
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    for name in COPIED:
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name, ignore=NOT_COPIED)
+    for name in SINGLE_FILES:
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def carry_out(step: Step, tree: Path) -> None:
+    """Write the file of a step, or change it; a change must fit at exactly one place."""
+    path = tree / step.path
+    if step.language != "diff":
+        assert not path.exists(), f"{step.path} is there already"
+        path.write_text(step.code, encoding="utf-8")
+        return
+    lines = step.code.splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if line[0] != "+")
+    after = "".join(line[1:] for line in lines if line[0] != "-")
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, f"{step.path} has {text.count(before)} times:\n{before}"
+    path.write_text(text.replace(before, after), encoding="utf-8")
+
+
+def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python on the copy: `sonicmoe`, `ernie_compat` and the tests come from there."""
+    path = os.pathsep.join((str(tree), str(tree / "tests")))
+    return processes.run(arguments, {**os.environ, "PYTHONPATH": path}, tree, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", [pytest.param(r, marks=MARKS.get(r, [])) for r in RECIPES])
+def test_a_recipe(name: str, tmp_path: Path) -> None:
+    recipe, tree = RECIPES[name], copy_of_the_tree(tmp_path)
+    for step in steps(name):
         carry_out(step, tree)
-    computed = python(tree, "-c", ACTIVATION)
-    wanted = "hopper None\nbf16 None\nreference None\nTrue True True\n"
-    assert computed.stdout == wanted, computed.stderr
-    pages = (
-        f"tests/engine/test_{n}.py" for n in ("engine_activations", "capabilities", "engine_select")
-    )
-    cases = tree / CASES
-    cases.write_text(cases.read_text().replace("CASES = {\n", f"CASES = {{\n{CASE}", 1))
-    asked = "qgeglu or ActivationsOfRecords or never_picks or epilogues"
-    passes(tree, *pages, CASES, "tests/kernels/test_cute_facts.py", "-k", asked)
+    ran = python(tree, "-c", f"import os\n{recipe.program}")
+    assert ran.returncode == 0, ran.stderr
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    if recipe.tests:
+        passed = python(tree, *options, *recipe.tests, "-k", recipe.asked)
+        assert passed.returncode == 0, passed.stdout + passed.stderr
+    asked = python(tree, *options, recipe.page, "-k", recipe.follows)
+    assert asked.returncode == 1, asked.stdout
 
-    # The page with the table of the engines is asked to follow.
-    result = pytest_on(tree, "tests/engine/test_capabilities.py", "-k", "table")
-    assert result.returncode == 1 and "`situ_glu`, `qgeglu`" in result.stdout, result.stdout
+
+def test_a_new_activation_changes_four_files_of_the_package() -> None:
+    """As its page says."""
+    paths = {step.path for step in steps("A new activation")}
+    assert len([path for path in paths if path.startswith("sonicmoe/")]) == 4
