@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from small_run import SIZES, run_config
 
-from ernie_compat import decoder
 from ernie_compat.learner import make_learner
 from ernie_compat.precision import node_config
 from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.jit_warmup import warmup_jit
 
 pytestmark = pytest.mark.gpu
@@ -59,29 +56,6 @@ def test_compared_with_bf16_on_its_engine(config, corpus, tmp_path):
             node._choices._engines[-1][1].engine.name
             for node in trainer.learners[name].decoder.nodes
         } == {trainer.learners[name].engine}
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_gradients_straight_into_main_grad_teach_what_collected_ones_do(
-    config, corpus, monkeypatch, parts
-):
-    """Equal bits, because gradients are zero before the first micro-batch."""
-    train = replace(config.train, micro_batches=parts)
-    found = []
-    for flush in ("auto", "step"):
-        made = partial(SonicMoEMlpNode, flush=flush)
-        monkeypatch.setattr(decoder, "SonicMoEMlpNode", made)
-        learner = make_learner("torch", MODEL, train, "fp8", "hopper")
-        steps = range(1, 4)
-        losses = [
-            learner.train_step(corpus.batch(step, 8, MODEL.seq_len, 0), 1e-3).loss for step in steps
-        ]
-        held = {node.gradient_bytes for node in learner.decoder.nodes}
-        found.append((losses, learner.state(), held))
-    (direct, learned, none), (step, wanted, held) = found
-    assert none == {0} and held == {4 * E * 3 * H * I}
-    assert direct == step
-    assert [name for name in wanted if not np.array_equal(learned[name], wanted[name])] == []
 
 
 def test_stopped_and_resumed_it_ends_with_the_same_bits(config, corpus, tmp_path):

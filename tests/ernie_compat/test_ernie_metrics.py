@@ -19,7 +19,6 @@ from ernie_compat.metrics import (
     smoothed,
 )
 from ernie_compat.model_config import smoothing_window
-from ernie_compat.plots import plot_loss
 
 
 def record(step, loss=3.0, reference=None):
@@ -89,31 +88,3 @@ def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
     path.write_text("{}\n" + whole)
     with pytest.raises(MetricsError, match="line 1"):
         read_metrics(path)
-
-
-def colours(path):
-    """RGB of a PNG, fp32 `[H, W, 3]`."""
-    from matplotlib.image import imread
-
-    return imread(path)[:, :, :3]
-
-
-def share_near(image, colour):
-    from matplotlib.colors import to_rgb
-
-    return float((np.abs(image - np.array(to_rgb(colour))).max(axis=-1) < 0.1).mean())
-
-
-def test_loss_plot_shows_both_curves_and_the_gap(tmp_path):
-    alone, both = tmp_path / "alone.png", tmp_path / "both.png"
-    plot_loss([record(step, 5 - step / 20) for step in range(1, 41)], alone, "fp8")
-    plot_loss([record(step, 5 - step / 20, 4 - step / 20) for step in range(1, 41)], both, "fp8")
-    first, second = colours(alone), colours(both)
-    assert min(first.shape[:2]) > 500 and min(second.shape[:2]) > 500
-    for image, blue, orange, red in ((first, True, False, False), (second, True, True, True)):
-        drawn = [
-            share_near(image, colour) > 2e-4 for colour in ("tab:blue", "tab:orange", "tab:red")
-        ]
-        assert drawn == [blue, orange, red]
-    dark = (first.max(axis=-1) < 0.3).mean()
-    assert dark > 2e-3  # axes, ticks and labels

@@ -91,16 +91,3 @@ def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus, monkeypatch)
     assert mixed[0] == pytest.approx(exact[0], rel=FIRST_STEP)
     assert mixed == pytest.approx(exact, rel=TRAINED)
     assert exact[0] - exact[-1] > 0.5  # 2.0 to 2.4 over 12 seeds
-
-
-def test_one_copy_brings_every_figure_of_a_step(corpus):
-    """`launch_step` is all of a step but the copy to the device before it and the one back after
-    it.
-    """
-    tokens = corpus.batch(1, 4, SIZES.seq_len, 0)
-    direct, launched = learner(), learner()
-    result = direct.train_step(tokens, 1e-2)
-    batches = [launched._inputs_and_targets(part) for part in np.split(tokens, 2)]
-    figures = launched.launch_step(batches, 1e-2)
-    assert figures.dtype == torch.float64 and figures.shape == (4 + SIZES.num_experts,)
-    assert figures.tolist() == [*result[:4], *result.expert_counts.reshape(-1)]

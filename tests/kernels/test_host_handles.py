@@ -13,7 +13,7 @@ from kernels.needs import NVCC
 
 from sonicmoe.bench.cost_terms import TILE_ROWS
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.engine.hopper_passes import Passes, _check_numbers, by_keyword
+from sonicmoe.engine.hopper_passes import Passes, _check_numbers
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.kernels.host import passes_source
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
@@ -269,8 +269,3 @@ def test_numbers_are_those_that_python_computes_with(native):
     assert {block.cols for block in blocks} == {built["scale_block"]}
     of_gate_and_up = {recipe.w1.rows, recipe.dz.cols, recipe.wgrad_dz.cols}
     assert of_gate_and_up == {built["gate_up_block"]} == {W1_BLOCK.rows}
-
-
-def test_by_keyword_keeps_the_declared_order():
-    call = by_keyword(lambda *arguments: arguments, ["a", "b", "c"])
-    assert call(c=3, a=1, b=2) == (1, 2, 3)
