@@ -208,7 +208,7 @@ def moe_general_routing_inputs(
     require_framework_tensor(w2, "w2")
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
-    indices, probs, first_triple = triples_to_topk(
+    indices, probs = triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
     activation = member_of(ActivationType, activation_type, "activation_type")
@@ -223,7 +223,6 @@ def moe_general_routing_inputs(
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TRIPLES,
-        first_triple=first_triple,
     )
     return out, frequency_of(expert_indices, experts)
 
@@ -255,19 +254,8 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
     require_framework_tensor(w2, "w2")
     for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
         need_shape(len(weight.shape) == 3, name, weight, axes)
-        needed = f"{experts} experts ({source}){_native_hint(w1, w2)}"
+        needed = f"{experts} experts ({source})"
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
-
-
-def _native_hint(w1: Tensor, w2: Tensor) -> str:
-    # `MoE` and models hold the experts first.
-    up, down = tuple(w1.shape), tuple(w2.shape)
-    if len(up) != 3 or len(down) != 3 or (up[0], up[2]) != down[:2]:
-        return ""
-    return (
-        "; w1 looks like [E, N1, H] and w2 like [E, H, I]: pass w1.permute(1, 2, 0) and "
-        "w2.permute(1, 2, 0)"
-    )
 
 
 def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:

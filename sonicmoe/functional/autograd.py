@@ -32,7 +32,6 @@ def expert_mlp(
     inference: bool = False,
     use_fp8: bool | None = None,
     face: str = STACKED,
-    first_triple: Tensor | None = None,
     module: object = None,
 ) -> Tensor:
     """Routed expert MLP `[..., H] -> [..., H]`, differentiable in all but `indices`.
@@ -47,8 +46,6 @@ def expert_mlp(
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
         face: a key of `observe.FACES`: the names of the arguments, for a diagnosis.
-        first_triple: int `[T]`, of general routing the number of every token's first triple, for
-            messages about routing.
         module: whose attributes the weights are, for a diagnosis.
 
     Returns:
@@ -74,7 +71,7 @@ def expert_mlp(
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face).fitted(x, weights)
-    origin = Origin(indices, first_triple, module)
+    origin = Origin(indices, module)
     if not save:
         return forward(plan, x, probs, weights, origin, save=False)[0]
     out: Tensor = apply_function(_ExpertMlp, (plan, origin), differentiable)

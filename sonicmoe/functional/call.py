@@ -41,7 +41,6 @@ from ..observe import (
 from ..out_of_memory import advising
 from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
-from ..routing.validation import RoutingNames
 from ..weights.cache import Reading
 from ..weights.stacked import PassedParameters
 from ..weights.stacked_cache import Weights, read_weights
@@ -115,11 +114,7 @@ def make_plan(
     parameters: ActivationParameters = (),
     face: str = STACKED,
 ) -> Plan:
-    """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode.
-
-    Raises:
-        ConfigError: settings that contradict each other; or `use_fp8` is something else.
-    """
+    """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode."""
     check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
@@ -160,11 +155,7 @@ def number_of(plan: Plan) -> int:
 
 
 def plan_of(number: int) -> Plan:
-    """The plan that this process gave the number to.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The plan that this process gave the number to; ConfigError where there is none."""
     plan = _plans.get(number)
     if plan is None:
         raise ConfigError(
@@ -176,11 +167,7 @@ def plan_of(number: int) -> Plan:
 
 
 def check_use_fp8(use_fp8: object) -> None:
-    """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on.
-
-    Raises:
-        ConfigError: it is neither a bool nor None.
-    """
+    """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on."""
     if use_fp8 is not None and not isinstance(use_fp8, bool):
         raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
 
@@ -190,13 +177,10 @@ class Origin:
     """Where the experts' tokens and weights come from, for those who observe the call.
 
     indices: int `[T, K]`; None where the routing that was made of them stands for them.
-    first_triple: int `[T]`, of general routing the number of every token's first triple, by which
-        messages about routing name one.
     module: whose attributes the weights are; None where unknown.
     """
 
     indices: Tensor | None = None
-    first_triple: Tensor | None = None
     module: object = None
 
 
@@ -260,7 +244,7 @@ def route(
         alignment=plan.settings.row_alignment,
         validate=plan.validate,
         static_rows=static_rows,
-        names=RoutingNames(face.indices, face.scores, origin.first_triple),
+        names=(face.indices, face.scores),
     )
 
 

@@ -47,9 +47,9 @@ def frequency_of(ids: Tensor, E: int) -> Tensor:
 
 def triples_to_topk(
     scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in
-    the scores; and the number of every token's first triple, `[T]`.
+    the scores.
     """
     _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
@@ -70,7 +70,7 @@ def triples_to_topk(
     probs = torch.zeros(num_tokens * topk, dtype=torch.float32, device=tokens.device).index_put(
         (slot,), scores.to(torch.float32)
     )
-    return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk), first
+    return indices.reshape(num_tokens, topk), probs.reshape(num_tokens, topk)
 
 
 def _check_token_indices(

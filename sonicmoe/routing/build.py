@@ -16,7 +16,6 @@ from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment
 from .reference import exact_routing
 from .validation import (
     DISPATCHED,
-    RoutingNames,
     check_contents,
     check_counts,
     check_indices_and_probs,
@@ -35,7 +34,7 @@ def build_routing(
     alignment: int = ROW_ALIGNMENT,
     validate: bool = False,
     static_rows: bool = False,
-    names: RoutingNames = DISPATCHED,
+    names: tuple[str, str] = DISPATCHED,
 ) -> RoutingMetadata:
     """Build the metadata of one forward.
 
@@ -55,7 +54,7 @@ def build_routing(
         validate: also check distinct ids, finite probabilities, ids >= -1 and the counts; waits for
             the device.
         static_rows: size R on a host as on a GPU, from shapes and given counts alone.
-        names: for the messages of `validate`.
+        names: what the caller calls indices and probabilities, for the messages of `validate`.
 
     Raises:
         RoutingError: counts disagree with the indices, or `validate` found a violation.
@@ -116,7 +115,7 @@ def route(
     alignment: int,
     validate: bool = False,
     static_rows: bool = False,
-    names: RoutingNames = DISPATCHED,
+    names: tuple[str, str] = DISPATCHED,
 ) -> RoutingMetadata:
     """`build_routing` for callers whose own border has checked indices, probabilities and E."""
     given = host_counts_of(tokens_per_expert, num_experts)

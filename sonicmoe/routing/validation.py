@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -73,59 +72,31 @@ def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class RoutingNames:
-    """What the caller calls the ids and the probabilities.
-
-    first_triple: int `[T]`, where they are one-dimensional, one entry per triple: the number of
-        every token's first one.
-    """
-
-    indices: str = "dispatched_indices"
-    probs: str = "dispatched_probs"
-    first_triple: Tensor | None = None
-
-    def at(self, token: int, slot: int) -> str:
-        """The index of a slot in both."""
-        whole = self.first_triple is None
-        return f"[{token}, {slot}]" if whole else f"[{self._triple(token, slot)}]"
-
-    def twice(self, token: int, slots: tuple[int, int]) -> str:
-        """`dispatched_indices row 4 names expert`, and where, around a `{}` for the expert."""
-        one, two = slots
-        if self.first_triple is None:
-            return f"{self.indices} row {token} names expert {{}} twice (slots {one} and {two})"
-        triples = f"triples {self._triple(token, one)} and {self._triple(token, two)}"
-        return f"{self.indices} names expert {{}} twice for token {token} ({triples})"
-
-    def _triple(self, token: int, slot: int) -> int:
-        assert self.first_triple is not None
-        return int(self.first_triple[token]) + slot
-
-
-DISPATCHED = RoutingNames()
+# What the ids and the probabilities are called, where the caller has no other names for them.
+DISPATCHED = "dispatched_indices", "dispatched_probs"
 
 
 def check_contents(
-    indices: Tensor, probs: Tensor, num_experts: int, names: RoutingNames = DISPATCHED
+    indices: Tensor, probs: Tensor, num_experts: int, names: tuple[str, str] = DISPATCHED
 ) -> None:
     """Refuse ids below -1, a token that names an expert twice, probabilities of valid slots that are
-    not finite, and ids of the whole model; waits for the device. RoutingError names row and slot, or
-    the triple.
+    not finite, and ids of the whole model; waits for the device. RoutingError names token and slot.
     """
+    of_ids, of_probs = names
     ids = indices.to(torch.int64)
     _raise_at(
         ids < -1,
         lambda t, k: (
-            f"{names.indices}{names.at(t, k)} is {int(ids[t, k])}; ids below -1 mean nothing"
+            f"{of_ids} of token {t}, slot {k}, is {int(ids[t, k])}; ids below -1 mean nothing"
         ),
     )
     valid = is_here(ids, num_experts)
-    _check_range(ids, valid, num_experts, names.indices)
+    _check_range(ids, valid, num_experts, of_ids)
     _raise_at(
         valid & ~torch.isfinite(probs),
         lambda t, k: (
-            f"{names.probs}{names.at(t, k)} is {float(probs[t, k])} at a valid slot (expert {int(ids[t, k])})"
+            f"{of_probs} of token {t}, slot {k}, is {float(probs[t, k])} at a valid slot "
+            f"(expert {int(ids[t, k])})"
         ),
     )
     # Every pair of columns: K is small, and a sort of each row would lose the slots' positions.
@@ -136,7 +107,8 @@ def check_contents(
             _raise_at(
                 repeated.unsqueeze(-1),
                 lambda t, _, k=k, earlier=earlier: (
-                    f"{names.twice(t, (earlier, k)).format(int(ids[t, k]))}; ids must be distinct"
+                    f"{of_ids} of token {t} names expert {int(ids[t, k])} twice (slots {earlier} "
+                    f"and {k}); ids must be distinct"
                 ),
             )
 

@@ -80,7 +80,7 @@ class TestConfiguration:
         layer = Layer(problem, config=None)
         layer.call(counts="none")
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
-        with pytest.raises(RoutingError, match="row 11 names expert 1 twice"):
+        with pytest.raises(RoutingError, match="token 11 names expert 1 twice"):
             layer.call(counts="none")
 
     def test_unknown_flags_are_reported_with_a_suggestion(self, monkeypatch, caplog):

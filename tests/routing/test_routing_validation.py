@@ -107,7 +107,7 @@ class TestContents:
     def test_an_expert_twice_in_a_row_is_named(self, slots):
         indices = np.tile(np.array([0, 1, 2, 3], np.int64), (6, 1))
         indices[4, slots[1]] = indices[4, slots[0]]
-        words = rf"row 4 names expert {slots[0]} twice \(slots {slots[0]} and {slots[1]}\)"
+        words = rf"token 4 names expert {slots[0]} twice \(slots {slots[0]} and {slots[1]}\)"
         with pytest.raises(RoutingError, match=words):
             build(indices, num_experts=4, validate=True)
         # Without validation it is not looked for.
@@ -140,7 +140,9 @@ class TestContents:
     def test_non_finite_probability_at_a_valid_slot_is_named(self, value):
         probs = np.full(INDICES.shape, 0.5, np.float32)
         probs[2, 0] = value
-        with pytest.raises(RoutingError, match=r"dispatched_probs\[2, 0\] is .*expert 2"):
+        with pytest.raises(
+            RoutingError, match=r"dispatched_probs of token 2, slot 0, is .*expert 2"
+        ):
             build(probs=probs, validate=True)
 
     def test_non_finite_probability_at_an_invalid_slot_is_fine(self):
@@ -152,7 +154,9 @@ class TestContents:
     def test_id_below_minus_one_is_named(self, value):
         indices = INDICES.copy()
         indices[3, 1] = value
-        with pytest.raises(RoutingError, match=rf"dispatched_indices\[3, 1\] is {value}"):
+        with pytest.raises(
+            RoutingError, match=rf"dispatched_indices of token 3, slot 1, is {value}"
+        ):
             build(indices, validate=True)
         assert build(indices).host_counts == tuple(COUNTS)
 
@@ -235,7 +239,7 @@ class TestPublicFace:
     def test_environment_switches_validation(self, set_flags):
         self.face(self.TWICE)
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
-        with pytest.raises(RoutingError, match="row 1 names expert 1 twice"):
+        with pytest.raises(RoutingError, match="token 1 names expert 1 twice"):
             self.face(self.TWICE)
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="0")
         self.face(self.TWICE)
