@@ -66,7 +66,6 @@ class Arrivals(NamedTuple):
     dx_to: Any = None
     dout_source: GradientSource | None = None
     copies: WeightCopies | None = None
-    recompute_z: bool | None = None
     is_stepped: bool = False
 
     def _check(self, x: Any, experts: int, hidden: int) -> None:

@@ -5,7 +5,6 @@ were chosen for them. Both are remembered, because every forward asks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from ..engine.interface import Engine, EngineSettings
 from ..engine.select import announce, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType
-from ..errors import ConfigError
 from ..interop import device_name, dtype_name, is_cuda
 
 _KEPT = 4  # engine choices
@@ -51,24 +49,18 @@ class Choices:
         self.config = config
         self._layer = activation, activation_parameters
         self._sizes = hidden, inner
-        # A configuration, what it means, and that with the other `recompute_z`.
+        # A configuration, and what it means.
         self._meaning: tuple[Any, ...] = (None,)
         self._engines: list[tuple[Any, Chosen]] = []
 
-    def settings(self, recompute_z: bool | None = None) -> tuple[ResolvedConfig, EngineSettings]:
-        """The configuration in force for the node, and what it means; `recompute_z`: a call's own."""
+    def settings(self) -> tuple[ResolvedConfig, EngineSettings]:
+        """The configuration in force for the node, and what it means."""
         config = current_config(self.config)
         # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
         # Kept in one tuple, because threads may run calls of one node.
         if self._meaning[0] is not config:
-            usual = EngineSettings.from_config(config, *self._layer)
-            other = replace(usual, recompute_z=not usual.recompute_z)
-            self._meaning = config, usual, other
-        _, usual, other = self._meaning
-        for settings in (usual, other):
-            if recompute_z is None or recompute_z is settings.recompute_z:
-                return config, settings
-        raise ConfigError(f"recompute_z is {recompute_z!r}; needed: True, False or None")
+            self._meaning = config, EngineSettings.from_config(config, *self._layer)
+        return self._meaning  # type: ignore[return-value]
 
     def scope(self) -> AbstractContextManager[SonicMoEConfig]:
         """The node's configuration in force: its cache directories and its ban on compiling hold
@@ -81,12 +73,11 @@ class Choices:
         device: str,
         token_dtype: str,
         tokens: TokenFormat = TokenFormat.PLAIN,
-        recompute_z: bool | None = None,
     ) -> Chosen:
         """The engine for such tokens on that device, ready to run; one that was asked for by name
         and cannot run this raises. The log says which at its first choice.
         """
-        config, settings = self.settings(recompute_z)
+        config, settings = self.settings()
         validates = config.validate_dispatch
         key = (device, config.engine, validates, settings, token_dtype, tokens)
         # Asking for packages and devices takes longer than a launch. Several answers are kept,

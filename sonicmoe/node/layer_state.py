@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..gradients.batch import Batch
 from ..gradients.sink import GradientSink
 from ..interop import requires_grad
+from ..log import log_once
 from ..observe import NODE
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
@@ -21,7 +22,6 @@ from .late_wgrad import WgradOffer, WgradQueue
 from .questions import Questions
 
 Tensor = torch.Tensor
-logger = logging.getLogger("sonicmoe")
 
 
 class LayerState:
@@ -59,7 +59,6 @@ class LayerState:
         self.offers: Callable[[], WgradOffer | None] | None = None
         self.face = NODE
         self.questions = Questions()
-        self._said_not_offered = False
 
     def open(
         self,
@@ -90,12 +89,11 @@ class LayerState:
         trained = filter(requires_grad, parameters)
         if all(hasattr(parameter, "main_grad") for parameter in trained):
             return offer
-        if not self._said_not_offered:
-            self._said_not_offered = True
-            logger.warning(
-                "expert weight gradients are not put off, because a weight that trains has no "
-                "main_grad to add them to later"
-            )
+        log_once(
+            logging.WARNING,
+            "expert weight gradients are not put off, because a weight that trains has no main_grad "
+            "to add them to later",
+        )
         return None
 
     def finish_wgrad(self) -> None:

@@ -235,7 +235,7 @@ def call_on(
     of `choices`.
     """
     x = tokens_among(inputs)
-    chosen = choices.engine(device_name(x), *arrived.form(x), arrived.recompute_z)
+    chosen = choices.engine(device_name(x), *arrived.form(x))
     engine, settings = chosen.engine, chosen.settings
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.

@@ -215,7 +215,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
-        recompute_z: bool | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -239,8 +238,6 @@ class SonicMoEMlpNode(NodeUpkeep):
             copies: FP8 copies of the weights (`make_copies`), which are read in place of the
                 parameters, also where the memory of these has been freed. Where the engine that is
                 chosen computes without FP8, the parameters themselves are read.
-            recompute_z: whether the backward of this call computes z again instead of keeping it;
-                None follows the configuration. All calls share one copy of the weights.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -255,7 +252,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         NaN in a token makes that token's rows NaN and no other token's.
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies, recompute_z)
+        arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies)
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         with self._choices.scope():
             call = call_on(inputs, arrived, self._state, self._choices)
@@ -276,7 +273,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         x_scale: Any = None,
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
-        recompute_z: bool | None = None,
     ) -> tuple[Tensor, BackwardStep]:
         """`forward` without autograd, and the backward as a step of its own: for schedules that
         interleave the forward of one micro-batch with the backward of another. Arguments and errors
@@ -288,9 +284,7 @@ class SonicMoEMlpNode(NodeUpkeep):
             for value in (x, dispatched_probs)
         )
         routed = tokens_per_expert, dispatched_indices, probs
-        arrived = Arrivals(
-            *routed, x_scale, None, dout_source, copies, recompute_z, is_stepped=True
-        )
+        arrived = Arrivals(*routed, x_scale, None, dout_source, copies, is_stepped=True)
         # Weights are read as for training, also where the schedule has switched gradients off.
         with self._choices.scope():
             with torch.enable_grad():
