@@ -9,7 +9,6 @@ import re
 import numpy as np
 import pytest
 from ernie import (
-    PRECISE,
     Pending,
     bind_main_grads,
     make_batch,
@@ -20,8 +19,7 @@ from ernie import (
 )
 from framework import numpy, tensor
 
-from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import DTypeError, FrameworkError, LayoutError, RoutingError, ShapeError
+from sonicmoe.errors import DTypeError, FrameworkError, RoutingError, ShapeError
 from sonicmoe.interop import check_paddle_version
 
 
@@ -51,7 +49,8 @@ def refused(error, *words):
     return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words))
 
 
-# Others are refused under either framework in tests/node/test_node_border.py.
+# Others are refused under either framework in tests/node/test_node_border.py, routing arguments in
+# tests/routing/test_routing_validation.py, experts in tests/weights/test_parameters.py.
 X_CASES = {
     "dict": (lambda x: {"data": x, "scale": x}, DTypeError, ["x is a dict", "FP8 dispatch"]),
     "int32": (lambda x: tensor(x.astype(np.int32)), DTypeError, ["x is int32", "bfloat16"]),
@@ -66,32 +65,6 @@ def test_tokens(node, batch, case, grad):
     make, error, words = X_CASES[case]
     with refused(error, *words), paddle.set_grad_enabled(grad):
         call(node, batch, x=make(batch.x))
-
-
-ROUTING_CASES = {
-    "no probs": ("probs", lambda b: None, RoutingError, ["dispatched_probs missing"]),
-    "other shape": ("probs", lambda b: tensor(b.probs[:, :1]), ShapeError, ["(40, 2)", "(40, 1)"]),
-    "negative count": (
-        *("counts", lambda b: [-1, *b.counts[1:]]),
-        *(RoutingError, ["tokens_per_expert[0] is -1"]),
-    ),
-    "fraction": (
-        *("counts", lambda b: [0.5, *b.counts[1:]]),
-        *(RoutingError, ["tokens_per_expert[0] is 0.5"]),
-    ),
-    "a number": ("counts", lambda b: 7, RoutingError, ["tokens_per_expert is int"]),
-    "disagrees": (
-        *("counts", lambda b: paddle.to_tensor([b.counts[0] - 1, *b.counts[1:]])),
-        *(RoutingError, ["tokens_per_expert[0] is", "tokens for expert 0"]),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ROUTING_CASES)
-def test_routing_arguments(node, batch, case):
-    name, make, error, words = ROUTING_CASES[case]
-    with refused(error, *words):
-        call(node, batch, **{name: make(batch)})
 
 
 def test_a_refused_call_leaves_no_trace(batch):
@@ -131,68 +104,6 @@ def test_gradient_of_another_dtype_is_refused_in_backward(node, batch):
         out.backward(tensor(batch.dout))
 
 
-class Unfused(paddle.nn.Layer):
-    """PaddleFormers' experts: gate and up apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (paddle.nn.Linear(4, 4) for _ in range(3))
-
-
-def build(experts, n=3, hidden=32, intermediate=24):
-    return SonicMoEMlpNode(experts, n, hidden, intermediate)
-
-
-def in_float64():
-    experts = make_experts()
-    constant = paddle.nn.initializer.Constant(0.0)
-    projection = experts[1].up_gate_proj
-    projection.weight = projection.create_parameter(
-        [32, 48], dtype="float64", default_initializer=constant
-    )
-    return experts
-
-
-EXPERT_CASES = {
-    "unfused": (
-        lambda: build([Unfused()], 1, 4, 4),
-        LayoutError, ["experts[0] (Unfused) has no up_gate_proj.weight", "gate and up in one up_gate_proj.weight"],
-    ),
-    "no projection": (lambda: build([paddle.nn.Linear(4, 4)], 1, 4, 4), LayoutError, ["experts[0] (Linear)", "up_gate_proj"]),
-    "none local": (lambda: build([None, None, None]), LayoutError, ["0 local modules", "n_experts is 3"]),
-    "float64": (
-        lambda: build(in_float64()),
-        DTypeError, ["experts[1].up_gate_proj.weight is float64", "bfloat16"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", EXPERT_CASES)
-def test_experts(case):
-    make, error, words = EXPERT_CASES[case]
-    with refused(error, *words):
-        make()
-
-
-def test_slices_of_a_fused_weight_are_refused():
-    """Their gradient would be lost: a slice is no leaf."""
-    weight1, weight2 = (
-        paddle.create_parameter([2, 32, 48], "float32"),
-        paddle.create_parameter([2, 24, 32], "float32"),
-    )
-
-    class Slice:
-        def __init__(self, weight):
-            self.weight = weight
-
-    class Expert:
-        def __init__(self, index):
-            self.up_gate_proj, self.down_proj = Slice(weight1[index]), Slice(weight2[index])
-
-    with refused(LayoutError, "experts[0].up_gate_proj.weight", "leaf parameter"):
-        build([Expert(0), Expert(1)], 2)
-
-
 @pytest.mark.parametrize("text", ["3.3.0", "3.4.0.dev1", "0.0.0", "10.0.1+cpu"])
 def test_paddle_with_the_proxy(text):
     check_paddle_version(text)
@@ -202,15 +113,6 @@ def test_paddle_with_the_proxy(text):
 def test_paddle_without_the_proxy(text):
     with refused(FrameworkError, f"paddle {text}", "3.3.0"):
         check_paddle_version(text)
-
-
-def test_half_precision_tokens_are_an_ordinary_input():
-    """fp16 is no error: bf16, fp16 and fp32 tokens give results in their own dtype."""
-    experts, batch = make_experts(), make_batch()
-    for dtype in ("float16", "bfloat16", "float32"):
-        pending = Pending(make_node(experts, PRECISE), batch, dtype=dtype)
-        pending.backward()
-        assert pending.out.dtype == pending.x.dtype == pending.x.grad.dtype
 
 
 WRITES = {

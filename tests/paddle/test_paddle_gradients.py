@@ -12,7 +12,6 @@ from ernie import (
     FP8_BOUND,
     PRECISE,
     PRECISE_BOUND,
-    Batch,
     Pending,
     assert_close,
     assert_results,
@@ -90,46 +89,6 @@ def test_empty_experts_get_exact_zero_gradients(only, flush):
 
 def test_a_batch_without_tokens_between_others():
     check([make_batch(20, seed=1), make_batch(0), make_batch(20, seed=2)])
-
-
-@pytest.mark.parametrize("marker", [-1, 3, 2**31 - 1])
-def test_invalid_slots_cost_and_give_nothing(marker):
-    """Any id outside 0..E-1 is "not here"; its probability (kept by ElasticBuffer) must not matter,
-    and its gradient is exactly 0.
-    """
-    batch = make_batch()
-    invalid = batch.indices < 0
-    assert 0.2 < invalid.mean() < 0.8
-    clean = run(make_node(make_experts()), batch)
-    raw_probs = np.where(invalid, np.float32(0.37), batch.probs)
-    dirty = Batch(
-        batch.x, np.where(invalid, marker, batch.indices), raw_probs, batch.dout, batch.counts
-    )
-    result = check([dirty])[0]
-    for name in ("out", "dx", "dprobs"):
-        assert np.array_equal(getattr(result, name), getattr(clean, name)), name
-    assert not result.dprobs[invalid].any()
-    assert result.dprobs[~invalid].all()
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        lambda counts: None,
-        lambda counts: [],
-        tuple,
-        lambda counts: paddle.to_tensor(counts, dtype="int64"),
-        lambda counts: paddle.to_tensor(counts, dtype="int32"),
-        np.array,
-        lambda counts: [-(-count // 128) * 128 for count in counts],
-    ],
-    ids=["None", "empty list", "tuple", "int64 tensor", "int32 tensor", "numpy", "aligned to 128"],
-)
-def test_spellings_of_the_counts(spelling):
-    batch = make_batch()
-    plain = run(make_node(make_experts()), batch)
-    result = check([batch], counts=spelling(batch.counts))[0]
-    assert np.array_equal(result.out, plain.out) and np.array_equal(result.dx, plain.dx)
 
 
 def test_interleaved_backwards_of_two_nodes():

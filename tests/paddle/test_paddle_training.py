@@ -262,19 +262,6 @@ def test_two_experts_exchanged_by_set_state_dict():
     assert_current(layer.node, list(layer.experts), batch, FP8)
 
 
-def test_parameter_objects_replaced_in_their_modules():
-    """New storage for a weight: read from the module at every call."""
-    experts, batch = make_experts(), make_batch()
-    node = make_node(experts)
-    inference(node, batch, PRECISE)
-    experts[1].down_proj = make_experts(seed=7)[1].down_proj
-    assert_current(node, experts, batch, PRECISE)
-    bind_main_grads(experts)
-    run(node, batch)
-    node.step()
-    assert numpy(experts[1].down_proj.weight.main_grad).any()
-
-
 def test_weights_freed_after_the_forward():
     """Frameworks may free weights once they are used and bring them back elsewhere in
     `optimizer.step()`.
