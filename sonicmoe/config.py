@@ -312,9 +312,6 @@ def environment() -> SonicMoEConfig:
 
     A variable that changes afterwards is not obeyed: settings that change from one forward to the
     next would otherwise cost every forward a look at each of them.
-
-    Raises:
-        ConfigError: a variable has a value that is not understood; then the next call reads again.
     """
     # `functools.cache` keeps results only. After an error the next call reads again.
     warn_unknown_flags()
@@ -327,11 +324,7 @@ def reload_environment() -> None:
 
 
 def read_flags(environ: Mapping[str, str]) -> SonicMoEConfig:
-    """The configuration that these variables spell.
-
-    Raises:
-        ConfigError: naming the first variable whose value is not understood.
-    """
+    """The configuration that these variables spell."""
     given = (flag for flag in FLAGS if flag.env in environ)
     return SonicMoEConfig(**{flag.field: flag.take(environ[flag.env], flag.env) for flag in given})
 

@@ -237,10 +237,8 @@ class Flag(Generic[Value]):
         return "unset" if self.plain_default is None else spelling(self.plain_default)
 
     def take(self, value: Any, source: str) -> Value:
-        """A value from outside, parsed alike whether it came as text or as an object.
-
-        Raises:
-            ConfigError: naming `source`, what came and what is needed.
+        """A value from outside, parsed alike whether it came as text or as an object; a ConfigError
+        names `source`.
         """
         # To Python True is an int, so a boolean would pass for a number of seconds.
         listed = isinstance(value, (str, *self.values.types))

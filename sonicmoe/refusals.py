@@ -19,20 +19,13 @@ def need_shape(fits: bool, name: str, tensor: torch.Tensor, needed: object) -> N
         fits: whether the shape is right.
         name: the argument.
         needed: the right shape, as a tuple or in the letters of the shape legend.
-
-    Raises:
-        ShapeError: it does not fit.
     """
     if not fits:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; needed: {needed}")
 
 
 def need_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
-    """Refuse a tensor that has none of these dtypes.
-
-    Raises:
-        DTypeError: it has another one.
-    """
+    """Refuse a tensor that has none of these dtypes."""
     if tensor.dtype not in dtypes:
         *others, last = map(dtype_name, dtypes)
         needed = f"{', '.join(others)} or {last}" if others else last

@@ -83,10 +83,8 @@ class DifferentiableCall(ABC):
 
 
 def refuse_second_derivative() -> None:
-    """To be called by every backward of this package before it computes.
-
-    Raises:
-        RuntimeError: the caller asked for a graph of the gradients (`create_graph=True`).
+    """Raise where a backward was asked for a graph of the gradients (`create_graph=True`). Every
+    backward of this package calls it before it computes.
     """
     # Both frameworks run a backward with gradients enabled only where its results must be
     # differentiable. An error on the way back through dx would come too late: a graph that also

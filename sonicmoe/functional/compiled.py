@@ -39,12 +39,7 @@ def compiled_expert_mlp(
     save: bool,
     face: str,
 ) -> Tensor:
-    """`expert_mlp` inside a graph.
-
-    Raises:
-        ConfigError: at run time, when a `SonicMoEConfig` is active that is not the one the graph
-            was compiled under.
-    """
+    """`expert_mlp` inside a graph, which raises at run time under another `SonicMoEConfig`."""
     # Imported here, because that module loads the compiler, which takes a second or more.
     from .graph_constants import plan_number
 

@@ -129,11 +129,6 @@ def check_main_grads(
 ) -> None:
     """Check that gradients on the device of `like` can be added into the `main_grad` of those
     parameters that `trained` marks, where there is one.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: `main_grad` is not fp32, not of the parameter's shape
-            (of stacked parameters in either layout), or on another device.
-        LayoutError: it is the parameter's own memory, or was freed.
     """
     for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
         main_grad = getattr(parameter, "main_grad", None)

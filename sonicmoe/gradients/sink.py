@@ -124,11 +124,6 @@ class GradientSink:
                 shape, dtype and `is_leaf` are read.
             trained: which of them want a gradient.
             dout: the gradient of the output, on whose device gradients are computed.
-
-        Raises:
-            DTypeError, ShapeError, DeviceError, LayoutError: nothing can be added there.
-            RuntimeError: memory would be made during a capture, or gradients wait, and their places
-                are others by now (`places.Waiting`).
         """
         self._check_leaves(parameters, trained)
         if self.way is FlushMode.STEP:
@@ -226,12 +221,6 @@ class GradientSink:
     def flush(self) -> None:
         """Add what waits into `main_grad` (or `.grad`) of every parameter that it is for, and have
         the current stream wait for all additions. Where it raises, nothing was flushed.
-
-        Raises:
-            RuntimeError: a backward failed while it added; a captured backward adds to memory that
-                no parameter has; the layer has other parameters by now, or their gradients' places
-                are others (`places.Waiting`).
-            DTypeError, ShapeError, DeviceError: see `check_main_grads`.
         """
         # Additions straight into main_grad may run on another stream than the one that is about to
         # reduce it.

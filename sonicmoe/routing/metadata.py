@@ -34,7 +34,7 @@ class RoutingMetadata:
             are padding too, so a builder that does not know the counts on the host may size R for
             the worst case.
         expert_counts:  int32 `[E]`, true number of rows per expert.
-        padded_offsets: int64 `[E+1]`, exclusive prefix sum of `padded_counts`; expert e owns rows
+        padded_offsets: int64 `[E+1]`, exclusive prefix sum of the padded counts; expert e owns rows
             `padded_offsets[e] .. padded_offsets[e] + expert_counts[e]`, then its padding.
         row_token: int32 `[R]`, token gathered into each row; -1 in padding rows.
         slot_row:  int64 `[T, K]`, row that computes each slot; -1 where the slot is not routed here.
@@ -42,8 +42,7 @@ class RoutingMetadata:
         host_counts: `expert_counts` as Python ints where the builder knows them without waiting for
             a device, else None.
 
-    Stages of a pass read these tensors. The properties `expert_offsets`, `padded_counts` and
-    `row_slot` are computed from them when somebody asks.
+    Stages of a pass read these tensors. `row_slot` is computed from them when somebody asks.
     """
 
     num_tokens: int
@@ -68,19 +67,6 @@ class RoutingMetadata:
     def sizes(self) -> tuple[int, ...]:
         """The numbers, which come before the tensors in the constructor."""
         return self.num_tokens, self.topk, self.num_experts, self.alignment, self.num_rows
-
-    @property
-    def expert_offsets(self) -> Tensor:
-        """int64 `[E+1]`, exclusive prefix sum of `expert_counts`; `[E]` is the number of valid
-        slots (TK).
-        """
-        counts = self.expert_counts.to(torch.int64)
-        return torch.cat([torch.zeros_like(counts[:1]), torch.cumsum(counts, 0)], 0)
-
-    @property
-    def padded_counts(self) -> Tensor:
-        """int32 `[E]`, counts rounded up to `alignment` (0 stays 0)."""
-        return (self.padded_offsets[1:] - self.padded_offsets[:-1]).to(torch.int32)
 
     @property
     def row_slot(self) -> Tensor:

@@ -47,11 +47,8 @@ class Reading:
     on_backward: Callable[[], None] | None = None
 
     def check_current(self) -> None:
-        """Raise if the weights are no longer those that the forward read.
-
-        Raises:
-            RuntimeError: a later forward has written changed weights into these buffers; or the
-                engine reads the user's memory, and that was written or freed.
+        """Raise if a later forward has written changed weights into these buffers, or if the user's own
+        memory, where the engine reads that, was written or freed.
         """
         if self.lent is not None:
             self.lent.check()

@@ -52,12 +52,7 @@ class WeightCopies:
     """
 
     def __init__(self, engine: Engine, settings: EngineSettings, layer: ExpertParameters) -> None:
-        """Quantise the weights of `layer` now.
-
-        Raises:
-            ConfigError: the settings have no FP8 recipe.
-            LayoutError: the memory of a weight has been freed already.
-        """
+        """Quantise the weights of `layer` now; they must hold memory, and the settings a recipe."""
         if settings.recipe is None:
             raise ConfigError(
                 f"copies of the weights are quantised, and the {engine.name} engine computes without FP8 recipe here; needed: "
@@ -117,14 +112,7 @@ class WeightCopies:
         layer: ExpertParameters,
         parameters: Sequence[Tensor],
     ) -> Reading:
-        """The copies for a forward that starts now; see the table above.
-
-        Raises:
-            StaleWeightsError: the weights have been written since the event, or forward's order was
-                released, and the parameters hold no memory to make them again from.
-            ConfigError: they were made for another engine or recipe.
-            LayoutError: they were made of other parameters.
-        """
+        """The copies for a forward that starts now; see the table above."""
         self._check_fit(engine, settings, parameters)
         # Where any of them was freed nothing can be made again, because an engine quantises all
         # experts at once.

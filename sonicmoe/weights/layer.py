@@ -47,10 +47,6 @@ class LayerWeights:
             engine, settings: as in `Engine.refresh`.
             parameters: read from the layer a moment ago, if they were.
             copies: what to read in place of the parameters, where the settings have an FP8 recipe.
-
-        Raises:
-            LayoutError: the framework has freed the memory of a weight, and it is to be read.
-            StaleWeightsError, ConfigError: see `WeightCopies.read`.
         """
         parameters = parameters or self._parameters.parameters()
         if copies is not None and settings.recipe is not None:

@@ -23,11 +23,7 @@ class LentWeights:
         self._tensors, self._versions = tensors, versions_of(tensors)
 
     def check(self) -> None:
-        """Raise if a backward that reads them would read other values than its forward did.
-
-        Raises:
-            RuntimeError: they were written or freed.
-        """
+        """Raise if a backward that reads them would read other values than its forward did."""
         freed = not all(map(holds_memory, self._tensors))
         if freed or versions_of(self._tensors) != self._versions:
             happened = "freed" if freed else "modified by an inplace operation"

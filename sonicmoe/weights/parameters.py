@@ -149,11 +149,6 @@ class PerExpertParameters(ExpertParameters):
     Args:
         experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
         num_experts, hidden_size, intermediate_size: what the weights must match.
-
-    Raises:
-        LayoutError: a module lacks a projection, or the number of local experts is not
-            `num_experts`.
-        ShapeError, DTypeError: naming the weight.
     """
 
     def __init__(
@@ -243,11 +238,7 @@ class PerExpertParameters(ExpertParameters):
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:
-    """Check that the weights can be read.
-
-    Raises:
-        LayoutError: they are on the meta device, or the framework has freed some of them.
-    """
+    """Refuse weights on the meta device, and weights whose memory the framework has freed."""
     # A model that is built without memory is on the meta device as a whole.
     if not IS_PADDLE and parameters[0].is_meta:
         raise LayoutError(
@@ -277,11 +268,7 @@ def _projection(expert: Any, index: int, name: str) -> Any:
 
 
 def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:
-    """Refuse what is no contiguous leaf of this shape in a dtype that engines read.
-
-    Raises:
-        DTypeError, ShapeError, LayoutError, FrameworkError, TypeError: naming it.
-    """
+    """Refuse what is no contiguous leaf of this shape in a dtype that engines read."""
     require_framework_tensor(weight, name)
     need_dtype(name, weight, *PARAMETER_DTYPES)
     # A square matrix in the wrong orientation has the right shape and cannot be told apart. All

@@ -208,11 +208,7 @@ class FusedParameters(StackedParameters):
         return (_turned(pair[0]), _turned(pair[1])) if transposed else pair
 
     def parameters(self) -> list[Tensor]:
-        """`[weight1, weight2]`, as they are now. New ones are checked as the first ones were.
-
-        Raises:
-            ShapeError: their sizes are not those of the first ones.
-        """
+        """`[weight1, weight2]`, as they are now. New ones are checked as the first ones were."""
         given = tuple(map(_current, self._given))
         # By identity, because every call asks; only another tensor is looked at.
         if not all(map(is_, given, self._weights)):
@@ -228,11 +224,7 @@ class FusedParameters(StackedParameters):
 
 
 def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
-    """The layout of weights of these shapes.
-
-    Raises:
-        ShapeError: the shapes fit neither layout, or not `hidden`.
-    """
+    """The layout of weights of these shapes; a ShapeError where they fit neither."""
     # Experts of no size have one shape in both layouts.
     if len(weight1) == len(weight2) == 3 and weight1[0] == weight2[0] and 0 not in weight2:
         experts = weight2[0]
@@ -279,11 +271,7 @@ class PairParameters(StackedParameters):
             check_parameter(weight, name, shape, legend)
 
     def parameters(self) -> list[Tensor]:
-        """`[weight1, weight2]`, and `layout` brought up to date with their shapes.
-
-        Raises:
-            ShapeError: their sizes are not those of the first ones.
-        """
+        """`[weight1, weight2]`, and `layout` brought up to date with their shapes."""
         weight1, weight2 = (reference() for reference in self._references)
         if weight1 is None or weight2 is None:
             raise RuntimeError("w1 or w2 of this layer was dropped; needed: parameters that live")

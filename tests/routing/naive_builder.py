@@ -37,8 +37,6 @@ def naive_routing(indices, probs, num_experts, alignment):
         "num_rows": len(row_token),
         "host_counts": tuple(counts),
         "expert_counts": counts,
-        "expert_offsets": [sum(counts[:e]) for e in range(num_experts + 1)],
-        "padded_counts": padded,
         "padded_offsets": [sum(padded[:e]) for e in range(num_experts + 1)],
         "row_token": row_token,
         "row_slot": row_slot,

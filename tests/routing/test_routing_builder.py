@@ -17,8 +17,6 @@ from sonicmoe.routing.metadata import RoutingMetadata, check_alignment, round_up
 
 DTYPES = {
     "expert_counts": torch.int32,
-    "expert_offsets": torch.int64,
-    "padded_counts": torch.int32,
     "padded_offsets": torch.int64,
     "row_token": torch.int32,
     "row_slot": torch.int64,
