@@ -206,9 +206,9 @@ def sampled(seed: Seed, steps: int) -> list[Path]:
 
 def numerics(files: Sequence[Path], framework: str) -> list[str]:
     """The arguments of `sonicmoe`: the default recipe beside DeepSeek-V3's."""
-    words = ["numerics", "--framework", framework, "--markdown"]
+    words = ["numerics", "--framework", framework]
     words += ["--recipe", str(StepSettings().recipe), "--recipe", DEEPSEEK_V3.name]
-    words += ["--scales", "fp32", "--z", "int8", "--z", "e4m3"]
+    words += ["--z", "int8", "--z", "e4m3"]
     return words + [word for path in files for word in ("--captured", str(path))]
 
 

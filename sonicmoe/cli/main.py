@@ -75,5 +75,5 @@ def main() -> None:
     Paddle and PyTorch.
 
     Results go to stdout. Progress and durations of work that takes longer than ten seconds go to
-    stderr, a line every ten seconds where it is no terminal.
+    stderr, a line every ten seconds.
     """

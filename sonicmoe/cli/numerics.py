@@ -5,7 +5,8 @@ the bars.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..diagnostics.cases import (
 from ..diagnostics.golden_stages import TENSORS
 from ..diagnostics.json_data import plain
 from ..enums import ZCode
-from ..quant.recipes import BASE_RECIPES, RECIPES, Fp8Recipe, ScaleFormat
+from ..quant.recipes import RECIPES, Fp8Recipe
 from .framework import framework_option, load_framework
 from .refusals import Location, OneLineCommand
 from .screen import Activity
@@ -34,35 +35,32 @@ if TYPE_CHECKING:
     from ..diagnostics.numerics import Result, Score
     from ..diagnostics.step_dump import StepDump
 
-# Each base recipe exists in every scale format, which `--scales` chooses.
-NAMES = [recipe.name for recipe in BASE_RECIPES]
-OPERANDS = (
-    "x", "y1", "dout", "dz", "w1", "w2", "w1_dgrad", "w2_dgrad",
-    "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s",
-)  # fmt: skip
-DEFAULT_SIZES = Sizes()
 
-
-def _several(name: str, choices: Sequence[str], text: str) -> Any:
+def _several(name: str, choices: Iterable[str], text: str) -> Any:
     return click.option(
         name,
         multiple=True,
-        type=click.Choice(choices),
+        type=click.Choice(list(choices)),
         help=f"{text}; may be repeated.  [default: all]",
     )
 
 
-def _size(name: str, default: int) -> Any:
-    return click.option(name, type=click.IntRange(1), default=default, show_default=True)
+def _sizes(command: Any) -> Any:
+    """The options of a generated case."""
+    for size in reversed(fields(Sizes)):
+        option = click.option(
+            f"--{size.name}", type=click.IntRange(1), default=size.default, show_default=True
+        )
+        command = option(command)
+    return command
 
 
 @click.command(cls=OneLineCommand)
-@_several("--recipe", NAMES, "Block shapes of the operands")
-@_several("--scales", [scale.value for scale in ScaleFormat], "Scale format")
-@_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
 @_several(
-    "--data", list(DATA_KINDS), "Kind of generated inputs; none when only --captured is given"
+    "--recipe", RECIPES, "Blocks and scale format of the operands (sonicmoe/quant/recipes.py)"
 )
+@_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
+@_several("--data", DATA_KINDS, "Kind of generated inputs; none when only --captured is given")
 @click.option(
     "--dispatch",
     multiple=True,
@@ -88,21 +86,12 @@ def _size(name: str, default: int) -> Any:
     metavar="FILE",
     help="Inputs of a real call (.npz); may be repeated.",
 )
-@_size("--tokens", DEFAULT_SIZES.tokens)
-@_size("--hidden", DEFAULT_SIZES.hidden)
-@_size("--intermediate", DEFAULT_SIZES.intermediate)
-@_size("--experts", DEFAULT_SIZES.experts)
-@_size("--topk", DEFAULT_SIZES.topk)
+@_sizes
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @framework_option("Runs the reference engine.")
-@click.option(
-    "--list", "list_only", is_flag=True, help="List the recipes and their blocks, compute nothing."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 def numerics(
     recipe: tuple[str, ...],
-    scales: tuple[str, ...],
     z: tuple[str, ...],
     data: tuple[str, ...],
     dispatch: tuple[str, ...],
@@ -110,9 +99,7 @@ def numerics(
     captured: tuple[Path, ...],
     seed: int,
     framework: str,
-    list_only: bool,
     as_json: bool,
-    markdown: bool,
     **sizes: int,
 ) -> None:
     """Print the error of every FP8 recipe on every kind of data, against fp64, and whether it meets
@@ -121,14 +108,9 @@ def numerics(
     Per tensor: relative RMSE in %, overall and (in brackets) of the worst expert. docs/numerics.md
     defines every column.
     """
-    if as_json and markdown:
-        raise click.UsageError("--json and --markdown exclude each other")
     if BASELINES[against].bf16_tokens_only and set(dispatch) != {Dispatch.BF16.value}:
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
-    recipes = chosen_recipes(recipe, scales)
-    if list_only:
-        list_recipes(recipes, as_json, markdown)
-        return
+    recipes = [RECIPES[name] for name in RECIPES if not recipe or name in recipe]
     codes = [code for code in ZCode if not z or code.value in z]
     # Sizes that no layer has, and files that hold no call, are refused before the import.
     problem = Sizes(**sizes)
@@ -144,31 +126,7 @@ def numerics(
     if as_json:
         click.echo(json.dumps(to_json(results), indent=2, allow_nan=False))
     else:
-        report(results, markdown)
-
-
-def list_recipes(recipes: list[Fp8Recipe], as_json: bool, markdown: bool) -> None:
-    """Print the block of every operand of these recipes."""
-    if not as_json:
-        print_table(list_table(recipes), markdown)
-        return
-    blocks = [{name: str(getattr(r, name)) for name in OPERANDS} for r in recipes]
-    listing = [
-        {"name": r.name, "note": r.note, "blocks": own}
-        for r, own in zip(recipes, blocks, strict=True)
-    ]
-    click.echo(json.dumps(listing, indent=2))
-
-
-def chosen_recipes(names: Sequence[str], scales: Sequence[str]) -> list[Fp8Recipe]:
-    """Base recipes by name (all when none is named), in each scale format asked for."""
-    formats = [scale for scale in ScaleFormat if not scales or scale.value in scales]
-    return [
-        RECIPES[base.with_scales(scale).name]
-        for base in BASE_RECIPES
-        if not names or base.name in names
-        for scale in formats
-    ]
+        report(results)
 
 
 def measure(
@@ -186,26 +144,22 @@ def measure(
     """
     from ..diagnostics.numerics import evaluate
 
-    # The bar counts combinations, those that turn out not to run included, so its end is known.
-    pairs = len(recipes) * len(codes)
-    doing.begin("measuring", total=(len(from_files) + count) * len(ways) * pairs)
+    doing.begin("measuring", total=(len(from_files) + count) * len(ways))
     results: list[Result] = []
     for case in (*from_files, *generated):
-        doing.at(case.name)
         for way in ways:
-            before = len(results)
             for result in evaluate(case, recipes, codes, way, bar):
+                doing.at(f"{case.name} {result.recipe.name}")
                 results.append(result)
-                doing.advance()
-            doing.advance(pairs - (len(results) - before))  # those that cannot read the tokens
+            doing.advance()
     return results
 
 
-def report(results: list[Result], markdown: bool) -> None:
+def report(results: list[Result]) -> None:
     """One table per kind of data, and the verdict over all data."""
     for data in dict.fromkeys(result.data for result in results):
         own = [result for result in results if result.data == data]
-        print_table(error_table(data, own), markdown)
+        print_table(error_table(data, own), markdown=False)
     for line in verdict_lines(results):
         click.echo(line)
 
@@ -240,14 +194,6 @@ def verdict(result: Result) -> str:
 def percent(score: Score) -> str:
     """`6.47 (6.50)`."""
     return f"{100 * score.overall.rmse:.2f} ({100 * score.worst_rmse:.2f})"
-
-
-def list_table(recipes: list[Fp8Recipe]) -> Table:
-    """One row per recipe: the block that shares a scale, per operand."""
-    table = Table("recipe", *OPERANDS, "note")
-    for recipe in recipes:
-        table.add_row(recipe.name, *(str(getattr(recipe, name)) for name in OPERANDS), recipe.note)
-    return table
 
 
 def verdict_lines(results: list[Result]) -> Iterator[str]:

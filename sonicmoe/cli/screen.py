@@ -11,17 +11,9 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 # Somebody who waits longer than this wants to know what for: the time before the first line, and
-# between two, where there is no terminal; and the shortest work whose duration is told at its end.
+# between two; and the shortest work whose duration is told at its end.
 PATIENCE_S = 10.0
 
 
@@ -80,30 +72,20 @@ class _Stage:
     """A part of the work. `total`: how many of `done` there will be; None where nobody knows."""
 
     name: str
-    total: int | None
-    since: float
+    total: int | None = None
     done: int = 0
     detail: str = ""
 
-    def line(self, now: float, started: float) -> str:
-        """`measuring normal: 3 of 12, 40 s so far, about 2 min left`."""
-        words = [f"{self.done} of {self.total}"] if self.total is not None else []
-        words.append(f"{duration(now - started)} so far")
-        if self.total is not None and 0 < self.done < self.total:
-            # From the pace of this stage alone: the stages before it had other work.
-            left = (now - self.since) / self.done * (self.total - self.done)
-            words.append(f"about {duration(left)} left")
-        return f"{self.title}: {', '.join(words)}"
-
-    @property
-    def title(self) -> str:
-        """Its name, and what it is at."""
-        return f"{self.name} {self.detail}".rstrip()
+    def line(self, seconds: float) -> str:
+        """`measuring normal: 3 of 12, 40 s so far`."""
+        words = [] if self.total is None else [f"{self.done} of {self.total}"]
+        title = f"{self.name} {self.detail}".rstrip()
+        return f"{title}: {', '.join([*words, f'{duration(seconds)} so far'])}"
 
 
 class Activity:
-    """Work that may take long: a bar on a terminal, elsewhere a line every `PATIENCE_S` seconds; at
-    its end a line with its duration, where it took that long. A context manager.
+    """Work that may take long: a line every `PATIENCE_S` seconds, and at its end one with its
+    duration, where it took that long. A context manager.
 
         with Activity("numerics") as doing:
             doing.begin("measuring", total=3)
@@ -111,52 +93,37 @@ class Activity:
                 doing.at(name)
                 ...
                 doing.advance()
-
-    console: where to; other lines printed while it runs must go there too, or they break the bar.
     """
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         """Nothing is said before the work begins; `name`: of the work, as the last line has it."""
         self.console = plain_console() if console is None else console
-        self._name, self._started = name, time.monotonic()
-        self._stage = _Stage(name, None, self._started)
+        self._name, self._started, self._stage = name, time.monotonic(), _Stage(name)
         self._ended = threading.Event()
+        # A thread, because one step of the work may itself take minutes.
         self._lines = threading.Thread(target=self._print_lines, daemon=True)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(
-            *columns, console=self.console, transient=True, disable=not self.console.is_interactive
-        )
-        self._task = self._bar.add_task(name, total=None)
+
+    # Each of these is one assignment, so that the thread never sees half a change.
 
     def begin(self, name: str, total: int | None = None) -> None:
         """A new stage; the count starts again."""
-        self._show(_Stage(name, total, time.monotonic()))
+        self._stage = _Stage(name, total)
 
     def at(self, detail: str) -> None:
         """Tell which part of the stage comes now."""
-        self._show(replace(self._stage, detail=detail))
+        self._stage = replace(self._stage, detail=detail)
 
     def advance(self, count: int = 1) -> None:
         """So many more are done."""
-        self._show(replace(self._stage, done=self._stage.done + count))
+        self._stage = replace(self._stage, done=self._stage.done + count)
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line at once."""
         self.console.print(line, soft_wrap=True)
 
     def __enter__(self) -> Activity:
         self._started = time.monotonic()
-        self._stage = replace(self._stage, since=self._started)
-        # A bar draws itself on a terminal and nothing elsewhere, where lines take its place.
-        self._bar.start()
-        if not self.console.is_interactive:
-            self._lines.start()
+        self._lines.start()
         return self
 
     def __exit__(
@@ -165,26 +132,16 @@ class Activity:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the bar and the lines. An error is told by whoever catches it."""
-        # The lines end before anything else is printed, so that none comes behind the result.
+        """Stop the lines. An error is told by whoever catches it."""
+        # They end before anything else is printed, so that none comes behind the result.
         self._ended.set()
-        self._bar.stop()
-        if self._lines.is_alive():
-            self._lines.join()
+        self._lines.join()
         if error is None:
             say_duration(self._name, self._started, self.console)
 
-    def _show(self, stage: _Stage) -> None:
-        # One assignment, so that the thread of the lines never sees half a change.
-        self._stage = stage
-        self._bar.update(
-            self._task, description=stage.title, total=stage.total, completed=stage.done
-        )
-
     def _print_lines(self) -> None:
-        # A thread, because one step of the work may itself take minutes.
         while not self._ended.wait(PATIENCE_S):
-            self.say(self._stage.line(time.monotonic(), self._started))
+            self.say(self._stage.line(time.monotonic() - self._started))
 
 
 def say_duration(name: str, started: float, console: Console) -> None:

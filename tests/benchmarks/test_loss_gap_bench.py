@@ -67,8 +67,8 @@ def test_seeds_are_run_compared_and_measured(
     assert "its standard deviation" in result.output
     assert f"fp8 on {framework}, engine reference, 3 steps" in result.output
     for recipe in ("dx256", "deepseek-v3"):
-        assert f"| {recipe} | int8 |" in found["numerics"][f"tiny seed {seeds[0]}"]
-    assert f"**tiny seed {seeds[0]}, step 3, layer 1**" in result.output
+        assert re.search(rf"│ {recipe} +│ int8 ", found["numerics"][f"tiny seed {seeds[0]}"])
+    assert f"tiny seed {seeds[0]}, step 3, layer 1" in result.output
     assert not list(out.glob("**/checkpoint.npz"))
     assert "step 3/3" in (out / "tiny-seed4.log").read_text()
 

@@ -178,7 +178,7 @@ def test_any_argument_gives_a_result_or_one_line(name, place, request):
 
 @pytest.mark.parametrize("arguments", [
     ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
-    ["bisect"], ["numerics", "--json", "--markdown"], ["numerics", "--captured", ""],
+    ["bisect"], ["numerics", "--seed", "-1"], ["numerics", "--captured", ""],
     ["numerics", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
     ["--no-such-option"],
 ])  # fmt: skip

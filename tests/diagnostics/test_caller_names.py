@@ -158,7 +158,7 @@ def test_dumped_captured_bisected_measured(arrangement, mode, tmp_path):
         path = str(tmp_path / file)
         report = said(["bisect", path])
         assert report["layer"] == layer and "dw1" in report["stages"]
-        own = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8"]
+        own = ["--recipe", "iso128", "--z", "int8"]
         (entry,) = said(["numerics", "--captured", path, *own])["results"]
         assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
 

@@ -102,7 +102,7 @@ def test_dumped_by_a_weight_captured_bisected_measured(layout, fp8, tmp_path):
     for file in (path, tmp_path / "case.npz"):
         result = CliRunner().invoke(main, ["bisect", str(file), "--json", *FRAMEWORK])
         assert result.exit_code == 0, result.output
-        arguments = ["--recipe", "iso128", "--scales", "fp32", "--z", "int8", "--json", *FRAMEWORK]
+        arguments = ["--recipe", "iso128", "--z", "int8", "--json", *FRAMEWORK]
         result = CliRunner().invoke(main, ["numerics", "--captured", str(file), *arguments])
         assert result.exit_code == 0, result.output
         (entry,) = json.loads(result.stdout)["results"]
