@@ -26,19 +26,6 @@ def test_settings_have_a_row_each(run):
     assert all(row["forward"] > 0 and row["backward"] > 0 for row in figures.values())
 
 
-def test_transformers_blocks_and_losses(run, tmp_path):
-    pytest.importorskip("transformers", minversion="5.7")
-    found = tmp_path / "f.json"
-    run("transformers_bench", "--device=cpu", "--rounds=1", "--steps=3", "--json", found)
-    figures = json.loads(found.read_text())
-    names = {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}
-    assert set(figures["block"]) == set(figures["training"]) == names
-    losses = {name: row["losses"] for name, row in figures["training"].items()}
-    assert losses["sonicmoe"] == pytest.approx(losses["grouped_mm"], rel=1e-2)
-    assert losses["sonicmoe_fp8"] == pytest.approx(losses["grouped_mm"], rel=2e-2)
-    assert losses["sonicmoe_fp8"] != losses["sonicmoe"], "nothing was quantised"
-
-
 def test_gradients_that_live_once(run, tmp_path):
     found = tmp_path / "figures.json"
     said = run("main_grad_bench", "--check", "--rounds", "1", "--json", found)
