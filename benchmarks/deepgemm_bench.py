@@ -33,7 +33,7 @@ from rich.table import Table
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
 from sonicmoe.bench.floors import gemm_flop
-from sonicmoe.bench.runner import Contestant, Effort, NodeRun, result_of, time_all, warmed_up
+from sonicmoe.bench.runner import NodeRun, result_of, time_all, warmed_up
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.tables import NONE, ratio
 from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating_batches
@@ -41,7 +41,13 @@ from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating
 NAME = "DeepGEMM (six GEMMs)"
 
 
-def measure(shape: Shape, variants: list[Variant], effort: Effort, device: str) -> list[Result]:
+def measure(
+    shape: Shape,
+    variants: list[Variant],
+    device: str,
+    sustained_s: float,
+    layers: int | None = None,
+) -> list[Result]:
     """The six GEMMs first, then the engines, all with the rows per expert of the same batches.
 
     Raises:
@@ -49,13 +55,13 @@ def measure(shape: Shape, variants: list[Variant], effort: Effort, device: str) 
     """
     layer, batches = Layer(shape, device), rotating_batches(shape, device)
     six = prepare(load(), shape, [batch.counts for batch in batches], device)
-    runs: dict[int, Contestant] = {0: six}
+    runs: dict[int, Any] = {0: six}
     results = [Result(shape, NAME, fp8=True, gpu=True)]
     for variant in variants:
-        node = warmed_up(layer, variant, batches, effort.warmup)
+        node = warmed_up(layer, variant, batches)
         runs[len(results)] = NodeRun(node, batches)
         results.append(result_of(shape, variant, device))
-    time_all(runs, results, effort, device)
+    time_all(runs, results, device, sustained_s, layers)
     return results
 
 
@@ -66,7 +72,7 @@ def figures(results: list[Result]) -> list[dict[str, Any]]:
         row = result.sustained
         found.append({
             "engine": result.variant,
-            "busy_us": result.pair_us,
+            "busy_us": result.pair_busy,
             "sustained_us": row.us.median if row else None,
             "joules": row.joules if row else None,
         })  # fmt: skip
@@ -102,15 +108,13 @@ def _number(value: float | None, form: str) -> str:
 @click.command()
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), default=("reference",), show_default=True)  # fmt: skip
 @click.option("--engine", "engines", multiple=True, help="As in `sonicmoe bench`.  [default: every GPU engine]")  # fmt: skip
-@click.option("--rounds", default=20, show_default=True)
-@click.option("--layers", default=8, show_default=True, help="Layers of a step.")
+@click.option("--layers", type=int, help="Layers of a step.  [default: as suit the shape]")
 @click.option("--sustained", default=2.5, show_default=True, help="Seconds of each; 0 leaves them out.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True)
 def main(
     names: tuple[str, ...],
     engines: tuple[str, ...],
-    rounds: int,
-    layers: int,
+    layers: int | None,
     sustained: float,
     as_json: bool,
 ) -> None:
@@ -119,11 +123,10 @@ def main(
     if device == "cpu":
         raise click.ClickException("needs a Hopper GPU")
     variants = [Variant.parse(name) for name in engines] or available_variants(device)
-    effort = Effort(rounds, warmup=2, layers=layers, sustained_s=sustained)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in names:
         try:
-            results = measure(SHAPES[name], variants, effort, device)
+            results = measure(SHAPES[name], variants, device, sustained, layers)
         except PeerError as error:
             raise click.ClickException(f"{SHAPES[name]}: {error}") from None
         if as_json:

@@ -52,7 +52,7 @@ from torchao_experts import TORCHAO, register_torchao
 from sonicmoe import SonicMoEConfig
 from sonicmoe.bench.runner import machine
 from sonicmoe.bench.timing import trace_of
-from sonicmoe.bench.trace import covered_us, gpu_spans
+from sonicmoe.bench.trace import covered_us, kernels_of
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.integrations.transformers import register
 
@@ -139,7 +139,7 @@ def busy_us(call: Callable[[], object], device: str) -> float:
         for _ in range(CALLS):
             call()
         wait(device)
-    return covered_us(gpu_spans(trace_of(profiler))) / CALLS
+    return covered_us(kernels_of(trace_of(profiler))) / CALLS
 
 
 def modules_of(experts: Experts) -> dict[str, Module]:

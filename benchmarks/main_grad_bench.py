@@ -90,10 +90,9 @@ class Experts:
 
     def node(self, way: FlushMode) -> SonicMoEMlpNode:
         """A node whose gradients go that way."""
-        variant = replace(self._variant, flush=way)
         if self._stacked is None:
-            return self._layer.node(variant)
-        return SonicMoEMlpNode.from_fused(*self._stacked, config=variant.config, flush=way)
+            return self._layer.node(self._variant, way)
+        return SonicMoEMlpNode.from_fused(*self._stacked, config=self._variant.config, flush=way)
 
     @torch.no_grad()
     def clear(self) -> None:

@@ -9,7 +9,6 @@ fusion can lower it further.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..architectures import SM90
 from .shapes import Shape
@@ -42,8 +41,9 @@ BACKWARD_STAGES = (
     "dw2",
     "dw1",
 )
-STEP_STAGES = ("flush", "prepare_weights")  # "flush" only where gradients wait in the node
-PHASE_STAGES = {"forward": FORWARD_STAGES, "backward": BACKWARD_STAGES, "step": STEP_STAGES}
+QUANTISING_STAGES = ("quantize_x", "quantize_dout", "wgrad_operands")
+# An engine that cannot add to a caller's gradients in place flushes its own into them.
+OTHER_STAGES = ("flush", "prepare_weights")
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,22 @@ class Floor:
     us: float
 
 
-def floors(shape: Shape, fp8: bool, flush: bool = False) -> dict[str, Floor]:
-    """Floors of every stage, in the order of `PHASE_STAGES`; without FP8 the quantising stages have
-    none. flush: whether weight gradients wait in accumulators, so that `step()` has that stage.
+def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
+    """Floors of the stages, in the order in which they run; without FP8 operands are read as they
+    lie, and the stages that quantise have none.
     """
-    flop, traffic = gemm_flop(shape), stage_bytes(shape, fp8, float(shape.rows))
-    absent = {"flush"} if not flush else set()
-    if not fp8:
-        # Operands in bf16 are read as they lie.
-        absent |= {"quantize_x", "quantize_dout", "wgrad_operands"}
+    flop, traffic = gemm_flop(shape), stage_bytes(shape, fp8)
     result = {}
-    for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *STEP_STAGES):
-        if stage in absent:
+    for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *OTHER_STAGES):
+        if stage in QUANTISING_STAGES and not fp8:
             continue
         seconds = traffic[stage] / COPY_BYTES_PER_S
         if stage in flop:
             # A GEMM waits for its operands or for the tensor cores, whichever takes longer.
-            seconds = max(seconds, flop[stage] / (1e12 * gemm_tflops(stage, fp8)))
+            rate = DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS
+            seconds = max(seconds, flop[stage] / (1e12 * rate))
         result[stage] = Floor(flop.get(stage, 0.0), traffic[stage], 1e6 * seconds)
     return result
-
-
-def gemm_tflops(stage: str, fp8: bool) -> float:
-    """The rate of the best public GEMM of a stage's kind."""
-    return DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS
 
 
 def gemm_flop(shape: Shape) -> dict[str, float]:
@@ -94,22 +86,17 @@ def gemm_flop(shape: Shape) -> dict[str, float]:
     }
 
 
-def stage_bytes(sizes: Any, fp8: bool, row_slots: Any) -> dict[str, Any]:
+def stage_bytes(shape: Shape, fp8: bool) -> dict[str, float]:
     """Least traffic per stage. Operands have one byte in FP8, else two; x, dout, out and dx have
-    two, the sums of weight gradients four, in `main_grad` as in accumulators.
-
-    Args:
-        sizes: a `Shape`, or anything with its sizes as fields, arrays included.
-        fp8: whether operands are quantised.
-        row_slots: rows of z and y with their padding, as far as it is counted.
+    two, the sums of weight gradients four.
     """
     element = 1 if fp8 else 2
-    x, rows = 1.0 * sizes.tokens * sizes.hidden, 1.0 * sizes.rows * sizes.hidden
-    y = row_slots * sizes.intermediate
-    z, w2 = 2 * y, 1.0 * sizes.experts * sizes.hidden * sizes.intermediate
+    x, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
+    y = shape.rows * shape.intermediate
+    z, w2 = 2 * y, shape.experts * shape.hidden * shape.intermediate
     w1 = 2 * w2
     return {
-        "routing": 44.0 * sizes.rows,  # ids and probabilities in; token, slot, row, probability out
+        "routing": 44 * shape.rows,  # ids and probabilities in; token, slot, row, probability out
         "quantize_x": x * (2 + element),
         "up": element * (x + w1 + z + y),
         "down": element * (y + w2) + 2 * rows,

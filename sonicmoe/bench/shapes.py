@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import ShapeError, expect
 
+STACK_TOKENS = 65536  # of all layers of a timed step
 FLOP_PER_ROW = 18  # per routed row and per H * I, gated: 6 forward, 6 for dx, 6 for the weights
 
 
@@ -47,24 +48,20 @@ class Shape:
         """Floating-point operations of one forward and backward: `18 * T * K * H * I`."""
         return float(FLOP_PER_ROW * self.rows * self.hidden * self.intermediate)
 
+    @property
+    def stack_layers(self) -> int:
+        """Layers of a timed step: as many as hide the host's time, fewer where one layer takes long
+        and much memory.
+        """
+        # A step of a few long layers hides the host as well as one of many short ones.
+        return max(2, min(8, STACK_TOKENS // self.tokens))
+
     def __str__(self) -> str:
         """`T=8192 H=3072 I=1536 E=8 K=8`."""
         names = ("T", "H", "I", "E", "K")
         return " ".join(
             f"{name}={value}" for name, value in zip(names, vars(self).values(), strict=True)
         )
-
-
-STACK_TOKENS, STACK_LAYERS = 65536, (2, 8)
-
-
-def stack_layers(shape: Shape) -> int:
-    """Layers per timed step: as many as hide the host's time, fewer where one layer takes long and
-    much memory.
-    """
-    # A step of a few long layers hides the host as well as one of many short ones.
-    least, most = STACK_LAYERS
-    return max(least, min(most, STACK_TOKENS // shape.tokens))
 
 
 REFERENCE = Shape(8192, 3072, 1536, 8, 8)

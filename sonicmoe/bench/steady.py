@@ -13,49 +13,34 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from ..node.mlp_node import SonicMoEMlpNode
 from .figures import Turn
-from .nvml import Meter, Nvml, NvmlError
-from .timing import clock_of, trace_of
-from .trace import covered_us, gpu_spans
+from .power import Meter
+from .timing import trace_of
+from .trace import covered_us, kernels_of
 from .workload import Batch
 
 Tensor = torch.Tensor
-LAYERS = 8
 # Long enough for the power regulation, which takes a few tenths of a second, and for drivers that
 # report power as its mean over the last second.
 SETTLE_S = 1.0
-AHEAD = 2  # steps that the host may be ahead of the GPU: it never waits, and no queue builds up
-
-
-class Steps(Protocol):
-    """Something that repeats a step of several layers."""
-
-    layers: int
-
-    def run(self) -> None:
-        """Issue one step; wait for nothing."""
+AHEAD = 2  # steps that the host may be ahead of the GPU, which so never waits for the host
 
 
 class Stack:
     """Forwards of one node on `layers` batches, then one backward through all of them; gradients of
-    tokens are dropped.
+    tokens are dropped. What is timed here may be anything that has `layers` and `run`.
     """
 
-    def __init__(
-        self, node: SonicMoEMlpNode, batches: Sequence[Batch], layers: int = LAYERS
-    ) -> None:
+    def __init__(self, node: SonicMoEMlpNode, batches: Sequence[Batch], layers: int) -> None:
         """Nothing runs yet; batches are used in turn."""
         self._node = node
         # Fewer batches than layers are used again; `_leaf` keeps their gradients apart.
-        self._batches = [
-            batch for batch, _ in zip(itertools.cycle(batches), range(layers), strict=False)
-        ]
+        self._batches = list(itertools.islice(itertools.cycle(batches), layers))
         self.layers = layers
 
     def run(self) -> None:
@@ -71,9 +56,50 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
+class Clock:
+    """Durations between marks by the host's clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def forget(self) -> None:
+        """Only the last mark so far, and those that follow, count."""
+        del self._marks[:-1]
+
+    def durations(self) -> list[float]:
+        """In seconds."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]
+
+
+class StreamClock(Clock):
+    """Durations by the GPU's clock: the device takes the time stamps. A mark waits for the one
+    `AHEAD` before it, so that launches never queue up.
+    """
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > AHEAD:
+            self._marks[-1 - AHEAD].synchronize()
+
+    def durations(self) -> list[float]:
+        # The last mark has to have happened before anybody can read it.
+        torch.cuda.synchronize()
+        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
+
+
+def clock_of(device: str) -> Clock:
+    """The clock by which work on `device` is timed."""
+    return Clock() if device == "cpu" else StreamClock()
+
+
+def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
-    host's clock. The host never waits.
+    host's clock.
     """
     clock = clock_of(device)
     # The first step fills the stream, so the GPU has work when the first mark is recorded behind
@@ -84,38 +110,34 @@ def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
     return [1e6 * seconds / stack.layers for seconds in clock.durations()]
 
 
-def open_nvml(device: str) -> Nvml | str:
-    """NVML of the benchmark's GPU, or why there is none."""
-    if device == "cpu":
-        return "no GPU"
-    try:
-        return Nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except NvmlError as error:
-        return str(error)
+def profile_steps(stack: Stack, steps: int) -> float | None:
+    """Microseconds per layer in which the GPU worked, the mean of `steps` steps behind one that is
+    left out; None without a profiler.
+
+    Work that overlaps counts once: wall time can never be below it.
+    """
+    stack.run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            stack.run()
+        torch.cuda.synchronize()
+    return covered_us(kernels_of(trace_of(profiler))) / steps / stack.layers or None
 
 
-def sustain(stack: Steps, seconds: float, device: str, settle_s: float = SETTLE_S) -> Turn:
+def sustain(stack: Stack, seconds: float, device: str, settle_s: float = SETTLE_S) -> Turn:
     """Steps for `settle_s` seconds that do not count, while power and clocks settle, then for
     `seconds` that do; at least one counts.
     """
-    clock, gpu = clock_of(device, AHEAD), open_nvml(device)
-    meter = None if isinstance(gpu, str) else Meter(gpu)
+    clock = clock_of(device)
     _run_for(stack, settle_s, clock.mark)
-    clock.start()
-    with meter or nullcontext():
+    clock.forget()
+    with Meter(device) as meter:
         _run_for(stack, seconds, clock.mark)
-    us = tuple(1e6 * step / stack.layers for step in clock.durations())
-    try:
-        return Turn(us, stack.layers, str(gpu) if meter is None else meter.reading())
-    except NvmlError as error:
-        return Turn(us, stack.layers, str(error))
-    # Closed also where the meter failed, because NVML counts its users.
-    finally:
-        if not isinstance(gpu, str):
-            gpu.close()
+    return [1e6 * step / stack.layers for step in clock.durations()], meter.reading()
 
 
-def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
+def _run_for(stack: Stack, seconds: float, mark: Callable[[], None]) -> None:
     began = time.perf_counter()
     while True:
         stack.run()
@@ -123,35 +145,3 @@ def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
         # Asked behind the step, so that at least one is issued.
         if time.perf_counter() - began >= seconds:
             return
-
-
-def profile_steps(stack: Steps, steps: int) -> list[float]:
-    """Microseconds per layer in which the GPU worked, of `steps` steps behind one that is left out;
-    empty without a profiler.
-
-    Work that overlaps counts once: wall time can never be below it.
-    """
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps + 1):
-            stack.run()
-        torch.cuda.synchronize()
-    return busy_per_step(gpu_spans(trace_of(profiler)), steps, stack.layers)
-
-
-def busy_per_step(spans: Sequence[tuple[float, float]], steps: int, layers: int) -> list[float]:
-    """Equal steps launch equally much, so the spans of `steps + 1` of them are cut by number; else
-    one mean over all of them.
-    """
-    # The trace holds GPU work alone and marks no steps, so they are told apart by the number of
-    # spans.
-    count, surplus = divmod(len(spans), steps + 1)
-    if not spans:
-        return []
-    # The steps launched unequally much, so nobody can tell where one ends.
-    if surplus:
-        return [covered_us(spans) / (steps + 1) / layers]
-    return [
-        covered_us(spans[number * count : (number + 1) * count]) / layers
-        for number in range(1, steps + 1)
-    ]

@@ -3,176 +3,126 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from .cost_model import CostModel, mape
+from .cost_model import CostModel
 from .figures import Result, Spread
 from .floors import PEAK_TFLOPS
 from .points import Point
-from .shapes import Shape
 from .trace import short_name
 
 NONE = "–"
-GROUPS: dict[str, Callable[[Shape], tuple[int, ...]]] = {
-    "T": lambda shape: (shape.tokens,),
-    "E": lambda shape: (shape.experts,),
-    "H, I": lambda shape: (shape.hidden, shape.intermediate),
-}
+Pick = Callable[[Result], Any]
+Cell = Callable[[Result, Result], str]  # of a result, beside the one that it is compared with
+KERNELS = 12  # lines of the table of kernels
 
 
-def time_table(results: Sequence[Result]) -> Table:
-    """Times of one shape by phase and by clock, a row per engine."""
-    return _table(str(results[0].shape), results, _times)
-
-
-def rate_table(results: Sequence[Result]) -> Table:
-    """Rates and memory at the same shape; speed-up in `pair_us` over the first engine that ran, and
-    in the steady state.
+def result_table(results: Sequence[Result]) -> Table:
+    """Every figure of one shape, a column per engine that ran; speed-ups are over the first.
+    Figures that nobody has are left out.
     """
-    ran = [result for result in results if result.pair_us]
-    return _table(None, ran, lambda result: _rates(result, ran[0]))
-
-
-def sustained_table(results: Sequence[Result]) -> Table:
-    """Time, clock, power and energy per layer of the sustained rows at the same shape; speed-up
-    over the first engine that has one.
-    """
-    ran = [result for result in results if result.sustained]
-    return _table(None, ran, lambda result: _sustained(result, ran[0]))
-
-
-def _table(
-    title: str | None, results: Sequence[Result], cells: Callable[[Result], dict[str, str]]
-) -> Table:
-    """A row per engine; columns in which nobody has a figure are left out."""
-    # A variant that refused has no figures and keeps its row.
-    rows = [cells(result) if result.refusal is None else {} for result in results]
-    heads = dict.fromkeys(head for row in rows for head, cell in row.items() if cell != NONE)
-    table = Table("engine", *heads, title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result, row in zip(results, rows, strict=True):
-        table.add_row(result.variant, *([row[head] for head in heads] if row else ["not run"]))
+    table = Table(str(results[0].shape))
+    for result in results:
+        table.add_column(result.variant, justify="right")
+    for name, cell in FIGURES.items():
+        cells = [cell(result, results[0]) for result in results]
+        if any(text != NONE for text in cells):
+            table.add_row(name, *cells)
     return table
 
 
-def _times(result: Result) -> dict[str, str]:
-    wall, busy = result.wall, result.busy
-    return {
-        "forward us": _us(busy.get("forward", wall["forward"].median)),
-        "backward us": _us(busy.get("backward", wall["backward"].median)),
-        "busy us": _us(result.pair_busy),
-        "wall us": _spread(wall["pair"]),
-        "host us": _us(result.host["pair"].median) if result.gpu else NONE,
-        "steady us": _spread(result.steady),
-        "steady busy us": _spread(result.steady_busy),
-        "steady/busy": _number(result.steady_ratio, ".3f"),
-        "step us": _us(wall["step"].median if "step" in wall else None),
-    }
+def _of(pick: Pick, form: str = ",.0f") -> Cell:
+    """The cell of a number."""
+    return lambda result, _: _number(pick(result), form)
 
 
-def _rates(result: Result, base: Result) -> dict[str, str]:
-    steady = [each.steady.median if each.steady else None for each in (base, result)]
-    return {
-        # A host computes a few GFLOPS, which one decimal of TFLOPS would round to zero.
-        "TFLOPS": _number(result.tflops, ".1f" if result.gpu else ".4f"),
-        "MFU": f"{result.mfu:.1%} of {result.peak_name}" if result.mfu is not None else NONE,
-        "GB/s": _number(result.gbytes_per_s, ",.0f" if result.gpu else ".2f"),
-        "peak MiB": _number(result.peak_mib, ",.0f"),
-        "saved MiB": _number(result.saved_mib, ",.1f"),
-        "gradient MiB": _number(result.gradient_mib, ",.0f"),
-        "speed-up": ratio(base.pair_us, result.pair_us),
-        "steady speed-up": ratio(*steady),
-    }
+def _time(pick: Pick) -> Cell:
+    """The cell of a time, with its spread where it has one, and its speed-up."""
+
+    def cell(result: Result, base: Result) -> str:
+        own, first = pick(result), pick(base)
+        if not own or not first:
+            return NONE
+        spread = f" ±{own.percent:.1f} %" if isinstance(own, Spread) else ""
+        us, least = (each.median if isinstance(each, Spread) else each for each in (own, first))
+        return f"{us:,.0f}{spread} ({ratio(least, us)}x)"
+
+    return cell
 
 
-def _sustained(result: Result, base: Result) -> dict[str, str]:
-    row = result.sustained
-    assert row is not None and base.sustained is not None
-    power = {
-        "SM MHz": _number(row.sm_mhz, ",.0f"),
-        "W": _number(row.watts, ".0f"),
-        "W limit": _number(row.limit_watts, ".0f"),
-        "J/layer": _number(row.joules, ".3g"),
-    }
-    if row.unavailable:
-        # The columns stay, so that nobody takes a missing figure for one that was not asked for.
-        power |= dict.fromkeys(["SM MHz", "W", "J/layer"], "no NVML")
-    return {
-        "sustained us": _spread(row.us),
-        "sustained speed-up": ratio(base.sustained.us.median, row.us.median),
-        **power,
-    }
+def _power(name: str) -> Cell:
+    """The cell of what NVML saw during the sustained row."""
+    return _of(lambda result: result.sustained and getattr(result.sustained.power, name, None))
+
+
+FIGURES: dict[str, Cell] = {
+    "forward us": _of(lambda result: result.busy.get("forward")),
+    "backward us": _of(lambda result: result.busy.get("backward")),
+    "busy us": _time(lambda result: result.pair_busy),
+    "TFLOPS": _of(lambda result: result.tflops, ".4g"),
+    "MFU": _of(lambda result: result.mfu, ".1%"),
+    "steady us": _time(lambda result: result.steady),
+    "steady busy us": _of(lambda result: result.steady_busy),
+    "steady/busy": _of(lambda result: result.steady_ratio, ".3f"),
+    "sustained us": _time(lambda result: result.sustained and result.sustained.us),
+    "SM MHz": _power("sm_mhz"),
+    "W": _power("watts"),
+    "W limit": _power("limit_watts"),
+    "J/layer": _of(lambda result: result.sustained and result.sustained.joules, ".3g"),
+    "step us": _of(lambda result: result.busy.get("step")),
+    "peak MiB": _of(lambda result: result.peak_mib),
+    "saved MiB": _of(lambda result: result.saved_mib, ",.1f"),
+}
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Lines under the tables: what is missing, with reasons, and the columns' meanings."""
+    """Lines under the tables: what is missing, with reasons, and what the figures are."""
     lines = [line for result in results for line in _missing(result)]
     if not any(result.gpu for result in results):
-        lines.append(
-            "no GPU: host times of the reference engine, which is exact and not fast; they say "
-            "nothing about a GPU"
-        )
-        return lines
-    peaks = (
-        f"MFU: of the dense peaks {PEAK_TFLOPS['fp8']:.0f} TFLOPS (FP8) and {PEAK_TFLOPS['bf16']:.0f} (BF16)"
-        if all(result.has_peaks for result in results)
-        else "MFU, floors: not known for this architecture"
-    )
-    return [*lines, f"{peaks}; what the columns are: docs/performance.md, method of sonicmoe bench"]
+        return [*lines, "no GPU: host times of the reference engine, which say nothing about a GPU"]
+    peaks = " and ".join(f"{peak:.0f} TFLOPS ({name})" for name, peak in PEAK_TFLOPS.items())
+    known = all(result.has_peaks for result in results)
+    lines.append(f"MFU: of {peaks}" if known else "MFU, floors: not known for this architecture")
+    return [*lines, "what the rows are: docs/performance.md, method of sonicmoe bench"]
 
 
 def _missing(result: Result) -> Iterator[str]:
     """What one result lacks, and why."""
+    name = f"{result.variant} at {result.shape}"
     if result.refusal is not None:
-        yield f"{result.variant} did not run at {result.shape}: {result.refusal}"
+        yield f"{name} did not run: {result.refusal}"
+        return
     if result.sustained and result.sustained.unavailable:
-        reason = result.sustained.unavailable
-        yield f"{result.variant} at {result.shape}: no clock, power and energy: {reason}"
-    if result.gpu and result.wall and not result.busy:
-        yield f"{result.variant}: the profiler saw no kernel; all figures are from wall times"
-    if result.gpu and result.wall and result.steady is None:
-        yield (
-            f"{result.variant}: several layers of {result.shape} do not fit at once; no steady "
-            "state (fewer --layers)"
-        )
+        yield f"{name}: no clock, power and energy: {result.sustained.unavailable}"
+    if result.gpu and not result.busy:
+        yield f"{name}: the profiler saw no kernel; rates are from wall times"
+    if result.steady is None:
+        yield f"{name}: several layers do not fit at once; no steady state"
 
 
-def kernel_table(result: Result, limit: int) -> Table:
+def kernel_table(result: Result) -> Table:
     """The kernels that cost most, with their share of the profiled time."""
-    table = Table(
-        "us per call",
-        "share",
-        "kernel",
-        title=f"{result.shape}, {result.variant}: GPU time by kernel",
-    )
+    title = f"{result.shape}, {result.variant}: GPU time by kernel"
+    table = Table("us per call", "share", "kernel", title=title)
     total = sum(result.kernels.values())
-    for name, us in list(result.kernels.items())[:limit]:
+    for name, us in list(result.kernels.items())[:KERNELS]:
         table.add_row(f"{us:,.1f}", f"{us / total:.1%}", short_name(name))
-    rest = list(result.kernels.values())[limit:]
+    rest = list(result.kernels.values())[KERNELS:]
     if rest:
         table.add_row(f"{sum(rest):,.1f}", f"{sum(rest) / total:.1%}", f"{len(rest)} others")
     return table
 
 
 def stage_table(result: Result) -> Table:
-    """Stages against their floors; stages that the engine does not name are missing, their kernels
-    stand under "unnamed".
-    """
-    ideal = result.floors
+    """Stages against their floors; work outside every stage stands under "unnamed"."""
     title = f"{result.shape}, {result.variant}: GPU time by stage"
-    table = Table("stage", "us", "floor us", "over floor", "TFLOPS", "GB/s", title=title)
+    table = Table("stage", "us", "floor us", "over floor", title=title)
     for stage, us in result.stages.items():
-        floor = ideal.get(stage)
-        if floor is None:
-            # Work outside every stage has no floor.
-            table.add_row(stage or "unnamed", _us(us), NONE, NONE, NONE, NONE)
-            continue
-        tflops = f"{floor.flop / us / 1e6:,.0f}" if floor.flop else NONE
-        gbytes = f"{floor.bytes / us / 1e3:,.0f}"
-        table.add_row(stage, _us(us), _us(floor.us), ratio(us, floor.us), tflops, gbytes)
+        floor = result.floors[stage].us if stage in result.floors else None
+        cells = (_number(us, ",.0f"), _number(floor, ",.0f"), ratio(us, floor))
+        table.add_row(stage or "unnamed", *cells)
     return table
 
 
@@ -181,64 +131,8 @@ def term_table(model: CostModel, points: Sequence[Point]) -> Table:
     shares = model.shares([point.shape for point in points])
     table = Table("term", "us per unit", "mean share of the time")
     for name, value in model.coefficients.items():
-        # The knee is a fitted number, and the name of the term stands for it.
-        shown = name.replace("TK0", f"{model.knee:.0f}")
-        table.add_row(shown, f"{value:.4g}", f"{shares[name]:.1%}")
+        table.add_row(name, f"{value:.4g}", f"{shares[name]:.1%}")
     return table
-
-
-def residual_table(model: CostModel, points: Sequence[Point]) -> Table:
-    """Mean and mean absolute error of time per T, per E and per (H, I), and on held-out points. A
-    mean that is not zero is a trend that the form does not explain.
-    """
-    errors = model.errors(points)
-    held_out = np.array([point.shape in model.held_out for point in points])
-    table = Table(
-        "points",
-        "number",
-        "mean error %",
-        "mean absolute error %",
-        "worst %",
-        "mean spread of a point %",
-    )
-    _add_row(table, "fitted", points, errors, ~held_out)
-    _add_row(table, "held out", points, errors, held_out)
-    for group, key in GROUPS.items():
-        keys = [key(point.shape) for point in points]
-        for value in sorted(set(keys)):
-            chosen = np.array([one == value for one in keys])
-            _add_row(table, f"{group} = {', '.join(map(str, value))}", points, errors, chosen)
-    return table
-
-
-def _add_row(
-    table: Table, name: str, points: Sequence[Point], errors: np.ndarray, chosen: np.ndarray
-) -> None:
-    # A group without points gets no row.
-    own = errors[chosen]
-    if not own.size:
-        return
-    spreads = [
-        point.percent
-        for point, inside in zip(points, chosen, strict=True)
-        if inside and point.percent is not None
-    ]
-    table.add_row(
-        name,
-        str(own.size),
-        f"{100 * own.mean():+.2f}",
-        f"{mape(own):.2f}",
-        f"{100 * own[np.abs(own).argmax()]:+.1f}",
-        f"{np.mean(spreads):.2f}" if spreads else NONE,
-    )
-
-
-def _us(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
-
-
-def _spread(spread: Spread | None) -> str:
-    return NONE if spread is None else f"{spread.median:,.0f} ±{spread.percent:.1f} %"
 
 
 def ratio(above: float | None, below: float | None) -> str:

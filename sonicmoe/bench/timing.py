@@ -1,17 +1,10 @@
-"""Clocks: wall time per phase from CUDA events (host clock on a CPU), busy time from the profiler,
-peak and saved bytes.
-
-Nothing here waits for the device inside a measured interval.
-"""
+"""What one run of a workload took: GPU time of its kernels from the profiler, peak and saved bytes."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,103 +19,24 @@ Phases = Sequence[tuple[str, Callable[[], None]]]
 MIB = float(1 << 20)
 
 
-@dataclass(frozen=True)
-class PhaseTime:
-    """One run of one phase in microseconds: `wall` by the device's clock, `host` until the
-    launching calls returned.
-    """
-
-    wall: float
-    host: float
-
-
-class Clock:
-    """Durations between marks by the host's clock."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        self._marks.append(time.perf_counter())
-
-    def start(self) -> None:
-        """Only the last mark so far, and those that follow, count."""
-        del self._marks[:-1]
-
-    def durations(self) -> list[float]:
-        """In seconds."""
-        return [b - a for a, b in itertools.pairwise(self._marks)]
-
-
-class StreamClock(Clock):
-    """Durations by the GPU's clock: the device takes the time stamps, so no mark has to wait. With
-    `ahead`, a mark waits for the one `ahead` before it.
-    """
-
-    def __init__(self, ahead: int | None = None) -> None:
-        super().__init__()
-        self._ahead = ahead
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-        if self._ahead is not None and len(self._marks) > self._ahead:
-            self._marks[-1 - self._ahead].synchronize()
-
-    def durations(self) -> list[float]:
-        # The last mark has to have happened before anybody can read it.
-        torch.cuda.synchronize()
-        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
-
-
-def clock_of(device: str, ahead: int | None = None) -> Clock:
-    """The clock by which work on `device` is timed."""
-    return Clock() if device == "cpu" else StreamClock(ahead)
-
-
-def time_phases(phases: Phases, device: str) -> dict[str, PhaseTime]:
-    """Run the phases once, in order, on an idle device."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    clock, host = clock_of(device), []
-    clock.mark()
-    for _, run in phases:
-        # The host's time ends where the launching calls return, long before the device is done.
-        began = time.perf_counter()
-        run()
-        host.append(time.perf_counter() - began)
-        clock.mark()
-    return {
-        name: PhaseTime(1e6 * wall, 1e6 * spent)
-        for (name, _), wall, spent in zip(phases, clock.durations(), host, strict=True)
-    }
-
-
-def profile_phases(calls: Sequence[Phases], nvtx: bool = False) -> list[Kernel]:
+def profile_phases(calls: Sequence[Phases]) -> list[Kernel]:
     """GPU work of several calls, from the profiler (CUPTI); every phase is synchronised, stages
-    carry their ranges, with `nvtx` also ranges that Nsight shows.
+    carry their ranges. Empty where the driver lets nobody profile.
     """
     # CPU activity brings the ranges and the launches, which `trace` needs to name the stage of a
     # kernel.
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    ranges = _with_nvtx if nvtx else torch.profiler.record_function
+    ranges = torch.profiler.record_function
     with torch.profiler.profile(activities=activities) as profiler, ranges_on(ranges):
         for phases in calls:
             for name, run in phases:
                 # The synchronisation is inside the phase's range, so no kernel of this phase runs
                 # in the time of the next one.
-                with torch.profiler.record_function(PHASE_PREFIX + name):
+                with ranges(PHASE_PREFIX + name):
                     run()
                     torch.cuda.synchronize()
     return kernels_of(trace_of(profiler))
-
-
-@contextmanager
-def _with_nvtx(name: str) -> Iterator[None]:
-    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
-        yield
 
 
 def trace_of(profiler: Any) -> dict[str, Any]:

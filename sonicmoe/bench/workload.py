@@ -36,14 +36,10 @@ MAX_ROTATION = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine in one FP8 mode: "off" (operands in bf16), "perf" or "mem".
-
-    flush: which way weight gradients take (`SonicMoEMlpNode`). "auto" is what training runs.
-    """
+    """An engine in one FP8 mode: "off" (operands in bf16), "perf" or "mem"."""
 
     engine: EngineName
     mode: str
-    flush: FlushMode = FlushMode.AUTO
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -54,13 +50,13 @@ class Variant:
         """
         name, _, mode = text.partition(":")
         known = [engine.value for engine in NATURAL_MODE]
-        needed = f"needed: one of {known}, with :off, :perf or :mem"
-        expect(name in known, ConfigError, f"engine is {name!r}; {needed}")
+        expect(
+            name in known and mode in ("", *MODES),
+            ConfigError,
+            f"engine is {text!r}; needed: one of {known}, alone or with one of {MODES} behind a colon",
+        )
         engine = EngineName(name)
-        mode = mode or NATURAL_MODE[engine]
-        needed = f"needed: one of {list(MODES)}"
-        expect(mode in MODES, ConfigError, f"mode is {mode!r} in {text!r}; {needed}")
-        return cls(engine, mode)
+        return cls(engine, mode or NATURAL_MODE[engine])
 
     @property
     def fp8(self) -> bool:
@@ -69,20 +65,17 @@ class Variant:
 
     @property
     def config(self) -> SonicMoEConfig:
-        """Configuration of a node that runs this variant; everything else follows the environment,
-        but for an engine that is chosen by name alone: its recipe is no default.
-        """
+        """Configuration of a node that runs this variant; everything else follows the environment."""
         config = SonicMoEConfig(fp8_mode=self.mode, engine=self.engine)
-        # An engine that runs by name alone has no part in the defaults of the flags.
+        # The defaults of the flags are no recipe of an engine that runs by name alone.
         record = RECORDS[self.engine]
         if not record.by_name_only:
             return config
         return replace(config, recipe=record.recipes[0], save_z=record.z_codes[0])
 
     def __str__(self) -> str:
-        """`hopper:perf`; `hopper:perf:step` where gradients do not take the way of training."""
-        name = f"{self.engine.value}:{self.mode}"
-        return name if self.flush is FlushMode.AUTO else f"{name}:{self.flush.value}"
+        """`hopper:perf`."""
+        return f"{self.engine.value}:{self.mode}"
 
 
 def available_variants(device: str) -> list[Variant]:
@@ -150,13 +143,6 @@ class Batch:
         counts = torch.bincount(indices.reshape(-1), minlength=shape.experts).tolist()
         return cls(x.requires_grad_(), indices, probs.requires_grad_(), dout, counts)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes a call reads of it."""
-        return sum(
-            t.numel() * t.element_size() for t in (self.x, self.indices, self.probs, self.dout)
-        )
-
 
 def rotating_batches(shape: Shape, device: str, most: int = MAX_ROTATION) -> list[Batch]:
     """As many batches, up to `most`, as it takes to exceed the L2 cache twice; one on a CPU. Call
@@ -165,7 +151,8 @@ def rotating_batches(shape: Shape, device: str, most: int = MAX_ROTATION) -> lis
     first = Batch.random(shape, device)
     if device == "cpu":
         return [first]
-    count = min(most, 1 + -(-ROTATION_BYTES // first.nbytes))
+    read = (first.x, first.indices, first.probs, first.dout)
+    count = min(most, 1 + -(-ROTATION_BYTES // sum(tensor.nbytes for tensor in read)))
     return [first, *(Batch.random(shape, device) for _ in range(count - 1))]
 
 
@@ -180,24 +167,15 @@ class Layer:
             Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)
         ]
 
-    def node(self, variant: Variant) -> SonicMoEMlpNode:
-        """A node that runs `variant`.
+    def node(self, variant: Variant, flush: FlushMode = FlushMode.AUTO) -> SonicMoEMlpNode:
+        """A node that runs `variant`; `flush`: the way of its weight gradients.
 
         Raises:
             EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at
             these sizes.
         """
-        # Asked here, so that an engine that is missing refuses before a node is made.
-        choose_engine(self.device, variant.engine)
-        shape = self.shape
-        return SonicMoEMlpNode(
-            self.experts,
-            shape.experts,
-            shape.hidden,
-            shape.intermediate,
-            config=variant.config,
-            flush=variant.flush,
-        )
+        sizes = self.shape.experts, self.shape.hidden, self.shape.intermediate
+        return SonicMoEMlpNode(self.experts, *sizes, config=variant.config, flush=flush)
 
 
 class Call:

@@ -146,10 +146,10 @@ def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
     monkeypatch.setattr(phases, "available_variants", lambda device: variants)
 
     def faked(fp8_us):
-        def measure(shape, chosen, effort):
+        def measure(shape, chosen):
             for variant in chosen:
                 us = fp8_us if variant.fp8 else 1000.0
-                steady = {"steady": Spread.of([1.04 * us]), "steady_busy": Spread.of([us])}
+                steady = {"steady": Spread.of([1.04 * us]), "steady_busy": us}
                 yield Result(shape, str(variant), variant.fp8, True, **steady)
 
         return measure

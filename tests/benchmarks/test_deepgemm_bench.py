@@ -21,7 +21,7 @@ from deepgemm_gemms import PeerError, load, prepare
 
 from sonicmoe.bench import runner
 from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.timing import time_phases
+from sonicmoe.bench.trace import Kernel
 from sonicmoe.observe import ranges_on
 
 SHAPE = Shape(150, 256, 128, 4, 2)
@@ -92,7 +92,9 @@ def test_phases_and_steps_run_forward_and_backward_in_order():
 
     forward, backward = ["up", "down"], ["dgated", "dx_gemm", "dw2", "dw1"]
     with ranges_on(Range):
-        assert list(time_phases(six.phases(0), "cpu")) == ["forward", "backward"]
+        for name, run_phase in six.phases(0):
+            assert name == ("backward" if opened else "forward")
+            run_phase()
         assert opened == forward + backward
         opened.clear()
         stack = six.steps(2)
@@ -183,39 +185,49 @@ def test_the_module_is_loaded_where_it_is_installed(install, monkeypatch, capsys
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A CPU that passes for a GPU: the host's clock, no profiler."""
-    clocks = {name: getattr(runner, name) for name in ("time_phases", "sustain", "time_steps")}
+    """A CPU that passes for a GPU: the host's clock, a kernel of 7 us in every phase."""
+    clocks = {name: getattr(runner, name) for name in ("sustain", "time_steps")}
+
+    def profile(calls):
+        for _, run_phase in (phase for phases in calls for phase in phases):
+            run_phase()
+        return [Kernel("k", 0.0, 7.0, "", name) for phases in calls for name, _ in phases]
+
     monkeypatch.setattr(runner, "find_device", lambda: "cuda:0")
     monkeypatch.setattr(runner, "arch_of", lambda device: "sm_90a")
     for name in ("Layer", "rotating_batches"):
         made = getattr(script, name)
         monkeypatch.setattr(script, name, lambda shape, device, made=made: made(shape, "cpu"))
-    monkeypatch.setattr(runner, "time_phases", lambda p, _: clocks["time_phases"](p, "cpu"))
     monkeypatch.setattr(runner, "time_steps", lambda s, n, _: clocks["time_steps"](s, n, "cpu"))
     monkeypatch.setattr(runner, "sustain", lambda s, t, _: clocks["sustain"](s, t, "cpu", 0.0))
-    monkeypatch.setattr(runner, "profile_steps", lambda stack, steps: [])
-    monkeypatch.setattr(runner, "profile_phases", lambda calls, nvtx: [])
+    monkeypatch.setattr(runner, "profile_steps", lambda stack, steps: None)
+    monkeypatch.setattr(runner, "profile_phases", profile)
+    monkeypatch.setattr(runner, "STEADY_ROUNDS", 3)
     monkeypatch.setattr(script, "prepare", lambda lib, shape, counts, _: prepare(lib, shape, counts, "cpu"))  # fmt: skip
     monkeypatch.setitem(script.SHAPES, "reference", TINY)
 
 
 def run(*options):
-    sizes = ["--rounds", "3", "--layers", "2", "--sustained", "0.02", "--engine", "reference:off"]
+    sizes = ["--layers", "2", "--sustained", "0.02", "--engine", "reference:off"]
     return CliRunner().invoke(script.main, [*sizes, *options])
 
 
 def test_the_six_take_turns_with_the_engines_on_the_same_rows(install, gpu, monkeypatch):
     module, order = install(), []
-    timed = runner.time_phases
-    monkeypatch.setattr(runner, "time_phases", lambda p, d: order.append(len(p)) or timed(p, d))
+    timed = runner.time_steps
+
+    def noted(stack, *more):
+        order.append(type(stack).__name__)
+        return timed(stack, *more)
+
+    monkeypatch.setattr(runner, "time_steps", noted)
     outcome = run("--json")
     assert outcome.exit_code == 0, outcome.output
     six, engine = json.loads(outcome.stdout)["rows"]
-    # Three phases are the engine's, two those of the six: two warm-ups, then in turns.
-    assert order == [3, 3, 2, 3, 3, 2, 2, 3]
+    assert order == ["PeerStack", "Stack", "Stack", "PeerStack", "PeerStack", "Stack"]
     assert (six["engine"], engine["engine"]) == (script.NAME, "reference:off")
     assert {call[2] for call in module.calls.log if call[0] == "rows"} == {TINY.rows}
-    assert all(row["busy_us"] > 0 and row["sustained_us"] > 0 for row in (six, engine))
+    assert all(row["busy_us"] == 14 and row["sustained_us"] > 0 for row in (six, engine))
     assert "over" in run().output
 
 

@@ -123,9 +123,9 @@ def test_a_wrong_command_is_seen():
 ])  # fmt: skip
 def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
     assert wrong in next(problems(invocation))
-    right = "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --nvtx --plot PLOTS --help"
+    right = "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --json --plot PLOTS --help"
     assert not list(problems(right))
-    assert invocations("`taskset -c 4,5 sonicmoe bench --nvtx`") == ["bench --nvtx"]
+    assert invocations("`taskset -c 4,5 sonicmoe bench --json`") == ["bench --json"]
 
 
 def test_the_commands_of_the_step_table_measure_its_shapes():

@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from sonicmoe import frameworks
 from sonicmoe.cli.framework import CHOICES, choice_line, preferring
@@ -14,7 +13,7 @@ from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
 from sonicmoe.host import install_hint
 
-COMPUTING = ("doctor", "train", "numerics", "bisect", "bench")
+COMPUTING = ("doctor", "train", "numerics", "bisect")
 
 
 def machine(monkeypatch, *installed, paddle_gpu=False):
@@ -100,14 +99,7 @@ def test_every_command_that_computes_has_the_option(command):
     option = next(option for option in found.params if option.name == "framework")
     assert isinstance(option, click.Option) and isinstance(option.type, click.Choice)
     assert tuple(option.type.choices) == CHOICES
-    assert option.help is not None and (RULE in option.help or command == "bench")
-
-
-def test_bench_refuses_paddle_in_one_line():
-    result = CliRunner().invoke(main, ["bench", "--framework", "paddle"])
-    assert result.exit_code == 2
-    words = "bench measures with PyTorch's events and profiler; needed: torch"
-    assert result.output == f"Error: --framework paddle: {words}\n"
+    assert option.help is not None and RULE in option.help
 
 
 def test_the_framework_that_wrote_the_file_goes_before_the_rule():

@@ -4,19 +4,16 @@ agree with each other.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from worlds import ROOT
 
 from sonicmoe.bench.points import read_points
-from sonicmoe.bench.runner import Effort, find_device, machine, measure
+from sonicmoe.bench.runner import find_device, machine, measure
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.sweep import sweep
 from sonicmoe.bench.timing import profile_phases
 from sonicmoe.bench.workload import available_variants, rotating_batches
-from sonicmoe.enums import EngineName, FlushMode
 from sonicmoe.observe import stage
 
 pytestmark = pytest.mark.gpu
@@ -27,30 +24,17 @@ SHAPE = Shape(1024, 512, 256, 8, 4)
 
 def test_every_engine_of_this_machine_is_measured():
     variants = available_variants(find_device())
-    results = measure(SHAPE, variants, Effort(rounds=3, warmup=1))
+    results = measure(SHAPE, variants)
     for result in results:
         assert result.refusal is None
         assert set(result.busy) == {"forward", "backward", "step"} and min(result.busy.values()) > 0
         assert sum(result.stages.values()) == pytest.approx(sum(result.kernels.values()))
         assert sum(result.kernels.values()) >= 0.99 * sum(result.busy.values())
-        # Clocks differ a little, never by half.
-        assert result.wall["pair"].most > 0.5 * result.pair_busy
         assert 0 < result.mfu < 1
         assert result.saved_mib > 0 and result.peak_mib >= result.saved_mib
         assert result.steady_ratio > 0.9  # clocks of two runs; work that overlaps counts once
-        assert 0.5 < result.steady_busy.median / result.pair_busy < 1.5
+        assert 0.5 < result.steady_busy / result.pair_busy < 1.5
         assert {*PRODUCTS, "aggregate_out", "aggregate_dx"} <= set(result.stages)
-        # Kernels of a flush run only where gradients wait in the node.
-        assert ("flush" in result.stages) == (result.gradient_mib > 0)
-
-
-def test_one_engine_is_measured_with_its_gradients_on_both_ways():
-    variant = next(v for v in available_variants(find_device()) if v.engine is EngineName.HOPPER)
-    ways = [replace(variant, flush=way) for way in (FlushMode.AUTO, FlushMode.STEP)]
-    direct, step = measure(SHAPE, ways, Effort(rounds=3, warmup=1))
-    assert direct.gradient_mib == 0 and "flush" not in direct.stages
-    assert step.gradient_mib == pytest.approx(4 * 8 * 3 * 512 * 256 / 2**20)
-    assert step.stages["flush"] > 0
 
 
 def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):
@@ -58,12 +42,11 @@ def test_a_sweep_measures_busy_time_of_every_engine(tmp_path):
     for variant in available_variants(find_device()):
         path = tmp_path / f"{variant.engine.value}.jsonl"
         shapes = [Shape(tokens, 512, 256, 8, 4) for tokens in (1024, 8192)]
-        assert sweep(path, shapes, variant) == (2, 0) and sweep(path, shapes, variant) == (0, 0)
+        assert sweep(path, shapes, variant) == 2 and sweep(path, shapes, variant) == 0
         small, large = read_points(path)
         assert 0 < small.us < large.us < 8.8 * small.us
-        assert max(small.percent, large.percent) < 5 and small.wall_us > 0.9 * small.us
-        (result,) = measure(shapes[1], [variant], Effort(rounds=3, warmup=1))
-        assert large.us == pytest.approx(result.steady_busy.median, rel=0.1)
+        (result,) = measure(shapes[1], [variant])
+        assert large.us == pytest.approx(result.steady_busy, rel=0.1)
 
 
 def test_kernels_belong_to_their_stage_and_phase():
@@ -78,7 +61,7 @@ def test_kernels_belong_to_their_stage_and_phase():
         with stage("dw1"):
             a.exp()
 
-    kernels = profile_phases([(("forward", forward), ("backward", backward))] * 2, nvtx=True)
+    kernels = profile_phases([(("forward", forward), ("backward", backward))] * 2)
     found = {(kernel.phase, kernel.stage) for kernel in kernels}
     assert found == {("forward", "up"), ("forward", ""), ("backward", "dw1")}
     assert len([kernel for kernel in kernels if kernel.stage == "dw1"]) == 2
@@ -93,16 +76,17 @@ def test_inputs_exceed_the_cache_and_the_machine_is_named():
 
 
 def test_a_sustained_row_has_the_clock_power_and_energy_of_this_gpu():
+    pytest.importorskip("pynvml")
     shape = Shape(4096, 2048, 1024, 8, 4)
-    effort = Effort(rounds=2, warmup=1, sustained_s=1.0)
-    (result,) = measure(shape, available_variants(find_device())[-1:], effort)
+    (result,) = measure(shape, available_variants(find_device())[-1:], sustained_s=1.0)
     row = result.sustained
     assert row.unavailable is None
-    assert 0.9 < row.seconds < 2 and row.us.median > 0.8 * result.steady_busy.median
-    assert 300 < row.sm_mhz < 2100
+    seconds = 1e-6 * shape.stack_layers * row.us.count * row.us.median
+    assert 0.9 < seconds < 2 and row.us.median > 0.8 * result.steady_busy
+    assert 300 < row.power.sm_mhz < 2100
     # The counter and the limit belong to one board: a driver regulates to a few percent.
-    assert 100 < row.watts < 1.05 * row.limit_watts
-    assert row.joules == pytest.approx(row.watts * row.us.median * 1e-6, rel=0.2)
+    assert 100 < row.power.watts < 1.05 * row.power.limit_watts
+    assert row.joules == pytest.approx(row.power.watts * row.us.median * 1e-6, rel=0.2)
 
 
 def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed(monkeypatch):
@@ -113,9 +97,8 @@ def test_deepgemm_is_measured_beside_the_engines_where_it_is_installed(monkeypat
 
     shape = Shape(2000, 1024, 512, 8, 2)  # about 500 rows an expert: partly filled blocks
     device = find_device()
-    effort = Effort(rounds=3, warmup=1, sustained_s=0.5)
-    six, ours = deepgemm_bench.measure(shape, available_variants(device)[-1:], effort, device)
-    assert set(six.busy) == {"forward", "backward"} and six.sustained.joules > 0
+    six, ours = deepgemm_bench.measure(shape, available_variants(device)[-1:], device, 0.5)
+    assert set(six.busy) == {"forward", "backward"} and six.sustained.us.median > 0
     # The launches of a product are all inside its range, and nothing else runs.
     assert set(six.stages) == PRODUCTS
     assert sum(six.stages.values()) == pytest.approx(six.pair_busy)

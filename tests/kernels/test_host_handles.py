@@ -11,7 +11,7 @@ import pytest
 from framework import torch
 from kernels.needs import NVCC
 
-from sonicmoe.bench.cost_terms import TILE_ROWS
+from sonicmoe.bench.cost_model import TILE_ROWS
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import Passes, _check_numbers
 from sonicmoe.errors import ConfigError, ShapeError
