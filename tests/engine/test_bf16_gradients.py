@@ -203,12 +203,6 @@ class TestRefused:
         )
         assert problem(stacked(zeros(1, N1, H), down)) == words
 
-    def test_overlap(self):
-        buffer = zeros(E * (N1 * H + H * I))
-        up = buffer[: E * N1 * H].reshape([E, N1, H])
-        down = buffer[E * N1 * H - 4 : E * (N1 * H + H * I) - 4].reshape([E, H, I])
-        assert "overlaps" in problem(stacked(up, down))
-
     def test_other_targets(self):
         with pytest.raises(ConfigError, match="gradient targets are object"):
             Destinations.of(object())

@@ -10,7 +10,6 @@ from engine.moe_golden import (
     base_of,
     each,
     slope,
-    up_factor,
     value,
 )
 from framework import IS_PADDLE, numpy, tensor, torch
@@ -74,34 +73,6 @@ def test_slope_at_the_kink_is_zero(activation):
     got_value, got_slope = value_and_slope(fp32([0.0, -0.0]), activation)
     assert np.array_equal(numpy(got_value), [0.0, 0.0])
     assert np.array_equal(numpy(got_slope), [0.0, 0.0])
-
-
-@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
-def test_backward_against_finite_differences_of_forward(activation):
-    """<dy1, activate(z)> differentiated numerically along every entry of z, on the package's own
-    layout.
-    """
-    rng = np.random.default_rng(3)
-    z = rng.standard_normal((5, 12)) * (6 if activation in (OAI, CLAMP) else 2)
-    dy1 = rng.standard_normal((5, 6 if is_glu(activation) else 12))
-    y1, dz = activate_backward(fp32(z), fp32(dy1), activation)
-    assert np.array_equal(numpy(y1), numpy(activate(fp32(z), activation)))
-
-    def loss(at):
-        name = base_of(activation)
-        if not is_glu(activation):
-            return sum(dy1[r, c] * value(name, at[r, c]) for r in range(5) for c in range(12))
-        factor = up_factor(activation, at[:, 1::2])[0]
-        return sum(
-            dy1[r, i] * value(name, at[r, 2 * i]) * factor[r, i] for r in range(5) for i in range(6)
-        )
-
-    numeric = np.zeros_like(z)
-    for position in np.ndindex(*z.shape):
-        step = np.zeros_like(z)
-        step[position] = 1e-5
-        numeric[position] = (loss(z + step) - loss(z - step)) / 2e-5
-    np.testing.assert_allclose(numpy(dz), numeric, rtol=2e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
@@ -183,21 +154,6 @@ def test_fp64_autograd_of_the_definition(activation, given, definition, ticks, r
     assert bool(dz[(gate == limit) & (up != zero), 0].all())
 
 
-@pytest.mark.parametrize(("activation", "own"), [(OAI, ()), *OWN[1:]], ids=["oai", "clamp", "situ"])
-def test_gates_are_those_of_the_golden(activation, own):
-    """Below, on and beyond every bound."""
-    limit = dict(own).get("limit", CLAMPED)
-    gate, up = (grid.ravel() for grid in np.meshgrid(*2 * [limit * np.array(OF_CLAMPS)]))
-    z, dy1 = np.stack([gate, up], 1), np.random.default_rng(5).standard_normal((len(gate), 1)) + 2
-    y1, dz = (numpy(v) for v in activate_backward(fp32(z), fp32(dy1), activation, own))
-    z = z.astype(np.float32).astype(np.float64)  # what was computed with
-    factor, dup = up_factor(activation, z[:, 1], own)
-    values, slopes = (each(f, base_of(activation), z[:, 0], own) for f in (value, slope))
-    np.testing.assert_allclose(y1[:, 0], values * factor, rtol=2e-6, atol=1e-20)
-    expected = dy1 * np.stack([factor * slopes, values * dup], 1)
-    np.testing.assert_allclose(dz, expected, rtol=1e-5, atol=1e-6)
-
-
 class TestClamps:
     def test_constants(self):
         assert ACTIVATIONS[OAI].values() == {"alpha": 1.702, "limit": CLAMPED}
@@ -243,12 +199,6 @@ class TestSituGlu:
         got, dz = activate_backward(fp32([pair]), fp32([[1.0]]), SITU, FLEET)
         np.testing.assert_allclose(numpy(got), [[y1]], rtol=1e-6)
         np.testing.assert_allclose(numpy(dz), [[dgate, dup]], rtol=1e-6)
-
-    def test_the_formula_of_the_record_by_hand(self):
-        z = np.array([pair for pair, *_ in self.HAND])
-        y1, dz = formulas.activate(z, np.ones((2, 1)), SITU, FLEET)
-        np.testing.assert_allclose(y1[:, 0], [hand[1] for hand in self.HAND], rtol=1e-14)
-        np.testing.assert_allclose(dz, [hand[2:] for hand in self.HAND], rtol=1e-13)
 
     @pytest.mark.parametrize("scaled", [0.1, 3.0, 8.0, -8.0])
     def test_slopes_keep_their_digits_where_tanh_is_flat(self, scaled):
@@ -332,19 +282,6 @@ class TestParameters:
         assert layer_parameters(SITU, {"beta": 4, "linear_beta": None}) == (("beta", 4.0),)
         assert layer_parameters(SITU, {"linear_beta": 2.0**-126}) == (("linear_beta", 2.0**-126),)
         assert ACTIVATIONS[SITU].values()["linear_beta"] == np.inf
-
-    @pytest.mark.parametrize("own", [(), FLEET, (("beta", 0.7), ("linear_beta", 2.0))])
-    def test_the_golden_takes_them(self, own):
-        """The hand-written functions of moe_golden against the formula of the record."""
-        z = np.random.default_rng(8).standard_normal((6, 10)) * 4
-        y1, dz = formulas.activate(z, np.ones((6, 5)), SITU, own)
-        factor, dup = up_factor(SITU, z[:, 1::2], own)
-        acts, slopes = (
-            np.vectorize(lambda v, f=f: f("situ", v, own))(z[:, 0::2]) for f in (value, slope)
-        )
-        np.testing.assert_allclose(y1, acts * factor, rtol=1e-12)
-        np.testing.assert_allclose(dz[:, 0::2], slopes * factor, rtol=1e-10, atol=1e-15)
-        np.testing.assert_allclose(dz[:, 1::2], acts * dup, rtol=1e-10, atol=1e-15)
 
     @pytest.mark.parametrize(
         ("activation", "given", "words"),

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from engine.moe_golden import make_problem, native_weights
 from framework import tensor, torch
 
-from sonicmoe.engine import hopper_passes, native_calls
+from sonicmoe.engine import native_calls
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType
-from sonicmoe.errors import DTypeError
 from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightSource
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.routing.build import build_routing
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ENGINE = HopperEngine()
-
-
-def test_numbers_of_activations_come_from_the_modules():
-    numbers = hopper_passes._numbers(["reglu", "swiglu"])
-    assert numbers == {ActivationType.REGLU: 0, ActivationType.SWIGLU: 1}
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("uint8", 1), ("bfloat16", 2), ("float32", 4)])
@@ -75,10 +65,6 @@ class TestPreparedWeights:
         assert ours.w1_dgrad.shape == theirs.w1.shape and ours.w1_dgrad.codes.shape == (2, 144, 128)
         assert (ours.num_experts, ours.hidden_size, ours.intermediate_size) == (2, 144, 64)
 
-    def test_iso_weight_holds_one_order(self):
-        ours = ENGINE.refresh(source(), replace(FP8, iso_weight=True))
-        assert ours.w1_dgrad is ours.w1 and ours.w2_dgrad is ours.w2
-
     def test_the_store_is_kept(self):
         given = source()
         first = ENGINE.refresh(given, FP8)
@@ -95,15 +81,3 @@ class TestPreparedWeights:
         assert again.store is first.store
         wanted = ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8)
         assert same(again.w1, wanted.w1)
-
-    def test_it_updates_in_place_and_the_others_do_not(self):
-        assert ENGINE.refresh(source(), FP8).updated_in_place
-        assert not ReferenceEngine().refresh(source(), FP8).updated_in_place
-
-
-def test_plain_weights_are_refused_in_forward():
-    w1, w2 = stacked(source())
-    plain = ReferenceEngine().prepare_weights(w1, w2, None, None, EngineSettings())
-    routing = build_routing(torch.zeros([3, 1], dtype=torch.int64), torch.ones([3, 1]), 2)
-    with pytest.raises(DTypeError, match="weights are plain, the settings have recipe 'dx256'"):
-        ENGINE.forward(torch.zeros([3, 144], dtype=torch.bfloat16), routing, plain, FP8)

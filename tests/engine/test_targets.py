@@ -8,18 +8,13 @@ import pytest
 from engine.moe_golden import make_problem, set_up
 from framework import numpy, torch
 
-from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import ParameterTargets, native_buffer
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
 from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
-from sonicmoe.quant.recipes import RECIPES
 
 ERNIE = WeightLayout(transposed=True, split_half=True)
 LAYOUTS = [ERNIE, WeightLayout(True, False), WeightLayout(False, True), WeightLayout()]
@@ -122,32 +117,6 @@ class TestProblem:
         ups[1] = zeros(2 * I, H).transpose(0, 1)
         words = "the experts' up-projection gradients are contiguous along different axes"
         assert per_expert(ups, downs).copy_engine_problem() == words
-
-    def test_of_engines(self):
-        """The seam: which engine adds there at all."""
-        targets, fp8 = per_expert(*fitting()), EngineSettings(recipe=RECIPES["dx256"])
-        plain = EngineSettings(recipe=RECIPES["dx256"], fp8_wgrad=False)
-        assert ReferenceEngine().problem_of(targets, fp8) is None
-        assert HopperEngine().problem_of(targets, fp8) is None
-        words = "up-projection gradients have a tensor for each expert, and the BF16 GEMMs add to one for all"
-        assert HopperEngine().problem_of(targets, plain) == words
-        assert Bf16Engine().problem_of(targets, EngineSettings()) == words
-
-
-class TestFingerprint:
-    def test_equal_for_the_same_memory_only(self):
-        ups, _ = fitting()
-        of = lambda tensors: WeightTarget.per_expert(tensors, ERNIE).fingerprint  # noqa: E731
-        assert of(ups) == of([tensor.reshape([H, 2 * I]) for tensor in ups])
-        assert of(ups) != of([ups[0], ups[2], ups[1]])
-        assert of(ups) != of([ups[0], ups[1], None])
-        assert of(ups) != of([zeros(H, 2 * I), *ups[1:]])
-
-    def test_strides_and_shape_count(self):
-        square = zeros(8, 8)
-        of = lambda tensor: WeightTarget.per_expert([tensor], ERNIE).fingerprint  # noqa: E731
-        assert data_ptr(square) == data_ptr(square.transpose(0, 1))
-        assert len({of(square), of(square.transpose(0, 1)), of(square.reshape([4, 16]))}) == 3
 
 
 def arranged(kind, shape, experts):

@@ -35,7 +35,6 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.select import unavailable
 from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, EngineName
-from sonicmoe.routing.build import build_routing
 
 # Without bias gradients, whose order of additions depends on the number of rows.
 NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
@@ -337,11 +336,6 @@ class PlainEngineContract(EngineContract):
             spare = [token[first + count - 1]] * (padded - count)
             wanted[first : first + padded] = token[first : first + count] + spare
         assert index.tolist() == wanted
-
-    def test_counts_too_small_end_the_rows(self):
-        case = make_case(600, invalid=0.0)
-        routing = build_routing(case.indices, case.probs, E, [128] * E)
-        assert int(self.rows_of(routing)[0][-1]) == routing.num_rows
 
     @pytest.mark.parametrize("lent", [2, 37])
     def test_a_part_of_the_gpu_gives_the_same_bits(self, case, wanted, lent):

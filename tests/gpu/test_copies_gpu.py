@@ -11,9 +11,9 @@ from itertools import product
 import pytest
 import torch
 from gpu.device import LONG, captured, compiled_beforehand
-from node import copies_layers as layers
 from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
-from weights.freed_memory import free, restore
+from torch.utils.checkpoint import checkpoint
+from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType, FlushMode
@@ -72,17 +72,57 @@ def copied(copies):
     return [tensor.clone() for tensor in codes_of(copies)]
 
 
+def outstanding(layer, seeds=(0, 1, 2), copies=None, through=None, before_backward=lambda: None):
+    """All forwards, then all backwards: results of every micro-batch and every gradient."""
+    node = layer.node if copies is None else partial(layer.node, copies=copies)
+    calls = []
+    for seed in seeds:
+        x, indices, probs, dout = layer.batch(seed)
+        leaves = [leaf.detach().requires_grad_() for leaf in (x, probs)]
+        call = partial(through, node) if through else node
+        out = call(leaves[0], None, indices, leaves[1])
+        calls.append((out, dout, *leaves))
+    before_backward()
+    found = []
+    for out, dout, x, probs in calls:
+        out.backward(dout)
+        found += [out.detach(), x.grad, probs.grad]
+    return found + [gradient.clone() for gradient in layer.main_grads]
+
+
+def freed_layer(setup=None, arrangement="native"):
+    """A layer without memory of its parameters, and its copies."""
+    layer = DirectLayer(setup or FP8, arrangement)
+    copies = layer.node.make_copies()
+    free(*layer.weights)
+    return layer, copies
+
+
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(("setup", "release"), MODES.values(), ids=MODES)
 def test_the_bits_of_a_layer_that_keeps_its_memory(arrangement, setup, release):
+    """Forward's order of the copies may go before the backwards."""
     if not setup.config.fp8_wgrad and arrangement != "native":
         pytest.skip("the BF16 GEMMs of the weight gradients add to native parameters only")
-    layers.check_freed(setup, arrangement, release)
+    wanted = outstanding(DirectLayer(setup, arrangement))
+    layer, copies = freed_layer(setup, arrangement)
+
+    def then():
+        assert (copies.release_forward() == "") is release
+        assert copies.is_released is release
+
+    assert_same_bits(outstanding(layer, copies=copies, before_backward=then), wanted)
+    assert not any(map(holds_memory, layer.weights))
+    layer.check_strangers()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recompute(use_reentrant):
-    layers.check_recompute(FP8, "native", use_reentrant)
+    """Activation checkpointing runs the forward again, in the backward."""
+    wanted = outstanding(DirectLayer(FP8, "native"))
+    layer, copies = freed_layer()
+    through = partial(checkpoint, use_reentrant=use_reentrant)
+    assert_same_bits(outstanding(layer, copies=copies, through=through), wanted)
 
 
 class TestMemory:
@@ -99,7 +139,7 @@ class TestMemory:
     def test_every_event_gives_back_what_it_promises(self, iso):
         setup = setup_for(LARGE, iso_weight=iso)
         layer = DirectLayer(setup, "native")
-        layers.outstanding(layer, copies=layer.node.make_copies())  # all that is made once
+        outstanding(layer, copies=layer.node.make_copies())  # all that is made once
         release_scratch()
         before = self.allocated()
         copies = layer.node.make_copies()
@@ -111,7 +151,7 @@ class TestMemory:
         freed = before - self.PARAMETERS
         assert self.allocated() - freed == pytest.approx(orders * self.ORDER, abs=1)
         if not iso:
-            layers.outstanding(layer, (0,), copies, before_backward=partial(self.released, copies))
+            outstanding(layer, (0,), copies, before_backward=partial(self.released, copies))
             assert self.allocated() - freed == pytest.approx(self.ORDER, abs=1)
         del copies
         release_scratch()
@@ -130,11 +170,9 @@ def test_released_memory_is_not_taken_while_another_stream_reads_it():
     """The buffers belong to the first stream, and the forward that reads them runs late on a
     second one.
     """
-    wanted = layers.outstanding(DirectLayer(FP8, "native"), (0,))
-    layer = DirectLayer(FP8, "native")
-    copies = layer.node.make_copies()
+    wanted = outstanding(DirectLayer(FP8, "native"), (0,))
+    layer, copies = freed_layer()
     sizes = [copies.weights.w1.bytes.numel(), copies.weights.w2.bytes.numel()]
-    free(*layer.weights)
     x, indices, probs, dout = layer.batch(0)
     leaves = [leaf.detach().requires_grad_() for leaf in (x, probs)]
     side = torch.cuda.Stream()
@@ -153,38 +191,30 @@ def test_released_memory_is_not_taken_while_another_stream_reads_it():
     del strangers
 
 
-class TestGraphs:
-    def in_a_graph(self, copies, layer, batch):
-        x, indices, probs, dout = batch
+def test_a_graph_reads_the_copies_and_keeps_forwards_order():
+    wanted = outstanding(DirectLayer(FP8, "native"), (0,))
+    layer, copies = freed_layer()
+    x, indices, probs, dout = layer.batch(0)
 
-        def once():
-            layer.node(x, None, indices, probs, copies=copies).backward(dout)
-            layer.clear()
-            x.grad = probs.grad = None
+    def once():
+        layer.node(x, None, indices, probs, copies=copies).backward(dout)
+        layer.clear()
+        x.grad = probs.grad = None
 
-        def step():
-            out = layer.node(x, None, indices, probs, copies=copies)
-            kept = copies.release_forward()
-            out.backward(dout)
-            return out, kept
+    def step():
+        out = layer.node(x, None, indices, probs, copies=copies)
+        kept = copies.release_forward()
+        out.backward(dout)
+        return out, kept
 
-        graph, (out, kept) = captured(step, once)
-        return graph, out, kept
-
-    def test_a_graph_reads_the_copies_and_keeps_forwards_order(self):
-        wanted = layers.outstanding(DirectLayer(FP8, "native"), (0,))
-        layer = DirectLayer(FP8, "native")
-        copies = layer.node.make_copies()
-        free(*layer.weights)
-        batch = layer.batch(0)
-        graph, out, kept = self.in_a_graph(copies, layer, batch)
-        assert "CUDA graph that is being captured" in kept
-        for _ in range(2):
-            layer.clear()
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.equal(out, wanted[0])
-            assert_same_bits(layer.main_grads, wanted[3:])
+    graph, (out, kept) = captured(step, once)
+    assert "CUDA graph that is being captured" in kept
+    for _ in range(2):
+        layer.clear()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted[0])
+        assert_same_bits(layer.main_grads, wanted[3:])
 
 
 class TestWrites:
@@ -195,7 +225,7 @@ class TestWrites:
         where, before = addresses(copies), copied(copies)
         for weight in layer.weights:
             weight.data.mul_(0.5)
-        layers.outstanding(layer, (0,), copies)
+        outstanding(layer, (0,), copies)
         now = copied(copies)
         assert addresses(copies) == where
         fresh = copied(layer.node.make_copies())
@@ -208,7 +238,7 @@ class TestWrites:
         where = addresses(copies)
         for weight in layer.weights:
             weight.data = weight.data * 0.25
-        layers.outstanding(layer, (0,), copies)
+        outstanding(layer, (0,), copies)
         assert addresses(copies) == where
         assert_same_bits(copied(copies), copied(layer.node.make_copies()))
 

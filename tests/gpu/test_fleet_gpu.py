@@ -24,7 +24,6 @@ from sonicmoe.ep import LocalDispatcher
 from sonicmoe.fleet import carrier
 from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.layer import layer_of
-from sonicmoe.fleet.overlap import ExpertsStep
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
 from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.fleet.twin import deepep_topk_to_sonic_metadata
@@ -155,26 +154,6 @@ def test_nothing_waits_for_the_device(case, layout, fp8):
         for again in (False, True, False):
             fleet.config.recompute_z = again
             fleet.call(counts)
-
-
-def test_recomputing_z_per_call_makes_no_second_copy_of_the_weights(case):
-    fleet = Fleet(case, "sonic", True)
-    fleet.call()
-    cache = fleet.state.weights._prepared
-    held = cache.weights
-    fleet.config.recompute_z = True
-    fleet.call()
-    assert cache.weights is held
-
-
-@each_precision
-def test_the_steps_of_a_schedule(case, fp8):
-    fleet, stepped = Fleet(case, "sonic", fp8), Fleet(case, "sonic", fp8)
-    wanted = fleet.call()
-    step = ExpertsStep(SIZES.topk, SIZES.experts, *stepped.weights, fp8)
-    out = step.forward(case.x, case.indices, case.probs)
-    assert_same_bits((out, *step.backward(case.dout)), wanted)
-    assert_same_bits(stepped.gradients(), fleet.gradients())
 
 
 # ---- the whole flow ----

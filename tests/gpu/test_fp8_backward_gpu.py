@@ -329,29 +329,6 @@ def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
         assert torch.equal(twice, 2 * once)
 
 
-def test_wgrad_beside_other_kernels_gives_the_same_bits(wgrad):
-    for shape in ((4096, 1024, 512, 8, 4), SHAPES[0], SHAPES[1]):
-        a, b, routing = wgrad_operands(shape, seed=9)
-        alone, beside = (
-            torch.zeros((shape[3], a.shape[1], b.shape[1]), device="cuda") for _ in range(2)
-        )
-        run_wgrad(wgrad, a, b, routing, alone)
-        run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True)
-        assert torch.equal(alone, beside) and bool(alone.any())
-        beside.zero_()
-        run_wgrad(wgrad, a, b, routing, beside, shares_gpu=True, multiprocessors=37)
-        assert torch.equal(alone, beside)
-
-
-def test_wgrad_does_not_follow_offsets_beyond_the_rows(wgrad):
-    a, b, routing = wgrad_operands(SHAPES[0], seed=5)
-    accumulator = torch.zeros((4, a.shape[1], b.shape[1]), device="cuda")
-    beyond = routing.padded_offsets * 4
-    wgrad(*transposed(a, b), beyond, accumulator, False, 0, current_stream(accumulator))
-    torch.cuda.synchronize()
-    assert bool(torch.isfinite(accumulator).all())
-
-
 def test_wrong_arguments_are_named(wgrad, dgated):
     a, b, routing = wgrad_operands(SHAPES[1], seed=6)
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
