@@ -65,6 +65,11 @@ def cases(world):
     }
 
 
+def precision_of(case):
+    """In which precision a case runs without counts: each with each kind of case, not all with all."""
+    return ("fp32", "bf16", "fp8")[list(cases(2)).index(case) % 3]
+
+
 def joined(sources):
     """All ranks' tokens as one process holds them."""
     return Source(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import framework
 import numpy as np
-from ep_cases import EXPERTS, cases, source
+from ep_cases import EXPERTS, cases, precision_of, source
 from ep_fp8 import results_in_fp8
 from ep_layer import deepep_transports, poisoned_fixed_size, run_layer, start
 
@@ -76,17 +76,16 @@ def results(exchange):
     world, rank = exchange.world_size, exchange.rank
     collective = Dispatcher(CollectiveTransport(EXPERTS, exchange))
     fixed = Dispatcher(poisoned_fixed_size(exchange))
-    runs = {}
-    for prefix, dispatcher in (("", collective), ("fixed ", fixed)):
-        runs[f"{prefix}fp32"] = dispatcher, {}
-        runs[f"{prefix}bf16"] = dispatcher, {"dtype": "bfloat16"}
-        runs[f"{prefix}fp8"] = dispatcher, {"dtype": "bfloat16", "fp8": True}
+    precisions = {"fp32": {}, "bf16": {"dtype": "bfloat16"}}
+    precisions["fp8"] = {"dtype": "bfloat16", "fp8": True}
+    runs = {name: (collective, options) for name, options in precisions.items()}
     runs["again"], runs["fp8 again"] = runs["fp32"], runs["fp8"]
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
             runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
     found = {}
     for case, sources in cases(world).items():
+        runs["fixed"] = fixed, precisions[precision_of(case)]
         for name, (dispatcher, options) in runs.items():
             for key, array in run_layer(dispatcher, sources[rank], rank, **options).items():
                 found[f"{name}/{case}/{key}"] = array

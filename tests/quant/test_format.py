@@ -75,41 +75,41 @@ def test_rows_of_one_matrix_cannot_be_sliced():
         example(shape=(130, 200))[0]
 
 
-@pytest.mark.parametrize(("stored", "claimed"), [(Code.E4M3, Code.INT8), (Code.INT8, Code.E4M3)])
-def test_codes_of_another_format_are_refused(stored, claimed):
-    q = example(code=stored)
-    found, needed = ("float8_e4m3fn", "int8") if stored is Code.E4M3 else ("int8", "float8_e4m3fn")
-    words = f"codes are {found}, the {claimed.value} code needs {needed}"
-    with pytest.raises(DTypeError, match=words):
-        BlockScaledTensor(q.codes, q.scale_inv, q.block, claimed)
+def plain(dtype):
+    return tensor(np.ones((4, 128), np.float32)).to(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
-def test_plain_tensors_are_no_codes(dtype):
-    values = tensor(np.ones((4, 128), np.float32)).to(getattr(torch, dtype))
-    with pytest.raises(DTypeError, match=f"codes are {dtype}"):
-        BlockScaledTensor(values, tensor(np.ones((4, 1), np.float32)), ROW_128, Code.E4M3)
+def scale_of(q, dtype):
+    return q.scale_inv.to(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_scales_are_fp32(dtype):
-    q = example()
-    with pytest.raises(DTypeError, match=f"scale_inv is {dtype}, needed: float32"):
-        BlockScaledTensor(q.codes, q.scale_inv.to(getattr(torch, dtype)), q.block, q.code)
+E4M3, INT8 = example(), example(code=Code.INT8)
+ONE = tensor(np.ones((4, 1), np.float32))
+SHAPES = (
+    r"scale_inv has shape \(2, 2, 130\).* codes \(2, 130, 200\) in 1x128 blocks need \(2, 130, 2\)"
+)
+REFUSED = (
+    (DTypeError, "codes are float8_e4m3fn, the int8 code needs int8",
+     (E4M3.codes, E4M3.scale_inv, ROW_128, Code.INT8)),
+    (DTypeError, "codes are int8, the e4m3 code needs float8_e4m3fn",
+     (INT8.codes, INT8.scale_inv, ROW_128, Code.E4M3)),
+    *((DTypeError, f"codes are {dtype}", (plain(dtype), ONE, ROW_128, Code.E4M3))
+      for dtype in ("bfloat16", "float32", "uint8")),
+    *((DTypeError, f"scale_inv is {dtype}, needed: float32",
+       (E4M3.codes, scale_of(E4M3, dtype), ROW_128, Code.E4M3))
+      for dtype in ("bfloat16", "float16", "float64")),
+    (ShapeError, SHAPES,
+     (E4M3.codes, E4M3.scale_inv.transpose(-2, -1).contiguous(), ROW_128, Code.E4M3)),
+    # Scales of the other orientation.
+    (ShapeError, "128x1 blocks need",
+     (E4M3.codes, E4M3.scale_inv, ROW_128, Code.E4M3, Orientation.COLUMNS)),
+)  # fmt: skip
 
 
-def test_a_scale_grid_of_the_wrong_shape_is_refused_with_both_shapes():
-    q = example()
-    with pytest.raises(ShapeError) as caught:
-        BlockScaledTensor(q.codes, q.scale_inv.transpose(-2, -1).contiguous(), q.block, q.code)
-    shapes = "scale_inv has shape (2, 2, 130)", "codes (2, 130, 200)", "need (2, 130, 2)"
-    assert all(part in str(caught.value) for part in (*shapes, "1x128 blocks"))
-
-
-def test_scales_of_the_other_orientation_are_refused():
-    q = example()
-    with pytest.raises(ShapeError, match="128x1 blocks need"):
-        BlockScaledTensor(q.codes, q.scale_inv, q.block, q.code, Orientation.COLUMNS)
+@pytest.mark.parametrize(("error", "words", "parts"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_belong_together_is_refused(error, words, parts):
+    with pytest.raises(error, match=words):
+        BlockScaledTensor(*parts)
 
 
 @pytest.mark.parametrize(

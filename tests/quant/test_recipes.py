@@ -31,8 +31,12 @@ def blocks_of(recipe, *names):
 def test_blocks_print_transpose_and_compare():
     assert (str(rows(128)), str(columns(128)), str(iso(128))) == ("1x128", "128x1", "128x128")
     assert rows(128).transposed == columns(128)
-    assert iso(256).isotropic
-    assert not rows(128).isotropic
+    assert iso(256).isotropic and not rows(128).isotropic
+    steady = iso(128).along(Line.ROW)
+    assert (str(steady), str(steady.transposed)) == ("128x128/row", "128x128/column")
+    assert not steady.isotropic and steady.transposed.transposed == steady
+    assert rows(128).along(Line.ROW).transposed == columns(128).along(Line.COLUMN)
+    assert iso(128).extent == iso(128)
 
 
 @pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 128), (128, 0), (-1, 1)])
@@ -41,19 +45,11 @@ def test_empty_blocks_are_refused(n_rows, n_cols):
         BlockShape(n_rows, n_cols)
 
 
-def test_the_configuration_knows_every_name() -> None:
-    assert tuple(RECIPES) == RECIPE_NAMES
-
-
 @every_recipe
-def test_names_are_their_keys_and_carry_the_scale_format(recipe):
-    assert RECIPES[recipe.name] is recipe
+def test_every_recipe_has_a_name_a_note_and_both_scale_formats(recipe):
+    assert tuple(RECIPES) == RECIPE_NAMES and len(BLOCK_FIELDS) == 13
+    assert RECIPES[recipe.name] is recipe and recipe.note
     assert recipe.name.endswith("-pow2") == (recipe.scale_format is ScaleFormat.POW2)
-    assert recipe.note
-
-
-@every_recipe
-def test_every_recipe_exists_with_both_scale_formats(recipe):
     for scale_format in ScaleFormat:
         twin = recipe.with_scales(scale_format)
         assert RECIPES[twin.name] == twin
@@ -63,9 +59,20 @@ def test_every_recipe_exists_with_both_scale_formats(recipe):
 
 
 @every_recipe
-def test_padding_keeps_blocks_of_rows_inside_one_expert(recipe):
+def test_blocks_of_every_recipe(recipe):
+    """No block of rows spans two experts, z has one scale per row and 128, and no promotion of a
+    product falls inside a block.
+    """
     assert recipe.row_alignment >= 128
     assert all(recipe.row_alignment % block.rows == 0 for block in recipe.token_blocks())
+    assert recipe.z == rows(128)
+    pairs = [
+        (recipe.x.cols, recipe.w1.cols),
+        (recipe.y1.cols, recipe.w2.cols),
+        (recipe.dout.cols, recipe.w2_dgrad.rows),
+        (recipe.dz.cols, recipe.w1_dgrad.rows),
+    ]
+    assert all(max(pair) % min(pair) == 0 for pair in pairs)
 
 
 @every_recipe
@@ -73,17 +80,12 @@ def test_gathered_operands_are_scaled_per_row(recipe):
     """x and dout are quantised once per token and gathered afterwards: a block of several rows
     would mix experts. `iso32` quantises them after the gather, once for both products.
     """
-    if not recipe.name.startswith("iso32"):
+    square = recipe.name.startswith("iso32")
+    assert {recipe.in_expert_order("x"), recipe.in_expert_order("dout")} == {square}
+    if square:
+        assert (recipe.x, recipe.dout) == (recipe.wgrad_x, recipe.wgrad_dout)
+    else:
         assert recipe.x.rows == recipe.dout.rows == 1
-        assert not recipe.in_expert_order("x") and not recipe.in_expert_order("dout")
-        return
-    assert recipe.in_expert_order("x") and recipe.in_expert_order("dout")
-    assert (recipe.x, recipe.dout) == (recipe.wgrad_x, recipe.wgrad_dout)
-
-
-@every_recipe
-def test_saved_z_is_scaled_per_row_and_128(recipe):
-    assert recipe.z == rows(128)
 
 
 @every_recipe
@@ -100,30 +102,19 @@ def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
 
 
 @pytest.mark.parametrize("size", [128, 256, 512])
-def test_isotropic_recipes_share_buffers(size):
+def test_isotropic_recipes_share_buffers_and_keep_row_scales_where_one_orientation_reads(size):
     recipe = iso_recipe(size)
-    assert recipe.shares_weight_buffers
-    assert recipe.dz == recipe.wgrad_dz
-    assert recipe.row_alignment == size
-    square = blocks_of(recipe, "w1", "w2", "dz", "wgrad_x", "wgrad_dout", "wgrad_y1s")
+    assert recipe.shares_weight_buffers and recipe.row_alignment == size
+    square = blocks_of(recipe, "w1", "w2", "dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")
     assert square == {iso(size)}
-
-
-@pytest.mark.parametrize("size", [128, 256, 512])
-def test_what_is_read_in_one_orientation_keeps_row_scales(size):
-    recipe = iso_recipe(size)
-    assert (recipe.x, recipe.dout, recipe.y1) == (rows(size),) * 3
+    assert blocks_of(recipe, "x", "dout", "y1") == {rows(size)}
 
 
 def test_the_row_recipe_shares_nothing():
     recipe = row_recipe(128)
-    assert not recipe.shares_weight_buffers
+    assert not recipe.shares_weight_buffers and recipe.row_alignment == 128
     assert recipe.dz != recipe.wgrad_dz
-    assert recipe.row_alignment == 128
     assert (recipe.w1, recipe.w1_dgrad, recipe.wgrad_dz) == (rows(128), columns(128), columns(128))
-
-
-def test_a_weight_block_that_differs_in_dgrad_is_not_shared():
     assert not dataclasses.replace(iso_recipe(128), w1_dgrad=iso(256)).shares_weight_buffers
 
 
@@ -142,8 +133,7 @@ def test_dx256_shares_its_oblong_blocks_too():
     """
     recipe = RECIPES["dx256"]
     assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
-    assert recipe.shares_weight_buffers
-    assert recipe.dz == recipe.wgrad_dz
+    assert recipe.shares_weight_buffers and recipe.dz == recipe.wgrad_dz
 
 
 def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
@@ -151,13 +141,12 @@ def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
     repeated, so that one set of codes is an MXFP8 matrix in both orientations.
     """
     assert MXFP8.scale_format is ScaleFormat.POW2
-    assert {MXFP8.x, MXFP8.y1, MXFP8.dout, MXFP8.dz, MXFP8.w1, MXFP8.w2} == {rows(32)}
-    assert {MXFP8.wgrad_x, MXFP8.wgrad_dz, MXFP8.w1_dgrad, MXFP8.w2_dgrad} == {columns(32)}
+    assert blocks_of(MXFP8, "x", "y1", "dout", "dz", "w1", "w2") == {rows(32)}
+    assert blocks_of(MXFP8, "wgrad_x", "wgrad_dz", "w1_dgrad", "w2_dgrad") == {columns(32)}
     iso32 = RECIPES["iso32-pow2"]
     assert iso32.shares_weight_buffers and iso32.dz == iso32.wgrad_dz and iso32.y1 == MXFP8.y1
     assert iso32.rounds_rows and MXFP8.rounds_rows
-    blocks = {getattr(iso32, name) for name in BLOCK_FIELDS} - {iso32.y1, iso32.z}
-    assert blocks == {iso(32)}
+    assert blocks_of(iso32, *BLOCK_FIELDS) - {iso32.y1, iso32.z} == {iso(32)}
 
 
 def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes_the_operand():
@@ -173,27 +162,3 @@ def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes
     assert (wide.dz, wide.w1_dgrad) == (BlockShape(128, 256), BlockShape(256, 128))
     differs = {name: getattr(recipe, name) for name in ("name", "note", "dz", "w1_dgrad")}
     assert dataclasses.replace(wide, **differs) == recipe
-
-
-def test_a_steady_block_says_so_and_is_turned_with_its_matrix():
-    block = iso(128).along(Line.ROW)
-    assert (str(block), str(block.transposed)) == ("128x128/row", "128x128/column")
-    assert not block.isotropic and block.transposed.transposed == block
-    assert rows(128).along(Line.ROW).transposed == columns(128).along(Line.COLUMN)
-    assert iso(128).extent == iso(128)
-
-
-def test_every_contraction_step_of_a_gemm_has_one_length():
-    """The K extents of both operands are equal or nest, so a promotion never falls inside a block."""
-    for recipe in RECIPES.values():
-        pairs = [
-            (recipe.x.cols, recipe.w1.cols),
-            (recipe.y1.cols, recipe.w2.cols),
-            (recipe.dout.cols, recipe.w2_dgrad.rows),
-            (recipe.dz.cols, recipe.w1_dgrad.rows),
-        ]
-        assert all(max(pair) % min(pair) == 0 for pair in pairs), recipe.name
-
-
-def test_every_block_of_a_recipe_is_looked_at():
-    assert len(BLOCK_FIELDS) == 13
