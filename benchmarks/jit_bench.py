@@ -40,7 +40,7 @@ def child(root: Path) -> None:
     """Measure one process; says "ready" when imported, starts when told to on standard input."""
     started = time.perf_counter()
     from sonicmoe.jit import CompileCache
-    from sonicmoe.jit.probe import toolchain_probe
+    from sonicmoe.jit.cuda_source import CudaSource
 
     marks = {"import_s": time.perf_counter() - started}
 
@@ -48,7 +48,9 @@ def child(root: Path) -> None:
         marks[name] = (time.perf_counter() - since) / calls
         return time.perf_counter()
 
-    source, cache = toolchain_probe("sm_90a"), CompileCache(root, root / "node-local")
+    probe = Path(__file__).with_name("toolchain_probe.cu")
+    source = CudaSource.make("toolchain_probe", probe, arch="sm_90a")
+    cache = CompileCache(root, root / "node-local")
     print("ready", flush=True)
     sys.stdin.readline()
     moment = time.perf_counter()

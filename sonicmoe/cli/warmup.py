@@ -20,12 +20,12 @@ from ..engine.compile_plan import require_precision, warm_up_plan
 from ..enums import ActivationType
 from ..host import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
-from ..jit.cpus import usable_cpus
 from ..jit.errors import PackError
 from ..jit.manifest import Artefact
 from ..jit.pack import read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BF16, BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
+from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .refusals import Location, OneLineCommand
 from .screen import Activity
@@ -265,7 +265,8 @@ def _compile(
     spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None
 ) -> WarmUpReport:
     with Activity("warmup") as doing:
-        workers = min(jobs or usable_cpus(), max(len(planned.jobs), 1))
+        places = HostSlots(cache.local_root, jobs or AUTO).count
+        workers = min(places, max(len(planned.jobs), 1))
         doing.begin(f"compiling for {spec.arch} in {workers} processes,", total=len(planned.jobs))
 
         def advance(outcome: KernelOutcome) -> None:

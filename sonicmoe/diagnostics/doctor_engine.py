@@ -16,11 +16,11 @@ from ..enums import EngineName
 from ..errors import SonicMoEError
 from ..host import NVIDIA_DRIVER
 from ..jit.cache import CompileCache, default_cache
-from ..jit.cpus import usable_cpus
 from ..jit.errors import CompileError, CompileForbiddenError
 from ..jit.guard import no_compile
 from ..jit.parallel import FAILED
 from ..jit.plan import CompileJob, ModelSpec
+from ..jit.slots import HostSlots
 from ..jit.warmup import warm_up
 from .doctor_report import COMPILE_COMMAND, PRECISIONS, KernelState, Progress, Report
 from .selftest import H, I, SelfTest, find_device
@@ -107,9 +107,9 @@ def _compile(
     report: Report, cache: CompileCache, missing: list[CompileJob], progress: Progress
 ) -> bool:
     """Compile in parallel processes. A kernel that does not compile is an error of the report."""
-    spec = ModelSpec(E, H, I)
+    spec, places = ModelSpec(E, H, I), HostSlots(cache.local_root).count
     progress(
-        f"compiling {len(missing)} kernels in {min(usable_cpus(), len(missing))} processes, "
+        f"compiling {len(missing)} kernels in {min(places, len(missing))} processes, "
         "a minute or more"
     )
     try:

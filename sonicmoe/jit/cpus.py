@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +35,6 @@ def quota(
         if (limit := _quota_v2(folder) or _quota_v1(folder)) is not None
     ]
     return min(found, key=lambda limit: limit.cpus, default=None)
-
-
-def usable_cpus() -> int:
-    """Compilers that can run at full speed: the CPUs of the affinity, or fewer under a quota."""
-    limit = quota()
-    count = len(affinity())
-    return count if limit is None else max(1, min(count, math.ceil(limit.cpus)))
 
 
 def _groups(membership: Path, mount: Path) -> list[Path]:

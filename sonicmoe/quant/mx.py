@@ -41,17 +41,6 @@ _BLOCK = 32
 _MANTISSA_BITS = 23
 
 
-def scale_offset(row: int, block: int, blocks: int) -> int:
-    """Byte of the scale of one row and one block of 32 of the contraction, in a matrix of `blocks`
-    blocks a row.
-    """
-    # An atom is 32 lines of 16 bytes: rows r, r + 32, r + 64 and r + 96 with four blocks each.
-    across = -(-blocks // ATOM_BLOCKS)
-    atom = row // ATOM_ROWS * across + block // ATOM_BLOCKS
-    in_atom = row % ATOM_ROWS
-    return atom * ATOM_BYTES + 16 * (in_atom % 32) + 4 * (in_atom // 32) + block % ATOM_BLOCKS
-
-
 def to_bytes(scale_inv: Tensor) -> Tensor:
     """uint8 of fp32 powers of two; an infinite scale becomes 255, the NaN of these bytes."""
     return (scale_inv.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)

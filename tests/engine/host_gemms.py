@@ -10,7 +10,7 @@ import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.kernels.quack_gemm import Stored
-from sonicmoe.quant.mx import scale_offset
+from sonicmoe.quant.mx import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS
 from sonicmoe.quant.recipes import ScaleFormat, rows
 from sonicmoe.quant.reference import quantize
 
@@ -138,6 +138,17 @@ class Bf16Gemms(Gemms):
         for e, first, end in rows_of_experts(cu_rows):
             product = left[first:end].float().T @ right[first:end].float()
             gradient[e] += product.T if turned else product
+
+
+def scale_offset(row, block, blocks):
+    """Byte of the scale of one row and one block of 32 of the contraction, in a matrix of `blocks`
+    blocks a row.
+    """
+    # An atom is 32 lines of 16 bytes: rows r, r + 32, r + 64 and r + 96 with four blocks each.
+    across = -(-blocks // ATOM_BLOCKS)
+    atom = row // ATOM_ROWS * across + block // ATOM_BLOCKS
+    in_atom = row % ATOM_ROWS
+    return atom * ATOM_BYTES + 16 * (in_atom % 32) + 4 * (in_atom // 32) + block % ATOM_BLOCKS
 
 
 def places(m, k):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda_sample import toolchain_probe
 from kernels.ptxas_report import SpillError, require_no_spills, resource_usage
 from racers import NOT_RUN, environment
 
@@ -17,7 +18,6 @@ from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit import toolchain as toolchain_module
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.errors import CompileError, ToolchainError
-from sonicmoe.jit.probe import toolchain_probe
 from sonicmoe.jit.toolchain import CudaToolkit, find_toolkit
 from sonicmoe.kernels import cuda_sources
 

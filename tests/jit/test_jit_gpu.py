@@ -5,12 +5,12 @@
 import importlib.util
 
 import pytest
+from cuda_sample import toolchain_probe
 from racers import NOT_RUN
 from test_jit_cute_kernel import sample
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import CompileCache, default_cache, no_compile
-from sonicmoe.jit.probe import toolchain_probe
 from sonicmoe.jit.triton_variant import TritonVariant
 
 pytestmark = pytest.mark.gpu

@@ -51,7 +51,7 @@ def test_a_place_per_cpu_unless_the_quota_is_smaller(cpu_quota, expected, tmp_pa
     monkeypatch.setattr(cpus, "quota", lambda: limit)
     places = HostSlots(tmp_path, AUTO)
     held = [places.take() for _ in range(expected)]
-    assert cpus.usable_cpus() == places.count == expected and all(held)
+    assert places.count == expected and all(held)
     assert places.take() is None
     held[0].release()
     assert places.take() is not None

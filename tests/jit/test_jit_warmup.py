@@ -497,7 +497,7 @@ def test_command_reports_a_misspelt_flag(tmp_path):
 def test_package_and_command_import_no_framework_and_no_compiler():
     program = (
         "import sys, sonicmoe.jit, sonicmoe.cli.warmup, sonicmoe.jit_warmup, sonicmoe.jit.cute_kernel\n"
-        "import sonicmoe.jit.cuda_source, sonicmoe.jit.triton_variant, sonicmoe.jit.worker, sonicmoe.jit.probe\n"
+        "import sonicmoe.jit.cuda_source, sonicmoe.jit.triton_variant, sonicmoe.jit.worker\n"
         "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
     )
     done = python("-c", program)

@@ -9,6 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from engine.host_gemms import scale_offset
 from worlds import ROOT, environment
 
 from sonicmoe.engine.capabilities import BF16
@@ -33,7 +34,7 @@ def test_the_layout_of_scales_is_that_of_cute_and_of_quack(facts):
     """Every scale of a matrix, by closed formula, by `to_atoms`, by CuTe's `tile_atom_to_shape_SF`
     evaluated on the host, and by the packer of quack's own tests.
     """
-    ours = [[mx.scale_offset(m, b, BLOCKS) for b in range(BLOCKS)] for m in range(ROWS)]
+    ours = [[scale_offset(m, b, BLOCKS) for b in range(BLOCKS)] for m in range(ROWS)]
     assert ours == facts["cute"] == facts["quack"]
     flat = torch.arange(ROWS * BLOCKS, dtype=torch.int64).reshape(ROWS, BLOCKS)
     for byte in (flat % 251, flat // 251):  # together they tell every scale from every other

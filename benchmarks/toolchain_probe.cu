@@ -1,5 +1,5 @@
-// y = a * x + y in fp32: the smallest thing that uses every part of the toolchain. `doctor` and the
-// cache benchmark compile, load and launch it.
+// y = a * x + y in fp32: the smallest thing that uses every part of the toolchain. The benchmark of
+// the cache and its tests compile, load and launch it.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
