@@ -28,7 +28,7 @@ from ..interop import (
 from ..observe import BackwardBegins, BackwardDone, ExpertCall, ForwardDone, emit, is_awaited, stage
 from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, is_fp8, to_bfloat16
-from ..routing.build import route
+from ..routing.build import build_routing
 from ..weights.cache import Reading
 from .arrivals import Arrivals, GradientSource, gradient_from, tokens_among
 from .choices import Choices
@@ -100,13 +100,14 @@ class MlpCall(DifferentiableCall):
         with plain_ops():  # once: inside, autocast costs nothing more
             x = self._tokens(inputs)
             with stage("routing"):
-                routing = route(
+                routing = build_routing(
                     self.indices,
                     probs,
                     self.state.sizes[0],
                     self.tokens_per_expert,
                     alignment=self.settings.row_alignment,
                     validate=self.validate,
+                    is_checked=True,
                 )
             out, saved = self.engine.forward(
                 x, routing, self.reading.weights, self.settings, save=save

@@ -35,6 +35,7 @@ def build_routing(
     validate: bool = False,
     static_rows: bool = False,
     names: tuple[str, str] = DISPATCHED,
+    is_checked: bool = False,
 ) -> RoutingMetadata:
     """Build the metadata of one forward.
 
@@ -55,21 +56,35 @@ def build_routing(
             the device.
         static_rows: size R on a host as on a GPU, from shapes and given counts alone.
         names: what the caller calls indices and probabilities, for the messages of `validate`.
+        is_checked: the caller's own border has checked indices, probabilities and E.
 
     Raises:
         RoutingError: counts disagree with the indices, or `validate` found a violation.
         ShapeError, DTypeError, DeviceError, FrameworkError: the inputs do not fit together.
         CompileForbiddenError: the kernels are not compiled and compiling is forbidden.
     """
-    check_alignment(alignment)
-    check_indices_and_probs(indices, probs, num_experts)
-    return route(
-        *(indices, probs, num_experts, tokens_per_expert),
-        alignment=alignment,
-        validate=validate,
-        static_rows=static_rows,
-        names=names,
-    )
+    if not is_checked:
+        check_alignment(alignment)
+        check_indices_and_probs(indices, probs, num_experts)
+    given = host_counts_of(tokens_per_expert, num_experts)
+    indices, probs = indices.detach().contiguous(), probs.detach().contiguous()
+    if validate:
+        with plain_ops():
+            check_contents(indices, probs, num_experts, names)
+    # A host reads values without waiting, so R can be exact. A GPU would have to wait for the
+    # counts.
+    if not (static_rows or is_cuda(indices)):
+        with plain_ops():
+            routing = exact_routing(indices, probs, num_experts, alignment)
+            _warn_if_global(indices, routing, num_experts)
+        return _with_counts_checked(routing, given)
+    tokens, topk = map(int, indices.shape)
+    # The number of rows must be known before the kernel that counts has run.
+    rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
+    kernels = _kernels(indices, num_experts)
+    routing = kernels.build(indices, probs, num_experts, alignment, rows)
+    # Given counts may be rounded up, or wrong. They size the rows, and nobody takes them for true.
+    return _with_counts_checked(routing, given) if validate else routing
 
 
 def deepep_topk_to_sonic_metadata(
@@ -104,39 +119,6 @@ def deepep_topk_to_sonic_metadata(
         validate = current_config().validate_dispatch
     given = dispatched_indices, dispatched_probs, num_experts, tokens_per_expert
     return build_routing(*given, alignment=alignment, validate=validate)
-
-
-def route(
-    indices: Tensor,
-    probs: Tensor,
-    num_experts: int,
-    tokens_per_expert: Any = None,
-    *,
-    alignment: int,
-    validate: bool = False,
-    static_rows: bool = False,
-    names: tuple[str, str] = DISPATCHED,
-) -> RoutingMetadata:
-    """`build_routing` for callers whose own border has checked indices, probabilities and E."""
-    given = host_counts_of(tokens_per_expert, num_experts)
-    indices, probs = indices.detach().contiguous(), probs.detach().contiguous()
-    if validate:
-        with plain_ops():
-            check_contents(indices, probs, num_experts, names)
-    # A host reads values without waiting, so R can be exact. A GPU would have to wait for the
-    # counts.
-    if not (static_rows or is_cuda(indices)):
-        with plain_ops():
-            routing = exact_routing(indices, probs, num_experts, alignment)
-            _warn_if_global(indices, routing, num_experts)
-        return _with_counts_checked(routing, given)
-    tokens, topk = map(int, indices.shape)
-    # The number of rows must be known before the kernel that counts has run.
-    rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
-    kernels = _kernels(indices, num_experts)
-    routing = kernels.build(indices, probs, num_experts, alignment, rows)
-    # Given counts may be rounded up, or wrong. They size the rows, and nobody takes them for true.
-    return _with_counts_checked(routing, given) if validate else routing
 
 
 def num_rows_bound(
