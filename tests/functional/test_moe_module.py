@@ -20,10 +20,9 @@ from functional.layer_golden import (
     make_layer,
     make_tokens,
     run_layer,
-    views,
 )
 
-from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import (
     ConfigError,
@@ -381,21 +380,6 @@ def test_refused_under_a_configuration(config, error, words):
         moe.router.weight[1, 3] = float("nan")
     with SonicMoEConfig(**config).activate(), pytest.raises(error, match=words):
         moe(x)
-
-
-def test_normalised_probabilities_are_those_of_a_softmax_over_the_chosen():
-    moe, (x, _) = make_layer(), batch()
-    given = x, moe.router.weight, *views(moe), 2
-    default, divided, plain = (
-        moe_TC_softmax_topk_layer(*given, **options)[0]
-        for options in (
-            {},
-            {"is_softmax_over_topk": False, "norm_topk_probs": True},
-            {"is_softmax_over_topk": False},
-        )
-    )
-    assert torch.allclose(default, divided, rtol=1e-5, atol=1e-4)
-    assert not torch.allclose(default, plain, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
