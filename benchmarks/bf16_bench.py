@@ -212,12 +212,9 @@ def tilings(product: str, family: str) -> list[GemmConfig]:
 
 
 def _on_sm100(product: str) -> list[GemmConfig]:
-    gathers = (False, True) if product in GATHERS else (False,)
     return [
-        GemmConfig(tile, cluster, swizzle=swizzle, clc=clc, tma_gather=gather)
-        for (tile, cluster), swizzle, clc, gather in itertools.product(
-            SM100_TILES, (8, 16), (True, False), gathers
-        )
+        GemmConfig(tile, cluster, swizzle=swizzle, clc=clc)
+        for (tile, cluster), swizzle, clc in itertools.product(SM100_TILES, (8, 16), (True, False))
     ]
 
 

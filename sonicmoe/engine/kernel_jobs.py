@@ -5,7 +5,7 @@ given, so that a missing compiler can be named. Imports neither a framework nor 
 from __future__ import annotations
 
 from ..jit.plan import CompileJob
-from ..kernels.cuda_mx import mx_quantize_source
+from ..kernels.cuda_quantize import mx_quantize_source
 from ..kernels.mx_gemm import MxShape
 from ..kernels.mx_gemm import all_kernels as mx_kernels
 from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels

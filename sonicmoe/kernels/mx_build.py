@@ -184,20 +184,15 @@ def _fused(mod: EpiMod, kinds, *, paired=False, packed=False, **tiling):
     return gemm, arguments, schedule
 
 
-def _gemm(cls, *, tile, cluster, swizzle: int, clc: bool, gather: bool = False, concat_layout=None):
-    if gather:
-        # quack refuses this in its own front end, which is not used here. The class itself traces
-        # it to a kernel whose barriers wait for scales that no instruction loads.
-        raise NotImplementedError(
-            "gather=True with block scales: the kernel would wait for ever, because quack-kernels "
-            "gathers no scales; needed: rows that lie in expert order (quantize_rows_iso32)"
-        )
+def _gemm(cls, *, tile, cluster, swizzle: int, clc: bool, concat_layout=None):
     gemm = cls(
         Float32,
         Float8E4M3FN,
         tuple(tile),
         (*cluster, 1),
         sf_vec_size=_BLOCK,
+        # quack gathers no scales: with a gather the kernel's barriers would wait for scales that no
+        # instruction loads.
         gather_A=False,
         use_clc_persistence=clc,
         concat_layout=concat_layout,

@@ -44,7 +44,6 @@ class Tiling:
     pingpong: bool
     swizzle: int
     clc: bool
-    tma_gather: bool
 
     def gemm(self, cls, dtype, *, gather: bool, **more):
         """An object of a GEMM class of the family."""
@@ -52,7 +51,7 @@ class Tiling:
         # pingpong.
         own = {
             "sm90": {"pingpong": self.pingpong},
-            "sm100": {"use_clc_persistence": self.clc, "use_tma_gather": self.tma_gather},
+            "sm100": {"use_clc_persistence": self.clc, "use_tma_gather": False},
             "sm120": {"pingpong": self.pingpong, "use_clc_persistence": self.clc},
         }[self.family]
         return cls(

@@ -25,8 +25,7 @@ class GemmConfig:
 
     swizzle: tiles along N that consecutive clusters take before the next along M, for reuse in L2.
     clc: blocks ask the hardware for their next tile (cluster launch control) instead of taking
-    every n-th one. tma_gather: the copy engine gathers rows of A, four at a time, instead of
-    threads.
+    every n-th one.
     """
 
     tile: tuple[int, int]
@@ -34,7 +33,6 @@ class GemmConfig:
     pingpong: bool = False
     swizzle: int = 8
     clc: bool = False
-    tma_gather: bool = False
 
     @property
     def statics(self) -> dict[str, Any]:
@@ -45,7 +43,6 @@ class GemmConfig:
             "pingpong": self.pingpong,
             "swizzle": self.swizzle,
             "clc": self.clc,
-            "tma_gather": self.tma_gather,
         }
 
     def tiles(self, width: int) -> int:
@@ -109,10 +106,6 @@ class GemmFamily:
             yield f"its cluster has {along_n} blocks along N; needed: 1, because A is gathered"
         if config.clc and target not in self.clc_targets:
             yield f"tiles come from cluster launch control, which {target} does not have"
-        if config.tma_gather and not gathered:
-            yield "the copy engine gathers A, and A is not gathered"
-        if config.tma_gather and self.name != "sm100":
-            yield f"the copy engine gathers A, and the class of {self.name} gathers with threads"
         if self.most_registers is not None and config.accumulators > self.most_registers:
             yield f"a thread holds {config.accumulators} sums; needed: at most {self.most_registers}"
         yield from self._own_problems(config, (along_m, along_n))

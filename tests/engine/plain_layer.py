@@ -97,8 +97,3 @@ def assert_close(case, engine):
         # Sums of another order move single roundings; db1 sums dz as it is stored, rounded.
         bound = 3e-3 if name == "db1" else 3e-4
         assert error < bound, (case.settings.activation, name, error)
-
-
-def assert_same_bits(actual, wanted):
-    for name, tensor in wanted.items():
-        assert torch.equal(actual[name], tensor), name

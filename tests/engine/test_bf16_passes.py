@@ -13,6 +13,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
+from engine.fp8_layer import assert_same_bits
 from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.plain_layer import (
     BF16,
@@ -22,7 +23,6 @@ from engine.plain_layer import (
     H,
     I,
     assert_close,
-    assert_same_bits,
     make_case,
 )
 from engine.plain_layer import run as run_on

@@ -21,7 +21,7 @@ from sonicmoe.engine.cold_start import compile_ahead, compile_missing, run_jobs
 from sonicmoe.engine.select import ready_engine
 from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ActivationType, EngineName
-from sonicmoe.jit import CompileCache, CompileKey, no_compile
+from sonicmoe.jit import CompileCache, CompileKey
 from sonicmoe.quant.recipes import RECIPES
 
 FP8 = Workload(EngineSettings(recipe=RECIPES["dx256"]), 3072, 1536)
@@ -98,12 +98,6 @@ def test_only_what_is_missing_is_compiled(run, caplog):
 def test_it_can_be_switched_off(run, change):
     with SonicMoEConfig(**change).activate():
         run.start(**change)
-    assert not run.field.builds()
-
-
-def test_nothing_is_compiled_where_that_is_forbidden(run):
-    with no_compile():
-        run.start()
     assert not run.field.builds()
 
 

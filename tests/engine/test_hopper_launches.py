@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.engine import hopper, hopper_layer, hopper_passes
 from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.targets import FreshTargets, ParameterTargets
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
@@ -154,30 +154,6 @@ def test_destinations_are_made_once_and_anew_where_memory_moved(use):
     square[1] = square[0].T
     prints = {WeightTarget.per_expert([t], PER_EXPERT).fingerprint for t in square}
     assert len(prints) == 2
-
-
-def test_fresh_memory_at_a_known_address_is_not_described_again(native):
-    passes = hopper_passes.Passes(native, NAMES, KERNELS)
-    added = parameter_targets(PER_EXPERT)
-    fresh = [passes.gradients(FreshTargets.like(added)) for _ in range(2)]
-    assert fresh[0]["into_dw1"] is fresh[1]["into_dw1"]
-    assert fresh[0]["into_dw2"] is fresh[1]["into_dw2"]
-    assert passes.gradients(added)["into_dw1"] is not fresh[0]["into_dw1"], "one writes, one adds"
-
-
-def test_destinations_of_recognised_memory_are_not_looked_for(native, monkeypatch):
-    passes, other = (hopper_passes.Passes(native, NAMES, KERNELS) for _ in range(2))
-    targets = parameter_targets(PER_EXPERT)
-    last = targets.recognise(None)
-    made = passes.gradients(targets)
-    monkeypatch.setattr(hopper_passes.Passes, "_destination", None)
-    again = ParameterTargets(targets.up, targets.down)
-    assert again.recognise(last) is last and passes.gradients(again) is made
-    monkeypatch.undo()
-    assert other.gradients(again) is not made, "of these passes"
-    moved = parameter_targets(PER_EXPERT)
-    moved.recognise(last)
-    assert passes.gradients(moved)["into_dw1"] is not made["into_dw1"]
 
 
 def test_ranges_open_and_close_in_order():

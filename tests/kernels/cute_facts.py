@@ -3,7 +3,6 @@ cute_facts.py ROWS BLOCKS`. Needs no GPU. One program for all, because importing
 than any of them.
 
 * Byte offsets of the scales of an MXFP8 operand as CuTe's own algebra and quack's packer have them.
-* What is said of a GEMM that gathers.
 * How many functions the epilogues have for each activation.
 """
 
@@ -24,7 +23,6 @@ from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF  # noqa: E402
 from quack.blockscaled.utils import _pack_blockscaled_scales  # noqa: E402
 
 from sonicmoe.enums import ACTIVATIONS  # noqa: E402
-from sonicmoe.kernels.mx_build import compile_down  # noqa: E402
 from sonicmoe.kernels.quack_epilogues import gate_functions, ungated_functions  # noqa: E402
 
 BLOCK = 32
@@ -51,16 +49,6 @@ def packed_by_quack(rows: int, blocks: int) -> list[list[int]]:
     return places[1:].reshape(rows, blocks).tolist()
 
 
-def refused_gather() -> str:
-    """The GEMM class itself traces this without a word, to a kernel that waits for ever."""
-    tiling = {"tile": (256, 256), "cluster": (2, 1), "swizzle": 8, "clc": True}
-    try:
-        compile_down(transpose=False, gather=True, **tiling)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
 def functions_of_activations() -> dict[str, int]:
     """Those that the epilogues compute, and how many functions they have for each."""
     counts = {}
@@ -80,7 +68,6 @@ if __name__ == "__main__":
     facts = {
         "cute": found,
         "quack": packed_by_quack(*sizes),
-        "gather": refused_gather(),
         "activations": functions_of_activations(),
     }
     json.dump(facts, sys.stdout)

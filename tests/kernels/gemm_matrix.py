@@ -68,11 +68,6 @@ def every_variant(shape: MlpShape) -> tuple[CuteKernel, ...]:
         for stored in Stored
         for config, _ in candidates("wgrad_up", shape)
     ]
-    if shape.family == "sm100":
-        variants += [
-            tiled(product, replace(candidates(product, shape)[0][0], tma_gather=True), shape)
-            for product in ("up", "dgated", "wgrad_up")
-        ]
     return tuple(dict.fromkeys(variants))
 
 

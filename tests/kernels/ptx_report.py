@@ -179,19 +179,17 @@ def problems(name: str, statics: Mapping[str, Any], found: Traffic) -> list[str]
     loaded, stored = _LOADED[name], _STORED[name]
     if name == "bf16_up" and not statics["store_z"]:
         stored = stored[1:]
-    gathered, by_map = name not in _UNGATHERED, statics["tma_gather"]
-    if gathered and by_map:
-        loaded = ("tokens", *loaded)
+    gathered = name not in _UNGATHERED
     rows, columns = statics["tile"]
-    stage = (columns + (rows if not gathered or by_map else 0)) * _DEPTH * 2
+    stage = (columns + (0 if gathered else rows)) * _DEPTH * 2
     text = _copy_problems(found, loaded, stored, name == "bf16_wgrad", stage)
-    if gathered and not by_map:
+    if gathered:
         # On sm100 a pair of blocks shares a tile of 256 rows.
         own = rows // 2 if statics["family"] == "sm100" and rows == 256 else rows
         least = own * _DEPTH * 2 // (_GATHERING * 16)
         if found.cp_async < least:
             text.append(f"{found.cp_async} gathering copies; needed: at least {least}")
-    if bool(found.gathers) != by_map:
+    if found.gathers:
         text.append(f"{found.gathers} gathers by the copy engine")
     counts = {family: getattr(found, field) for family, field in _MULTIPLY.items()}
     if [family for family, number in counts.items() if number] != [statics["family"]]:

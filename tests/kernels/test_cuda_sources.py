@@ -25,8 +25,7 @@ from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.shared_object import BUILD_LOG
 from sonicmoe.kernels import cuda_sources, routing_metadata_source
-from sonicmoe.kernels.cuda_mx import mx_quantize_source
-from sonicmoe.kernels.cuda_quantize import quantize_source
+from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources

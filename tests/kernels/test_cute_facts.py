@@ -42,11 +42,6 @@ def test_the_layout_of_scales_is_that_of_cute_and_of_quack(facts):
         assert torch.equal(atoms[torch.tensor(ours)], byte.to(torch.uint8))
 
 
-def test_block_scales_with_gathered_rows_are_refused_by_the_build(facts):
-    assert "gather=True with block scales: the kernel would wait for ever" in facts["gather"]
-    assert "needed: rows that lie in expert order (quantize_rows_iso32)" in facts["gather"]
-
-
 def test_the_bf16_record_has_the_activations_of_the_epilogues(facts):
     """A record says an engine has a kernel exactly where its sources have one."""
     wanted = {a.value: 2 for a in ActivationType if a in BF16.activations}

@@ -16,7 +16,7 @@ from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, user_matrices, val
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels.cuda_mx import mx_quantize_source
+from sonicmoe.kernels.cuda_quantize import mx_quantize_source
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import dequantize, quantize

@@ -83,7 +83,7 @@ def shown_by(kernel: CuteKernel) -> set[tuple]:
     """
     statics = dict(kernel.statics)
     # From the tiling, from the activation, and from the architecture.
-    follow = (*TILING, "gated", "parameters", "family", "clc", "tma_gather")
+    follow = (*TILING, "gated", "parameters", "family", "clc")
     choices = {name: value for name, value in statics.items() if name not in follow}
     choices["tiling"] = tuple(statics[name] for name in TILING)
     if not choices.get("store_z", True):
@@ -282,8 +282,6 @@ REFUSED = [
     ("sm_90a", "sm90", "down", {"tile": (256, 128), "pingpong": True}, "a thread holds 256 sums; needed: at most 192"),
     ("sm_90a", "sm90", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
     ("sm_90a", "sm120", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
-    ("sm_90a", "sm90", "up", {"tma_gather": True}, "the class of sm90 gathers with threads"),
-    ("sm_100a", "sm100", "down", {"tma_gather": True}, "and A is not gathered"),
     ("sm_100a", "sm100", "down", {"pingpong": True}, "one warp of a block multiplies on sm100"),
     ("sm_100a", "sm100", "down", {"tile": (256, 128), "cluster": (1, 1)}, "which two blocks share"),
     ("sm_100a", "sm100", "down", {"tile": (128, 512), "cluster": (1, 1)}, "at most 256 without a pair"),

@@ -12,7 +12,7 @@ from kernels.triton_interpreter import repair
 
 repair()
 
-from engine.fp8_layer import parameter_targets  # noqa: E402
+from engine.fp8_layer import assert_same_bits, parameter_targets  # noqa: E402
 from engine.plain_layer import (  # noqa: E402
     BF16,
     FP16,
@@ -21,7 +21,6 @@ from engine.plain_layer import (  # noqa: E402
     I,
     T,
     assert_close,
-    assert_same_bits,
     make_case,
 )
 from engine.plain_layer import run as run_on  # noqa: E402

@@ -113,7 +113,7 @@ def label(kernel: CuteKernel) -> str:
     rows, columns = statics["tile"]
     along_m, along_n = statics["cluster"]
     words = [f"{rows}x{columns}", f"cl({along_m},{along_n})"]
-    words += [name for name in ("pingpong", "clc", "tma_gather") if statics.get(name)]
+    words += [name for name in ("pingpong", "clc") if statics.get(name)]
     return f"{' '.join(words)} | {' '.join(chosen)}"
 
 
