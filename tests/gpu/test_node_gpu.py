@@ -1,6 +1,4 @@
-"""The node on a GPU: the same numbers as on the host, nothing compiled after warm-up, nothing read
-that was not written.
-"""
+"""The node on a GPU: the same numbers as on the host, and nothing read that was not written."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from pairwise import pairwise
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
 from sonicmoe.node import questions
-from sonicmoe.node.late_wgrad import WgradQueue, tensors_in
+from sonicmoe.node.late_wgrad import WgradQueue
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_split = pytest.mark.parametrize("split", [False, True])
@@ -419,16 +419,3 @@ def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
     submitted = []
     monkeypatch.setattr(WgradQueue, "submit", lambda *arguments: submitted.append(arguments))
     assert layer.run().dx is not None and submitted == []
-
-
-def test_every_tensor_of_the_operands_is_found():
-    from dataclasses import dataclass
-
-    @dataclass
-    class Operand:
-        codes: object
-        name: str
-
-    a, b, c = (tensor(np.zeros(n, np.float32)) for n in (1, 2, 3))
-    found = list(tensors_in([Operand((a, None), "x"), {"no": b}, Operand(c, "y")]))
-    assert [int(t.shape[0]) for t in found] == [1, 3]
