@@ -52,20 +52,6 @@ def compile_missing(
                 _compile(lacking, workload, settings, _options(workload.settings, arch))
 
 
-def compile_ahead(jobs: Sequence[CompileJob]) -> None:
-    """Compile those of these jobs that the cache does not hold, all in parallel. Like
-    `compile_missing` it never raises for a kernel.
-    """
-    settings = current_config()
-    cache = default_cache(settings)
-    if settings.compile_jobs == OFF or forbidden_by() is not None:
-        return
-    lacking = missing(jobs, cache)
-    if lacking:
-        slots = HostSlots(cache.local_root, settings.compile_jobs)
-        ParallelBuild(lacking, cache, slots, Outcomes()).run()
-
-
 def run_jobs(record: EngineRecord, workload: Workload, arch: str) -> tuple[CompileJob, ...]:
     """Every distinct compile job that a run of this workload may load: forward, backward, flush."""
     # Two lists may name the same source, and each kernel is compiled once.

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -287,17 +286,12 @@ def bars_of(settings: EngineSettings) -> Bars:
 
 def judged(engine: Engine, case: Case, wanted: Results, bars: Bars) -> dict[str, Any]:
     """Run a case twice. `problem`: what is wrong, in words, or None."""
-    # Twice, because equal calls must give equal bits, and the first one may pay for loading
-    # kernels.
-    first = case.run(engine)
-    started = time.perf_counter()
-    second = case.run(engine)
-    seconds = time.perf_counter() - started
+    # Twice, because equal calls must give equal bits.
+    first, second = case.run(engine), case.run(engine)
     errors = {name: distance(first[name], values) for name, values in wanted.items()}
     return {
         "event": RESULT,
         "case": case.name,
-        "seconds": seconds,
         "errors": {name: list(found) for name, found in errors.items()},
         "problem": _problem(errors, case.bars or bars, first, second),
     }

@@ -17,7 +17,7 @@ from racers import Field
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import cold_start, select
 from sonicmoe.engine.capabilities import HOPPER, RECORDS
-from sonicmoe.engine.cold_start import compile_ahead, compile_missing, run_jobs
+from sonicmoe.engine.cold_start import compile_missing, run_jobs
 from sonicmoe.engine.select import ready_engine
 from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ActivationType, EngineName
@@ -52,16 +52,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(cold_start, "EVERY_RUN", ())
     monkeypatch.setattr(cold_start, "_ASKED", set())
     yield Run(tmp_path)
-
-
-def test_jobs_of_several_runs_are_compiled_once(run):
-    with run.config.activate():
-        for _ in range(2):
-            compile_ahead(run.jobs)
-    assert len(run.field.log.read_text(encoding="utf-8").splitlines()) == len(run.jobs)
-    with run.config.replace(compile_jobs="off").activate():
-        compile_ahead([FakeJob(4, run.field.log)])
-    assert len(run.field.log.read_text(encoding="utf-8").splitlines()) == len(run.jobs)
 
 
 def test_everything_is_compiled_at_once_with_one_line_before_and_one_after(run, caplog):

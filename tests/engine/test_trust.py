@@ -65,7 +65,6 @@ class TestInAProcess:
         names = [case["case"] for case in verdict.cases]
         assert names[:4] == ["routing", "inference", "training", "tokens as e4m3_1x128"]
         assert sum(name.startswith("gradients into main_grad") for name in names) == 8
-        assert all(case["seconds"] > 0 for case in verdict.cases)
         wanted = {"out", "dx", "dprobs", "dw1", "dw2"}
         assert {name for case in verdict.cases[1:] for name in case["errors"]} == wanted
 
