@@ -150,7 +150,7 @@ def test_a_warm_up_without_an_architecture_follows_the_host(
         lambda spec, *_, **__: seen.append(spec.arch) or SimpleNamespace(kernels=()),
     )
     found = asked()
-    assert found["model"]["arch"] == "sm_100a" and "--arch sm_100a" in found["command"]
+    assert found["model"]["arch"] == "sm_100a"
     assert asked("--arch", "sm_90a")["model"]["arch"] == "sm_90a"
     warmup_jit(8, 3072, 1536)
     warmup_jit(8, 3072, 1536, arch="sm_90a")

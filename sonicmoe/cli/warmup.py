@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..jit.errors import PackError
 from ..jit.manifest import Artefact
 from ..jit.pack import read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
-from ..jit.plan import BF16, BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
+from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .refusals import Location, OneLineCommand
@@ -42,12 +41,6 @@ MOST = 2**31 - 1
     "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
     help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
 )  # fmt: skip
-@click.option(
-    "--plain-wgrad",
-    is_flag=True,
-    help="Also the CuTe kernels that FP8 needs under SONIC_MOE_FP8_WGRAD=0. On where that variable is 0; "
-    "BF16 needs the same kernels.",
-)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -94,7 +87,6 @@ def warmup(
     hidden: int | None,
     intermediate: int | None,
     precision: str,
-    plain_wgrad: bool,
     dtype: str,
     activation: str,
     parameters: tuple[str, ...],
@@ -112,9 +104,6 @@ def warmup(
     Exit code 1 when one failed or is missing.
     """
     settings = current_config()
-    # An option for this one run; the variable would also reach the runs that follow.
-    if plain_wgrad:
-        settings = settings.replace(fp8_wgrad=False)
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     # With --json, stdout holds the object alone.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
@@ -122,8 +111,6 @@ def warmup(
     if unpack_file is not None:
         _refuse_beside_unpack(ctx, ("unpack_file", "arch", "cache_dir", "as_json"))
         ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
-    if plain_wgrad and precision == BF16:
-        raise click.UsageError("--plain-wgrad has no effect with --precision bf16.")
     for name, size in sizes.items():
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
@@ -134,59 +121,19 @@ def warmup(
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
     report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs)
-    remedy = None
-    if check_only and not report.complete:
-        plain_wgrad = precision != BF16 and not settings.fp8_wgrad
-        remedy = command_for(spec, precision, jobs, cache_dir, plain_wgrad)
     if as_json:
-        click.echo(json.dumps(to_json(report) | {"command": remedy}, indent=2))
+        click.echo(json.dumps(to_json(report), indent=2))
     else:
         show(report, console)
-        if remedy is not None:
-            _show_remedy(report, remedy, console)
+        if lacking := _missing(report):
+            words = f"the same command without --check, and with --arch {arch}, compiles them"
+            console.print(f"{lacking} kernels are missing: {words}", soft_wrap=True)
     # A pack that lacks a kernel would make its user compile, which he cannot, or would rather not.
     if pack_file is not None and report.complete:
         found = [cache.try_load(job.key()) for job in planned.jobs]
         held = [artefact for artefact in found if artefact is not None]
         _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
-
-
-def command_for(
-    spec: ModelSpec,
-    precision: str = BOTH,
-    jobs: int | None = None,
-    cache_dir: Path | None = None,
-    plain_wgrad: bool = False,
-) -> str:
-    """The command line that compiles the kernels of `spec`, fit for a shell; options that have
-    their default are left out. The architecture is always named: another host has another default.
-    """
-    words = ["sonicmoe", "warmup", "--E", spec.E, "--H", spec.H, "--I", spec.I, "--arch", spec.arch]
-    usual = ModelSpec(spec.E, spec.H, spec.I)  # has the default of every other field
-    asked = {
-        "--precision": (precision, BOTH),
-        "--dtype": (spec.dtype, usual.dtype),
-        "--activation": (spec.activation, usual.activation),
-        "--jobs": (jobs, None),
-        "--cache-dir": (cache_dir, None),
-    }
-    for option, (value, default) in asked.items():
-        words += [] if value == default else [option, value]
-    words += ["--plain-wgrad"] if plain_wgrad else []
-    for name, number in spec.activation_parameters:
-        words += ["--activation-parameter", f"{name}={number!r}"]
-    return shlex.join(map(str, words))
-
-
-def _show_remedy(report: WarmUpReport, remedy: str, console: Console) -> None:
-    """The last lines of a check that found kernels missing; the command stands on a line of its own."""
-    missing = sum(outcome.state == MISSING for outcome in report.kernels)
-    console.print(
-        f"{missing} kernels are missing. This compiles them, where nvcc is (a GPU is not needed):",
-        soft_wrap=True,
-    )
-    console.print(f"    {remedy}", soft_wrap=True)
 
 
 def _read_parameter(text: str) -> tuple[str, float]:
@@ -227,17 +174,14 @@ def _unpack(
     # What the pack was made for may not be what the settings in force here need.
     planned = warm_up_plan(pack.model, precision)
     report = check(pack.model, cache, planned)
-    plain_wgrad = precision != BF16 and not current_config().fp8_wgrad
-    remedy = command_for(pack.model, precision, plain_wgrad=plain_wgrad)
     if report.complete:  # nothing is left to compile, so this writes the record
         report = warm_up(pack.model, cache, compile_jobs=planned)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2))
     elif not report.complete:
-        lacking = sum(outcome.state == MISSING for outcome in report.kernels)
         console.print(
-            f"{lacking} kernels that this model needs under the settings in force are not in the pack; "
-            f"pack them where they are compiled: {remedy} --pack FILE",
+            f"{_missing(report)} kernels that this model needs under the settings in force are not in "
+            "the pack: pack them under these settings",
             soft_wrap=True,
         )
     return 0 if report.complete else 1
@@ -251,6 +195,10 @@ def _pack(
     console.print(
         f"{len(pack.artefacts)} kernels packed into {path}, {size:.1f} MiB", soft_wrap=True
     )
+
+
+def _missing(report: WarmUpReport) -> int:
+    return sum(outcome.state == MISSING for outcome in report.kernels)
 
 
 def _told(path: Path, act: Callable[[], Any]) -> Any:

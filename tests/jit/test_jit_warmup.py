@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -34,7 +33,6 @@ from sonicmoe.jit_warmup import warmup_jit
 
 SPEC = ModelSpec(8, 3072, 1536)
 DIMENSIONS = ["--E", "8", "--H", "3072", "--I", "1536"]
-WARM_UP = "sonicmoe warmup --E 8 --H 3072 --I 1536 --arch sm_90a"
 
 
 def states(kernels):
@@ -233,21 +231,17 @@ def test_what_each_precision_compiles():
 def test_fp8_has_no_cute_kernels_unless_the_setting_asks_for_them(
     own_caches, monkeypatch, set_flags
 ):
-    """By the variable, by the option and from a program; a check looks for the same kernels, and
-    its command compiles them wherever it is run.
-    """
+    """By the variable and from a program; a check looks for the same kernels."""
     places = {"SONIC_MOE_CACHE_DIR": own_caches.root, "SONIC_MOE_LOCAL_CACHE_DIR": own_caches.local}
     set_flags(**{name: str(path) for name, path in places.items()})
     plain = {"expert_rows", "bf16_wgrad"}
 
-    def checked(*options):
-        asked = [*DIMENSIONS, "--precision", "fp8", "--check", "--json", *options]
-        report = json.loads(command(*asked).stdout)
-        return {kernel["kernel"] for kernel in report["kernels"]}, report["command"]
+    def checked():
+        report = command(*DIMENSIONS, "--precision", "fp8", "--check", "--json").stdout
+        return {kernel["kernel"] for kernel in json.loads(report)["kernels"]}
 
-    fp8, remedy = FP8_KERNELS | EVERY_RUN | {"passes"}, f"{WARM_UP} --precision fp8"
-    assert checked() == (fp8, remedy)
-    assert checked("--plain-wgrad") == (fp8 | plain, f"{remedy} --plain-wgrad")
+    fp8 = FP8_KERNELS | EVERY_RUN | {"passes"}
+    assert checked() == fp8
     seen = []
     monkeypatch.setattr(jit_warmup_module, "warm_up", lambda *_, compile_jobs, **__: seen.append(
         names(compile_jobs)) or SimpleNamespace(kernels=()))  # fmt: skip
@@ -255,7 +249,7 @@ def test_fp8_has_no_cute_kernels_unless_the_setting_asks_for_them(
         warmup_jit(8, 3072, 1536, config=SonicMoEConfig(fp8_mode="perf", fp8_wgrad=fp8_wgrad))
     assert seen == [fp8, fp8 | plain]
     set_flags(SONIC_MOE_FP8_WGRAD="0")
-    assert checked() == (fp8 | plain, f"{remedy} --plain-wgrad")
+    assert checked() == fp8 | plain
 
 
 def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags):
@@ -380,31 +374,21 @@ def test_command_checks_without_compiling(own_caches):
     assert list(own_caches.folder.iterdir()) == []
 
 
-def test_a_check_that_finds_kernels_missing_ends_with_the_command_that_compiles_them(
-    own_caches, jobs, every_model_needs
-):
+def test_a_check_says_how_many_kernels_are_missing(own_caches, jobs, every_model_needs):
     every_model_needs(jobs(2))
-    cache_dir = own_caches.folder / "a cache"  # a name that a shell would split
     asked = [
         *(*DIMENSIONS, "--dtype", "float16", "--activation", "situ_glu"),
-        *("--activation-parameter", "beta=4", "--jobs", "2", "--cache-dir", cache_dir),
+        *("--activation-parameter", "beta=4", "--jobs", "2"),
+        *("--cache-dir", own_caches.folder / "a cache"),
     ]
-
-    def checked():
-        return command(*asked, "--check"), json.loads(command(*asked, "--check", "--json").stdout)[
-            "command"
-        ]
-
-    found, remedy = checked()
-    assert found.exit_code == 1 and "2 kernels are missing." in found.stdout
-    assert found.stdout.splitlines()[-1].strip() == remedy
-    program, _, *words = shlex.split(remedy)
-    assert program == "sonicmoe" and "--precision" not in words
-    built = command(*words)
+    found = command(*asked, "--check")
+    words = "2 kernels are missing: the same command without --check, and with --arch sm_90a"
+    assert found.exit_code == 1 and words in found.stdout.splitlines()[-1]
+    built = command(*asked, "--arch", "sm_90a")
     assert built.exit_code == 0 and "; recorded in " in built.stdout.replace("\n", " ")
     # Nothing is missing, so nothing is to be run, and a check has recorded nothing.
-    found, remedy = checked()
-    assert found.exit_code == 0 and "are missing" not in found.stdout and remedy is None
+    found = command(*asked, "--check")
+    assert found.exit_code == 0 and "are missing" not in found.stdout
     assert "recorded" not in found.stdout
 
 
@@ -429,13 +413,6 @@ def test_a_warm_up_says_which_kernels_no_other_node_finds(own_caches, jobs, ever
     assert f"2 of 2 kernels in {shared}, 1 of them in {nobody}" in summary("--check")
     assert json.loads(command(*DIMENSIONS, "--check", "--json").stdout)["only_local"] == 1
     assert f"2 of 2 kernels in {shared}," in summary()  # which copies them
-
-
-@pytest.mark.usefixtures("own_caches")
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_the_command_asks_for_the_precision_that_was_checked(precision):
-    said = command(*DIMENSIONS, "--precision", precision, "--check")
-    assert said.stdout.splitlines()[-1].strip() == f"{WARM_UP} --precision {precision}"
 
 
 SITU = ("--activation", "situ_glu")
@@ -468,8 +445,6 @@ ODD = ["--E", "8", "--H", "3080", "--I", "1536", "--check"]
 @pytest.mark.parametrize(("asked", "code", "words"), [
     (ODD, 1, "left out, fp8: not hopper: H is 3080 and I is 1536, and it needs multiples"),
     ([*ODD, "--precision", "fp8"], 2, "Error: precision='fp8' has no kernels for this model"),
-    ([*DIMENSIONS, "--precision", "bf16", "--plain-wgrad"], 2,
-     "Error: --plain-wgrad has no effect with --precision bf16.\n"),
     ([*DIMENSIONS, "--activation-parameter", "beta"], 2, "'beta'; needed: NAME=VALUE"),
     ([*DIMENSIONS, *SITU, "--activation-parameter", "b=1"], 2, "has 'b'; situ_glu has ['beta'"),
     (["--E", "8", "--H", "0"], 2, "--H"),
