@@ -17,9 +17,8 @@ from ..errors import ConfigError, expect
 from ..host import require_memory
 from ..plotting import require_matplotlib
 from .framework import load_framework
-from .numerics import print_table
 from .refusals import Location, OneLineCommand, Seconds
-from .screen import Activity
+from .screen import Activity, print_table
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
@@ -169,11 +168,11 @@ def report(results: list[Result], as_json: bool) -> None:
     ran = [result for result in results if result.refusal is None]
     for shape in dict.fromkeys(result.shape for result in ran):
         own = [result for result in ran if result.shape == shape]
-        print_table(tables.result_table(own), markdown=False)
+        print_table(tables.result_table(own))
     for result in ran:
         if result.stages:
-            print_table(tables.stage_table(result), markdown=False)
-            print_table(tables.kernel_table(result), markdown=False)
+            print_table(tables.stage_table(result))
+            print_table(tables.kernel_table(result))
     for line in tables.notes(results):
         click.echo(line)
 
@@ -219,7 +218,7 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
             lines = [f"{group}, {dates}: {len(points)} points", *model.error_lines()]
             lines += [f"plot: {picture}"] if picture else []
             if not as_json:
-                print_table(term_table(model, points), markdown=False)
+                print_table(term_table(model, points))
         if not as_json:
             click.echo("\n".join(lines))
     if as_json:

@@ -12,9 +12,8 @@ import click
 from ..diagnostics.step_dump import StepSettings, load_dump
 from ..enums import EngineName
 from .framework import framework_option, load_framework
-from .numerics import print_table
 from .refusals import Location, OneLineCommand
-from .screen import Activity
+from .screen import Activity, print_table
 
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 
@@ -28,7 +27,7 @@ ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUT
 )
 @click.option("--precision", type=click.Choice(["as-dumped", "fp8", "bf16"]), default="as-dumped", show_default=True,
               help="Run it quantised, or not, whatever it was.")  # fmt: skip
-@framework_option("Runs the engines; not given: that which wrote DUMP, if it is installed.")
+@framework_option("Runs the engines.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def bisect(
@@ -51,7 +50,7 @@ def bisect(
         # A step that ran unquantised has no recipe of its own, so it takes the default one.
         quantised = step.settings.recipe or StepSettings().recipe
         step = step.but(recipe=None if precision == "bf16" else quantised)
-    load_framework(framework, step.framework)
+    load_framework(framework)
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
@@ -62,7 +61,7 @@ def bisect(
         click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         click.echo("\n".join(verdict(report)))
-        print_table(stage_table(report), False)
+        print_table(stage_table(report))
     ctx.exit(0 if report.healthy else 1)
 
 

@@ -24,28 +24,17 @@ def framework_option(text: str) -> Any:
     )
 
 
-def load_framework(requested: str, written_by: str | None = None) -> None:
+def load_framework(requested: str) -> None:
     """Choose by the rule, say so on stderr where there was a choice, and bind the process to it.
-    `written_by`: the framework that wrote what is read, which goes before the rule. Errors as of
-    `frameworks.choose` and `frameworks.load`.
+    Errors as of `frameworks.choose` and `frameworks.load`.
     """
     # Said before the import, which takes seconds: whoever wanted the other one need not wait.
-    choice = preferring(choose(requested), written_by)
+    choice = choose(requested)
     line = choice_line(choice)
     if line is not None:
         plain_console().print(line, soft_wrap=True)
     with Activity(f"importing {choice.name}"):
         load(choice.name)
-
-
-def preferring(choice: FrameworkChoice, written_by: str | None) -> FrameworkChoice:
-    """The framework that wrote the file, where both are installed and nobody asked for one."""
-    # Where the user named a framework there is no other, and his word stands.
-    if choice.other is None or written_by not in (choice.name, choice.other):
-        return choice
-    other = choice.name if written_by == choice.other else choice.other
-    reason = f"it wrote the file; --framework {other} takes the other"
-    return FrameworkChoice(written_by, reason, other)
 
 
 def choice_line(choice: FrameworkChoice) -> str | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from ..diagnostics.cases import (
@@ -29,7 +28,7 @@ from ..enums import ZCode
 from ..quant.recipes import RECIPES, Fp8Recipe
 from .framework import framework_option, load_framework
 from .refusals import Location, OneLineCommand
-from .screen import Activity
+from .screen import Activity, print_table
 
 if TYPE_CHECKING:
     from ..diagnostics.numerics import Result, Score
@@ -159,7 +158,7 @@ def report(results: list[Result]) -> None:
     """One table per kind of data, and the verdict over all data."""
     for data in dict.fromkeys(result.data for result in results):
         own = [result for result in results if result.data == data]
-        print_table(error_table(data, own), markdown=False)
+        print_table(error_table(data, own))
     for line in verdict_lines(results):
         click.echo(line)
 
@@ -203,21 +202,6 @@ def verdict_lines(results: list[Result]) -> Iterator[str]:
     missed = {(name_of(result), result.z.value) for result in results if result.failures}
     met = [f"{name} with {z} z" for name, z in pairs if (name, z) not in missed]
     yield "meets every bar on all of this data: " + (", ".join(met) or "nothing")
-
-
-def print_table(table: Table, markdown: bool) -> None:
-    """A rich table for eyes, or Markdown."""
-    if not markdown:
-        # Piped output must not be folded to 80 columns.
-        console = Console(highlight=False)
-        Console(highlight=False, width=None if console.is_terminal else 240).print(table)
-        return
-    heads = [str(column.header) for column in table.columns]
-    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
-    if table.title:
-        click.echo(f"\n**{table.title}**\n")
-    lines = (heads, ["---"] * len(heads), *rows)
-    click.echo("\n".join("| " + " | ".join(map(str, row)) + " |" for row in lines) + "\n")
 
 
 def to_json(results: list[Result]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.table import Table
 
 # Somebody who waits longer than this wants to know what for: the time before the first line, and
 # between two; and the shortest work whose duration is told at its end.
@@ -142,6 +143,13 @@ class Activity:
     def _print_lines(self) -> None:
         while not self._ended.wait(PATIENCE_S):
             self.say(self._stage.line(time.monotonic() - self._started))
+
+
+def print_table(table: Table) -> None:
+    """A table of the result, on stdout."""
+    # Piped output must not be folded to 80 columns.
+    width = None if Console().is_terminal else 240
+    Console(highlight=False, width=width).print(table)
 
 
 def say_duration(name: str, started: float, console: Console) -> None:

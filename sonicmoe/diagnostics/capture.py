@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..engine.interface import Tokens, token_dtype
-from ..interop import IS_PADDLE, dtype_name, is_cuda
+from ..interop import dtype_name, is_cuda
 from ..node.layer_state import LayerState
 from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, forget, observe, observing
 from ..quant.format import BlockScaledTensor
@@ -150,7 +150,6 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
         b1=b1,
         b2=b2,
         caller=caller_of(call),
-        framework="paddle" if IS_PADDLE else "torch",
         **tokens,
     )
 

@@ -137,7 +137,6 @@ class _Watcher:
             f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
-        lines += _about_router(report, call)
         lines += _about_copies(step, call)
         if report.fault is None and len(lines) == 2:
             lines.append(
@@ -148,26 +147,6 @@ class _Watcher:
             lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
-
-
-# Of a distributed weight every rank sees its own part, whose indices are others.
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _about_router(report: Report, call: ExpertCall) -> list[str]:
-    """A line where the probabilities are a layer's own softmax, and its router's weight is bad."""
-    weight = getattr(getattr(call.module, "router", None), "weight", None)
-    if report.fault is None or report.fault.stage != "probs":
-        return []
-    if weight is None or type(weight) not in _PLAIN:
-        return []
-    bad = torch.nonzero(~torch.isfinite(weight.detach()))
-    if len(bad) == 0:
-        return []
-    row, column = bad[0].tolist()
-    name = f"{report.layer}.router.weight" if report.layer else "router.weight"
-    value = float(weight.detach()[row, column])
-    return [f"the probabilities come from {name}[{row}, {column}], which is {value}"]
 
 
 def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:

@@ -18,7 +18,6 @@ from ..config import FLAGS, ResolvedConfig
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect
 from ..flags import spelling
-from ..frameworks import FRAMEWORKS
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
 from .callers import Caller
@@ -130,7 +129,6 @@ class StepDump:
     x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
     multipliers, fp32 `[T, ceil(H/128)]`; x then holds their values. dout_codes,
     dout_scale: the same of dout.
-    framework: that ran the step, one of `FRAMEWORKS`; None where nobody knows.
 
     Raises:
         ShapeError: the arrays do not belong together.
@@ -151,13 +149,9 @@ class StepDump:
     b1: Array | None = None
     b2: Array | None = None
     caller: Caller | None = None
-    framework: str | None = None
 
     def __post_init__(self) -> None:
         """Check shapes against each other."""
-        known = [None, *FRAMEWORKS]
-        words = f"framework is {self.framework!r}; needed: one of {known}"
-        expect(self.framework in known, DumpError, words)
         for tokens in ("x", "dout"):
             self._check_tokens(tokens)
         need_shape(self.w2.ndim == 3 and self.w2.size > 0, "w2", self.w2, "[E, H, I]")
@@ -218,8 +212,6 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     words = {"name": step.name, "settings": json.dumps(step.settings.names())}
     if step.caller is not None:
         words["caller"] = json.dumps(step.caller.to_json())
-    if step.framework is not None:
-        words["framework"] = step.framework
     arrays = {name: np.array(text) for name, text in words.items()}
     held = {name: getattr(step, name) for name in (*ARRAYS, *OPTIONAL)}
     arrays |= {name: array for name, array in held.items() if array is not None}
@@ -247,8 +239,7 @@ def load_dump(path: str | Path) -> StepDump:
             settings = StepSettings.of(**json.loads(str(found["settings"])))
         if "caller" in found:
             caller = Caller.from_json(json.loads(str(found["caller"])))
-        framework = str(found["framework"]) if "framework" in found else None
-        return StepDump(str(found["name"]), settings, **arrays, caller=caller, framework=framework)
+        return StepDump(str(found["name"]), settings, **arrays, caller=caller)
     except KeyError as error:
         raise DumpError(f"{path} is no dump of a step: it has no {error.args[0]!r}") from None
     except (ShapeError, DumpError) as error:

@@ -7,7 +7,7 @@ import click
 import pytest
 
 from sonicmoe import frameworks
-from sonicmoe.cli.framework import CHOICES, choice_line, preferring
+from sonicmoe.cli.framework import CHOICES, choice_line
 from sonicmoe.cli.main import main
 from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
@@ -100,13 +100,3 @@ def test_every_command_that_computes_has_the_option(command):
     assert isinstance(option, click.Option) and isinstance(option.type, click.Choice)
     assert tuple(option.type.choices) == CHOICES
     assert option.help is not None and RULE in option.help
-
-
-def test_the_framework_that_wrote_the_file_goes_before_the_rule():
-    rule = FrameworkChoice("torch", "both are installed", "paddle")
-    for name, other in (("torch", "paddle"), ("paddle", "torch")):
-        line = f"framework: {name} (it wrote the file; --framework {other} takes the other)"
-        assert choice_line(preferring(rule, name)) == line
-    assert preferring(rule, None) is rule
-    for decided in (FrameworkChoice("torch", "asked for"), FrameworkChoice("torch", "only one")):
-        assert preferring(decided, "paddle") is decided

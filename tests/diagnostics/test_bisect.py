@@ -395,18 +395,6 @@ def test_runs_show_every_stage():
     assert shown.error is None and set(shown.stages) == set(STAGES) - {"routing", *BIAS_STAGES}
 
 
-def test_the_framework_that_wrote_a_dump_is_taken(tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr("sonicmoe.cli.bisect.load_framework", lambda *names: taken.append(names))
-    for framework in (None, "paddle", "torch"):
-        save_dump(tmp_path / "step", make_step().but(framework=framework))
-        assert load_dump(tmp_path / "step").framework == framework
-        assert run(tmp_path / "step").exit_code == 0
-    assert taken == [("auto", None), ("auto", "paddle"), ("auto", "torch")]
-    with pytest.raises(DumpError, match="framework is 'jax'; needed: one of"):
-        make_step().but(framework="jax")
-
-
 # The recipe `row128`, whose weight gradients read the codes of tokens.
 ROW128 = {"recipe": "row128"}
 FOLDED = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")

@@ -112,17 +112,13 @@ class TestMoE:
         assert str(error).startswith("the gradient of hidden_states is not finite")
         assert "from the side of the loss: torch.autograd.detect_anomaly()" in str(error)
 
-    @pytest.mark.parametrize("name", ["block.router.weight", "router.weight"])
-    def test_the_router(self, name):
+    def test_the_router(self):
         """Its weight is no input of the experts: probabilities are the first that they see."""
         moe = make_layer()
         spoil(moe.router.weight, 1, 3)
-        if "block" in name:
-            model = nn.ModuleDict({"block": moe})  # noqa: F841  it gives the layer its name
         error = found(lambda: moe(make_tokens(30, H)))
         words = "input probs = the softmax of hidden_states @ router.weight.T at expert"
         assert words in fault_of(error)
-        assert f"\nthe probabilities come from {name}[1, 3], which is nan\n" in f"{error}\n"
 
     @pytest.mark.parametrize(("fp8", "bias"), pairwise([False, True], [False, True]))
     def test_a_healthy_model_passes(self, fp8, bias):
