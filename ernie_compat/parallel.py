@@ -222,7 +222,7 @@ def lost_ranks_named(layout: RankLayout, library: str) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if layout.world_size > 1:
             # Not before, because the package imports the framework, which is not chosen yet.
-            from sonicmoe.ep.lost_ranks import raise_lost_rank
+            from sonicmoe.ep.interface import raise_lost_rank
 
             raise_lost_rank(error, "training", library, layout.rank, layout.world_size)
         raise

@@ -25,8 +25,8 @@ from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
 from ..jit.place import Trust, shared_trust, who_can_write
-from ..jit.records import read_records
 from ..jit.toolchain import find_toolkit
+from ..jit.warmup import read_records
 from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
 from .doctor_report import CacheState, FlagState, Progress, Report
 

@@ -17,8 +17,8 @@ from ..errors import ConfigError, DTypeError, ShapeError, expect
 from ..interop import IS_PADDLE, dtype_name
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import WORD_COLUMNS
+from .fixed_size import RowLimit
 from .interface import Received, Tokens, Transport
-from .row_limit import RowLimit
 
 Tensor = torch.Tensor
 PADDLES = ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep")

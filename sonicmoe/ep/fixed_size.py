@@ -8,12 +8,19 @@ sort or to gather before it leaves:
     row of a delivery        source rank * max_tokens + token
     rows without a token     at the end of each rank's part, where it has fewer than max_tokens
     rows of other ranks      between the others; their ids are all -1, as those of rows without token
+
+Every rank makes room for `max_tokens` rows of every other, so a rank that sends more, or that was
+given another bound than the others, would write into memory that is not there: `RowLimit`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from ..errors import ConfigError, ShapeError, expect
 from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import NOT_HERE, in_one_spelling
@@ -26,7 +33,6 @@ from .collective import (
     reinterpret,
 )
 from .interface import Received, Tokens
-from .row_limit import RowLimit
 
 Tensor = torch.Tensor
 
@@ -97,3 +103,46 @@ class FixedSizeTransport(ExchangeTransport):
             return torch.zeros([0, self.world_size], dtype=torch.int64, device=device)
         place = token + ranks * self._limit.max_tokens
         return torch.where(goes, place, torch.full_like(place, NOT_HERE))
+
+
+class RowLimit:
+    """One bound for all ranks of a group, `max_tokens`. At the first dispatch ranks compare theirs,
+    over what `exchange` makes.
+    """
+
+    def __init__(self, max_tokens: int, exchange: Callable[[], RowExchange]) -> None:
+        check_max_tokens(max_tokens)
+        self.max_tokens, self._exchange, self._agreed = max_tokens, exchange, False
+
+    def check(self, x: Tokens, ids: Tensor) -> None:
+        """Called by every rank before its dispatch sends anything; the first call is a collective,
+        and the only one that waits for the device. Where bounds differ every rank raises.
+        """
+        rows = int(x.shape[0])
+        words = f"x has {rows} rows; this dispatcher was made for max_tokens = {self.max_tokens}"
+        expect(rows <= self.max_tokens, ShapeError, words)
+        if not self._agreed:
+            self._agree(ids)
+            self._agreed = True
+
+    def _agree(self, like: Tensor) -> None:
+        # A constructor cannot ask: it does not know yet on which device the group exchanges.
+        exchange = self._exchange()
+        ones = [1] * exchange.world_size
+        bound, device = self.max_tokens, device_of(like)
+        mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device)
+        theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
+        found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
+        words = f"max_tokens is {bound} on rank {exchange.rank}"
+        others = f"the ranks 0 to {len(ones) - 1} were given {found}; needed: the same on all ranks"
+        expect(found == [bound] * len(ones), ConfigError, f"{words}, and {others}")
+
+
+def check_max_tokens(max_tokens: Any) -> None:
+    """Raise ConfigError for what is no bound."""
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens <= 0:
+        raise ConfigError(
+            f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens "
+            "that any rank dispatches at once, a positive integer, the same on all ranks"
+        )

@@ -18,9 +18,8 @@ from .deepep import (
     worst_case_problem,
 )
 from .dispatcher import Dispatcher, LocalDispatcher
-from .fixed_size import FixedSizeTransport
+from .fixed_size import FixedSizeTransport, RowLimit, check_max_tokens
 from .fp8_rows import check_forms
-from .row_limit import RowLimit, check_max_tokens
 
 if IS_PADDLE:
     from .exchange_paddle import PaddleExchange as GroupExchange

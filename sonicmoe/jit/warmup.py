@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from .cache import CompileCache
+from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
 from .parallel import (
@@ -21,11 +26,12 @@ from .parallel import (
     ParallelBuild,
     Progress,
 )
+from .place import Place, Trust
 from .plan import CompileJob, ModelSpec, WarmUpPlan
-from .records import write_record
 from .slots import AUTO, HostSlots
 
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
+_RECORDS = "warmed"  # a directory beside the artefacts; a small JSON file for each warm-up
 _VERSIONS_OF = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "triton")
 
 
@@ -167,6 +173,9 @@ def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> 
 
 
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
+    """Write the record beside the artefacts, or on this node where the cache directory is read-only
+    or full. None where neither takes it.
+    """
     content = {
         "model": asdict(report.spec),
         "precision": report.precision,
@@ -175,4 +184,30 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
-    return write_record(cache, report.spec.digest(report.precision), content)
+    files = StoreFiles()
+    for place in cache.places:
+        target = place / _RECORDS / f"{report.spec.digest(report.precision)}.json"
+        # Named by process: two that write the same record may end at the same time.
+        partial = target.parent / f"{target.name}.{os.getpid()}.partial"
+        try:
+            files.make_dir(target.parent)
+            files.write_text(partial, json.dumps(content, indent=1))
+            files.publish(partial, target)
+            return target.path
+        except OSError:
+            continue
+    return None
+
+
+def read_records(root: Path) -> list[dict[str, Any]]:
+    """Every readable record of a cache directory, in the order of their names. People read them; no
+    kernel is loaded because of one.
+    """
+    records: list[dict[str, Any]] = []
+    # A record is shown and never run, so it does not matter who wrote it.
+    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / _RECORDS
+    with suppress(OSError, ValueError):
+        names = [name for name in files.names(folder) if name.endswith(".json")]
+        found = (files.read_json(folder / name) for name in names)
+        records.extend(record for record in found if isinstance(record, dict))
+    return records

@@ -12,8 +12,7 @@ from framework import IS_PADDLE, numpy, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import fixed_size
-from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.ep.row_limit import RowLimit
+from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 MOST_TOKENS = 41  # of any rank in any case, and one more

@@ -26,8 +26,7 @@ from ep_layer import deepep_transports, poisoned_fixed_size, run_layer, start
 
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
-from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.ep.row_limit import RowLimit
+from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
 from sonicmoe.errors import ConfigError
 
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"

@@ -16,8 +16,7 @@ from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import DeepEPTransport
 from sonicmoe.ep.exchange_torch import TorchExchange
-from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.ep.row_limit import RowLimit
+from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
 
 TOKENS = 40
 LIBRARY = emulated_deepep.LIBRARY

@@ -9,7 +9,7 @@ import time
 import pytest
 from worlds import finish
 
-from sonicmoe.ep.lost_ranks import is_lost_rank, raise_lost_rank
+from sonicmoe.ep.interface import is_lost_rank, raise_lost_rank
 from sonicmoe.errors import RankLostError, ShapeError
 
 # Exchange of a layer's step at which the last rank dies: the operation that the others are in.

@@ -27,8 +27,7 @@ from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import BOTH, ModelSpec, WarmUpPlan
-from sonicmoe.jit.records import read_records
-from sonicmoe.jit.warmup import SELECTED, check, warm_up
+from sonicmoe.jit.warmup import SELECTED, check, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
 SPEC = ModelSpec(8, 3072, 1536)
