@@ -62,8 +62,9 @@ def when_it_is_used(execute: Execute, compiler: ModuleType) -> None:
 
     class Waiting(ModuleType):
         def __getattribute__(self, name: str) -> Any:
-            # The import itself asks for the first.
-            if name == "__spec__":
+            # Who walks over `sys.modules` asks for these; who imports a module of the package
+            # asks for its path.
+            if name.startswith("__") and name != "__path__":
                 return super().__getattribute__(name)
             if name == "graph_break":
                 return lambda *_: None
