@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def run(artefacts, *options):
         "SONIC_MOE_CACHE_DIR": str(artefacts.root),
         "SONIC_MOE_LOCAL_CACHE_DIR": str(artefacts.local_root),
     }
-    command = [str(ROOT / "benchmarks" / "host_bench.py"), "--steps", "2", *options]
-    process = processes.run(command, os.environ | directories, ROOT, 300)
+    program = ROOT / "benchmarks" / "host_bench.py"
+    process = processes.of_checkout(program, "--steps", 2, *options, **directories)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

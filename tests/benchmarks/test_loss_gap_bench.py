@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from click.testing import CliRunner
 
@@ -31,6 +32,7 @@ RUNS = [("torch", [0, 4]), pytest.param("paddle", [4], marks=pytest.mark.paddle)
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(processes.TESTS))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 
@@ -23,8 +22,7 @@ ONE_RANK = {
 
 def run(script: str) -> str:
     """What a script prints in a process of its own."""
-    environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = processes.run([script], environment, ROOT, timeout=240)
+    result = processes.of_checkout(script, **ONE_RANK)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -4,15 +4,17 @@ with words.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from kernels.device_half import device_report
 from kernels.needs import NVCC
 from kernels.ptxas_report import (
+    parse_ptxas,
     performance_losses,
     require_no_spills,
     require_no_stack,
-    resource_usage,
 )
 
 from sonicmoe.architectures import ARCHITECTURES
@@ -44,7 +46,7 @@ def variants(
     return gemm_sources("sm_90a", activation, own, z, steady)[:2]
 
 
-SOURCES = (
+WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
     wgrad_operands_source("sm_90a"),
@@ -52,9 +54,9 @@ SOURCES = (
     mx_quantize_source("sm_100a"),
     expert_rows_source("sm_90a"),
     *gemm_sources("sm_90a"),
-    *variants(HUNGRIEST, steady=True),
-    *variants(HUNGRIEST, ZCode.BF16),
 )
+# Of further variants of the same files the device half alone is compiled.
+VARIANTS = (*variants(HUNGRIEST, steady=True), *variants(HUNGRIEST, ZCode.BF16))
 OTHERS = (
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
@@ -64,7 +66,7 @@ OTHERS = (
         for activation in HOPPER.activations
         for steady in (False, True)
         for source in variants(activation, ZCode.BF16, steady)
-        if source not in SOURCES
+        if source not in VARIANTS
     ),
 )
 
@@ -135,26 +137,43 @@ def label(source) -> str:
 
 pytestmark = NVCC
 EVERY_SOURCE = (
-    *SOURCES,
+    *WHOLE,
+    *VARIANTS,
     *(pytest.param(source, marks=pytest.mark.every_variant) for source in OTHERS),
 )
 
 
+def report_of(source: CudaSource, artefacts: CompileCache, folder: Path) -> str:
+    """What ptxas said of it."""
+    if source in WHOLE:
+        return source.compile(artefacts).file(BUILD_LOG).read_text(encoding="utf-8")
+    return device_report(source, folder)
+
+
 @pytest.mark.parametrize("source", EVERY_SOURCE, ids=label)
-def test_compiles_without_spills(source, artefacts: CompileCache) -> None:
-    wanted, artefact = WANTED[source.name], source.compile(artefacts)
-    resources = resource_usage(artefact)
+def test_compiles_without_spills(source, artefacts: CompileCache, tmp_path: Path) -> None:
+    wanted, report = WANTED[source.name], report_of(source, artefacts, tmp_path)
+    resources = parse_ptxas(report)
     of_one = KERNELS_OF_ONE.get(source.name)
     assert len(resources) == (of_one if activation_of(source) else wanted.kernels)
     assert {item.arch for item in resources} == {source.arch}
     require_no_spills(resources)
     require_no_stack(resources)
-    assert performance_losses(artefact.file(BUILD_LOG).read_text(encoding="utf-8")) == ()
+    assert performance_losses(report) == ()
     usual = sorted(item.registers for item in resources)[: len(resources) - wanted.rare]
     assert max(usual) <= wanted.registers
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=label)
+def test_the_device_half_alone_has_the_report_of_the_whole(
+    artefacts: CompileCache, tmp_path: Path
+) -> None:
+    source = flush_source("sm_90a")
+    assert parse_ptxas(device_report(source, tmp_path)) == parse_ptxas(
+        report_of(source, artefacts, tmp_path)
+    )
+
+
+@pytest.mark.parametrize("source", WHOLE, ids=label)
 def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
     module = source.load(artefacts)
     for name in WANTED[source.name].exports.split():
@@ -169,7 +188,9 @@ def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
     assert int(module.scratch_per_expert()) >= 132
 
 
-def test_routing_fits_the_shared_memory_of_every_architecture(artefacts: CompileCache) -> None:
+def test_routing_fits_the_shared_memory_of_every_architecture(
+    artefacts: CompileCache, tmp_path: Path
+) -> None:
     """The source asserts that the metadata of the most experts fits into what it is told. A GPU that
     gives a block less would refuse the launch, whatever the number of experts.
     """
@@ -178,7 +199,7 @@ def test_routing_fits_the_shared_memory_of_every_architecture(artefacts: Compile
     assert told == {arch: {"SHARED_KIB": known.shared_kib} for arch, known in ARCHITECTURES.items()}
     small = {arch for arch, known in ARCHITECTURES.items() if known.shared_kib == 99}
     assert small == {"sm_86", "sm_89", "sm_120a", "sm_121a"}
-    test_compiles_without_spills(routing_metadata_source("sm_120a"), artefacts)
+    test_compiles_without_spills(routing_metadata_source("sm_120a"), artefacts, tmp_path)
 
 
 @pytest.mark.parametrize("source", gemm_sources("sm_90a")[:2], ids=lambda source: source.name)
