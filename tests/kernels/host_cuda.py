@@ -14,6 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from sonicmoe.jit.toolchain import find_toolkit
+
 OPTIMISED = "-O0"  # the tests are done sooner than with -O1
 HEADER = Path(__file__).with_name("host_cuda.h")
 NUM_SMS = 2
@@ -40,7 +42,14 @@ def rewritten(source: str) -> str:
     return f'#include "{HEADER}"\n{source}'
 
 
-def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
+def cuda_include() -> Path:
+    """The headers of the toolkit that kernels are compiled with."""
+    toolkit = find_toolkit()
+    assert toolkit is not None, "needs nvcc and its headers"
+    return toolkit.home / "include"
+
+
+def load(sources: tuple[Path, ...], folder: Path) -> Any:
     """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder` by the
     first process; streams are ignored.
     """
@@ -50,11 +59,11 @@ def load(sources: tuple[Path, ...], folder: Path, cuda_include: Path) -> Any:
     library = folder / "host.so"
     with FileLock(folder / "lock"):
         if not library.exists():
-            build(sources, folder, library, cuda_include)
+            build(sources, folder, library)
     return tvm_ffi.load_module(str(library))
 
 
-def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: Path) -> None:
+def build(sources: tuple[Path, ...], folder: Path, library: Path) -> None:
     """Rewrite and compile the sources; `library` appears when it is whole."""
     import tvm_ffi
 
@@ -72,7 +81,7 @@ def build(sources: tuple[Path, ...], folder: Path, library: Path, cuda_include: 
     whole.write_text("".join(f'#include "{unit}"\n' for unit in units), encoding="utf-8")
     unfinished = folder / "unfinished.so"
     found = tvm_ffi.libinfo
-    include = found.find_include_path(), found.find_dlpack_include_path(), cuda_include
+    include = found.find_include_path(), found.find_dlpack_include_path(), cuda_include()
     command = ["g++", "-std=c++20", OPTIMISED, "-fPIC", "-shared", "-w", "-ffp-contract=off"]
     command += [*(f"-I{path}" for path in include), "-o", str(unfinished), str(whole)]
     subprocess.run(command, check=True, capture_output=True, text=True)

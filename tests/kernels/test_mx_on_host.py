@@ -15,7 +15,6 @@ from kernels.needs import HOST_MODULE
 from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, user_matrices, values
 
 from sonicmoe.interop import dtype_name
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import ScaleFormat, iso
@@ -129,8 +128,14 @@ def test_the_host_quantiser(counts):
 
 @pytest.fixture(scope="module")
 def module(session_folder):
-    include = find_toolkit().home / "include"
-    return host_cuda.load(mx_quantize_source("sm_90a").files, session_folder / "host_mx", include)
+    return host_cuda.load(mx_quantize_source("sm_90a").files, session_folder / "host_mx")
+
+
+def unwritten(rows, width, down):
+    """Codes, and both scale tensors with `down` rows of atoms."""
+    across = -(-width // 128)
+    shapes = (rows, width), (down, across, 512), (across, down, 512)
+    return [torch.full(shape, UNWRITTEN, dtype=torch.uint8) for shape in shapes]
 
 
 class TestKernels:
@@ -147,18 +152,13 @@ class TestKernels:
         if not gathers:  # what lies in padding rows must not matter
             source = gathered(x, routing).to(torch.bfloat16)
             source[routing.row_token < 0] = float("nan")
-        experts, rows = len(COUNTS[counts]), routing.num_rows
-        down, across = mx.ragged_atoms(rows, experts), -(-width // 128)
-        codes = torch.full((rows, width), UNWRITTEN, dtype=torch.uint8)
-        along_columns = torch.full((down, across, 512), UNWRITTEN, dtype=torch.uint8)
-        along_rows = torch.full((across, down, 512), UNWRITTEN, dtype=torch.uint8)
-        sizes = (routing.row_token, routing.padded_offsets)
-        module.quantize_rows_iso32(source, *sizes, codes, along_columns, along_rows, gathers, 0)
-        found = mx.MxTensor.of(
-            codes, along_columns, along_rows, padded_offsets=routing.padded_offsets
-        )
+        rows, offsets = routing.num_rows, routing.padded_offsets
+        down = mx.ragged_atoms(rows, len(COUNTS[counts]))
+        _, along_columns, along_rows = made = unwritten(rows, width, down)
+        module.quantize_rows_iso32(source, routing.row_token, offsets, *made, gathers, 0)
+        found = mx.MxTensor.of(*made, padded_offsets=offsets)
         assert_rows(found, square(gathered(x, routing)), routing)
-        unread = sorted({*range(down)} - {*mx.atom_of_tile(routing.padded_offsets, rows).tolist()})
+        unread = sorted({*range(down)} - {*mx.atom_of_tile(offsets, rows).tolist()})
         assert bool((along_columns[unread] == UNWRITTEN).all())
         assert bool((along_rows[:, unread] == UNWRITTEN).all())
 
@@ -166,12 +166,8 @@ class TestKernels:
     def test_scales_that_nobody_wants_are_left_out(self, module, left_out):
         routing = routing_of(COUNTS["one"])
         x = values((routing.num_tokens, 144), torch.bfloat16)
-        given = {
-            "along_columns": torch.zeros((1, 2, 512), dtype=torch.uint8),
-            "along_rows": torch.zeros((2, 1, 512), dtype=torch.uint8),
-        }
-        given[left_out] = None
-        codes = torch.zeros((128, 144), dtype=torch.uint8)
+        codes, *scales = unwritten(128, 144, 1)
+        given = dict(zip(("along_columns", "along_rows"), scales, strict=True)) | {left_out: None}
         sizes = (routing.row_token, routing.padded_offsets)
         module.quantize_rows_iso32(x, *sizes, codes, *given.values(), True, 0)
         found = mx.MxTensor.of(codes, **given, padded_offsets=routing.padded_offsets)
@@ -184,8 +180,7 @@ class TestKernels:
         routing = routing_of(COUNTS["one"])
         x = values((routing.num_tokens, 128), torch.bfloat16)
         token = torch.cat([routing.row_token, torch.zeros(128, dtype=torch.int32)])
-        codes = torch.full((256, 128), UNWRITTEN, dtype=torch.uint8)
-        scales = torch.full((2, 1, 512), UNWRITTEN, dtype=torch.uint8)
+        codes, scales, _ = unwritten(256, 128, 2)
         module.quantize_rows_iso32(x, token, routing.padded_offsets, codes, scales, None, True, 0)
         assert bool((codes[128:] == UNWRITTEN).all()) and bool((scales[1] == UNWRITTEN).all())
         assert not bool((codes[:128] == UNWRITTEN).all())
@@ -194,8 +189,7 @@ class TestKernels:
         x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
         token = torch.arange(512, dtype=torch.int32)
         offsets = torch.tensor([0, 512])
-        codes = torch.zeros((512, 128), dtype=torch.uint8)
-        scales = torch.zeros((4, 1, 512), dtype=torch.uint8)
+        codes, scales, _ = unwritten(512, 128, 4)
         module.quantize_rows_iso32(x, token, offsets, codes, scales, None, True, 0)
         wanted = square(x)
         assert torch.equal(codes, wanted.codes.view(torch.uint8))
@@ -229,6 +223,5 @@ class TestKernels:
 
 def unwritten_weight(native):
     experts, rows, columns = native.shape
-    down, across = -(-rows // 128), -(-columns // 128)
-    shapes = (experts, rows, columns), (experts, down, across, 512), (experts, across, down, 512)
-    return [torch.full(shape, UNWRITTEN, dtype=torch.uint8) for shape in shapes]
+    made = unwritten(rows, columns, -(-rows // 128))
+    return [tensor.expand(experts, *tensor.shape).contiguous() for tensor in made]

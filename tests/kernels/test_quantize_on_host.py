@@ -15,7 +15,6 @@ from kernels import host_cuda
 from kernels.needs import HOST_MODULE
 
 from sonicmoe.interop import dtype_name
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import deinterleave_gate_up
 from sonicmoe.quant.format import scale_shape
@@ -34,8 +33,7 @@ pytestmark = HOST_MODULE
 
 @pytest.fixture(scope="module")
 def module(session_folder):
-    include = find_toolkit().home / "include"
-    return host_cuda.load(quantize_source("sm_90a").files, session_folder / "host_cuda", include)
+    return host_cuda.load(quantize_source("sm_90a").files, session_folder / "host_cuda")
 
 
 def values(shape, dtype, seed=0):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from kernels.host_cuda import cuda_include
 from kernels.needs import HOST_COMPILER
 
 from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = HOST_COMPILER
@@ -29,8 +29,7 @@ def walk(session_folder):
     library = session_folder / "wgrad_walk.so"
     with FileLock(f"{library}.lock"):
         if not library.exists():
-            include = f"-I{find_toolkit().home / 'include'}"
-            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", include]
+            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-I{cuda_include()}"]
             subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
     function = ctypes.CDLL(str(library)).walk
     number, array = ctypes.c_int64, ctypes.c_void_p
