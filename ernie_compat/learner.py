@@ -63,11 +63,8 @@ class Learner(Protocol):
         """
 
 
-def make_parallel(
-    framework: str, layout: RankLayout, max_tokens: int, wait_for_counts: bool = True
-) -> Parallel:
-    """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once, and
-    `wait_for_counts` is of the dispatchers.
+def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parallel:
+    """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once.
 
     Raises:
         FrameworkError: see `sonicmoe.frameworks.load`.
@@ -78,10 +75,10 @@ def make_parallel(
     if framework == "paddle":
         from .paddle_parallel import PaddleParallel
 
-        return PaddleParallel(layout, max_tokens, wait_for_counts)
+        return PaddleParallel(layout, max_tokens)
     from .torch_parallel import TorchParallel
 
-    return TorchParallel(layout, max_tokens, wait_for_counts)
+    return TorchParallel(layout, max_tokens)
 
 
 def make_learner(

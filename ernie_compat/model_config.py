@@ -169,8 +169,7 @@ class RunConfig:
 
     compare, against: train a twin in full precision beside the run, and which one; None leaves the
     choice to the engine that runs (see `trainer.baseline_for`). ep: ranks of an expert-parallel
-    group. wait_for_counts: of its dispatcher (`sonicmoe.ep.make_dispatcher`). capture_layers: MoE
-    layers whose tensors the last step saves, by their index in the model.
+    group. capture_layers: MoE layers whose tensors the last step saves, by their index in the model.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -181,7 +180,6 @@ class RunConfig:
     compare: bool = False
     against: str | None = None
     ep: int = 1
-    wait_for_counts: bool = True
     capture_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -17,9 +17,9 @@ Tensor: TypeAlias = paddle.Tensor
 class PaddleParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
-    def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool = True) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
-        super().__init__(layout, max_tokens, wait_for_counts)
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
+        super().__init__(layout, max_tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dist.init_parallel_env()

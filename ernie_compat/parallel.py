@@ -149,10 +149,10 @@ class JoinedRanks(Parallel):
     _ep_group: Any
     _replica_group: Any
 
-    def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
         super().__init__(layout)
-        self._max_tokens, self._wait_for_counts = max_tokens, wait_for_counts
+        self._max_tokens = max_tokens
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
         from sonicmoe.ep import make_dispatcher
@@ -161,8 +161,7 @@ class JoinedRanks(Parallel):
         # ranks.
         if self.layout.ep_size == 1:
             return super().dispatcher(num_experts)
-        sizes = {"max_tokens": self._max_tokens, "wait_for_counts": self._wait_for_counts}
-        return make_dispatcher(num_experts, self._ep_group, **sizes)  # type: ignore[arg-type]
+        return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
 
     def sum_world(self, tensors: list[Any]) -> None:
         self._sum(tensors, self._world_group)

@@ -18,9 +18,9 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 class TorchParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
-    def __init__(self, layout: RankLayout, max_tokens: int, wait_for_counts: bool = True) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once; both are of the dispatchers."""
-        super().__init__(layout, max_tokens, wait_for_counts)
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        """`max_tokens`: most tokens a rank dispatches at once."""
+        super().__init__(layout, max_tokens)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", layout.launch.local_rank)

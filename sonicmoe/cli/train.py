@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ernie_compat.model_config import (
-    BASELINES,
     PRECISIONS,
     SMOOTHING_WINDOW,
     ModelConfig,
@@ -63,13 +62,12 @@ RUN_OPTIONS = (
     "precision",
     "engine",
     "compare",
-    "against",
     "ep",
-    "wait_for_counts",
     "capture_layers",
 )
 COMPARE_HELP = (
-    "Train the same seed in full precision beside it, on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
+    "Train the same seed in full precision beside it (bf16 where the experts run on engine hopper, else fp32), on the same batches, and "
+    "report the loss gap: the mean of |s - r| / r over the last "
     f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps "
     f"(over a quarter of a run of fewer than {4 * SMOOTHING_WINDOW})."
 )
@@ -110,12 +108,6 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
-@_choice_option(
-    "--against",
-    BASELINES,
-    "bf16 where the experts run on engine hopper, else fp32",
-    "The full precision of --compare, which it implies.",
-)
 @_size_option("--steps", TrainConfig.steps, "Optimizer steps.")
 @_size_option("--batch", TrainConfig.batch_size, "Sequences per optimizer step.")
 @_size_option(
@@ -135,12 +127,6 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     RunConfig.ep,
     "Ranks that share the experts (expert parallelism); under torchrun or paddle.distributed.launch, whose number of ranks must be "
     "a multiple of it. The batch is split over all ranks.",
-)
-@click.option(
-    "--wait-for-counts/--no-wait-for-counts",
-    default=None,
-    help="Whether the host waits in every dispatch until it knows how many tokens arrive. Without, each delivery is as "
-    "large as it can get: more memory, the same losses.  [default: wait]",
 )
 @_size_option("--lr", TrainConfig.lr, "Peak learning rate (warm-up, then cosine).", float)
 @_size_option("--seed", TrainConfig.seed, "Decides initial weights and batches.")
@@ -259,7 +245,7 @@ def _run(
     ):
         # The ranks join here: from now on one that ends leaves the others waiting for it.
         tokens = config.tokens_per_rank(layout.world_size)
-        parallel = make_parallel(config.framework, layout, tokens, config.wait_for_counts)
+        parallel = make_parallel(config.framework, layout, tokens)
         start = Trainer.resume if resume else Trainer.start
         with Activity(f"importing {config.framework} and building the model", console):
             trainer = start(config, corpus, directory, parallel)
@@ -276,7 +262,7 @@ def _run(
 def _refuse_contradictions(
     out: Path | None, resume: bool, overwrite: bool, given: Mapping[str, Any]
 ) -> None:
-    writes, compares = given.get("checkpoint", True), given.get("compare", True)
+    writes = given.get("checkpoint", True)
     contradictions = {
         "--resume needs --out DIR, the directory of the run to continue": resume and out is None,
         "--resume continues the run in --out, and --overwrite removes it; needed: one of them":
@@ -285,8 +271,6 @@ def _refuse_contradictions(
             resume and not writes,
         "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them":
             not writes and "checkpoint_every" in given,
-        "--against with --no-compare: there is nothing to compare with; needed: one of them":
-            not compares and "against" in given,
     }  # fmt: skip
     for words, holds in contradictions.items():
         expect(not holds, ConfigError, words)
@@ -342,8 +326,6 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     # Of a resumed run the checkpoint has every value, and an option changes its one.
     base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
     model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
-    if "against" in given:  # to name a baseline is to ask for the comparison
-        given = {**given, "compare": True}
     training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
     return dataclasses.replace(
         base,

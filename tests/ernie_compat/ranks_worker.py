@@ -25,7 +25,6 @@ SCENARIOS = {
     "ep4": (4, "fp32", 1, 6, False),
     "ep1": (1, "fp32", 1, 6, False),
     "ep2 micro": (2, "fp32", 2, 6, False),
-    "ep2 micro without waiting": (2, "fp32", 2, 6, False),
     "fp8": (2, "fp8", 1, 6, False),
     "fp8 again": (2, "fp8", 1, 6, False),
     "half": (4, "fp32", 1, 3, False),
@@ -41,7 +40,6 @@ def scenario_config(name, framework="torch"):
         framework=framework,
         precision=precision,
         ep=ep,
-        wait_for_counts="without waiting" not in name,
         train={"batch_size": BATCH, "micro_batches": micro_batches},
     )
 
@@ -108,8 +106,7 @@ def main(framework, text, directory, scenarios):
         name, _, port = scenario.partition("=")
         os.environ["MASTER_PORT"] = port
         layout = RankLayout(read_launch(), SCENARIOS[name][0])
-        waits = scenario_config(name, framework).wait_for_counts
-        parallel = make_parallel(framework, layout, 1024, waits)
+        parallel = make_parallel(framework, layout, 1024)
         run_scenario(name, framework, corpus, directory / name, parallel)
         parallel.close()
 
