@@ -1,5 +1,5 @@
-"""For the person who watches a run: a progress bar or plain lines, and a guard that turns Ctrl-C
-into a checkpoint.
+"""For the person who watches a run: lines of progress, and a guard that turns Ctrl-C into a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .metrics import StepRecord
 from .model_config import SMOOTHING_WINDOW
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-PLAIN_LINES = 20
+LINES = 20
 PATIENCE_S = 10.0  # the longest silence of a run whose steps are shorter
 
 
@@ -71,54 +69,29 @@ class InterruptGuard:
 
 
 class TrainingDisplay:
-    """Loss, tokens/s and expert load per step: a live bar on a terminal, some twenty plain lines
-    elsewhere, or one every ten seconds. A context manager.
-    """
+    """Loss, tokens/s and expert load: some twenty lines of a run, or one every ten seconds."""
 
-    def __init__(self, console: Console, total_steps: int, done: int = 0) -> None:
-        """`done` steps of `total_steps` are behind a resumed run."""
+    def __init__(self, console: Console, total_steps: int) -> None:
+        """Lines go to `console`."""
         self._console, self._total = console, total_steps
         self._recent: list[StepRecord] = []
         self._printed = time.monotonic()
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(
-            "training", total=total_steps, completed=done, status=""
-        )
 
     def update(self, record: StepRecord) -> None:
-        """Show one more step."""
+        """Take one more step, and say where the run is when it is time."""
         self._recent = [*self._recent, record][-SMOOTHING_WINDOW:]
-        status = status_line(self._recent)
-        self._progress.update(self._task, completed=record.step, status=status)
-        # A file or a pipe gets some twenty whole lines in place of a bar that redraws itself, and
-        # more where steps are slow.
-        every = max(1, self._total // PLAIN_LINES)
+        every = max(1, self._total // LINES)
+        # More lines where steps are slow: silence looks like a process that hangs.
         waited = time.monotonic() - self._printed >= PATIENCE_S
-        if not self._console.is_terminal and (
-            waited or record.step % every == 0 or record.step in (1, self._total)
-        ):
+        if waited or record.step % every == 0 or record.step in (1, self._total):
             self._printed = time.monotonic()
+            status = status_line(self._recent)
             self._console.print(f"step {record.step}/{self._total}  {status}", soft_wrap=True)
-
-    def __enter__(self) -> TrainingDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._progress.stop()
 
 
 def status_line(recent: Sequence[StepRecord]) -> str:
-    """The last step in words: loss, full-precision loss, tokens/s over the recent steps, load per
-    expert and imbalance.
+    """The last step in words: loss, full-precision loss, tokens/s over the recent steps, and the
+    load of the busiest expert over the mean.
     """
     last = recent[-1]
     reference = (
@@ -129,16 +102,5 @@ def status_line(recent: Sequence[StepRecord]) -> str:
     # The mean of the rates would count short steps as much as long ones.
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
     rate = tokens / sum(record.seconds for record in recent)
-    return f"loss {last.loss:.4f}{reference}  {rate:,.0f} tokens/s  load {load_bars(last)} {last.load_imbalance:.2f}x"
-
-
-def load_bars(record: StepRecord) -> str:
-    """One bar per expert: its load averaged over layers, full height at twice the balanced share."""
-    # Shares sum to 1, so 1 / E is a balanced one, and half of the height.
-    experts = len(record.expert_load[0])
-    means = [
-        sum(row[e] for row in record.expert_load) / len(record.expert_load) for e in range(experts)
-    ]
-    return "".join(
-        BLOCKS[min(len(BLOCKS) - 1, int(mean * experts / 2 * len(BLOCKS)))] for mean in means
-    )
+    loss = f"loss {last.loss:.4f}{reference}"
+    return f"{loss}  {rate:,.0f} tokens/s  busiest expert {last.load_imbalance:.2f}x"

@@ -285,9 +285,9 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     # Ctrl-C should end the process.
     started = time.monotonic()
     saves = trainer.config.train.checkpoint
+    display = TrainingDisplay(console, trainer.config.train.steps)
     with InterruptGuard(console, saves) as guard:
-        with TrainingDisplay(console, trainer.config.train.steps, trainer.step) as display:
-            finished = trainer.train(display.update, guard.requested)
+        finished = trainer.train(display.update, guard.requested)
         say_duration("training", started, console)
         if not finished:
             left = "this run writes no checkpoint, so it cannot be continued"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Log lines above the progress bar."""
+    """Log lines between those of progress."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class _ConsoleHandler(logging.Handler):
 
 
 def log_to(console: Console) -> None:
-    """The log of this package goes to the console that has the progress bar."""
+    """The log of this package goes to the console that has the lines of progress."""
     logger = logging.getLogger("sonicmoe")
-    # The progress bar redraws its line, so a log line that went straight to stderr would break it.
+    # A stderr that cannot be written must not end a run, and the console is one that bears it.
     logger.handlers = [_ConsoleHandler(console)]
     logger.setLevel(logging.INFO)
     # Paddle gives the root logger a handler of its own, at INFO.

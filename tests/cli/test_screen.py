@@ -122,16 +122,15 @@ def test_a_framework_that_was_asked_for_is_not_remarked_on(tmp_path):
     assert "both are installed" not in stdout + stderr
 
 
-def test_training_in_a_pipe_prints_a_line_of_every_slow_step(capsys, monkeypatch):
+def test_training_prints_a_line_of_every_slow_step(capsys, monkeypatch):
     from ernie_compat import progress
     from ernie_compat.metrics import StepRecord
 
     monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
     display = progress.TrainingDisplay(screen.progress_console(), total_steps=1000)
-    with display:
-        for step, wait in ((1, 0.0), (2, 0.0), (3, 0.1), (4, 0.0)):
-            time.sleep(wait)
-            record = StepRecord(step, 1.0, 0.0, 0.0, 1.0, 1e-3, 10.0, 1.0, 1.0, ((0.5, 0.5),))
-            display.update(record)
+    for step, wait in ((1, 0.0), (2, 0.0), (3, 0.1), (4, 0.0)):
+        time.sleep(wait)
+        record = StepRecord(step, 1.0, 0.0, 0.0, 1.0, 1e-3, 10.0, 1.0, 1.0, ((0.5, 0.5),))
+        display.update(record)
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert lines == ["1/1000", "3/1000"]
