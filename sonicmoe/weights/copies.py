@@ -5,15 +5,9 @@
                  └── release_forward: backward's order only
 
 Where the parameters hold memory, a forward brings the copies up to date as it does a node's own
-weights: an engine that looks for writes does so in the same buffers. Where it was freed there is nothing to look at, and the events
-decide: a write that somebody announces, or that PyTorch shows, makes copies stale.
-
-| parameters | copies | a forward |
-|---|---|---|
-| hold memory | current | reads the copies |
-| hold memory | written since the event | has them made again |
-| freed | not stale | reads the copies |
-| freed | stale | raises `StaleWeightsError` |
+weights: an engine that looks for writes does so in the same buffers. Where it was freed there is
+nothing to look at, and the events decide: a write that somebody announces, or that PyTorch shows,
+makes copies stale, and a forward on them raises `StaleWeightsError` (docs/weights.md).
 """
 
 from __future__ import annotations
@@ -112,7 +106,7 @@ class WeightCopies:
         layer: ExpertParameters,
         parameters: Sequence[Tensor],
     ) -> Reading:
-        """The copies for a forward that starts now; see the table above."""
+        """The copies for a forward that starts now."""
         self._check_fit(engine, settings, parameters)
         # Where any of them was freed nothing can be made again, because an engine quantises all
         # experts at once.

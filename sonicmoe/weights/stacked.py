@@ -55,8 +55,7 @@ def _turned(shape: Shape) -> Shape:
 
 
 class StackedParameters(ExpertParameters):
-    """Two stacked parameters in one of two layouts: `[E, H, 2I]` (split-half, gate first) and
-    `[E, I, H]`, or native, `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`.
+    """Two stacked parameters in one of the layouts of the table above.
 
     `main_grad` may have the other layout than its weight, each of the two by itself. Its shape
     tells which. Where both layouts give one shape (H = 2I for the first weight, H = I for the
@@ -159,9 +158,7 @@ def _current(weight: StackedWeight) -> Tensor:
 
 
 class FusedParameters(StackedParameters):
-    """Two stacked parameters: `weight1 [E, H, 2I]` (split-half, gate first) and `weight2 [E, I,
-    H]`; or, with the native layout, `weight1 [E, 2I, H]` (gate and up rows in turns) and `weight2
-    [E, H, I]`.
+    """Two stacked parameters that keep their layout: grouped, or the native one.
 
     Each is a parameter, or `(module, name)` of one, which is then looked up in every call: for
     modules that may get another parameter (`load_state_dict(assign=True)`).
