@@ -33,7 +33,7 @@ from rich.table import Table
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
 from sonicmoe.bench.floors import gemm_flop
-from sonicmoe.bench.runner import NodeRun, result_of, time_all, warmed_up
+from sonicmoe.bench.runner import result_of, time_all, warmed_up
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.tables import NONE, ratio
 from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating_batches
@@ -58,8 +58,7 @@ def measure(
     runs: dict[int, Any] = {0: six}
     results = [Result(shape, NAME, fp8=True, gpu=True)]
     for variant in variants:
-        node = warmed_up(layer, variant, batches)
-        runs[len(results)] = NodeRun(node, batches)
+        runs[len(results)] = warmed_up(layer, variant, batches)
         results.append(result_of(shape, variant, device))
     time_all(runs, results, device, sustained_s, layers)
     return results

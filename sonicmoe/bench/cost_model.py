@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ TILE_ROWS = 128
 def roofline(shape: Shape, fp8: bool) -> float:
     """Microseconds of the stages of forward and backward, each as fast as its floor."""
     least = floors(shape, fp8)
-    return sum(floor.us for stage, floor in least.items() if stage not in OTHER_STAGES)
+    return sum(us for stage, us in least.items() if stage not in OTHER_STAGES)
 
 
 def idle_rows(shape: Shape) -> float:
@@ -99,9 +98,6 @@ class CostModel:
             f"the fit",
             f"error of MFU on held-out points: {self.mfu_error:.2f} percentage points",
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "held_out": [vars(shape) for shape in self.held_out]}
 
 
 def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .floors import PEAK_TFLOPS, Floor, floors
+from .floors import PEAK_TFLOPS, floors
 from .shapes import Shape
 
 
@@ -128,21 +128,16 @@ class Result:
         return self.shape.flop / us / 1e6 if us else None
 
     @property
-    def peak_name(self) -> str:
-        """Which peak `mfu` is a share of."""
-        return "fp8" if self.fp8 else "bf16"
-
-    @property
     def mfu(self) -> float | None:
         """Share of the tensor cores' dense peak of the operands' format; None without a GPU, or on
         one whose peak is not known here.
         """
         known = self.gpu and self.has_peaks and self.tflops
-        return known / PEAK_TFLOPS[self.peak_name] if known else None
+        return known / PEAK_TFLOPS["fp8" if self.fp8 else "bf16"] if known else None
 
     @property
-    def floors(self) -> dict[str, Floor]:
-        """Of the stages that were measured; none on a GPU whose rates are not known here."""
+    def floors(self) -> dict[str, float]:
+        """Microseconds of the stages that were measured; none on a GPU whose rates are not known here."""
         least = floors(self.shape, self.fp8) if self.has_peaks else {}
         return {stage: least[stage] for stage in self.stages if stage in least}
 
@@ -152,5 +147,4 @@ class Result:
             "pair_busy": self.pair_busy, "tflops": self.tflops, "mfu": self.mfu,
             "steady_ratio": self.steady_ratio, "flop": self.shape.flop,
         }  # fmt: skip
-        ideal = {stage: floor.us for stage, floor in self.floors.items()}
-        return {**dataclasses.asdict(self), **derived, "floors_us": ideal}
+        return {**dataclasses.asdict(self), **derived, "floors_us": self.floors}

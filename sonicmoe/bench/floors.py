@@ -8,8 +8,6 @@ fusion can lower it further.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..architectures import SM90
 from .shapes import Shape
 
@@ -30,46 +28,25 @@ DEEPGEMM_TFLOPS = {
 CUBLAS_BF16_TFLOPS = 790.0
 COPY_BYTES_PER_S = 4.24e12
 
-# The stages of one call, in order; engines name their ranges after them.
-FORWARD_STAGES = ("routing", "quantize_x", "up", "down", "aggregate_out")
-BACKWARD_STAGES = (
-    "quantize_dout",
-    "dgated",
-    "dx_gemm",
-    "aggregate_dx",
-    "wgrad_operands",
-    "dw2",
-    "dw1",
-)
 QUANTISING_STAGES = ("quantize_x", "quantize_dout", "wgrad_operands")
 # An engine that cannot add to a caller's gradients in place flushes its own into them.
 OTHER_STAGES = ("flush", "prepare_weights")
 
 
-@dataclass(frozen=True)
-class Floor:
-    """Operations and least bytes of one stage, and the microseconds neither can go below."""
-
-    flop: float
-    bytes: float
-    us: float
-
-
-def floors(shape: Shape, fp8: bool) -> dict[str, Floor]:
-    """Floors of the stages, in the order in which they run; without FP8 operands are read as they
+def floors(shape: Shape, fp8: bool) -> dict[str, float]:
+    """Microseconds of the stages, in the order in which they run; without FP8 operands are read as they
     lie, and the stages that quantise have none.
     """
-    flop, traffic = gemm_flop(shape), stage_bytes(shape, fp8)
-    result = {}
-    for stage in (*FORWARD_STAGES, *BACKWARD_STAGES, *OTHER_STAGES):
+    flop, result = gemm_flop(shape), {}
+    for stage, least in stage_bytes(shape, fp8).items():
         if stage in QUANTISING_STAGES and not fp8:
             continue
-        seconds = traffic[stage] / COPY_BYTES_PER_S
+        seconds = least / COPY_BYTES_PER_S
         if stage in flop:
             # A GEMM waits for its operands or for the tensor cores, whichever takes longer.
             rate = DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS
             seconds = max(seconds, flop[stage] / (1e12 * rate))
-        result[stage] = Floor(flop.get(stage, 0.0), traffic[stage], 1e6 * seconds)
+        result[stage] = 1e6 * seconds
     return result
 
 
@@ -87,8 +64,9 @@ def gemm_flop(shape: Shape) -> dict[str, float]:
 
 
 def stage_bytes(shape: Shape, fp8: bool) -> dict[str, float]:
-    """Least traffic per stage. Operands have one byte in FP8, else two; x, dout, out and dx have
-    two, the sums of weight gradients four.
+    """Least traffic of the stages in the order in which they run; engines name their ranges after
+    them. Operands have one byte in FP8, else two; x, dout, out and dx have two, the sums of weight
+    gradients four.
     """
     element = 1 if fp8 else 2
     x, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden

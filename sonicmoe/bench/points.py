@@ -52,19 +52,13 @@ class Point:
         return json.dumps({**vars(self.shape), **figures}) + "\n"
 
 
-def read_points(path: Path) -> list[Point]:
-    """Every measured point of a file, refusals left out; a last line cut short by a kill is
-    ignored.
+def read_points(path: Path) -> Iterator[Point]:
+    """Every point of a file, refusals too; a last line cut short by a kill is ignored.
 
     Raises:
         SweepError: another line is no point.
     """
-    return [point for point in all_points(path) if point.us is not None]
-
-
-def all_points(path: Path) -> Iterator[Point]:
-    """The same with refusals."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             yield Point.parse(line)

@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from .. import __version__
 from ..architectures import describe
 from ..errors import SonicMoEError
+from ..jit.key import package_versions
 from ..node.mlp_node import SonicMoEMlpNode
 from ..routing.backends import arch_of
 from .figures import Result, Spread, Sustained
@@ -61,23 +61,22 @@ def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0)
     layer = Layer(shape, device)
     batches = rotating_batches(shape, device)
     results = [result_of(shape, variant, device) for variant in variants]
-    nodes: dict[int, SonicMoEMlpNode] = {}
+    runs: dict[int, NodeRun] = {}
     for index, variant in enumerate(variants):
         # A variant that cannot run at these sizes becomes a line in the report, and the others go
         # on.
         try:
-            nodes[index] = warmed_up(layer, variant, batches)
+            runs[index] = warmed_up(layer, variant, batches)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             results[index].refusal = " ".join(str(error).split())
-    runs = {index: NodeRun(node, batches) for index, node in nodes.items()}
     time_all(runs, results, device, sustained_s)
-    for index, node in nodes.items():
+    for index, run in runs.items():
         # On one batch, because memory does not depend on the values.
-        memory = measure_memory(Call(node, batches[0]), device)
+        memory = measure_memory(Call(run.node, batches[0]), device)
         results[index].saved_mib, results[index].peak_mib = memory.saved, memory.peak
         results[index].total_peak_mib = memory.total_peak
         # Free prepared weights, so that the peak of the next variant is its own.
-        node.invalidate_caches()
+        run.node.invalidate_caches()
     return results
 
 
@@ -87,13 +86,13 @@ def result_of(shape: Shape, variant: Variant, device: str) -> Result:
     return Result(shape, str(variant), variant.fp8, device != "cpu", peaks)
 
 
-def warmed_up(layer: Layer, variant: Variant, batches: Sequence[Batch]) -> SonicMoEMlpNode:
-    """The variant's node behind a few calls: the first compiles and quantises weights."""
-    node = layer.node(variant)
+def warmed_up(layer: Layer, variant: Variant, batches: Sequence[Batch]) -> NodeRun:
+    """The variant behind a few calls: the first compiles and quantises weights."""
+    run = NodeRun(layer.node(variant), batches)
     for number in range(WARM_UPS):
-        for _, run in NodeRun(node, batches).phases(number):
-            run()
-    return node
+        for _, phase in run.phases(number):
+            phase()
+    return run
 
 
 def time_all(
@@ -175,16 +174,11 @@ def machine() -> dict[str, Any]:
         "architecture": describe(torch.cuda.get_device_capability(0)) if gpu else None,
         "gpu": gpu,
         "threads": torch.get_num_threads(),
-        "versions": {
-            "sonicmoe": __version__, "torch": torch.__version__, "cuda": torch.version.cuda,
-            **{name: found for name in PACKAGES if (found := _installed(name))},
-        },
-    }  # fmt: skip
-
-
-def _installed(distribution: str) -> str | None:
-    try:
         # Kernels come from these packages, so a figure without their versions cannot be repeated.
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+        "versions": {
+            "sonicmoe": __version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "absent",
+            **dict(package_versions(*PACKAGES)),
+        },
+    }

@@ -58,10 +58,8 @@ class Shape:
 
     def __str__(self) -> str:
         """`T=8192 H=3072 I=1536 E=8 K=8`."""
-        names = ("T", "H", "I", "E", "K")
-        return " ".join(
-            f"{name}={value}" for name, value in zip(names, vars(self).values(), strict=True)
-        )
+        sizes = zip("THIEK", vars(self).values(), strict=True)
+        return " ".join(f"{letter}={value}" for letter, value in sizes)
 
 
 REFERENCE = Shape(8192, 3072, 1536, 8, 8)

@@ -57,13 +57,23 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class Clock:
-    """Durations between marks by the host's clock."""
+    """Durations between marks on `device`. A GPU takes the time stamps itself, and a mark waits for
+    the one `AHEAD` before it, so that launches never queue up; a CPU has the host's clock.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._host = device == "cpu"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        self._marks.append(time.perf_counter())
+        if self._host:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > AHEAD:
+            self._marks[-1 - AHEAD].synchronize()
 
     def forget(self) -> None:
         """Only the last mark so far, and those that follow, count."""
@@ -71,37 +81,19 @@ class Clock:
 
     def durations(self) -> list[float]:
         """In seconds."""
-        return [b - a for a, b in itertools.pairwise(self._marks)]
-
-
-class StreamClock(Clock):
-    """Durations by the GPU's clock: the device takes the time stamps. A mark waits for the one
-    `AHEAD` before it, so that launches never queue up.
-    """
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-        if len(self._marks) > AHEAD:
-            self._marks[-1 - AHEAD].synchronize()
-
-    def durations(self) -> list[float]:
+        pairs = list(itertools.pairwise(self._marks))
+        if self._host:
+            return [b - a for a, b in pairs]
         # The last mark has to have happened before anybody can read it.
         torch.cuda.synchronize()
-        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
-
-
-def clock_of(device: str) -> Clock:
-    """The clock by which work on `device` is timed."""
-    return Clock() if device == "cpu" else StreamClock()
+        return [1e-3 * a.elapsed_time(b) for a, b in pairs]
 
 
 def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
     host's clock.
     """
-    clock = clock_of(device)
+    clock = Clock(device)
     # The first step fills the stream, so the GPU has work when the first mark is recorded behind
     # it.
     for _ in range(steps + 1):
@@ -129,7 +121,7 @@ def sustain(stack: Stack, seconds: float, device: str, settle_s: float = SETTLE_
     """Steps for `settle_s` seconds that do not count, while power and clocks settle, then for
     `seconds` that do; at least one counts.
     """
-    clock = clock_of(device)
+    clock = Clock(device)
     _run_for(stack, settle_s, clock.mark)
     clock.forget()
     with Meter(device) as meter:

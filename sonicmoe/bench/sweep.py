@@ -17,7 +17,7 @@ import torch
 
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
-from .points import Point, all_points
+from .points import Point, read_points
 from .runner import find_device, machine
 from .shapes import Shape
 from .steady import Stack, profile_steps, time_steps
@@ -69,12 +69,16 @@ def sweep(
     path.open("a").close()
     facts = machine()
     # Refusals count as known, so a sweep that is continued does not repeat them.
-    known = {(point.shape, point.engine, point.device) for point in all_points(path)}
+    known = {(point.shape, point.engine, point.device) for point in read_points(path)}
     missing = [shape for shape in shapes if (shape, str(variant), facts["device"]) not in known]
     _drop_cut_line(path)
-    for shape, us, refusal in _measured(missing, variant, notify):
-        names = str(variant), variant.fp8, facts["device"]
-        _append(path, Point(shape, *names, us, facts["date"], refusal))
+    with path.open("a") as file:
+        for shape, us, refusal in _measured(missing, variant, notify):
+            names = str(variant), variant.fp8, facts["device"]
+            file.write(Point(shape, *names, us, facts["date"], refusal).line())
+            file.flush()
+            # A point may have taken a minute; it must survive a kill of the machine behind it.
+            os.fsync(file.fileno())
     return len(missing)
 
 
@@ -104,7 +108,7 @@ def _measured(
 
 
 def _timed(node: SonicMoEMlpNode, shape: Shape, device: str) -> float:
-    stack = Stack(node, rotating_batches(shape, device, shape.stack_layers), shape.stack_layers)
+    stack = Stack(node, rotating_batches(shape, device), shape.stack_layers)
     stack.run()  # compiles, and quantises the weights
     wall = median(time_steps(stack, STEPS, device))
     if device == "cpu":
@@ -113,14 +117,6 @@ def _timed(node: SonicMoEMlpNode, shape: Shape, device: str) -> float:
     steps = max(STEPS, min(MOST_STEPS, round(ENOUGH_US / (wall * stack.layers))))
     # Where the driver lets nobody profile, wall times stand in.
     return profile_steps(stack, steps) or wall
-
-
-def _append(path: Path, point: Point) -> None:
-    with path.open("a") as file:
-        file.write(point.line())
-        file.flush()
-        # A point may have taken a minute; it must survive a kill of the machine right behind it.
-        os.fsync(file.fileno())
 
 
 def _drop_cut_line(path: Path) -> None:

@@ -120,7 +120,7 @@ def stage_table(result: Result) -> Table:
     title = f"{result.shape}, {result.variant}: GPU time by stage"
     table = Table("stage", "us", "floor us", "over floor", title=title)
     for stage, us in result.stages.items():
-        floor = result.floors[stage].us if stage in result.floors else None
+        floor = result.floors.get(stage)
         cells = (_number(us, ",.0f"), _number(floor, ",.0f"), ratio(us, floor))
         table.add_row(stage or "unnamed", *cells)
     return table

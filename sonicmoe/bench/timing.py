@@ -83,9 +83,7 @@ def measure_memory(call: Call, device: str) -> Memory:
 
 
 def _saved_bytes(call: Call) -> int:
-    """Bytes of distinct tensors that autograd holds after forward, and of a z that the node holds
-    beside them.
-    """
+    """Bytes of distinct tensors that autograd holds after forward."""
     held: dict[int, Any] = {}  # by address: a tensor that autograd saves twice counts once
 
     def pack(tensor: Any) -> Any:
@@ -94,11 +92,5 @@ def _saved_bytes(call: Call) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         call.forward()
-    assert call.out is not None
-    # The node may hold z itself instead of saving it through autograd; hooks do not see it then.
-    z = getattr(call.out.grad_fn, "own_z", None)
-    for tensor in () if z is None else (getattr(z, "codes", z), getattr(z, "scale_inv", None)):
-        if tensor is not None:
-            pack(tensor)
-    inputs = {t.data_ptr() for t in call.inputs}
-    return sum(t.numel() * t.element_size() for pointer, t in held.items() if pointer not in inputs)
+    inputs = {tensor.data_ptr() for tensor in call.inputs}
+    return sum(tensor.nbytes for pointer, tensor in held.items() if pointer not in inputs)

@@ -144,15 +144,15 @@ class Batch:
         return cls(x.requires_grad_(), indices, probs.requires_grad_(), dout, counts)
 
 
-def rotating_batches(shape: Shape, device: str, most: int = MAX_ROTATION) -> list[Batch]:
-    """As many batches, up to `most`, as it takes to exceed the L2 cache twice; one on a CPU. Call
-    `torch.manual_seed` first.
+def rotating_batches(shape: Shape, device: str) -> list[Batch]:
+    """As many batches, up to `MAX_ROTATION`, as it takes to exceed the L2 cache twice; one on a
+    CPU. Call `torch.manual_seed` first.
     """
     first = Batch.random(shape, device)
     if device == "cpu":
         return [first]
     read = (first.x, first.indices, first.probs, first.dout)
-    count = min(most, 1 + -(-ROTATION_BYTES // sum(tensor.nbytes for tensor in read)))
+    count = min(MAX_ROTATION, 1 + -(-ROTATION_BYTES // sum(tensor.nbytes for tensor in read)))
     return [first, *(Batch.random(shape, device) for _ in range(count - 1))]
 
 
@@ -162,7 +162,7 @@ class Layer:
     def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
         """Random experts of `shape`, the same for the same seed."""
         torch.manual_seed(seed)
-        self.shape, self.device = shape, device
+        self.shape = shape
         self.experts = [
             Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)
         ]

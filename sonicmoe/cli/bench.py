@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,8 @@ from .screen import Activity, print_table
 
 if TYPE_CHECKING:
     from ..bench.figures import Result
+    from ..bench.workload import Variant
 
-# click names a parameter by its letter in lower case; the shape has words.
-SIZE_FIELDS = {"h": "hidden", "i": "intermediate", "e": "experts", "k": "topk"}
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 # A GPU reaches its power limit after about a second of work without a pause.
 SUSTAINED_S = {"cuda": 2.5, "cpu": 0.0}
@@ -32,24 +32,18 @@ MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
 _BF16 = 2  # bytes
 
 
-def _size(letter: str, text: str) -> Any:
-    return click.option(f"--{letter}", letter.lower(), type=click.IntRange(1, MOST), help=text)
+def _size(letter: str, field: str, text: str, **more: Any) -> Any:
+    return click.option(f"--{letter}", field, type=click.IntRange(1, MOST), help=text, **more)
 
 
 @click.command(cls=OneLineCommand)
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), metavar="NAME",
               help="A named shape (--list); may be repeated.  [default: reference on a GPU, small without one]")  # fmt: skip
-@click.option(
-    "--T",
-    "tokens",
-    type=click.IntRange(1, MOST),
-    multiple=True,
-    help="Tokens; may be repeated, for a curve.",
-)
-@_size("H", "Hidden size.")
-@_size("I", "Intermediate size of an expert.")
-@_size("E", "Local experts.")
-@_size("K", "Experts per token.")
+@_size("T", "tokens", "Tokens; may be repeated, for a curve.", multiple=True)
+@_size("H", "hidden", "Hidden size.")
+@_size("I", "intermediate", "Intermediate size of an expert.")
+@_size("E", "experts", "Local experts.")
+@_size("K", "topk", "Experts per token.")
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
               help=f"{', '.join(ENGINES)}; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
@@ -90,9 +84,7 @@ def bench(
         click.echo("\n".join(f"{name:<26}{shape}" for name, shape in SHAPES.items()))
         return
     if plot is not None:
-        expect(
-            bool(sweep or fit), ConfigError, "--plot draws a cost model; needed: --sweep or --fit"
-        )
+        expect(bool(sweep or fit), ConfigError, "--plot draws a cost model: --sweep or --fit")
         # A sweep takes minutes. Where nothing can be drawn, that is said before it.
         require_matplotlib()
         plot.mkdir(parents=True, exist_ok=True)
@@ -101,19 +93,21 @@ def bench(
         report_fit(fit, plot, as_json)
         return
     load_framework("torch")
-    if sweep is not None:
-        run_sweep(sweep, engines, as_json)
-        report_fit(sweep, plot, as_json)
-        return
     # After `load_framework`: the modules that measure import it.
     from ..bench.runner import find_device, measure
     from ..bench.workload import Variant, available_variants
 
     device = find_device()
+    variants = [Variant.parse(text) for text in engines] or available_variants(device)
+    if sweep is not None:
+        expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
+        # The last one is the fastest engine of this machine.
+        run_sweep(sweep, variants[-1], as_json)
+        report_fit(sweep, plot, as_json)
+        return
+    shapes = chosen_shapes(names, tokens, sizes, device)
     if sustained is None:
         sustained = SUSTAINED_S[device.split(":")[0]]
-    shapes = chosen_shapes(names, tokens, sizes, device)
-    variants = [Variant.parse(text) for text in engines] or available_variants(device)
     results = []
     with Activity("bench") as doing:
         for shape in shapes:
@@ -132,13 +126,11 @@ def chosen_shapes(
     shape.
     """
     default = SMALL if device == "cpu" else REFERENCE
-    given = {SIZE_FIELDS[name]: value for name, value in sizes.items() if value is not None}
+    given = {field: value for field, value in sizes.items() if value is not None}
     shapes = [SHAPES[name] for name in names]
     if tokens or given:
-        shapes += [
-            Shape(**{**vars(default), **given, "tokens": count})
-            for count in tokens or (default.tokens,)
-        ]
+        sized = replace(default, **given)
+        shapes += [replace(sized, tokens=count) for count in tokens or (default.tokens,)]
     shapes = shapes or [default]
     # A GPU that runs out of memory says so. A host that does is slowed down by its disk, or the
     # system ends some process of its own choice.
@@ -161,7 +153,7 @@ def report(results: list[Result], as_json: bool) -> None:
         data = {"machine": facts, "results": [result.to_json() for result in results]}
         click.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items() if found)
+    versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
     device = ", ".join(filter(None, (facts["device"], facts["architecture"])))
     click.echo(f"{device}, {facts['date']}: {versions}")
     # A table compares what was measured on the same shape; what was not measured has no table.
@@ -177,18 +169,13 @@ def report(results: list[Result], as_json: bool) -> None:
         click.echo(line)
 
 
-def run_sweep(path: Path, engines: Sequence[str], as_json: bool) -> None:
+def run_sweep(path: Path, variant: Variant, as_json: bool) -> None:
     """Measure the points that `path` lacks."""
     from ..bench.runner import find_device
     from ..bench.sweep import grid, sweep
-    from ..bench.workload import Variant, available_variants
 
-    device = find_device()
-    expect(len(engines) <= 1, ConfigError, f"--sweep takes one --engine, got {list(engines)}")
-    # The last one is the fastest engine of this machine.
-    variant = Variant.parse(engines[0]) if engines else available_variants(device)[-1]
     with Activity("sweep") as doing:
-        count = sweep(path, grid(device), variant, doing.begin)
+        count = sweep(path, grid(find_device()), variant, doing.begin)
     click.echo(f"{path}: {count} points measured now", err=as_json)
 
 
@@ -200,7 +187,7 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
     from ..bench.tables import term_table
 
     groups: dict[str, list[Any]] = {}
-    for point in read_points(path):
+    for point in (point for point in read_points(path) if point.us is not None):
         # One file may hold sweeps of several engines and devices; each gets a model of its own.
         groups.setdefault(point.group, []).append(point)
     data: dict[str, Any] = {}
@@ -213,9 +200,9 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
             lines = [f"{group}: {error}"]
         else:
             picture = None if plot is None else str(plot_model(model, points, plot))
-            data[group] = {**model.to_json(), "plot": picture}
-            dates = "–".join(dict.fromkeys(f(point.date for point in points) for f in (min, max)))
-            lines = [f"{group}, {dates}: {len(points)} points", *model.error_lines()]
+            data[group] = {**asdict(model), "plot": picture}
+            date = max(point.date for point in points)
+            lines = [f"{group}, {date}: {len(points)} points", *model.error_lines()]
             lines += [f"plot: {picture}"] if picture else []
             if not as_json:
                 print_table(term_table(model, points))

@@ -136,7 +136,7 @@ def test_the_commands_of_the_step_table_measure_its_shapes():
         for experts in loop.split() if "$E" in invocation else [""]:
             words = invocation.replace("$E", experts).split()[1:]
             given = bench.make_context("bench", words).params
-            sizes = {letter: given[letter] for letter in "hiek"}
+            sizes = {f: given[f] for f in ("hidden", "intermediate", "experts", "topk")}
             measured |= set(chosen_shapes(given["names"], given["tokens"], sizes, "cuda:0"))
     rows = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+), (\d+) \|", section, flags=re.MULTILINE)
     sizes = {tuple(vars(shape).values()) for shape in measured}
