@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from framework import torch
 
-from sonicmoe.bench import runner, timing, workload
+from sonicmoe.bench import runner, steady, timing, workload
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
@@ -37,10 +37,6 @@ PERF = Variant(EngineName.REFERENCE, "perf")
 def no_gpu(monkeypatch):
     """These tests are about the machine without one, also where there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def few_layers(monkeypatch):
     monkeypatch.setattr(Shape, "stack_layers", 2)
 
 
@@ -78,19 +74,12 @@ def test_gpu_engines_are_found_as_soon_as_they_register(monkeypatch):
     assert available_variants("cuda:0") == [bf16, hopper]
 
 
-def test_batches_route_to_distinct_experts_and_count_them():
-    torch.manual_seed(1)
-    batch = Batch.random(TINY, "cpu")
-    assert all(len(set(row)) == TINY.topk for row in batch.indices.tolist())
-    assert (
-        batch.counts == torch.bincount(batch.indices.reshape(-1), minlength=TINY.experts).tolist()
-    )
-
-
 BATCH = Batch.random(SMALL, "cpu")
 
 
-def test_rotation_exceeds_the_cache_twice(monkeypatch):
+def test_batches_route_to_distinct_experts_and_exceed_the_cache_twice(monkeypatch):
+    assert all(len(set(row)) == SMALL.topk for row in BATCH.indices.tolist())
+    assert BATCH.counts == BATCH.indices.reshape(-1).bincount(minlength=SMALL.experts).tolist()
     monkeypatch.setattr(Batch, "random", classmethod(lambda cls, shape, device: BATCH))
     assert len(rotating_batches(SHAPES["reference"], "cpu")) == 1
     assert len(rotating_batches(SMALL, "cuda:0")) == workload.MAX_ROTATION
@@ -142,27 +131,20 @@ def test_results_of_two_variants_are_taken_in_turns(monkeypatch):
         assert result.saved_mib > 0 and result.sustained is None
 
 
-def test_table_says_that_there_is_no_gpu():
-    result = run(*TINY_OPTIONS, "--T", "96")
-    assert result.exit_code == 0, result.output
-    assert "no GPU" in result.output and "T=96 H=32 I=16 E=4 K=2" in result.output
-    assert "steady us" in result.output and "busy us" not in result.output, "nobody has it: no row"
-
-
-def test_json_holds_machine_and_figures():
-    result = run(*TINY_OPTIONS, "--json", "--engine", "reference:off", "--engine", "hopper")
-    data = json.loads(result.stdout)
+def test_table_and_json_hold_machine_and_figures(monkeypatch):
+    monkeypatch.setattr(steady.sustain, "__defaults__", (0.0,))
+    variants = ["--engine", "reference:off", "--engine", "hopper"]
+    shown = run(*TINY_OPTIONS, "--T", "96", *variants)
+    assert shown.exit_code == 0, shown.output
+    assert "no GPU" in shown.output and "T=96 H=32 I=16 E=4 K=2" in shown.output
+    assert "steady us" in shown.output and "busy us" not in shown.output, "nobody has it: no row"
+    data = json.loads(run(*TINY_OPTIONS, *variants, "--sustained", "0.01", "--json").stdout)
     assert data["machine"]["gpu"] is False and data["machine"]["versions"]["torch"]
     ran, refused = data["results"]
-    assert ran["shape"] == {"tokens": 48, "hidden": 32, "intermediate": 16, "experts": 4, "topk": 2}
+    assert ran["shape"] == vars(TINY)
     assert ran["tflops"] == pytest.approx(ran["flop"] / ran["steady"]["median"] / 1e6)
+    assert ran["sustained"]["us"]["count"] >= 2 and ran["sustained"]["unavailable"] == "no GPU"
     assert "hopper" in refused["refusal"] and refused["steady"] is None
-
-
-def test_nothing_ran_is_a_failure():
-    result = run("--engine", "hopper", *TINY_OPTIONS)
-    assert result.exit_code == 1
-    assert "hopper:perf at T=48 H=32 I=16 E=4 K=2 did not run" in result.output
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
@@ -174,38 +156,33 @@ def test_seconds_are_a_finite_number(option, value, monkeypatch):
     assert refused.exit_code == 2 and option in refused.output
 
 
-@pytest.fixture
-def nothing_is_measured(monkeypatch):
+@pytest.mark.parametrize("option", ["--plot", "--sweep"])
+def test_a_place_or_a_picture_that_cannot_be_is_refused_before_anything_is_measured(
+    option, tmp_path, monkeypatch
+):
     def measured(*_, **__):
         raise AssertionError("measured first")
 
-    monkeypatch.setattr(sweep_module, "_timed", measured)
     monkeypatch.setattr(sweep_module, "Layer", measured)
-
-
-@pytest.mark.usefixtures("nothing_is_measured")
-@pytest.mark.parametrize("option", ["--plot", "--sweep"])
-def test_a_place_that_takes_nothing_is_refused_before_anything_is_measured(option, tmp_path):
-    (tmp_path / "file").write_text("")
-    place = {"--sweep": str(tmp_path / "sweep"), option: str(tmp_path / "file" / "inside")}
-    refused = run(*(word for pair in place.items() for word in pair))
-    assert refused.exit_code == 1 and refused.output.startswith(f"Error: {tmp_path / 'file'}")
-
-
-@pytest.mark.usefixtures("nothing_is_measured")
-def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused = run("--sweep", str(tmp_path / "sweep"), "--plot", str(tmp_path / "plots"))
-    assert refused.exit_code == 2 and "matplotlib is not installed" in refused.output
-    assert list(tmp_path.iterdir()) == []
     refused = run("--plot", str(tmp_path / "plots"))
     assert refused.exit_code == 2 and "--plot draws a cost model" in refused.output
+    places = {name: str(tmp_path / name.strip("-")) for name in ("--sweep", "--plot")}
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "matplotlib", None)
+        refused = run(*(word for pair in places.items() for word in pair))
+    assert refused.exit_code == 2 and "matplotlib is not installed" in refused.output
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    places[option] = str(tmp_path / "file" / "inside")
+    refused = run(*(word for pair in places.items() for word in pair))
+    assert refused.exit_code == 1 and refused.output.startswith(f"Error: {tmp_path / 'file'}")
 
 
 def test_refusals_and_list():
     assert run("--engine", "blackwell").exit_code == 2
     assert run("--T", "8", "--E", "1", "--K", "2").exit_code == 2
+    nothing_ran = run("--engine", "hopper", *TINY_OPTIONS)
+    assert nothing_ran.exit_code == 1
+    assert "hopper:perf at T=48 H=32 I=16 E=4 K=2 did not run" in nothing_ran.output
     listed = run("--list").output
     assert all(f"{name} " in listed for name in SHAPES) and "T=8192 H=3072 I=1536" in listed

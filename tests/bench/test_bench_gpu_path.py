@@ -1,29 +1,39 @@
-"""The GPU half of the clocks with the CUDA calls replaced: what is measured between what, and what
-becomes of a trace.
+"""The GPU half of the clocks with the CUDA calls and nvidia-ml-py replaced: what is measured between
+what, what becomes of a trace, and the sustained rows with their power and energy.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from framework import torch
 
-from sonicmoe.bench import runner
+from sonicmoe.bench import power, runner, steady
 from sonicmoe.bench import sweep as sweep_module
-from sonicmoe.bench.figures import Result
-from sonicmoe.bench.runner import NodeRun
+from sonicmoe.bench.figures import Reading, Result, Sustained
+from sonicmoe.bench.power import Meter, mean_watts
 from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.steady import AHEAD, Stack, profile_steps, time_steps
+from sonicmoe.bench.steady import AHEAD, Stack, profile_steps, sustain, time_steps
+from sonicmoe.bench.tables import notes, result_table
 from sonicmoe.bench.timing import measure_memory, profile_phases
+from sonicmoe.bench.trace import Kernel
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant
 from sonicmoe.enums import EngineName
 from sonicmoe.observe import stage
 
 TINY = Shape(48, 32, 16, 4, 2)
-VARIANTS = [Variant(EngineName.REFERENCE, "off"), Variant(EngineName.REFERENCE, "perf")]
+PERF = Variant(EngineName.REFERENCE, "perf")
+UUID = "00112233-4455-6677-8899-aabbccddeeff"
+WATTS = 700
+
+
+def result(**fields):
+    return Result(TINY, "hopper:perf", True, True, **fields)
 
 
 class FakeCuda:
@@ -33,14 +43,16 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self.log, self.allocated, self.peak = [], 0, 0
-        cuda = torch.cuda
-        monkeypatch.setattr(cuda, "synchronize", lambda *_: self.log.append("sync"))
-        monkeypatch.setattr(cuda, "Event", lambda enable_timing: FakeEvent(self))
-        monkeypatch.setattr(
-            cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.allocated)
-        )
-        monkeypatch.setattr(cuda, "memory_allocated", lambda: self.allocated)
-        monkeypatch.setattr(cuda, "max_memory_allocated", lambda: self.peak)
+        fakes = {
+            "synchronize": lambda *_: self.log.append("sync"),
+            "Event": lambda enable_timing: FakeEvent(self),
+            "reset_peak_memory_stats": lambda: setattr(self, "peak", self.allocated),
+            "memory_allocated": lambda: self.allocated,
+            "max_memory_allocated": lambda: self.peak,
+            "get_device_properties": lambda _: SimpleNamespace(uuid=UUID),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
 
     def allocate(self, size):
         self.allocated += size
@@ -48,8 +60,8 @@ class FakeCuda:
 
 
 class FakeEvent:
-    """Its time is the length of the log when it was recorded; knows how many were recorded since
-    when somebody waits for it.
+    """Its time is the length of the log when it was recorded; whoever waits for it lets the host
+    stay ahead.
     """
 
     def __init__(self, gpu):
@@ -85,7 +97,8 @@ class FakeStack:
         self._gpu.log.append("step")
         if FakeProfiler.running is not None:
             began = 100.0 * sum(entry == "step" for entry in self._gpu.log)
-            FakeProfiler.running.kernels += [(began + 5 * n, 10.0 + 2 * n) for n in range(3)]
+            for n in range(3):
+                FakeProfiler.running.add("kernel", "k", began + 5 * n, 10.0 + 2 * n)
 
 
 def test_steady_steps_follow_each_other_and_the_gpu_never_waits_for_the_host(gpu):
@@ -101,24 +114,18 @@ def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(prof
     assert profile_steps(idle, 3) is None, "the driver lets nobody profile"
 
 
-def test_steady_figures_reach_the_result(profiler, gpu):
-    results = [Result(TINY, str(variant), variant.fp8, True) for variant in VARIANTS]
-    runner._time_steady(dict.fromkeys(range(2), FakeStack(gpu)), results, "cuda:0")
-    for result in results:
-        assert (result.steady.count, result.steady.median) == (10, 1000)
-        assert result.steady_busy == 12
-        assert result.to_json()["steady_ratio"] == pytest.approx(1000 / 12)
-
-
-def test_layers_that_do_not_fit_leave_no_steady_figure(gpu):
+def test_steady_figures_reach_the_result_unless_layers_do_not_fit(profiler, gpu):
     def run():
         raise torch.OutOfMemoryError
 
-    result = Result(TINY, "hopper:perf", True, True)
-    full = SimpleNamespace(layers=2, run=run)
-    runner._time_steady({0: full}, [result], "cuda:0")
-    runner._time_sustained({0: full}, [result], 0.1, "cuda:0")
-    assert result.steady is result.steady_ratio is result.sustained is None
+    fits, full = result(), result()
+    stacks = {0: FakeStack(gpu), 1: SimpleNamespace(layers=2, run=run)}
+    runner._time_steady(stacks, [fits, full], "cuda:0")
+    assert (fits.steady.count, fits.steady.median, fits.steady_busy) == (10, 1000, 12)
+    assert fits.to_json()["steady_ratio"] == pytest.approx(1000 / 12)
+    runner._time_sustained(stacks, [fits, full], 0.01, "cpu")
+    assert full.steady is full.steady_ratio is full.sustained is None
+    assert fits.sustained.us.count >= 2
 
 
 def test_a_stack_computes_what_its_calls_compute():
@@ -128,20 +135,16 @@ def test_a_stack_computes_what_its_calls_compute():
     torch.manual_seed(5)
     batches = [Batch.random(TINY, "cpu") for _ in range(2)]
     stacked, single = Layer(TINY, "cpu"), Layer(TINY, "cpu")
-    node = stacked.node(VARIANTS[1])
-    Stack(node, batches, 3).run()
-    node.step()
-    other = single.node(VARIANTS[1])
+    Stack(stacked.node(PERF), batches, 3).run()
+    assert all(batch.x.grad is None and batch.probs.grad is None for batch in batches)
+    other = single.node(PERF)
     for batch in (batches[0], batches[1], batches[0]):
         call = Call(other, batch)
         call.forward()
         call.backward()
-        call.clear()
-    other.step()
     for a, b in zip(stacked.experts, single.experts, strict=True):
         torch.testing.assert_close(a.down_proj.weight.main_grad, b.down_proj.weight.main_grad)
         assert a.down_proj.weight.main_grad.abs().sum() > 0
-    assert all(batch.x.grad is None and batch.probs.grad is None for batch in batches)
 
 
 def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch):
@@ -152,40 +155,28 @@ def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch):
     assert profiled.count("step") == 1 + 40  # 150 ms would be 75
 
 
-class FakeCall:
-    """Saves 3 MiB, returns 1 MiB, needs 6 more for a moment in backward, leaves 2 of gradients."""
-
-    def __init__(self, gpu):
-        self.gpu, self.out = gpu, None
-        gpu.allocate(2 << 20)  # gradients of an earlier call
-
-    def clear(self):
-        self.gpu.allocate(-2 << 20)
-
-    def forward(self):
-        self.gpu.allocate(4 << 20)
-        self.out = SimpleNamespace(numel=lambda: 1 << 19, element_size=lambda: 2)
-
-    def backward(self):
-        self.gpu.allocate(6 << 20)
-        self.gpu.allocate(-8 << 20)
-
-
 def test_memory_leaves_out_the_output_and_what_was_there(gpu):
-    gpu.allocate(100 << 20)
-    memory = measure_memory(FakeCall(gpu), "cuda:0")
+    """A call that saves 3 MiB, returns 1, and needs 6 more for a moment in backward; 100 MiB of
+    others, and 2 of gradients of an earlier call.
+    """
+    gpu.allocate(102 << 20)
+    call = SimpleNamespace(
+        out=SimpleNamespace(numel=lambda: 1 << 19, element_size=lambda: 2),
+        clear=lambda: gpu.allocate(-2 << 20),
+        forward=lambda: gpu.allocate(4 << 20),
+        backward=lambda: (gpu.allocate(6 << 20), gpu.allocate(-8 << 20)),
+    )
+    memory = measure_memory(call, "cuda:0")
     assert (memory.saved, memory.peak, memory.total_peak) == (3.0, 10.0, 110.0)
 
 
 class FakeProfiler:
-    """Exports the kernels it was given, and one per stage range it has seen, launched inside the
-    range.
-    """
+    """Its trace has what ranges and stacks added while it ran."""
 
     running = None
 
     def __init__(self, activities):
-        self.ranges, self.kernels = [], []
+        self.events = []
 
     def __enter__(self):
         FakeProfiler.running = self
@@ -194,26 +185,16 @@ class FakeProfiler:
     def __exit__(self, *_):
         FakeProfiler.running = None
 
+    def add(self, category, name, start, duration, **arguments):
+        event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": 1}
+        self.events.append({**event, "args": arguments})
+
     def export_chrome_trace(self, path):
-        events = []
-
-        def add(category, name, start, duration, thread=9, **arguments):
-            events.append({"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration,
-                           "tid": thread, "args": arguments})  # fmt: skip
-
-        for number, (name, start, end) in enumerate(self.ranges, start=1):
-            add("user_annotation", name, start, end - start, 1)
-            if not name.startswith("sonicmoe.phase."):
-                add("cuda_runtime", "cudaLaunchKernel", start, 0.1, 1, correlation=number)
-                add("kernel", f"{name}_kernel", start, 7.0, correlation=number)
-        for start, duration in self.kernels:
-            add("kernel", "k", start, duration)
-        with open(path, "w") as file:
-            json.dump({"traceEvents": events}, file)
+        Path(path).write_text(json.dumps({"traceEvents": self.events}))
 
 
 class FakeRange:
-    """torch.profiler.record_function on a clock of its own."""
+    """torch.profiler.record_function on a clock of its own; one of a stage launches a kernel."""
 
     clock = 0.0
 
@@ -226,7 +207,12 @@ class FakeRange:
 
     def __exit__(self, *_):
         FakeRange.clock += 10
-        FakeProfiler.running.ranges.append((self._name, self._start, FakeRange.clock))
+        add = FakeProfiler.running.add
+        add("user_annotation", self._name, self._start, FakeRange.clock - self._start)
+        if not self._name.startswith("sonicmoe.phase."):
+            launch = {"correlation": self._start}
+            add("cuda_runtime", "cudaLaunchKernel", self._start, 0.1, **launch)
+            add("kernel", f"{self._name}_kernel", self._start, 7.0, **launch)
 
 
 @pytest.fixture
@@ -241,44 +227,143 @@ def test_stages_open_ranges_only_while_profiling(profiler, gpu):
             gpu.log.append("up")
 
     kernels = profile_phases([[("forward", forward)], [("forward", forward)]])
-    assert [(kernel.name, kernel.us, kernel.stage, kernel.phase) for kernel in kernels] == 2 * [
-        ("sonicmoe.up_kernel", 7.0, "up", "forward")
-    ]
+    found = [(kernel.name, kernel.us, kernel.stage, kernel.phase) for kernel in kernels]
+    assert found == 2 * [("sonicmoe.up_kernel", 7.0, "up", "forward")]
     forward()
     assert FakeProfiler.running is None
     assert gpu.log == ["sync", "up", "sync", "up", "sync", "up"]
 
 
-class StagedRun(NodeRun):
-    """The node names routing and flush, and this engine names nothing; so backward has a stage."""
-
-    def phases(self, number):
-        return [
-            (name, lambda name=name, run=run: self.staged(name, run))
-            for name, run in super().phases(number)
-        ]
-
-    def staged(self, name, run):
-        with stage("dw1") if name == "backward" else nullcontext():
-            run()
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_whole_profile_reaches_its_result(variant, profiler, gpu):
-    """Its kernels faked: busy, stages and rates are of one call."""
-    run = StagedRun(Layer(TINY, "cpu").node(variant), [Batch.random(TINY, "cpu")])
-    result = Result(TINY, str(variant), variant.fp8, True)
-    runner._profile(run, result)
-    # Nothing waits for the step: gradients go straight into main_grad.
-    assert result.busy == {"forward": 7.0, "backward": 7.0, "step": 0.0}
-    assert result.stages == {"routing": 7.0, "dw1": 7.0}
-    assert result.kernels == {"sonicmoe.routing_kernel": 7.0, "sonicmoe.dw1_kernel": 7.0}
-    assert result.tflops == pytest.approx(TINY.flop / 14 / 1e6)
-    assert result.mfu == pytest.approx(result.tflops / (1979 if result.fp8 else 989))
-
-
-def test_a_driver_that_forbids_profiling_leaves_nothing(gpu, monkeypatch):
+def test_a_profile_reaches_its_result(monkeypatch):
+    """Figures are of one call; nothing runs in the step."""
+    found = [Kernel("k", 0.0, 10.0, "up", "forward"), Kernel("k", 1.0, 25.0, "", "backward")]
+    phases = [(name, None) for name in ("forward", "backward", "step")]
+    run, profiled, forbidden = SimpleNamespace(phases=lambda number: phases), result(), result()
+    monkeypatch.setattr(runner, "profile_phases", lambda calls: found)
+    runner._profile(run, profiled)
+    assert profiled.busy == {"forward": 2.0, "backward": 5.0, "step": 0.0}
+    assert profiled.stages == {"": 5.0, "up": 2.0} and profiled.kernels == {"k": 7.0}
     monkeypatch.setattr(runner, "profile_phases", lambda calls: [])
-    result = Result(TINY, "reference:off", False, True)
-    runner._profile(SimpleNamespace(phases=lambda number: []), result)
-    assert result.busy == result.stages == result.kernels == {}
+    runner._profile(run, forbidden)
+    assert forbidden == result(), "the driver lets nobody profile"
+
+
+class NVMLError(Exception):
+    """As nvidia-ml-py raises it."""
+
+
+@pytest.fixture
+def board(gpu, monkeypatch):
+    """`board(reason)` installs nvidia-ml-py with a board that draws 700 W, whose counter moves
+    every 10 ms, or that is broken for a reason; returns the log of users.
+    """
+    monkeypatch.setattr(power, "INTERVAL_S", 0.001)
+
+    def install(reason=None):
+        users = []
+
+        def energy(handle):
+            if reason is not None:
+                raise NVMLError(reason)
+            return 2**33 + 10 * WATTS * (time.perf_counter_ns() // 10_000_000)
+
+        nvml = SimpleNamespace(
+            NVML_CLOCK_SM=1,
+            NVMLError=NVMLError,
+            nvmlInit=lambda: users.append("in"),
+            nvmlShutdown=lambda: users.append("out"),
+            nvmlDeviceGetHandleByUUID={f"GPU-{UUID}": "board"}.__getitem__,
+            nvmlDeviceGetEnforcedPowerLimit={"board": 650_000}.__getitem__,
+            nvmlDeviceGetTotalEnergyConsumption=energy,
+            nvmlDeviceGetClockInfo=lambda handle, kind: {("board", 1): 1530}[handle, kind],
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        return users
+
+    return install
+
+
+def read(device="cuda:0", seconds=0.0):
+    with Meter(device) as meter:
+        time.sleep(seconds)
+    return meter.reading()
+
+
+def test_every_quantity_comes_in_the_units_of_its_name(board):
+    users = board()
+    reading = read(seconds=0.5)
+    assert reading == Reading(1530.0, reading.watts, 650.0) and users == ["in", "out"]
+    assert reading.watts == pytest.approx(WATTS, rel=0.1)
+    # Nobody knows when the counter's first value was new.
+    readings = [(0.0, 100.0), (0.09, 110.0), (0.19, 180.0), (0.29, 250.0)]
+    assert [mean_watts(readings), mean_watts(readings[:3])] == pytest.approx([700, 700])
+
+
+def test_what_gives_no_reading_is_said(board, monkeypatch):
+    board()
+    assert read() == "the time was too short for the board's energy counter"
+    assert read("cpu") == "no GPU"
+    board("GPU is lost")
+    assert read() == "NVML: GPU is lost"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read() == "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
+
+
+class TimedSteps:
+    """A step of two layers moves the host's clock by 10 ms. The first ten are burst clocks: half as
+    long.
+    """
+
+    layers, steps, now = 2, 0, 0.0
+
+    def run(self):
+        self.steps += 1
+        self.now += 0.005 if self.steps <= 10 else 0.01
+
+
+def test_steps_before_clocks_have_settled_do_not_count(monkeypatch):
+    steps = TimedSteps()
+    monkeypatch.setattr(steady.time, "perf_counter", lambda: steps.now)
+    us, reason = sustain(steps, 0.2, "cpu", settle_s=0.1)
+    assert us == pytest.approx([5000.0] * len(us))
+    assert 20 <= len(us) <= 21 and reason == "no GPU"
+
+
+def test_turns_are_joined():
+    slow = ([10.0, 10.0], Reading(1400.0, 700.0, 650.0))
+    fast = ([5.0, 5.0, 5.0, 5.0], Reading(1600.0, 600.0, 650.0))
+    row = Sustained.of([slow, fast])
+    assert (row.us.median, row.us.count) == (5.0, 6)
+    assert row.power == Reading(1500.0, 650.0, 650.0) and row.unavailable is None
+    assert row.joules == pytest.approx(650 * 40e-6 / 6), "40 us of six layers"
+    silent = Sustained.of([slow, ([5.0], "GPU is lost")])
+    assert silent.us.count == 3 and silent.joules is None and silent.unavailable == "GPU is lost"
+
+
+def test_engines_take_turns_and_their_figures_reach_table_and_json(monkeypatch):
+    order, us = [], {"slow": 9000.0, "fast": 6000.0}
+
+    def fake_sustain(stack, seconds, device):
+        assert seconds == 1.25
+        order.append(stack)
+        return [us[stack]], Reading(1530.0, 700.0, 650.0)
+
+    monkeypatch.setattr(runner, "sustain", fake_sustain)
+    results = [result(), result()]
+    runner._time_sustained(dict(enumerate(us)), results, 2.5, "cuda:0")
+    assert order == ["slow", "fast", "fast", "slow"]
+    rows = list(zip(*(column.cells for column in result_table(results).columns), strict=True))
+    assert rows == [
+        ("sustained us", "9,000 ±0.0 % (1.00x)", "6,000 ±0.0 % (1.50x)"),
+        ("SM MHz", "1,530", "1,530"),
+        ("W", "700", "700"),
+        ("W limit", "650", "650"),
+        ("J/layer", "6.3", "4.2"),
+    ]
+    data = results[1].to_json()["sustained"]
+    assert data["joules"] == pytest.approx(4.2) and data["us"]["median"] == 6000.0
+    assert data["power"] == {"sm_mhz": 1530.0, "watts": 700.0, "limit_watts": 650.0}
+    blind = result(sustained=Sustained.of([([5.0], "NVML: gone")]))
+    cells = [list(column.cells) for column in result_table([blind]).columns]
+    assert cells == [["sustained us"], ["5 ±0.0 % (1.00x)"]]
+    assert f"hopper:perf at {TINY}: no clock, power and energy: NVML: gone" in notes([blind])

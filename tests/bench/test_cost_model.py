@@ -20,7 +20,6 @@ from worlds import ROOT, environment
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import TERMS, fit_model, idle_rows, roofline, solve
 from sonicmoe.bench.floors import OTHER_STAGES, floors
-from sonicmoe.bench.plots import plot_model
 from sonicmoe.bench.points import Point, SweepError, read_points
 from sonicmoe.bench.shapes import REFERENCE, Shape
 from sonicmoe.bench.sweep import grid, sweep
@@ -58,15 +57,12 @@ def but(point, **changes):
     return dataclasses.replace(point, **changes)
 
 
-def test_the_form_is_found_again():
+def test_the_form_is_found_again_and_noise_ends_where_it_began():
     model = fit_model(made_points())
     assert model.held_out_error < 0.05 and model.fitted_error < 0.05
     assert model.coefficients["TK*H*I"] == pytest.approx(1.4e-8, rel=0.01)
     assert model.coefficients["E"] == pytest.approx(2.0, rel=0.01)
     assert 0.1 < len(model.held_out) / model.points < 0.3
-
-
-def test_noise_ends_where_it_began():
     model = fit_model(made_points(noise=0.03))
     assert 1.0 < model.held_out_error < 3.8 and model.mfu_error < 2
     assert set(model.coefficients) <= set(TERMS) and min(model.coefficients.values()) > 0
@@ -89,11 +85,6 @@ def test_coefficients_are_costs():
     assert (weights >= 0).all() and weights.any()
 
 
-def test_too_few_points_are_refused():
-    with pytest.raises(SweepError, match="11 points; a fit needs at least 12"):
-        fit_model(made_points()[:11])
-
-
 def test_prediction_and_mfu_agree():
     points = made_points()
     model = fit_model(points)
@@ -103,14 +94,6 @@ def test_prediction_and_mfu_agree():
     assert sum(model.shares([p.shape for p in points]).values()) == pytest.approx(1)
     terms, units, _ = (list(column.cells) for column in term_table(model, points).columns)
     assert dict(zip(terms, units, strict=True))["TK*H*I"] == "1.4e-08"
-
-
-def test_the_picture(tmp_path):
-    points = made_points(noise=0.02)
-    # Where experts did not fit into memory, the points of their panel are missing.
-    points = [p for p in points[::3] if (p.shape.hidden, p.shape.experts) != (7168, 128)]
-    path = plot_model(fit_model(points), points, tmp_path)
-    assert path.name == "mfu_curves_hopper_perf_on_H200.png" and path.stat().st_size > 10_000
 
 
 def test_the_grid_groups_experts():
@@ -131,49 +114,9 @@ def test_terms_of_tiles_and_floors():
         idle.append((-counts % 128).sum())
         assert idle_rows(Shape(tokens, 64, 64, 16, 3)) == pytest.approx(1024)
     assert np.mean(idle) == pytest.approx(1024, rel=0.1)
-    for fp8 in (True, False):
-        least = floors(REFERENCE, fp8)
-        bound = sum(us for stage, us in least.items() if stage not in OTHER_STAGES)
-        assert roofline(REFERENCE, fp8) == pytest.approx(bound)
-
-
-def a_gpu(shape, rng):
-    """A law of another kind: 132 SMs in whole waves of tiles, drawn counts in blocks of 128 rows,
-    each product bound by its operations or by its traffic (6-norm), clocks that fall with load,
-    launches.
-    """
-    counts = rng.multinomial(shape.rows, [1 / shape.experts] * shape.experts)
-    h, i, blocks = shape.hidden, shape.intermediate, np.ceil(counts / 128).sum()
-    weights = shape.experts * h * i
-    rows, total = 128 * blocks, 60e-6 + 0.3e-6 * shape.experts
-
-    def product(tiles, depth, moved, slower):
-        compute = np.ceil(tiles / 132) * 2 * 128 * 256 * depth / (1.45e15 / 132) * slower
-        return (compute**6 + (moved / 4e12) ** 6) ** (1 / 6)
-
-    for width, depth, moved, slower in (
-        (2 * i, h, rows * 3 * i + 2 * weights, 1.2), (h, i, rows * (i + 2 * h) + weights, 1.05),
-        (i, h, rows * 7 * i + weights, 1.7), (h, 2 * i, rows * (2 * i + 2 * h) + 2 * weights, 1.05),
-    ):  # fmt: skip
-        total += product(blocks * np.ceil(width / 256), depth, moved, slower)
-    for height, width, copies in ((h, i, 1), (2 * i, h, 2)):
-        tiles = shape.experts * np.ceil(height / 128) * np.ceil(width / 256)
-        total += product(
-            tiles, rows / shape.experts, rows * (height + width) + 8 * copies * weights, 1.15
-        )
-    total += (4 * shape.rows * h + 8 * shape.tokens * h + 3 * rows * h) / 4e12
-    return 1e6 * total * (1 + 0.02 * np.log1p(shape.flop / 3e12))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_more_complex_law_is_predicted_within_the_goal(seed):
-    rng = np.random.default_rng(seed)
-    points = [
-        but(p, us=float(a_gpu(p.shape, rng) * (1 + 0.01 * rng.standard_normal())))
-        for p in made_points()
-    ]
-    model = fit_model(points)
-    assert model.held_out_error <= 3.8 and model.worst < 15
+    least = floors(REFERENCE, fp8=True)
+    bound = sum(us for stage, us in least.items() if stage not in OTHER_STAGES)
+    assert roofline(REFERENCE, fp8=True) == pytest.approx(bound)
 
 
 def test_a_real_gpu_is_predicted_as_the_docs_say():
@@ -195,7 +138,7 @@ def test_held_out_points_depend_on_sizes_alone():
     assert set(fit_model(points, seed=1).held_out) != held_out
 
 
-def test_a_sweep_continues_where_it_stopped(tmp_path):
+def test_a_sweep_continues_where_it_stopped_and_remembers_refusals(tmp_path):
     path = tmp_path / "data" / "sweep.jsonl"
     assert sweep(path, TINY[:1], PERF) == 1
     with path.open("a") as file:
@@ -207,6 +150,10 @@ def test_a_sweep_continues_where_it_stopped(tmp_path):
     points = list(read_points(path))
     assert [p.shape for p in points] == TINY
     assert all(p.us > 0 and p.engine == "reference:perf" and p.fp8 and p.date for p in points)
+    hopper = Variant(EngineName.HOPPER, "perf")
+    assert sweep(path, TINY[:1], hopper) == 1 and sweep(path, TINY[:1], hopper) == 0
+    *_, refused = read_points(path)
+    assert "hopper" in refused.refusal and refused.us is None
     lines = path.read_text().splitlines()
     for nonsense in (
         "nonsense",
@@ -244,15 +191,6 @@ def test_a_killed_sweep_continues(tmp_path):
     assert after[:-1] == before and after[-1].shape.tokens == 99
 
 
-def test_a_refusal_is_remembered_and_not_fitted(tmp_path):
-    path = tmp_path / "sweep.jsonl"
-    hopper = Variant(EngineName.HOPPER, "perf")
-    assert sweep(path, TINY[:1], hopper) == 1
-    (point,) = read_points(path)
-    assert "hopper" in point.refusal and point.us is None
-    assert sweep(path, TINY[:1], hopper) == 0
-
-
 def test_commands(tmp_path, monkeypatch):
     monkeypatch.setitem(sweep_module.GRIDS, "cpu", ((4, 8), ((32, 16),), (16, 32), 2))
     path = tmp_path / "sweep.jsonl"
@@ -264,9 +202,14 @@ def test_commands(tmp_path, monkeypatch):
 
     said = run("--sweep", str(path))
     assert "4 points measured now" in said and "4 points; a fit needs at least 12" in said
-    path.write_text("".join(point.line() for point in made_points(noise=0.02)))
+    # Where experts did not fit into memory, the points of a line are missing.
+    points = [p for p in made_points(noise=0.02) if p.shape.hidden < 7168 or p.shape.experts < 128]
+    path.write_text("".join(point.line() for point in points))
     said = run("--fit", str(path), "--plot", str(tmp_path / "plots"))
     assert "hopper:perf on H200" in said and "TK*H*I" in said and "held-out" in said
     data = json.loads(run("--fit", str(path), "--plot", str(tmp_path / "plots"), "--json"))
     model = data["hopper:perf on H200"]
-    assert 0 < model["held_out_error"] < 3.8 and Path(model["plot"]).exists()
+    assert 0 < model["held_out_error"] < 3.8
+    picture = Path(model["plot"])
+    assert picture.name == "mfu_curves_hopper_perf_on_H200.png"
+    assert picture.stat().st_size > 10_000
