@@ -203,7 +203,7 @@ def _read(artefact: Artefact) -> Verdict | None:
     """None where it cannot be read: an error of the file system says nothing of the engine."""
     try:
         found = json.loads(artefact.file(_FILE).read_text(encoding="utf-8"))
-        return Verdict(found["trusted"], found["reason"], tuple(found["cases"]))
+        return Verdict(found["trusted"], found["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -269,9 +269,7 @@ def announced_trial(subject: Subject) -> Verdict:
 
 def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
     """Run `trial.py` in a new process and judge what it says; `reason` names the case.
-
-    Raises:
-        UndecidedError: nothing was learnt about the engine; in words.
+    UndecidedError: nothing was learnt about the engine, in words.
     """
     request = {
         "engine": subject.class_name,
