@@ -226,21 +226,20 @@ def announce(choice: EngineChoice, device: str) -> None:
     a fallback, quantised tokens that are dequantised, FP8 that is emulated and that no GPU computes.
     """
     level = logging.WARNING if choice.falls_back else logging.INFO
-    where = choice.engine.name, device
-    log_once(level, "engine %s on %s: %s", *where, choice.reason)
+    lines = [(level, "engine %s on %s: %s", choice.reason)]
     if choice.dequantises is not None:
-        _announce_values("tokens", *where, choice.dequantises)
+        lines.append((logging.WARNING, _values_are_read("tokens"), choice.dequantises))
     if choice.on_gpus is not None:
-        words = "engine %s on %s emulates FP8, but %s"
-        log_once(logging.WARNING, words, *where, choice.on_gpus)
+        lines.append((logging.WARNING, "engine %s on %s emulates FP8, but %s", choice.on_gpus))
+    for severity, words, reason in lines:
+        log_once(severity, words, choice.engine.name, device, reason)
 
 
 def announce_gradients(engine: str, device: str, reason: str) -> None:
     """Log once that gradients which arrive in FP8 are dequantised for an engine."""
-    _announce_values("gradients", engine, device, reason)
+    log_once(logging.WARNING, _values_are_read("gradients"), engine, device, reason)
 
 
-def _announce_values(what: str, engine: str, device: str, reason: str) -> None:
+def _values_are_read(what: str) -> str:
     # A warning, because they were rounded to 8 bits and the engine reads 16.
-    words = "engine %s on %s: %s that arrive in FP8 are dequantised to bfloat16, because %s"
-    log_once(logging.WARNING, words, engine, device, what, reason)
+    return f"engine %s on %s: {what} that arrive in FP8 are dequantised to bfloat16, because %s"

@@ -20,7 +20,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -311,11 +311,11 @@ def _problem(
     return f"two equal calls differ in {differing[0]}" if differing else None
 
 
-_SIZES = ("hidden_size", "intermediate_size", "dtype", "bias")  # and what else they depend on
+SIZES = ("hidden_size", "intermediate_size", "dtype", "bias")  # and what else they depend on
 
 
 def workload_of(record: dict[str, Any]) -> Workload:
-    """The inverse of `record_of`."""
+    """The inverse of `trust.record_of`."""
     settings = dict(record["settings"])
     recipe = settings.pop("recipe")
     own = tuple((str(name), float(value)) for name, value in settings.pop("activation_parameters"))
@@ -327,18 +327,8 @@ def workload_of(record: dict[str, Any]) -> Workload:
             activation_parameters=own,
             **settings,
         ),
-        *(record[name] for name in _SIZES),
+        *(record[name] for name in SIZES),
     )
-
-
-def record_of(workload: Workload) -> dict[str, Any]:
-    """A workload with plain tokens and native gradients as JSON types."""
-    # JSON has neither enums nor recipes, and the other process knows both by name.
-    asked = workload.settings
-    settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
-    settings["activation"], settings["save_z"] = asked.activation.value, asked.save_z.value
-    settings["recipe"] = asked.recipe and asked.recipe.name
-    return {"settings": settings, **{name: getattr(workload, name) for name in _SIZES}}
 
 
 def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:

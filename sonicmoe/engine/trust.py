@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
 from .interface import Engine
 from .settings import TokenFormat, Workload
-from .trial import BEGIN, RESULT, record_of
+from .trial import BEGIN, RESULT, SIZES
 from .trial_process import LIMITS, Event, Limits, quoted, run_trial
 
 logger = logging.getLogger("sonicmoe")
@@ -123,6 +123,18 @@ class Subject:
 
     def __str__(self) -> str:
         return f"engine {self.record.name.value} on {gpu_name(self.device)} ({self.arch})"
+
+
+def record_of(workload: Workload) -> dict[str, Any]:
+    """A workload with plain tokens and native gradients as JSON types; `trial.workload_of` is the
+    inverse.
+    """
+    # JSON has neither enums nor recipes, and the other process knows both by name.
+    asked = workload.settings
+    settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    settings["activation"], settings["save_z"] = asked.activation.value, asked.save_z.value
+    settings["recipe"] = asked.recipe and asked.recipe.name
+    return {"settings": settings, **{name: getattr(workload, name) for name in SIZES}}
 
 
 def gpu_name(device: str) -> str:

@@ -165,7 +165,7 @@ class TestVerdicts:
         Workload(EngineSettings(recipe=RECIPES["dx256"], save_z=ZCode.BF16, recompute_z=True, fp8_wgrad=False), 64, 64),
     ])  # fmt: skip
     def test_a_workload_reaches_the_process(self, workload):
-        assert trial.workload_of(json.loads(json.dumps(trial.record_of(workload)))) == workload
+        assert trial.workload_of(json.loads(json.dumps(trust.record_of(workload)))) == workload
 
     def test_every_expert_has_the_counts_that_the_page_promises(self):
         problem = trial.Problem(WORKLOAD, "cpu")
