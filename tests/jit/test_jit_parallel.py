@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_jobs import DyingJob, FailingJob, FakeJob
+from fake_jobs import FakeJob
 from racer import make_key
 from racers import TIMEOUT_S, environment, held
 
@@ -94,23 +94,6 @@ def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field):
     failed = outcomes.pop("fake_2")
     assert set(outcomes.values()) == {"built"}
     assert failed.startswith("failed waited 0.5 s for fake[H=2"), failed
-
-
-def build(field, cache, jobs, limit=2):
-    collected = Outcomes()
-    ParallelBuild(jobs, cache, HostSlots(field.local, limit), collected).run()
-    return collected
-
-
-def test_a_failing_or_dying_job_costs_no_other_job_and_no_place(field, cache):
-    bad = [FailingJob(1, field.log), DyingJob(2, field.log)]
-    outcomes = build(field, cache, [*bad, FakeJob(3, field.log), FakeJob(4, field.log)]).outcomes
-    states = {outcome.kernel: outcome.state for outcome in outcomes}
-    assert states == {
-        "fake_1": "failed", "fake_2": "failed", "fake_3": "built", "fake_4": "built",
-    }  # fmt: skip
-    slots = HostSlots(field.local, 2)
-    assert slots.take() and slots.take() and slots.take() is None
 
 
 def test_the_longest_job_begins_first(field):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
+from pairwise import pairwise
 from racer import load
 from racers import environment
 
@@ -27,6 +28,7 @@ from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import BOTH, ModelSpec, WarmUpPlan
+from sonicmoe.jit.slots import HostSlots
 from sonicmoe.jit.warmup import SELECTED, check, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
@@ -68,7 +70,9 @@ def test_what_only_this_node_has_is_copied_and_not_compiled(cache, field, jobs):
 
 
 def test_failures_do_not_stop_the_others(cache, field):
-    """One that its compiler refuses, one that ends its worker, and one that cannot be sent to it."""
+    """One that its compiler refuses, one that ends its worker, and one that cannot be sent to it.
+    None of them costs a place of the host.
+    """
     log = field.log
     bad = [FailingJob(2, log), DyingJob(3, log), UnsendableJob(6, log)]
     good = [FakeJob(size, log) for size in (1, 4, 5)]
@@ -80,6 +84,7 @@ def test_failures_do_not_stop_the_others(cache, field):
     assert "fake_3 ended with status 41" in messages.pop("fake_3")
     assert "this job stays here" in messages.pop("fake_6") and not messages
     assert not report.complete and report.record is None
+    assert HostSlots(field.local, 1).take() is not None
 
 
 def no_processes(patch):
@@ -203,12 +208,16 @@ def names(planned):
     return {job.name for job in planned.jobs}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("fp8_mode", ["off", "perf", "mem"])
-@pytest.mark.parametrize("changes", [
-    {}, {"fp8_wgrad": False}, {"recompute_z": True}, {"fp8_wgrad": False, "recompute_z": True},
-    {"stagewise_memory": True}, {"iso_weight": True},
-])  # fmt: skip
+CHANGES = [
+    *({}, {"fp8_wgrad": False}, {"recompute_z": True}, {"fp8_wgrad": False, "recompute_z": True}),
+    *({"stagewise_memory": True}, {"iso_weight": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8_mode", "changes"),
+    pairwise(["bfloat16", "float32"], ["off", "perf", "mem"], CHANGES),
+)
 def test_default_plan_covers_whatever_a_run_chooses(dtype, fp8_mode, changes):
     spec = ModelSpec(8, 3072, 1536, dtype)
     needed = plan(spec, current_config(SonicMoEConfig(fp8_mode=fp8_mode, **changes)))
