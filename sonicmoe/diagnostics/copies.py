@@ -42,9 +42,7 @@ class Copy:
 
 
 def other_copies() -> list[Copy]:
-    """Every other sonicmoe: loaded under any name, inside a carrier, further down the module path,
-    or installed.
-    """
+    """Every other sonicmoe: loaded under any name, or inside a carrier."""
     return [copy for copy in _copies_of("sonicmoe") if copy.path != PACKAGE_ROOT]
 
 
@@ -58,23 +56,15 @@ def installed_otherwise() -> str | None:
 
 
 def wrong_quacks() -> list[Copy]:
-    """Every quack of another version than the GEMMs need, loaded, importable or carried."""
+    """Every quack of another version than the GEMMs need, loaded or carried."""
     needed = dict(BF16.packages)[QUACK]
     return [copy for copy in _copies_of("quack") if copy.version != needed]
 
 
 def _copies_of(name: str) -> list[Copy]:
     """All packages of that name, each place once; one that is loaded says so."""
-    found = {copy.path: copy for copy in (*_shadowed(name), *_carried(name), *_loaded(name))}
+    found = {copy.path: copy for copy in (*_carried(name), *_loaded(name))}
     return [copy for _, copy in sorted(found.items())]
-
-
-def _shadowed(name: str) -> Iterator[Copy]:
-    """Packages of that name on the module path; an import takes the first."""
-    for entry in sys.path:
-        path = Path(entry or ".", name).resolve()
-        if (path / "__init__.py").is_file():
-            yield Copy(name, _version_of(path), path, loaded=False)
 
 
 def _carried(name: str) -> Iterator[Copy]:

@@ -24,11 +24,9 @@ def found():
 @pytest.mark.parametrize(
     ("name", "version", "warning"),
     [
-        ("sonicmoe", "9.8", SONICMOE),
         ("paddlefleet_ops.sonicmoe", "9.8", SONICMOE),
-        ("quack", "0.1", OTHER_QUACK),
         ("paddlefleet_ops.quack", "0.2", OTHER_QUACK),
-        ("quack", QUACK, None),
+        ("paddlefleet_ops.quack", QUACK, None),
     ],
 )
 def test_an_importable_copy(name, version, warning, tmp_path, monkeypatch):
