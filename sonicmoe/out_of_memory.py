@@ -98,7 +98,7 @@ class advising:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, Exception):
+        if error is not None and isinstance(error, Exception):
             raise_with_advice(error, *self._about)
 
 

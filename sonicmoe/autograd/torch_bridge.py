@@ -56,7 +56,7 @@ class _CallFunction(torch.autograd.Function):
         # PyTorch counts all arguments of `forward`: the call and the number of inputs come first,
         # and their "gradients" are the two None below.
         wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
-        kept = (g if want else None for g, want in zip(of_inputs, wanted, strict=True))
+        kept = [g if want else None for g, want in zip(of_inputs, wanted, strict=True)]
         return (None, None, *kept, *of_parameters)
 
 

@@ -27,7 +27,7 @@ from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
 from .border import check_dout, check_forward, require_operands
 from .capabilities import HOPPER
-from .hopper_layer import HopperLayer, is_steady
+from .hopper_layer import HopperLayer
 from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
@@ -51,7 +51,7 @@ class HopperEngine(QuantisedEngine):
 
     def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
         # Scales that stay along K differ between the two orders, so each is made from the weights.
-        if is_steady(settings):
+        if settings.is_steady:
             assert settings.recipe is not None
             return SteadyWeights(settings.recipe)
         return QuantizedWeights(settings.iso_weight)

@@ -12,13 +12,12 @@ import torch
 
 from ..enums import ZCode
 from ..interop import current_stream, device_name, empty
-from ..quant.format import BlockScaledTensor, Code, Orientation
+from ..quant.format import BlockScaledTensor, Code
 from ..quant.gpu import to_scratch
 from ..routing.metadata import RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
     KeptZ,
-    Passes,
     passes_on,
     prepared_handle,
     token_arguments,
@@ -31,20 +30,9 @@ from .tokens import Saved, Tokens
 Tensor = torch.Tensor
 
 
-def is_steady(settings: EngineSettings) -> bool:
-    """Whether scales stay along K in the GEMMs that gather: kernels of their own."""
-    return settings.recipe is not None and settings.recipe.x.steady is not None
-
-
 def _folds(settings: EngineSettings) -> bool:
     """Whether wgrad reads the codes of tokens (`quant.folding`)."""
     return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
-
-
-def _passes_of(anchor: Tensor, settings: EngineSettings) -> Passes:
-    own = settings.activation_parameters
-    of_device = device_name(anchor), settings.activation, own, settings.save_z
-    return passes_on(*of_device, is_steady(settings))
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,10 @@ class HopperLayer:
             anchor, self.dtype = x.codes, torch.bfloat16
         else:
             anchor, self.dtype = x, x.dtype
-        self._stream, self._passes = current_stream(anchor), _passes_of(anchor, settings)
+        self._stream = current_stream(anchor)
+        own, kept = settings.activation_parameters, settings.save_z
+        of_device = device_name(anchor), settings.activation, own, kept, settings.is_steady
+        self._passes = passes_on(*of_device)
         self._prepared = prepared = prepared_handle(self._passes, weights)
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self.device = self.routed.device
@@ -192,7 +183,7 @@ class HopperLayer:
         """The handle of weights whose contraction over forward's rows is contiguous."""
         # Under `iso_weight` it is of one matrix, transposed into a scratch that all layers share,
         # and serves the next launch only.
-        held: Any = getattr(self._weights, f"{name}_dgrad")
-        if held.orientation is Orientation.COLUMNS:
+        if self._prepared.has_dgrad:
             return self._prepared.handle
+        held: Any = getattr(self._weights, f"{name}_dgrad")
         return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})

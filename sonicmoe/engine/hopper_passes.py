@@ -59,11 +59,14 @@ _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
 @dataclass(frozen=True)
 class PreparedHandle:
-    """The native handle of prepared weights, with their H and I."""
+    """The native handle of prepared weights, with their H and I. has_dgrad: the handle refers to
+    backward's order too, which `iso_weight` does not keep.
+    """
 
     handle: Any
     hidden: int
     inner: int
+    has_dgrad: bool
 
 
 class Routed(NamedTuple):
@@ -242,12 +245,11 @@ def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
     """
     held = weights.native
     if held is None:
-        matrices = {"w1": weights.w1, "w2": weights.w2}
-        if weights.w1_dgrad is not weights.w1:  # else `iso_weight`: one order only
+        matrices, both = {"w1": weights.w1, "w2": weights.w2}, weights.two_orders
+        if both:
             matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
-        held = PreparedHandle(
-            passes.weights_of(matrices), weights.hidden_size, weights.intermediate_size
-        )
+        sizes = weights.hidden_size, weights.intermediate_size
+        held = PreparedHandle(passes.weights_of(matrices), *sizes, both)
         object.__setattr__(weights, "native", held)
     return held
 

@@ -107,6 +107,12 @@ class EngineWeights:
             object.__setattr__(self, name, None)
 
     @functools.cached_property
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of w1 and w2."""
+        (experts, n1, hidden), inner = map(int, self.w1.shape), self.intermediate_size
+        return (experts, n1, hidden), (experts, hidden, inner)
+
+    @functools.cached_property
     def num_experts(self) -> int:
         return int(self.w1.shape[0])
 

@@ -77,6 +77,11 @@ class EngineSettings:
         return EngineSettings(self.activation, self.recipe, iso_weight=self.iso_weight)
 
     @functools.cached_property
+    def is_steady(self) -> bool:
+        """Whether scales of tokens stay along K, which takes kernels of their own."""
+        return self.recipe is not None and self.recipe.x.steady is not None
+
+    @functools.cached_property
     def row_alignment(self) -> int:
         """Rows the routing metadata must pad every expert to."""
         return 128 if self.recipe is None else self.recipe.row_alignment

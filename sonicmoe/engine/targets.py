@@ -289,7 +289,7 @@ class FreshTargets(ParameterTargets):
     @classmethod
     def fits(cls, dtypes: Iterable[Any]) -> bool:
         """Whether gradients of these dtypes can be written."""
-        return all(dtype in FRESH_DTYPES for dtype in dtypes)
+        return FRESH_DTYPES.issuperset(dtypes)
 
     @classmethod
     def like(cls, targets: ParameterTargets) -> FreshTargets:
@@ -297,7 +297,7 @@ class FreshTargets(ParameterTargets):
         return cls(targets.up, targets.down)
 
 
-FRESH_DTYPES = (torch.bfloat16, torch.float32)
+FRESH_DTYPES = frozenset({torch.bfloat16, torch.float32})
 _NAMES = {"dw1": "up-projection gradients", "dw2": "down-projection gradients"}
 
 

@@ -134,14 +134,16 @@ class SavedSpec:
         """Inverse of `Saved.pack`."""
         # The order of `Saved.pack`: x, the routing, z.
         n_routing = len(RoutingMetadata.TENSOR_FIELDS)
-        given, tensors = tensors[: self.given], tensors[self.given :]
+        n_given = self.given
+        given, tensors = tensors[:n_given], tensors[n_given:]
         routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
         # The tensors may be others than at `pack`: activation recompute makes them again.
         fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
         routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
         # Under activation recompute the tensors come from a second forward and the spec from the
         # first.
-        _check_same_routing(routing, self.routing_checksum)
+        if self.routing_checksum is not None:
+            _check_same_routing(routing, self.routing_checksum)
         x: Tokens = given[0]
         if self.x is not None:
             x = BlockScaledTensor(given[0], given[1], self.x.block, self.x.code)

@@ -66,6 +66,9 @@ class Plan:
     validate: bool
     face: str = STACKED
     _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _passed: dict[Any, PassedParameters] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
         """The plan with settings that the engine for these tokens can compute: `auto` falls back
@@ -97,6 +100,19 @@ class Plan:
             found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
             # The fitted plan is asked for the engine as often as this one is for the plan.
             self._fits[kind] = found.plan._fits[kind] = found
+        return found
+
+    def passed(
+        self, weights: EngineWeights, dtypes: tuple[torch.dtype | None, ...]
+    ) -> PassedParameters:
+        """Records of weights in these dtypes, which the engine read as `weights`. They hold no
+        tensor, so calls of the same kind share them.
+        """
+        key = weights.native_shapes, dtypes
+        found = self._passed.get(key)
+        if found is None:
+            found = PassedParameters(self.settings.activation, self.layout, *key)
+            self._passed[key] = found
         return found
 
 
@@ -168,7 +184,8 @@ def plan_of(number: int) -> Plan:
 
 def check_use_fp8(use_fp8: object) -> None:
     """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on."""
-    if use_fp8 is not None and not isinstance(use_fp8, bool):
+    # By identity: 1 equals True, and every call asks.
+    if not (use_fp8 is None or use_fp8 is True or use_fp8 is False):
         raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
 
 
@@ -235,8 +252,8 @@ def route(
     plan: Plan, origin: Origin, probs: Tensor, experts: int, *, static_rows: bool = False
 ) -> RoutingMetadata:
     """As `build_routing`, whose messages then name the face's arguments."""
-    face = FACES[plan.face]
     assert origin.indices is not None
+    face = FACES[plan.face]
     return build_routing(
         origin.indices,
         probs,
@@ -303,8 +320,7 @@ def _differentiate(
         dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
         return dx, dprobs, nothing
     # A sink of this backward alone, because autograd adds the gradients of several calls.
-    native_shapes = tuple(weights.w1.shape), tuple(weights.w2.shape)
-    passed = _passed(plan.settings.activation, plan.layout, native_shapes, dtypes)
+    passed = plan.passed(weights, dtypes)
     parameters, sink = passed.parameters(), GradientSink(passed)
     wanted = list(trained[: len(parameters)])
     # Memory first: a backward that runs out of it must not have computed anything yet.
@@ -312,10 +328,6 @@ def _differentiate(
     dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
     return dx, dprobs, (*sink.close(batch), *nothing[len(parameters) :])
-
-
-# They hold no tensor, so calls of the same kind share them.
-_passed = functools.lru_cache(maxsize=256)(PassedParameters)
 
 
 def _described(

@@ -131,7 +131,7 @@ def fresh_batch(
     """
     # Sums need memory that was zero before, and fresh memory is written once.
     wanted = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
-    fits = engine.writes_gradients(settings) and FreshTargets.fits(p.dtype for p in wanted)
+    fits = engine.writes_gradients(settings) and FreshTargets.fits([p.dtype for p in wanted])
     if not fits or layer.has_biases or len(set(map(id, parameters))) < len(parameters):
         return None
     device = device_of(dout)

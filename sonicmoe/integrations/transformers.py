@@ -231,7 +231,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
                 f"the sonicmoe experts implementation cannot run this model: {activation}"
             )
         names = _weight_names(self)
-        up, down, *biases = (_local(getattr(self, name)) for name in names)
+        up, down, *biases = [_local(getattr(self, name)) for name in names]
         up_bias, down_bias = biases or (None, None)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
         tokens = _local(hidden_states)

@@ -78,11 +78,10 @@ class Choices:
         and cannot run this raises. The log says which at its first choice.
         """
         config, settings = self.settings()
-        validates = config.validate_dispatch
-        key = (device, config.engine, validates, settings, token_dtype, tokens)
+        key = (device, config, settings, token_dtype, tokens)
         # Asking for packages and devices takes longer than a launch. Several answers are kept,
-        # because calls may differ from one to the next; a list, because settings are equal by
-        # identity nearly always, and their hash takes longer than that.
+        # because calls may differ from one to the next; a list, because configuration and settings
+        # are equal by identity nearly always, and their hash takes longer than that.
         for known, chosen in self._engines:
             if known == key:
                 return chosen
@@ -90,7 +89,8 @@ class Choices:
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
         settings = choice.settings or settings
-        chosen = Chosen(choice.engine, settings, choice.dequantises is not None, validates)
+        dequantises, validates = choice.dequantises is not None, config.validate_dispatch
+        chosen = Chosen(choice.engine, settings, dequantises, validates)
         self._engines = [*self._engines[-_KEPT + 1 :], (key, chosen)]
         return chosen
 

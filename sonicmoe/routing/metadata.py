@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import torch
 
-from ..errors import RoutingError, expect
+from ..errors import RoutingError
 
 Tensor = torch.Tensor
 
@@ -111,8 +111,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def check_alignment(alignment: int) -> None:
     """Raise RoutingError unless `alignment` is a positive multiple of the 128-row GEMM tile."""
-    expect(
-        alignment > 0 and alignment % ROW_ALIGNMENT == 0,
-        RoutingError,
-        f"alignment is {alignment}; needed: a positive multiple of {ROW_ALIGNMENT}, the rows of a GEMM tile",
-    )
+    if alignment <= 0 or alignment % ROW_ALIGNMENT:
+        raise RoutingError(
+            f"alignment is {alignment}; needed: a positive multiple of {ROW_ALIGNMENT}, the rows of a GEMM tile"
+        )

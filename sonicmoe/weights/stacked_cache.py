@@ -54,7 +54,7 @@ class _Kept:
 
     def is_dead(self) -> bool:
         """Whether memory of the weights was freed."""
-        return any(storage.expired() for storage in self.memory)
+        return any(map(StorageWeakRef.expired, self.memory))
 
 
 # By parameter (`_owner`), then by geometry.
@@ -91,7 +91,9 @@ def read_weights(
     """
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
     w1, owner = weights[0], _owner(weights[0])
-    if settings.recipe is None or _any_module_is_sharded() or any(map(_is_inference, weights)):
+    present = [weight for weight in weights if weight is not None]
+    is_inference = any(map(torch.Tensor.is_inference, present))
+    if settings.recipe is None or is_inference or _any_module_is_sharded():
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
@@ -106,7 +108,7 @@ def read_weights(
     # The allocator may hand an address out again, with other values behind it.
     is_ours = kept is not None and not kept.is_dead() and kept.place == place
     prepared = kept.prepared if is_ours else PreparedWeights()
-    traces = traces_of([weight for weight in weights if weight is not None])
+    traces = traces_of(present)
     reading = prepared.read(engine, settings, source, w1, place, traces)
     if not reading.weights.updated_in_place:
         return reading
@@ -153,15 +155,11 @@ def _keep(owner: Tensor, geometry: tuple[Any, ...], kept: _Kept, room: int) -> N
 
 
 def _places(weights: Weights) -> tuple[Any, ...]:
-    return tuple(None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights)
+    return tuple([None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights])
 
 
 def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
-
-
-def _is_inference(weight: Tensor | None) -> bool:
-    return weight is not None and weight.is_inference()
 
 
 def _any_module_is_sharded() -> bool:
@@ -174,6 +172,6 @@ def _any_module_is_sharded() -> bool:
     if base is None:
         return False
     kinds = base.__subclasses__()  # and theirs: `replicate` derives from it
-    return any(
+    return bool(kinds) and any(
         issubclass(k, torch.nn.Module) for kind in kinds for k in (kind, *kind.__subclasses__())
     )
