@@ -11,6 +11,8 @@ over kernels that do nothing.
 |---|---|---|
 | node | two of each expert | `main_grad` |
 | stacked | two stacked weights of a node | `main_grad` |
+| step | as node; every backward is followed by `step()`, so that weights are made again | `main_grad` |
+| MoE | a `MoE` with its router | `.grad` |
 | transformers | an experts module of transformers | `.grad` |
 | frozen | the same | none |
 
@@ -18,7 +20,7 @@ Where launches take the host longer than the GPU needs for the work, this is wha
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`; of transformers eight times forward and backward. Compare times of one machine only; a
+`backward()`; of step, MoE and transformers eight times forward and backward. Compare times of one machine only; a
 count of calls is the same on every machine with the same versions of Python and PyTorch.
 """
 
@@ -63,7 +65,7 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
     "--face",
     "faces",
     multiple=True,
-    type=click.Choice(["node", "stacked", "transformers", "frozen"]),
+    type=click.Choice(["node", "stacked", "step", "MoE", "transformers", "frozen"]),
     default=["node"],
     show_default=True,
     help="Whose layer; may be given several times.",
@@ -96,7 +98,7 @@ def main(
         import paddle
 
         if not set(faces) <= {"node", "stacked"}:
-            raise click.UsageError("transformers has PyTorch's face only")
+            raise click.UsageError("with Paddle the faces are node and stacked")
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
     make = paddle_step if framework == "paddle" else torch_step
@@ -104,6 +106,10 @@ def main(
     for face, local in itertools.product(faces, experts):
         if face in ("node", "stacked"):
             made[face, local] = make(local, tokens, face == "stacked", flush)
+        elif face == "step":
+            made[face, local] = torch_step(local, tokens, False, flush, calls_step=True)
+        elif face == "MoE":
+            made[face, local] = moe_step(local, tokens)
         else:
             made[face, local] = transformers_step(local, tokens, face == "frozen")
     take_host_for_gpu()
@@ -261,7 +267,7 @@ def stay_on_thread() -> Iterator[None]:
 
 
 def torch_step(
-    experts: int, tokens: int, stacked: bool, flush: str
+    experts: int, tokens: int, stacked: bool, flush: str, calls_step: bool = False
 ) -> tuple[Callable[[], None], Any]:
     """A step, and the context in which backward stays on the calling thread."""
     import torch
@@ -292,16 +298,48 @@ def torch_step(
         outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
         torch.autograd.backward(outs, [dout] * LAYERS)
 
+    def step_each() -> None:
+        for _ in range(LAYERS):
+            node(leaf(x), counts, indices, leaf(probs)).backward(dout)
+            node.step()
+
+    answer_for_streams()
+    return step_each if calls_step else step, stay_on_thread()
+
+
+def answer_for_streams() -> None:
+    """Every question about PyTorch's streams is answered as on a GPU with one stream."""
+    import torch
+
     torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
         lambda: False,
         lambda device=None: None,
     )
+
+
+def moe_step(experts: int, tokens: int) -> tuple[Callable[[], None], Any]:
+    """A step of a `MoE`, whose weights are kept; gradients in `.grad`."""
+    import torch
+
+    from sonicmoe import MoE
+
+    layer = MoE(experts, TOPK, HIDDEN, INNER).to(torch.bfloat16)
+    parameters = list(layer.parameters())
+    x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> None:
+        for _ in range(LAYERS):
+            for tensor in (x, *parameters):
+                tensor.grad = None
+            layer(x, use_fp8=True)[0].backward(dout)
+
+    answer_for_streams()
     return step, stay_on_thread()
 
 
 def transformers_step(experts: int, tokens: int, frozen: bool) -> tuple[Callable[[], None], Any]:
     """A step of Qwen3-MoE's experts module, whose weights are kept; gradients in `.grad`."""
-    import torch
     from model_experts import Experts, Row
 
     from sonicmoe.integrations.transformers import register
@@ -317,10 +355,7 @@ def transformers_step(experts: int, tokens: int, frozen: bool) -> tuple[Callable
             batch.clear()
             module(batch.x, batch.ids, batch.probs).backward(batch.dout)
 
-    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
-        lambda: False,
-        lambda device=None: None,
-    )
+    answer_for_streams()
     return step, stay_on_thread()
 
 

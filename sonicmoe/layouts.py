@@ -56,7 +56,8 @@ def _turned(rows: Tensor, caller: str, split: bool = True) -> Tensor:
 
 def stack(tensors: list[Tensor]) -> Tensor:
     """Per-expert tensors -> one `[E, ...]` tensor (a copy)."""
-    return torch.stack([tensor.detach() for tensor in tensors])
+    with plain_ops():  # one switch instead of a detached view of each of 256 weights
+        return torch.stack(list(tensors))
 
 
 class StackedMatrices(Sequence[Tensor]):

@@ -56,12 +56,12 @@ def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     assert few[0] > 0 and 0 < few[1] == many[1] <= 23
 
 
-def test_calls_do_not_grow_with_the_experts_of_stacked_weights(artefacts):
+def test_calls_do_not_grow_with_the_experts(artefacts):
     pytest.importorskip("transformers", minversion="5.7")
-    faces = ("stacked", "transformers", "frozen")
+    faces = ("node", "step", "stacked", "MoE", "transformers", "frozen")
     options = [option for face in faces for option in ("--face", face)]
-    counts = json.loads(run(artefacts, "--count", "--experts", "2", "--experts", "64", *options))
+    counts = json.loads(run(artefacts, "--count", "--experts", "8", "--experts", "64", *options))
     for face in faces:
-        few, many = (counts[f"{face}, E={experts}"] for experts in (2, 64))
+        few, many = (counts[f"{face}, E={experts}"] for experts in (8, 64))
         assert 0 < few == pytest.approx(many, rel=0.02), face
     assert counts["frozen, E=64"] < counts["transformers, E=64"]

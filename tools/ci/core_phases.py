@@ -237,7 +237,7 @@ def calls(fast: bool) -> dict[str, Any]:
     options = [
         *(
             option
-            for face in ("node", "stacked", "transformers", "frozen")
+            for face in ("node", "stacked", "step", "MoE", "transformers", "frozen")
             for option in ("--face", face)
         ),
         *(option for experts in ("8", "128") for option in ("--experts", experts)),
