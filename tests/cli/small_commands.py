@@ -11,7 +11,7 @@ SMALL = {
     "--intermediate 128 --experts 2 --topk 1",
     "train": f"--data {__file__} --steps 2 --layers 2 --hidden 16 --heads 2 --experts 2 --topk 1 "
     "--intermediate 16 --seq-len 8 --batch 2 --precision fp32",
-    "bench": "--engine reference --T 16 --H 16 --I 16 --E 2 --K 1 --rounds 1 --warmup 1 --layers 1",
+    "bench": "--engine reference --T 16 --H 16 --I 16 --E 2 --K 1",
     "doctor": "",
 }
 
