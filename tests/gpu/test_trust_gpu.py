@@ -64,7 +64,13 @@ WORKLOADS |= {
     f"mxfp8 {activation.value}": Workload(replace(MX, activation=activation), 512, 256)
     for activation in MXFP8.activations
 }
-ENGINES = [name for name, record in RECORDS.items() if record is not REFERENCE]
+# What each engine computes, on some architecture.
+TRIALS = [
+    (name, workload)
+    for name, record in RECORDS.items()
+    for workload, asked in WORKLOADS.items()
+    if record is not REFERENCE and problem(record, asked) is None
+]
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +80,10 @@ def fresh():
     trust.forget()
 
 
-@pytest.mark.parametrize("name", ENGINES, ids=lambda name: name.value)
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_engine_passes_its_trial(name, workload, record_property):
+@pytest.mark.parametrize(
+    ("name", "workload"), TRIALS, ids=lambda value: getattr(value, "value", value)
+)
+def test_every_engine_passes_its_trial(name, workload):
     """Printed with `-rP`: how far the outputs of each case are off."""
     arch, asked = arch_of(DEVICE), WORKLOADS[workload]
     if problem(RECORDS[name], asked, arch) is not None:
