@@ -7,11 +7,16 @@ from __future__ import annotations
 import threading
 import time
 from statistics import median
-from typing import Any
 
 import torch
 
 from .figures import Reading
+
+# Not in the thread, because an import holds the interpreter lock while launches should be issued.
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
 
 # The driver renews its energy counter every few tens of milliseconds, so reading it more often
 # than this finds the same value again.
@@ -57,30 +62,27 @@ class Meter:
         if self._device == "cpu":
             self._failure = "no GPU"
             return
-        # Imported by who measures only, because it is optional.
-        try:
-            import pynvml
-        except ImportError:
+        if pynvml is None:
             self._failure = "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
             return
         try:
             pynvml.nvmlInit()
-            self._sample(pynvml)
+            self._sample()
             pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
             self._failure = f"NVML: {error}"
 
-    def _sample(self, nvml: Any) -> None:
+    def _sample(self) -> None:
         # Not by its index, because CUDA and NVML may count GPUs differently.
         uuid = torch.cuda.get_device_properties(self._device).uuid
-        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        self._limit = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        self._limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000
         # At least one sample is taken, however short the block was.
         while True:
-            joules = nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
             if not self._energies or joules != self._energies[-1][1]:
                 self._energies.append((time.perf_counter(), joules))
-            self._clocks.append(float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)))
+            self._clocks.append(float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)))
             if self._stop.wait(INTERVAL_S):
                 return
 

@@ -5,7 +5,6 @@ what, what becomes of a trace, and the sustained rows with their power and energ
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,7 +276,7 @@ def board(gpu, monkeypatch):
             nvmlDeviceGetTotalEnergyConsumption=energy,
             nvmlDeviceGetClockInfo=lambda handle, kind: {("board", 1): 1530}[handle, kind],
         )
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(power, "pynvml", nvml)
         return users
 
     return install
@@ -305,7 +304,7 @@ def test_what_gives_no_reading_is_said(board, monkeypatch):
     assert read("cpu") == "no GPU"
     board("GPU is lost")
     assert read() == "NVML: GPU is lost"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(power, "pynvml", None)
     assert read() == "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
 
 

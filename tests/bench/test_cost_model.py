@@ -155,12 +155,8 @@ def test_a_sweep_continues_where_it_stopped_and_remembers_refusals(tmp_path):
     *_, refused = read_points(path)
     assert "hopper" in refused.refusal and refused.us is None
     lines = path.read_text().splitlines()
-    for nonsense in (
-        "nonsense",
-        "[]",
-        '{"tokens": 3}',
-        lines[0].replace('"tokens": 16', '"tokens": 0'),
-    ):
+    impossible = lines[0].replace('"tokens": 16', '"tokens": 0')
+    for nonsense in ("nonsense", "[]", '{"tokens": 3}', impossible):
         path.write_text("\n".join([nonsense, *lines]) + "\n")
         with pytest.raises(SweepError, match="line 1"):
             list(read_points(path))
