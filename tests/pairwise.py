@@ -12,13 +12,14 @@ def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     of them. The same arguments give the same cases, because test names must not change by chance.
     """
     cases = list(itertools.product(*values))
-    missing = {pair for case in cases for pair in _pairs(case)}
+    covered = [_pairs(case) for case in cases]
+    missing = set().union(*covered)
     chosen = []
     while missing:
         # The first of the cases that cover the most pairs which nobody has covered.
-        best = max(cases, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(cases)), key=lambda number: len(missing & covered[number]))
+        missing -= covered[best]
+        chosen.append(cases[best])
     return chosen
 
 

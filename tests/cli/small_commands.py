@@ -26,7 +26,8 @@ def run_small(*commands, cwd, before=""):
         f"for words in {words!r}: main(words, standalone_mode=False)"
     )
     caches = dict.fromkeys(("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR"), str(cwd))
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **caches}
+    path = os.pathsep.join((str(ROOT), str(processes.TESTS)))
+    variables = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **caches}
     done = processes.run(["-c", program], variables, cwd, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
