@@ -54,6 +54,7 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
 
 def to_json(report: Report) -> dict[str, Any]:
     """The report as plain data; a number that is not finite becomes null."""
+    # `healthy` is a property, which `asdict` does not see.
     return {"healthy": report.healthy, **plain(dataclasses.asdict(report))}
 
 
@@ -81,6 +82,7 @@ def show(report: Report, console: Console) -> None:
 def fact_lines(report: Report) -> list[tuple[str, str]]:
     """`(heading, text)` of everything that is one line."""
     versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
+    # What is absent explains more faults than what is there, so it has a line of its own.
     absent = ", ".join(name for name, found in report.versions.items() if not found)
     framework = f"{report.framework} ({report.framework_reason})" if report.framework else "none"
     return [

@@ -47,6 +47,7 @@ def _several(name: str, choices: Iterable[str], text: str) -> Any:
 def _sizes(command: Any) -> Any:
     """The options of a generated case."""
     for size in reversed(fields(Sizes)):
+        # A decorator that is applied first stands last in the help, hence `reversed`.
         option = click.option(
             f"--{size.name}", type=click.IntRange(1), default=size.default, show_default=True
         )
@@ -143,6 +144,8 @@ def measure(
     """
     from ..diagnostics.numerics import evaluate
 
+    # A recipe that cannot read the tokens of a dispatch has no result, so the line counts
+    # evaluations, whose number is known.
     doing.begin("measuring", total=(len(from_files) + count) * len(ways))
     results: list[Result] = []
     for case in (*from_files, *generated):
@@ -223,6 +226,7 @@ def to_json(results: list[Result]) -> dict[str, Any]:
 
 def score_json(score: Score) -> dict[str, Any]:
     """Overall figures, the same of every expert that has tokens, and the row quantile."""
+    # The first part is the whole tensor.
     overall, *experts = [vars(part) for part in score.parts]
     figures: dict[str, Any] = plain({**overall, "row_p99": score.row_p99, "experts": experts})
     return figures

@@ -126,6 +126,7 @@ def warmup(
     else:
         show(report, console)
         if lacking := _missing(report):
+            # The architecture is named, because another host has another default.
             words = f"the same command without --check, and with --arch {arch}, compiles them"
             console.print(f"{lacking} kernels are missing: {words}", soft_wrap=True)
     # A pack that lacks a kernel would make its user compile, which he cannot, or would rather not.

@@ -46,6 +46,8 @@ def examine_engine(
     try:
         in_force = "fp8" if config.fp8 else "bf16"
         report.engines = {name.value: unavailable(name, device.name) or "able" for name in ENGINES}
+        # The self-test asks as a call with these flags does, so the line cannot differ from what
+        # runs.
         choice = SelfTest(config, in_force, device.name).choice
         report.engine, report.engine_reason = choice.engine.name, choice.reason
         # A GPU engine computes one precision: where it is asked for by name, the other is nobody's.
@@ -128,6 +130,7 @@ def _compile(
                 f"{outcome.kernel} does not compile", f"its compiler says: {outcome.message}"
             )
     failed = tuple(one.kernel for one in built.kernels if one.state == FAILED)
+    # Kernels that compiled are no longer missing; those that failed stay on the screen.
     report.kernels = KernelState(report.kernels.needed if report.kernels else 0, failed)
     return built.complete
 

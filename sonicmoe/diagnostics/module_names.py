@@ -61,6 +61,7 @@ class _Owners:
     """The parameters of all modules that may be some of these tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # By identity too: under Paddle, and for tensors without data, there is no address.
         wanted_ids = set(map(id, tensors))
         wanted_memory = {memory for memory in map(memory_of, tensors) if memory is not None}
         self._found: list[tuple[Any, str, Tensor]] = []

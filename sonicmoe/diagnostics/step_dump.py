@@ -38,6 +38,7 @@ def need_shape(fits: bool, name: str, array: Array, needed: object) -> None:
     expect(fits, ShapeError, f"{name} has shape {array.shape}; needed: {needed}")
 
 
+# A new flag that changes what a step computes joins the file by its own record.
 STEP_FLAGS = tuple(flag for flag in FLAGS if flag.in_steps)
 
 
@@ -166,6 +167,7 @@ class StepDump:
             found = getattr(self, name)
             if found is not None:
                 need_shape(found.shape == shape, name, found, f"{shape} of indices and w2")
+        # Engines add both biases or none, and half of them would be a damaged file.
         lacking = "b1" if self.b1 is None else "b2"
         both = (self.b1 is None) == (self.b2 is None)
         expect(both, ShapeError, f"{lacking} is missing; needed: both biases, or neither")
