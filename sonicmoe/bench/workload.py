@@ -162,7 +162,7 @@ class Layer:
     def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
         """Random experts of `shape`, the same for the same seed."""
         torch.manual_seed(seed)
-        self.shape = shape
+        self.shape, self.device = shape, device
         self.experts = [
             Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)
         ]
