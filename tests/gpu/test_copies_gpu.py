@@ -133,7 +133,8 @@ class TestMemory:
     def allocated(self):
         gc.collect()
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() / MIB
+        # What was asked for: a cached block may be up to 1 MiB larger than what is put into it.
+        return torch.cuda.memory_stats()["requested_bytes.all.current"] / MIB
 
     @pytest.mark.parametrize("iso", [False, True])
     def test_every_event_gives_back_what_it_promises(self, iso):
