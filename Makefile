@@ -4,15 +4,17 @@ PY := $(VENV)/bin/python
 OUT ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
+PADDLE_PYTEST_ARGS ?= -n 1
 # Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
 PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/kernels/test_triton_launches.py tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py)
+PADDLE_PYTEST = $(PY) -m pytest $(PADDLE_PYTEST_ARGS) $(PADDLE_TESTS)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
 
 # Some images set it. Then every worker of both test stages would rewrite the assertions of every test
 # file anew, and every process that a test starts would compile this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint docs docs-check pytest core quick clean
+.PHONY: help demo test lint docs docs-check pytest pytest-torch pytest-paddle core quick clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -21,9 +23,11 @@ help: ## list the targets
 demo: $(VENV)/.installed-demo ## train a small ERNIE-style MoE in FP8 beside full precision (OUT=runs/demo, DEMO_ARGS=...)
 	$(PY) -m sonicmoe train --framework $$(cat $(VENV)/.framework) --precision fp8 --compare --out $(OUT) $(DEMO_ARGS)
 
-# mypy and the core figures take one CPU each, for a minute or so, beside the tests.
+# Many tests wait for the processes that they start, and the last ones of a stage leave a worker idle.
+# So both stages of tests run at once, and linters and core figures beside them. The tests through
+# Paddle print when they end, or the progress of the two would mix.
 test: $(VENV)/.installed-dev $(VENV)/.installed-tests ## everything that gates a change: lint, types, generated docs, tests, core figures against baselines.json
-	+$(MAKE) --no-print-directory -j 2 lint docs-check pytest core
+	+$(MAKE) --no-print-directory -j 3 pytest-torch pytest-paddle lint docs-check core
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .
@@ -36,10 +40,16 @@ docs: $(VENV)/.installed-dev ## regenerate docs/env.md from the flag registry
 docs-check: $(VENV)/.installed-dev ## fail when docs/env.md is out of date
 	$(PY) tools/ci/generate_env_docs.py --check
 
-pytest: $(VENV)/.installed-tests ## the tests alone, under PyTorch and again through Paddle's torch proxy (PYTEST_ARGS="-n 2 --dist worksteal")
+pytest: pytest-torch pytest-paddle ## the tests alone, under PyTorch and again through Paddle's torch proxy (PYTEST_ARGS="-n 2 --dist worksteal")
+
+pytest-torch: $(VENV)/.installed-tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+pytest-paddle: $(VENV)/.installed-tests
 	@if $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("paddle") is None)'; then \
-	    set -x; SONICMOE_TEST_FRAMEWORK=paddle $(PY) -m pytest $(PYTEST_ARGS) $(PADDLE_TESTS); \
+	    echo "the tests through Paddle's torch proxy, which print when they end: $(PADDLE_PYTEST)"; \
+	    found=$$(mktemp); SONICMOE_TEST_FRAMEWORK=paddle $(PADDLE_PYTEST) > $$found 2>&1; code=$$?; \
+	    cat $$found; rm $$found; exit $$code; \
 	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
 
 core: $(VENV)/.installed-tests ## core figures against tools/ci/baselines.json; compile cache and processes have their tests in pytest

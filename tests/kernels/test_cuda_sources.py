@@ -33,8 +33,8 @@ from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources
 
 # How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
-# that share registers and nothing else. What is not usual is compiled beside the activation that
-# holds the most values; beside the others, and together, it is with `--every-variant`.
+# that share registers and nothing else. So what is not usual is compiled together, beside the
+# activation that holds the most values; each alone, and beside the others, with `--every-variant`.
 HUNGRIEST = ActivationType.SITU_GLU
 
 
@@ -56,11 +56,12 @@ WHOLE = (
     *gemm_sources("sm_90a"),
 )
 # Of further variants of the same files the device half alone is compiled.
-VARIANTS = (*variants(HUNGRIEST, steady=True), *variants(HUNGRIEST, ZCode.BF16))
+VARIANTS = variants(HUNGRIEST, ZCode.BF16, steady=True)
 OTHERS = (
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
     *gemm_sources("sm_90a", steady=True)[:2],
+    *variants(HUNGRIEST, steady=True),
     *(
         source
         for activation in HOPPER.activations
