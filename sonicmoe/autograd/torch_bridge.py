@@ -125,11 +125,16 @@ def apply_function(
     parameters: Sequence[Tensor] = (),
 ) -> Any:
     """`function.apply(*leading, *tensors, *parameters)`."""
-    if torch._C._are_functorch_transforms_active():
+    if _unwrap is None or _is_transforming():
         return function.apply(*leading, *tensors, *parameters)
     # `apply` itself asks every argument whether a functorch transform that has ended still wraps
     # it. Weights of a module are not wrapped, and asking 256 of them takes as long as eight launches.
-    unwrap = torch._C._functorch.unwrap_if_dead
-    given = [tensor if tensor is None else unwrap(tensor) for tensor in tensors]
+    given = [tensor if tensor is None else _unwrap(tensor) for tensor in tensors]
     apply_now: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply_now(*leading, *given, *parameters)
+
+
+# What `torch.autograd.Function.apply` calls in PyTorch 2.11 and 2.13. A version that names them
+# otherwise goes the longer way, through `apply` itself.
+_unwrap: Any = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+_is_transforming: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)

@@ -132,6 +132,12 @@ def test_transforms_are_refused_and_what_is_left_of_them_is_taken():
         torch.func.grad(lambda x: autograd.apply(Affine(), (x, y), (w,))[0].sum())(x.detach())
 
 
+@pytest.mark.skipif(IS_PADDLE, reason="Paddle has another bridge")
+def test_a_pytorch_without_the_names_of_the_shorter_way(monkeypatch):
+    monkeypatch.setattr("sonicmoe.autograd.torch_bridge._unwrap", None)
+    test_inputs_that_want_a_gradient_get_one(True, True)
+
+
 def test_a_graph_of_the_gradients_is_refused():
     """Also where it goes around the operation, through a residual."""
     x, y, weight = arguments()
