@@ -362,10 +362,8 @@ class WeightSource:
     @property
     def anchor(self) -> Tensor:
         """A tensor that lies where the weights lie, for questions about device and stream."""
-        up = self.up
-        if isinstance(up, tuple):  # asked first: the class of `StackedMatrices` answers slowly
-            return up[0]
-        return up.stacked if isinstance(up, StackedMatrices) else up[0]
+        # By class: `isinstance` asks a `Sequence` in Python, and every call of a layer comes here.
+        return self.up.stacked if type(self.up) is StackedMatrices else self.up[0]
 
     @functools.cached_property
     def n1(self) -> int:
