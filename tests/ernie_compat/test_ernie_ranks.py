@@ -189,9 +189,9 @@ def test_interrupted_ranks_save_one_checkpoint_together(endless, tmp_path):
     assert f"interrupted at step {step}; checkpoint saved" in results[0][2]
 
 
-def launch(*command):
-    """Two ranks under a launcher, to their end."""
-    return processes.run(command, environment(), ROOT, timeout=240)
+def launch(*command, **variables):
+    """Ranks under a launcher, to their end."""
+    return processes.run(command, environment(**variables), ROOT, timeout=240)
 
 
 def test_torchrun_trains(text, tmp_path):
@@ -248,8 +248,12 @@ def test_paddles_launcher_trains_and_its_ranks_train_as_one(text, alone, tmp_pat
     launcher += ["--backend", "gloo", "--log_dir", str(tmp_path / "log"), str(script), "train"]
     options = ["--framework", "paddle", "--precision", "fp32", "--ep", "2", "--steps", "6"]
     options += [*SIZE_OPTIONS, "--batch", str(BATCH), "--micro-batches", "2", "--data", str(text)]
-    result = launch(*launcher, *options, "--out", str(out))
+    # The launcher itself would take any free port, and may find that another world has it by the
+    # time its ranks have imported Paddle.
+    port = str(free_ports(1)[0])
+    result = launch(*launcher, *options, "--out", str(out), FLAGS_START_PORT=port)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert f"127.0.0.1:{port}" in result.stdout + result.stderr
     summary = json.loads((out / "summary.json").read_text())
     found = summary["framework"], summary["ranks"], summary["steps"]
     assert found == ("paddle", WORLD, 6)
