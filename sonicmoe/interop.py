@@ -235,12 +235,15 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """
     if IS_PADDLE:
         return sys.modules["paddle"]._C_ops.empty(shape, dtype, device)
-    # The usual numbers of axes without a call: a layer asks some eighteen times.
-    strides: tuple[int, ...] = (1,)
-    if shape[2:] or not shape:
-        strides = contiguous_strides(shape)
-    elif shape[1:]:
-        strides = (shape[1] or 1, 1)
+    strides: tuple[int, ...]
+    # A layer asks some eighteen times, and nearly always for one axis or two.
+    match shape:
+        case (_,):
+            strides = (1,)
+        case (_, columns):
+            strides = (columns or 1, 1)
+        case _:
+            strides = contiguous_strides(shape)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 

@@ -128,7 +128,8 @@ def apply_function(
     if _unwrap is None or _is_transforming():
         return function.apply(*leading, *tensors, *parameters)
     # `apply` itself asks every argument whether a functorch transform that has ended still wraps
-    # it. Weights of a module are not wrapped, and asking 256 of them takes as long as eight launches.
+    # it. Weights of a module are not wrapped, and asking 256 of them makes more calls of functions
+    # than the rest of a layer.
     given = [tensor if tensor is None else _unwrap(tensor) for tensor in tensors]
     apply_now: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply_now(*leading, *given, *parameters)

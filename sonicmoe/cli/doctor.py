@@ -82,7 +82,7 @@ def show(report: Report, console: Console) -> None:
 def fact_lines(report: Report) -> list[tuple[str, str]]:
     """`(heading, text)` of everything that is one line."""
     versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
-    # What is absent explains more faults than what is there, so it has a line of its own.
+    # A missing package explains more faults than one that is there, so it has a line of its own.
     absent = ", ".join(name for name, found in report.versions.items() if not found)
     framework = f"{report.framework} ({report.framework_reason})" if report.framework else "none"
     return [

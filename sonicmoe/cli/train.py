@@ -66,10 +66,10 @@ RUN_OPTIONS = (
     "capture_layers",
 )
 COMPARE_HELP = (
-    "Train the same seed in full precision beside it (bf16 where the experts run on engine hopper, else fp32), on the same batches, and "
-    "report the loss gap: the mean of |s - r| / r over the last "
-    f"quarter of the steps, s and r being the two losses, each averaged over the last {SMOOTHING_WINDOW} steps "
-    f"(over a quarter of a run of fewer than {4 * SMOOTHING_WINDOW})."
+    "Train the same seed in full precision beside it (bf16 where the experts run on engine hopper, "
+    "else fp32), on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
+    "quarter of the steps, s and r being the two losses, each averaged over the last "
+    f"{SMOOTHING_WINDOW} steps (over a quarter of a run of fewer than {4 * SMOOTHING_WINDOW})."
 )
 
 

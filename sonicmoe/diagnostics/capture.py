@@ -39,7 +39,7 @@ def dump(layer: object, path: str | Path) -> None:
     bisect` and `sonicmoe numerics --captured`.
 
     The backward writes the file when it begins. Copies weights and tokens to the host, so it is not
-    for every step. What fails during the step is logged, and the step goes on. Where no backward
+    for every step. An error during the step is logged, and the step goes on. Where no backward
     follows, the log says at the end of the program that nothing was written.
 
     Args:
@@ -156,8 +156,8 @@ def _step(name: str, call: ExpertCall, x: Tokens, indices: Array, probs: Array) 
 
 def token_fields(name: str, tokens: Tokens, indices: Array, experts: int) -> dict[str, Array]:
     """Fields of a `StepDump`: values, and where they arrived in FP8 codes and multipliers. Rows that
-    nobody reads are zeros, of plain values those that are not finite: no dispatcher writes them,
-    and what was in their memory would look like the first NaN of the step.
+    nobody reads are zeros, of plain values those that are not finite. No dispatcher writes them, so
+    a NaN that was in their memory would look like the first one of the step.
     """
     served = is_here(indices, experts).any(1)
     if not isinstance(tokens, BlockScaledTensor):
@@ -231,7 +231,7 @@ class _Writer:
         atexit.unregister(self.say_if_unused)
 
     def _write(self, event: BackwardBegins) -> None:
-        # Diagnosis must not end a training: whatever fails here is logged.
+        # Diagnosis must not end a training, so every error is logged.
         try:
             save_dump(self._path, step_of_backward(self._path.stem, event))
         except Exception as error:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +65,7 @@ class WeightTarget:
     @property
     def is_wanted(self) -> bool:
         """Whether any parameter is trainable."""
-        # The first usually is, and every backward asks twice.
-        return self.tensors[0] is not None or any(map(is_not, self.tensors, repeat(None)))
+        return any(tensor is not None for tensor in self.tensors)
 
     @property
     def arrangement(self) -> Hashable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -61,8 +60,7 @@ def expert_mlp(
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
     save = not inference and torch.is_grad_enabled()
-    # None of a bias that is not there has no such attribute.
-    save = save and any(map(getattr, differentiable, repeat("requires_grad"), repeat(False)))
+    save = save and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
     layout = layout or WeightLayout()
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
@@ -106,7 +104,7 @@ class _ExpertMlp(torch.autograd.Function):
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
-        ctx.dtypes = tuple(map(getattr, weights, repeat("dtype"), repeat(None)))
+        ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
         return out
 
     @staticmethod

@@ -122,7 +122,7 @@ class Arrivals(NamedTuple):
 
 def tokens_among(inputs: tuple[Tensor, ...]) -> Tensor:
     """x among what `Arrivals.inputs` gave."""
-    return inputs[3] if inputs[3:] else inputs[0]
+    return inputs[3] if len(inputs) > 3 else inputs[0]
 
 
 def _check_token_gradient(x: Tensor, dx_to: Any) -> None:

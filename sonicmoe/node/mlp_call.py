@@ -120,7 +120,7 @@ class MlpCall(DifferentiableCall):
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
-        if not inputs[2:]:
+        if len(inputs) == 2:
             return x
         tokens = checked_tokens(x.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.dequantises else tokens
@@ -314,8 +314,8 @@ class BackwardStep:
     def _finish(self, returned: Sequence[Tensor | None], trained: Sequence[bool]) -> None:
         """What autograd does where the weights are inputs of its node."""
         for parameter, gradient in zip(self._call.parameters, returned, strict=True):
-            # Where there is `main_grad` the gradient is in it, and what is returned is a sign for
-            # hooks of PyTorch's that nobody can fire.
+            # Where there is `main_grad` the gradient is in it. The tensor that is returned then only
+            # fires PyTorch's hooks, which nobody can do here.
             if gradient is not None and not hasattr(parameter, "main_grad"):
                 with plain_ops():
                     add_to_grad(parameter, gradient)

@@ -212,10 +212,8 @@ def scale_shape(shape: tuple[int, ...], block: BlockShape) -> tuple[int, ...]:
     """Shape of the scales of a stored `[..., R, C]` matrix: partial blocks at the right and bottom
     edge count.
     """
-    if not shape[1:]:
+    if len(shape) < 2:
         raise ShapeError(f"a block-scaled tensor has at least two axes, got shape {shape}")
+    *lead, n_rows, n_cols = map(int, shape)
     # `-(-a // b)` is the quotient rounded up.
-    if not shape[2:]:  # of tokens: several in every step
-        return -(-int(shape[0]) // block.rows), -(-int(shape[1]) // block.cols)
-    *lead, n_rows, n_cols = shape
-    return (*(int(n) for n in lead), -(-int(n_rows) // block.rows), -(-int(n_cols) // block.cols))
+    return (*lead, -(-n_rows // block.rows), -(-n_cols // block.cols))

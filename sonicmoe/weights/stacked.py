@@ -231,7 +231,8 @@ def layout_of_pair(weight1: Shape, weight2: Shape, hidden: int) -> WeightLayout:
             return GROUPED
     sonic, grouped = (" and ".join(LEGENDS[turned]) for turned in (False, True))
     raise ShapeError(
-        f"w1 has shape {weight1} and w2 {weight2} with H = {hidden}; needed: {sonic} (Sonic's layout), or {grouped} (grouped)"
+        f"w1 has shape {weight1} and w2 {weight2} with H = {hidden}; "
+        f"needed: {sonic} (Sonic's layout), or {grouped} (grouped)"
     )
 
 

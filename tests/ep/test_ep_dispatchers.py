@@ -368,7 +368,8 @@ def test_unfit_arguments_are_refused_by_name(arguments, error, words):
         (lambda: make_dispatcher(8, kind="deepep"), ConfigError, "needs a group"),
         (lambda: make_dispatcher(8, Group(), kind="local"), ConfigError, "one rank"),
         (lambda: deepep().dispatch(X, IDS, WEIGHTS), DTypeError, "x is float32; DeepEP carries bfloat16"),
-        (lambda: deepep().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError, "x has 4 columns; DeepEP needs a multiple of 8"),
+        (lambda: deepep().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError,
+         "x has 4 columns; DeepEP needs a multiple of 8"),
     ],
 )  # fmt: skip
 def test_unfit_worlds_are_refused(call, error, words):
