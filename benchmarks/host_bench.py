@@ -20,8 +20,9 @@ Where launches take the host longer than the GPU needs for the work, this is wha
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`; of step, MoE and transformers eight times forward and backward. Compare times of one machine only; a
-count of calls is the same on every machine with the same versions of Python and PyTorch.
+`backward()`; of step, MoE and transformers eight times forward and backward. Compare times of one
+machine only; a count of calls is the same on every machine with the same versions of Python and
+PyTorch.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ import tvm_ffi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-LAYERS = 8
-HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
+from host_layers import LAYERS, moe_step, paddle_step, torch_step, transformers_step
 
 
 @click.command(help=__doc__)
@@ -114,9 +114,9 @@ def main(
             made[face, local] = transformers_step(local, tokens, face == "frozen")
     take_host_for_gpu()
     counts = {}
-    for (face, local), (step, on_one_thread) in made.items():
+    for (face, local), step in made.items():
         step()
-        with on_one_thread:  # a profiler sees one
+        with one_thread(framework):  # a profiler sees one
             if profile:
                 print_profile(step, steps)
             elif count:
@@ -248,6 +248,7 @@ def launch_nothing() -> None:
         from sonicmoe.functional import call
 
         call.ready_engine = lambda *_: choice
+        answer_for_streams()
 
 
 def framework_is_torch() -> bool:
@@ -255,56 +256,6 @@ def framework_is_torch() -> bool:
     from sonicmoe.interop import IS_PADDLE
 
     return not IS_PADDLE
-
-
-@contextlib.contextmanager
-def stay_on_thread() -> Iterator[None]:
-    """PyTorch's switch takes effect where it is made, not where it is entered."""
-    import torch
-
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-def torch_step(
-    experts: int, tokens: int, stacked: bool, flush: str, calls_step: bool = False
-) -> tuple[Callable[[], None], Any]:
-    """A step, and the context in which backward stays on the calling thread."""
-    import torch
-
-    modules = [
-        make_expert(torch.nn.Module, torch.nn.Linear, bias=False, dtype=torch.bfloat16)
-        for _ in range(experts)
-    ]
-    for module in modules:
-        for linear in (module.up_gate_proj, module.down_proj):
-            linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
-    node = make_node(
-        modules,
-        stacked,
-        lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
-        lambda weight: torch.zeros(weight.shape),
-        flush,
-    )
-    indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
-    counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
-    x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
-    probs = torch.rand(indices.shape)
-
-    def leaf(tensor: Any) -> Any:
-        return tensor.detach().requires_grad_()
-
-    def step() -> None:
-        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
-        torch.autograd.backward(outs, [dout] * LAYERS)
-
-    def step_each() -> None:
-        for _ in range(LAYERS):
-            node(leaf(x), counts, indices, leaf(probs)).backward(dout)
-            node.step()
-
-    answer_for_streams()
-    return step_each if calls_step else step, stay_on_thread()
 
 
 def answer_for_streams() -> None:
@@ -317,116 +268,17 @@ def answer_for_streams() -> None:
     )
 
 
-def moe_step(experts: int, tokens: int) -> tuple[Callable[[], None], Any]:
-    """A step of a `MoE`, whose weights are kept; gradients in `.grad`."""
+@contextlib.contextmanager
+def one_thread(framework: str) -> Iterator[None]:
+    """Backward stays on the calling thread, as Paddle's does anyway."""
+    if framework == "paddle":
+        yield
+        return
     import torch
 
-    from sonicmoe import MoE
-
-    layer = MoE(experts, TOPK, HIDDEN, INNER).to(torch.bfloat16)
-    parameters = list(layer.parameters())
-    x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
-
-    def step() -> None:
-        for _ in range(LAYERS):
-            for tensor in (x, *parameters):
-                tensor.grad = None
-            layer(x, use_fp8=True)[0].backward(dout)
-
-    answer_for_streams()
-    return step, stay_on_thread()
-
-
-def transformers_step(experts: int, tokens: int, frozen: bool) -> tuple[Callable[[], None], Any]:
-    """A step of Qwen3-MoE's experts module, whose weights are kept; gradients in `.grad`."""
-    from model_experts import Experts, Row
-
-    from sonicmoe.integrations.transformers import register
-
-    register()
-    topk = min(TOPK, experts)
-    batch = Experts(Row("Qwen3-30B-A3B", HIDDEN, INNER, experts, topk, tokens), "cpu")
-    batch.train_weights(not frozen)
-    module = batch.module("sonicmoe_fp8")
-
-    def step() -> None:
-        for _ in range(LAYERS):
-            batch.clear()
-            module(batch.x, batch.ids, batch.probs).backward(batch.dout)
-
-    answer_for_streams()
-    return step, stay_on_thread()
-
-
-def paddle_step(
-    experts: int, tokens: int, stacked: bool, flush: str
-) -> tuple[Callable[[], None], Any]:
-    """The same in Paddle, whose backward has no other thread."""
-    import paddle
-
-    modules = [
-        make_expert(paddle.nn.Layer, paddle.nn.Linear, bias_attr=False) for _ in range(experts)
-    ]
-    for module in modules:
-        for linear in (module.up_gate_proj, module.down_proj):
-            linear.to(dtype="bfloat16")
-
-    def stack(weights: list[Any]) -> Any:
-        shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
-        return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
-
-    node = make_node(modules, stacked, stack, lambda w: paddle.zeros(w.shape, "float32"), flush)
-    indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
-    counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
-    x, dout = (paddle.randn([tokens, HIDDEN]).astype("bfloat16") for _ in range(2))
-    probs = paddle.rand(indices.shape)
-
-    def leaf(tensor: Any) -> Any:
-        tensor = tensor.detach()
-        tensor.stop_gradient = False
-        return tensor
-
-    def step() -> None:
-        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
-        paddle.autograd.backward(outs, [dout] * LAYERS)
-
-    return step, contextlib.nullcontext()
-
-
-def make_expert(module: Any, linear: Any, **options: Any) -> Any:
-    """A module with the two projections of one expert."""
-    expert = module()
-    expert.up_gate_proj = linear(HIDDEN, 2 * INNER, **options)
-    expert.down_proj = linear(INNER, HIDDEN, **options)
-    return expert
-
-
-def make_node(
-    modules: list[Any],
-    stacked: bool,
-    stack: Callable[[list[Any]], Any],
-    zeros_like: Callable[[Any], Any],
-    flush: str,
-) -> Any:
-    """A node on the modules, or on stacked parameters of their weights' shapes; all of them have
-    `main_grad`.
-    """
-    from sonicmoe import SonicMoEConfig
-    from sonicmoe.ernie_compat import SonicMoEMlpNode
-
-    options: dict[str, Any] = {"config": SonicMoEConfig(fp8_mode="perf"), "flush": flush}
-    names = ("up_gate_proj", "down_proj")
-    weights = [[getattr(module, name).weight for module in modules] for name in names]
-    if stacked:
-        up, down = map(stack, weights)
-        weights = [[up, down]]
-        node = SonicMoEMlpNode.from_fused(up, down, **options)
-    else:
-        node = SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, **options)
-    for weight in itertools.chain(*weights):
-        weight.main_grad = zeros_like(weight)
-    return node
+    # PyTorch's switch takes effect where it is made, not where it is entered.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 if __name__ == "__main__":
