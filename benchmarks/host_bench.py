@@ -10,6 +10,7 @@ over kernels that do nothing.
 | face | weights | gradients |
 |---|---|---|
 | node | two of each expert | `main_grad` |
+| grad | as node, in a backward of its own | `.grad` |
 | stacked | two stacked weights of a node | `main_grad` |
 | step | as node; every backward is followed by `step()`, so that weights are made again | `main_grad` |
 | MoE | a `MoE` with its router | `.grad` |
@@ -20,7 +21,7 @@ Where launches take the host longer than the GPU needs for the work, this is wha
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`; of step, MoE and transformers eight times forward and backward. Compare times of one
+`backward()`; of grad, step, MoE and transformers eight times forward and backward. Compare times of one
 machine only; a count of calls is the same on every machine with the same versions of Python and
 PyTorch.
 """
@@ -65,7 +66,7 @@ from host_layers import LAYERS, moe_step, paddle_step, torch_step, transformers_
     "--face",
     "faces",
     multiple=True,
-    type=click.Choice(["node", "stacked", "step", "MoE", "transformers", "frozen"]),
+    type=click.Choice(["node", "grad", "stacked", "step", "MoE", "transformers", "frozen"]),
     default=["node"],
     show_default=True,
     help="Whose layer; may be given several times.",
@@ -101,13 +102,12 @@ def main(
             raise click.UsageError("with Paddle the faces are node and stacked")
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
-    make = paddle_step if framework == "paddle" else torch_step
     made = {}
     for face, local in itertools.product(faces, experts):
-        if face in ("node", "stacked"):
-            made[face, local] = make(local, tokens, face == "stacked", flush)
-        elif face == "step":
-            made[face, local] = torch_step(local, tokens, False, flush, calls_step=True)
+        if framework == "paddle":
+            made[face, local] = paddle_step(local, tokens, face == "stacked", flush)
+        elif face in ("node", "grad", "stacked", "step"):
+            made[face, local] = torch_step(local, tokens, face, flush)
         elif face == "MoE":
             made[face, local] = moe_step(local, tokens)
         else:

@@ -13,10 +13,8 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 Step = Callable[[], None]
 
 
-def torch_step(
-    experts: int, tokens: int, stacked: bool, flush: str, calls_step: bool = False
-) -> Step:
-    """A step of a node; with `calls_step` every backward is followed by `node.step()`."""
+def torch_step(experts: int, tokens: int, face: str, flush: str) -> Step:
+    """A step of a node; see `host_bench.py` for its faces."""
     import torch
 
     modules = [
@@ -28,11 +26,15 @@ def torch_step(
             linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
     node = make_node(
         modules,
-        stacked,
+        face == "stacked",
         lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
         lambda weight: torch.zeros(weight.shape),
         flush,
     )
+    weights = [p for module in modules for p in module.parameters()]
+    if face == "grad":
+        for weight in weights:
+            del weight.main_grad
     indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
     counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
     x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
@@ -50,7 +52,13 @@ def torch_step(
             node(leaf(x), counts, indices, leaf(probs)).backward(dout)
             node.step()
 
-    return step_each if calls_step else step
+    def step_grad() -> None:
+        for _ in range(LAYERS):
+            for weight in weights:
+                weight.grad = None
+            node(leaf(x), counts, indices, leaf(probs)).backward(dout)
+
+    return {"step": step_each, "grad": step_grad}.get(face, step)
 
 
 def moe_step(experts: int, tokens: int) -> Step:

@@ -284,7 +284,11 @@ class FreshTargets(ParameterTargets):
     experts without tokens.
 
     The fp32 sums are rounded once, as they leave the GEMM: no accumulators, and no pass over them.
+
+    is_split: the memory of each projection is one tensor, and its parameters are one of each expert.
     """
+
+    is_split: bool = False
 
     @classmethod
     def fits(cls, dtypes: Iterable[Any]) -> bool:
@@ -295,6 +299,13 @@ class FreshTargets(ParameterTargets):
     def like(cls, targets: ParameterTargets) -> FreshTargets:
         """Of the same memory."""
         return cls(targets.up, targets.down)
+
+    def of_parameters(self) -> list[Tensor | None]:
+        """The memory of each parameter, in their order."""
+        tensors = [*self.up.tensors, *self.down.tensors]
+        if not self.is_split:
+            return tensors
+        return [each for stack in tensors if stack is not None for each in stack.unbind()]
 
 
 FRESH_DTYPES = frozenset({torch.bfloat16, torch.float32})

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
-from operator import is_
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..engine.interface import (
     ParameterTargets,
 )
 from ..errors import LayoutError
-from ..interop import device_name, device_of, empty
+from ..interop import IS_PADDLE, device_name, device_of, empty
 from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grads
 
@@ -130,11 +130,19 @@ def fresh_batch(
     experts share a parameter, whose gradient is a sum.
     """
     # Sums need memory that was zero before, and fresh memory is written once.
-    wanted = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
-    fits = engine.writes_gradients(settings) and FreshTargets.fits([p.dtype for p in wanted])
+    dtypes = set(map(attrgetter("dtype"), compress(parameters, trained)))
+    fits = engine.writes_gradients(settings) and FreshTargets.fits(dtypes)
     if not fits or layer.has_biases or len(set(map(id, parameters))) < len(parameters):
         return None
     device = device_of(dout)
+    experts = len(parameters) // 2
+    # Paddle's views of a stack would be copies.
+    if experts > 1 and all(trained) and len(dtypes) == 1 and not IS_PADDLE:
+        # Memory for every expert would take the host longer than all launches of this backward.
+        up, down = (
+            empty((experts, *p.shape), p.dtype, device) for p in (parameters[0], parameters[-1])
+        )
+        return Batch(parameters, trained, layer.fresh_stacks(up, down))
     memory = [
         empty(tuple(p.shape), p.dtype, device) if is_trained else None
         for p, is_trained in zip(parameters, trained, strict=True)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import compress
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from threading import RLock
 from typing import Any
 
@@ -133,7 +133,7 @@ class GradientSink:
             batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
         else:
             log_once(logging.INFO, _THROUGH_AUTOGRAD)
-            if not any(map(_has_main_grad, compress(parameters, trained))):
+            if all(map(is_, compress(main_grads, trained), repeat(ABSENT))):
                 batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
@@ -208,7 +208,7 @@ class GradientSink:
             assert self._waiting is not None
             self._waiting.count += 1
         elif type(batch.targets) is FreshTargets:
-            returned = [*batch.targets.up.tensors, *batch.targets.down.tensors]
+            returned = batch.targets.of_parameters()
         elif type(batch.targets) is NativeBuffer:
             returned = flush_native(
                 self._layer, batch.parameters, batch.trained, batch.targets, through_autograd=True

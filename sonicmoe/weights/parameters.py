@@ -111,6 +111,13 @@ class ExpertParameters(ABC):
         """
         return FreshTargets.like(self.targets(memory))
 
+    def fresh_stacks(self, up: Tensor, down: Tensor) -> FreshTargets:
+        """The same over `[E, ...]` memory of each projection, where each expert has parameters of its
+        own: their gradients are views of it.
+        """
+        targets = (WeightTarget.stacked(stack, len(stack), self.layout) for stack in (up, down))
+        return FreshTargets(*targets, is_split=True)
+
 
 def _local(experts: Sequence[Any]) -> list[Any]:
     return [expert for expert in experts if expert is not None]

@@ -22,6 +22,7 @@ from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
+from sonicmoe.engine.interface import FreshTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import RoutingError
 from sonicmoe.node.late_wgrad import WgradQueue
@@ -245,6 +246,38 @@ class TestMemory:
         monkeypatch.setattr(reference, "operand", spy)
         Layer(config=config).run()
         assert alive_at_dz == [config is FP8]
+
+    @pytest.mark.parametrize("frozen", [None, 1], ids=["all trained", "one frozen"])
+    def test_separate_experts_share_what_an_engine_writes(self, monkeypatch, frozen):
+        """Autograd takes the memory of each projection as it is: every `.grad` is a part of it."""
+
+        def write(engine, pending, targets):
+            if isinstance(targets, FreshTargets):
+                for memory in targets.tensors():
+                    memory.zero_()
+            add(engine, pending, targets)
+
+        add = ReferenceEngine.backward_dw
+        monkeypatch.setattr(ReferenceEngine, "backward_dw", write)
+        monkeypatch.setattr(ReferenceEngine, "writes_gradients", lambda *_: True)
+        batches = problems(2)
+        layer, wanted = Layer(batches[0]), Layer(batches[0], main_grad=0.0)
+        for each in (layer, wanted):
+            for index, weight in enumerate(each.weights):
+                weight.requires_grad_(index != frozen)
+        held = [weight for index, weight in enumerate(layer.weights) if index != frozen]
+        layer.run(batches[0])
+        memories = {weight.grad.untyped_storage().data_ptr() for weight in held}
+        assert len(memories) == (2 if frozen is None else len(held))
+        assert all(weight.grad.is_contiguous() for weight in held)
+        layer.run(batches[1])
+        for problem in batches:
+            wanted.run(problem)
+        for index, weight in enumerate(layer.weights):
+            if index == frozen:
+                assert weight.grad is None
+            else:
+                torch.testing.assert_close(weight.grad, wanted.weights[index].main_grad)
 
     def test_a_forward_that_is_dropped_frees_everything(self, monkeypatch):
         kept = self.codes_of_z(monkeypatch)
