@@ -44,11 +44,11 @@ def measure(artefacts, *options):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--face", "node", "--face", "stacked"],
+        ["--face", "node", "--face", "grad", "--face", "stacked"],
         ["--flush", "step"],
         pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle),
     ],
-    ids=["main_grad", "accumulators", "paddle"],
+    ids=["direct", "accumulators", "paddle"],
 )
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     found = measure(artefacts, "--experts", "2", "--experts", "16", *options)
