@@ -115,8 +115,8 @@ class ExpertParameters(ABC):
         """The same over `[E, ...]` memory of each projection, where each expert has parameters of its
         own: their gradients are views of it.
         """
-        targets = (WeightTarget.stacked(stack, len(stack), self.layout) for stack in (up, down))
-        return FreshTargets(*targets, is_split=True)
+        of_up, of_down = (WeightTarget.stacked(s, len(s), self.layout) for s in (up, down))
+        return FreshTargets(of_up, of_down, is_split=True)
 
 
 def _local(experts: Sequence[Any]) -> list[Any]:
