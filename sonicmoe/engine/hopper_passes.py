@@ -155,17 +155,18 @@ class Passes:
         return found
 
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
-        """The arguments of `wgrad` that say where gradients are added, for each an accumulator or a
-        destination.
+        """The arguments of `wgrad` that say where gradients are added or written, for each an
+        accumulator or a destination.
         """
         # A destination is addresses, shapes and strides in the form of the copy engine, and holds no
         # memory. So equal ones are made once, and anew only where one of these numbers changed.
         # Where the targets were recognised, nobody looks for them either.
         # Their classes are abstract ones, of which `isinstance` asks in Python; they have no others.
-        if type(targets) is FreshTargets:  # of this backward alone
-            return self._gradients_into(targets, _WRITTEN)
+        if type(targets) is FreshTargets:
+            key = self, "written"
+            return targets.once(key, lambda: self._gradients_into(targets, _WRITTEN))
         if type(targets) is ParameterTargets:
-            return targets.once(self, lambda: self._gradients_into(targets, _ADDED))
+            return targets.once((self, "added"), lambda: self._gradients_into(targets, _ADDED))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
 

@@ -216,14 +216,18 @@ class Engine(ABC):
 
     @abstractmethod
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Add dw1, dw2 (and bias gradients) to the targets and release `pending`.
+        """Add dw1, dw2 (and bias gradients) to the targets, or write `FreshTargets`, and release
+        `pending`.
 
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
 
     def writes_gradients(self, settings: EngineSettings) -> bool:
-        """Whether `backward_dw` takes `FreshTargets` under these settings."""
+        """Whether `backward_dw` takes `FreshTargets` under these settings: fresh memory, and the
+        `main_grad`s that `problem_of` has no objection to. An engine that does not is given zeros
+        to add to.
+        """
         return GradientTarget.FRESH in self.record.gradients
 
     def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:

@@ -103,7 +103,8 @@ class TokenFormat(Enum):
 
 class GradientTarget(Enum):
     """Where an engine leaves weight gradients: added to fp32 accumulators in the native layout, or
-    to the parameter's own `main_grad`; or written into fresh memory in the parameter's dtype.
+    to the parameter's own `main_grad`; or written over whatever was there, into fresh memory in the
+    parameter's dtype or into `main_grad`.
     """
 
     NATIVE = "native"

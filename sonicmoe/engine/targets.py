@@ -1,6 +1,6 @@
 """Memory that weight gradients are left in: accumulators of our own in the native layout; the
-parameters' own `main_grad`, each in the layout of its parameter; or fresh memory in dtype and layout
-of the parameters, which is written instead of added to.
+parameters' own `main_grad`, each in the layout of its parameter; or memory of parameters that is
+written instead of added to.
 
 Legend: E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
 """
@@ -279,11 +279,12 @@ class ParameterTargets(GradientTargets):
 
 @dataclass(eq=False)
 class FreshTargets(ParameterTargets):
-    """Memory that was made for one backward, whose gradients autograd accumulates: in the
-    parameters' dtype and layout, and unwritten. `Engine.backward_dw` writes all of it, zeros for
-    experts without tokens.
+    """Memory whose contents mean nothing. `Engine.backward_dw` writes all of it, zeros for experts
+    without tokens: no accumulators, and no pass over them.
 
-    The fp32 sums are rounded once, as they leave the GEMM: no accumulators, and no pass over them.
+    It was made for one backward, in dtype and layout of the parameters, and autograd accumulates
+    the gradients: the fp32 sums are rounded once, as they leave the GEMM. Or it is a `main_grad`
+    that this backward writes.
 
     is_split: the memory of each projection is one tensor, and its parameters are one of each expert.
     """
@@ -297,8 +298,8 @@ class FreshTargets(ParameterTargets):
 
     @classmethod
     def like(cls, targets: ParameterTargets) -> FreshTargets:
-        """Of the same memory."""
-        return cls(targets.up, targets.down)
+        """Of the same memory, with what is known of it."""
+        return cls(targets.up, targets.down, targets.footprint)
 
     def of_parameters(self) -> list[Tensor | None]:
         """The memory of each parameter, in their order."""

@@ -42,8 +42,9 @@ def run_sonic_moe(
     """`out[t] = sum_k topk_scores[t,k] * expert_{topk_indices[t,k]}(hidden_states[t])` over the
     slots with a local expert.
 
-    Weight gradients are added to fp32 `main_grad` of `w1` and `w2` by each backward, in whichever
-    layout it has (`weights.stacked`); without that attribute they go through autograd to `.grad`.
+    Weight gradients are added to fp32 `main_grad` of `w1` and `w2` by each backward, or written
+    where `overwrite_main_grad` of the weight is true, in whichever layout it has
+    (`weights.stacked`); without that attribute they go through autograd to `.grad`.
 
     Args:
         hidden_states: bf16 `[T, H]`, or e4m3 codes with `fp8_scale`; T may be 0. Under Paddle its

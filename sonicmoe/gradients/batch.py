@@ -4,7 +4,7 @@ backward begins, from what the parameters are then, so that freezing a weight la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
@@ -19,9 +19,10 @@ from ..engine.interface import (
     FreshTargets,
     GradientTargets,
     ParameterTargets,
+    PendingWgrad,
 )
 from ..errors import LayoutError
-from ..interop import IS_PADDLE, device_name, device_of, empty
+from ..interop import IS_PADDLE, device_name, device_of, empty, plain_ops
 from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grads
 
@@ -38,6 +39,8 @@ class Batch:
     targets: what the engine adds to: the `main_grad` of all parameters, fresh memory that autograd
         gets, or a native buffer.
     waits: the native buffer is the sink's, and its gradients wait there.
+    written: which gradients this backward writes into `main_grad`, where it adds the others
+        (`gradients_written`); empty where it writes none.
     fresh: memory for a `main_grad` that is None; the parameter's own after the addition.
     stand_ins: what autograd is given for parameters whose wrapper must be told that the gradient
         is in `main_grad`, by position (`stand_ins_for`).
@@ -47,6 +50,7 @@ class Batch:
     trained: list[bool]
     targets: GradientTargets
     waits: bool = False
+    written: list[bool] = field(default_factory=list)
     fresh: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
 
@@ -54,6 +58,36 @@ class Batch:
     def is_direct(self) -> bool:
         """Whether the engine adds straight into `main_grad`."""
         return type(self.targets) is ParameterTargets
+
+    @property
+    def added(self) -> Iterator[Tensor]:
+        """Parameters whose gradients are added to what is there."""
+        written = self.written or repeat(False)
+        for parameter, wanted, over in zip(self.parameters, self.trained, written, strict=False):
+            if wanted and not over:
+                yield parameter
+
+    @property
+    def written_memory(self) -> list[Tensor]:
+        """The `main_grad` of each parameter whose gradient is written, where there is memory."""
+        memory = [getattr(parameter, "main_grad", None) for parameter in self.parameters]
+        if isinstance(self.targets, ParameterTargets):  # what was made for None is not bound yet
+            memory = [*self.targets.up.tensors, *self.targets.down.tensors]
+        return [held for held in compress(memory, self.written) if held is not None]
+
+    def for_engine(self, engine: Engine, pending: PendingWgrad) -> GradientTargets:
+        """What the engine adds to, or writes. Where it cannot write, or some gradients are added,
+        those that are written are zeros now, which gives the same.
+        """
+        if not self.is_direct or not self.written:
+            return self.targets
+        assert isinstance(self.targets, ParameterTargets)
+        if self.written == self.trained and engine.writes_gradients(pending.settings):
+            return FreshTargets.like(self.targets)
+        with plain_ops():
+            for memory in self.written_memory:
+                memory.zero_()
+        return self.targets
 
     def bind(self) -> None:
         """Hand over memory that was made for this backward; only after it was added to."""
@@ -90,6 +124,22 @@ def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list
     return [
         getattr(parameter, "main_grad", ABSENT) if wanted else None
         for parameter, wanted in zip(parameters, trained, strict=True)
+    ]
+
+
+def gradients_written(
+    parameters: Sequence[Tensor], trained: Sequence[bool], main_grads: Sequence[Any]
+) -> list[bool]:
+    """Which gradients a backward that begins now writes into `main_grad`: where that is None, and
+    where `overwrite_main_grad` of the parameter is true. Empty where it writes none.
+    """
+    # Read at every backward and never written here: Megatron-FSDP sets it when it unshards.
+    flags = list(map(getattr, parameters, repeat("overwrite_main_grad"), repeat(False)))
+    if not any(flags) and not is_among(None, main_grads):
+        return []
+    return [
+        wanted and (held is None or (bool(flag) and held is not ABSENT))
+        for wanted, held, flag in zip(trained, main_grads, flags, strict=True)
     ]
 
 

@@ -48,12 +48,14 @@ def flush_native(
     native: NativeBuffer,
     *,
     through_autograd: bool,
+    over: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
     """Add the gradients in `native` to those of `parameters` that `trained` marks, and zero
     `native`. Where it raises, each gradient is either with its parameter or still in `native`.
 
     through_autograd: gradients of parameters without `main_grad` are returned, by position, and not
         added to `.grad`. Where it raises then, nothing was handed over.
+    over: each `main_grad` whose contents the gradients take the place of.
     """
     # Before the first addition, so that a flush that raises may be repeated and adds nothing twice.
     check_main_grads(layer, parameters, trained, native.dw1)
@@ -68,6 +70,8 @@ def flush_native(
         order.enter(native.dw1)
         try:
             with own_writes(parameters):
+                for memory in over:
+                    memory.zero_()
                 if kernel is not None and found is not None:
                     return launch_flush(kernel, found, layer.layout, native)
                 gradients = layer.user_gradients(native, parameters)

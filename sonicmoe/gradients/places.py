@@ -151,7 +151,8 @@ class CapturedMemory:
 
     def __init__(self) -> None:
         """Nothing was captured yet."""
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        # Parameter, memory, and whether the backward writes there.
+        self._held: dict[int, tuple[Tensor, Tensor, bool]] = {}
 
     def __reduce__(self) -> tuple[type[CapturedMemory], tuple[()]]:
         """No graph adds to a copy's parameters."""
@@ -167,13 +168,13 @@ class CapturedMemory:
                         "every replay would zero the memory made for it; needed: main_grad "
                         "allocated before the capture"
                     )
-                self._held[id(parameter)] = (parameter, parameter.main_grad)
+                self._held[id(parameter)] = parameter, parameter.main_grad, _overwrites(parameter)
 
     def check(self) -> None:
         """Raise if gradients of a replay are where no optimizer looks, because a parameter's
-        `main_grad` is no longer the captured one.
+        `main_grad` is no longer the captured one, or are added where they are to be written.
         """
-        for parameter, memory in self._held.values():
+        for parameter, memory, overwrites in self._held.values():
             now = getattr(parameter, "main_grad", None)
             if now is not memory and (now is None or data_ptr(now) != data_ptr(memory)):
                 raise RuntimeError(
@@ -182,6 +183,18 @@ class CapturedMemory:
                     "needed: main_grad that stays in place (zeroed and not rebound), or another "
                     "capture; node.release_grads() forgets captured memory"
                 )
+            if _overwrites(parameter) is not overwrites:
+                done = "writes" if overwrites else "adds to"
+                raise RuntimeError(
+                    "overwrite_main_grad of an expert weight changed after a backward that "
+                    f"{done} its main_grad was captured into a CUDA graph, and replays go on so; "
+                    "needed: the flag as it was, or another capture; node.release_grads() forgets "
+                    "captured memory"
+                )
+
+
+def _overwrites(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "overwrite_main_grad", False))
 
 
 def is_capturing(like: Tensor) -> bool:

@@ -55,6 +55,7 @@ from .batch import (
     direct_batch,
     direct_problem,
     fresh_batch,
+    gradients_written,
     is_among,
     main_grads_of,
     stand_ins_for,
@@ -129,6 +130,7 @@ class GradientSink:
         if self.way is FlushMode.STEP:
             return self._open_waiting(engine, parameters, trained, dout)
         main_grads, batch = main_grads_of(parameters, trained), None
+        written = gradients_written(parameters, trained, main_grads)
         if not is_among(ABSENT, main_grads):
             batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
         else:
@@ -138,6 +140,7 @@ class GradientSink:
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
             batch = Batch(parameters, trained, self._native_zeros(engine, dout))
+        batch.written = written
         if is_capturing(dout):
             self._captured.keep(parameters, trained)
         batch.stand_ins = stand_ins_for(parameters, trained)
@@ -180,8 +183,7 @@ class GradientSink:
                 order.enter(anchor)
             try:
                 with writes:
-                    if batch.fresh:
-                        _zero(batch.fresh)
+                    targets = batch.for_engine(engine, pending)
                     engine.backward_dw(pending, targets)
                     batch.bind()
             except BaseException:
@@ -210,9 +212,9 @@ class GradientSink:
         elif type(batch.targets) is FreshTargets:
             returned = batch.targets.of_parameters()
         elif type(batch.targets) is NativeBuffer:
-            returned = flush_native(
-                self._layer, batch.parameters, batch.trained, batch.targets, through_autograd=True
-            )
+            given = self._layer, batch.parameters, batch.trained, batch.targets
+            over = batch.written_memory if batch.written else ()
+            returned = flush_native(*given, through_autograd=True, over=over)
         for index, zeros in batch.stand_ins.items():
             batch.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
             returned[index] = zeros
@@ -273,6 +275,7 @@ class GradientSink:
     def _open_waiting(
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> Batch:
+        self._refuse_flags(parameters, trained)
         if self.waiting and self._waiting is not None:
             self._waiting.check(self._layer.name_of)
             self._waiting.take_new_places()
@@ -335,6 +338,16 @@ class GradientSink:
                 "before that, a node with flush='auto', or discard_grads()"
             )
 
+    def _refuse_flags(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Refuse to keep gradients of parameters that ask every backward to write."""
+        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+            if wanted and getattr(parameter, "overwrite_main_grad", False):
+                raise ConfigError(
+                    f"{self._layer.name_of(index)}.overwrite_main_grad is true, which asks each "
+                    "backward to write main_grad, and with flush='step' (or split_wgrad) gradients "
+                    "wait for step(), which adds them; needed: flush='auto', or a flag that is false"
+                )
+
     def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
         """Refuse tensors that a gradient is added to and never passed on from."""
         if all(map(_IS_LEAF, parameters)):
@@ -351,12 +364,6 @@ class GradientSink:
 
 def _has_main_grad(parameter: Tensor) -> bool:
     return hasattr(parameter, "main_grad")
-
-
-def _zero(fresh: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with plain_ops():
-        for _, memory in fresh:
-            memory.zero_()
 
 
 _NO_WRITES: AbstractContextManager[None] = nullcontext()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import compress
 
 import torch
 
@@ -71,11 +70,13 @@ class LayerState:
         """See `GradientSink.open`. Gradients that wait for other parameters, or for others of
         these, are handed over first: each set is for the parameters that its backward was for.
         """
-        self.questions.at_backward(compress(parameters, trained), self.gradients.waiting)
+        waiting = self.gradients.waiting
         if not self.gradients.accepts(parameters, trained):
             self.finish_wgrad()
             self.gradients.flush()
-        return self.gradients.open(engine, settings, parameters, trained, dout)
+        batch = self.gradients.open(engine, settings, parameters, trained, dout)
+        self.questions.at_backward(batch.added, waiting)
+        return batch
 
     def offer_for(self, parameters: Sequence[Tensor], runs_without: bool) -> WgradOffer | None:
         """To whom a call offers its weight gradients; None: they are complete when the backward

@@ -70,7 +70,8 @@ class SonicMoEMlpNode(NodeUpkeep):
             (`enums.ACTIVATIONS`).
         flush: when weight gradients are complete (docs/gradients.md).
             "auto", or "backward": when a backward returns. They are in fp32 `main_grad` of each
-            parameter that has the attribute (None: memory is made), and autograd gets the others.
+            parameter that has the attribute, and autograd gets the others. They are added, or
+            written where it is None (memory is made) or `overwrite_main_grad` is true.
             "step": they wait in fp32 accumulators of the node, and `step()` adds them to
             `main_grad`, or to `.grad`. Until then their memory stays in place and nobody else
             writes it. With "auto" the framework's gradient hooks see complete gradients, once per

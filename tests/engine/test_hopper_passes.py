@@ -202,6 +202,18 @@ def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, stacke
         assert torch.equal(got[name], rounded), name
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_main_grads_are_written_and_added_to_in_turns(stacked):
+    """What is known of recognised memory is kept for each of the two."""
+    case, targets = Case(seed=9), parameter_targets(PER_EXPERT, stacked=stacked, fill=float("nan"))
+    targets.recognise(None)
+    wanted = case.run(OURS, FP8)
+    for times, memory in ((1, FreshTargets.like(targets)), (2, targets)) * 2:
+        got = case.run(OURS, FP8, targets=memory)
+        for name in ("dw1", "dw2"):
+            assert torch.equal(got[name], times * wanted[name]), (times, name)
+
+
 def test_frozen_experts_have_no_memory():
     case, targets = Case(seed=10), parameter_targets(PER_EXPERT, frozen=(0, 2))
     got, wanted = case.run(OURS, FP8, targets=targets), case.run(OURS, FP8)

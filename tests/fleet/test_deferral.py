@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from engine.moe_golden import golden
-from fleet.fleet_calls import LAYOUTS, Experts, assert_same, bf16, zeros
+from fleet.fleet_calls import LAYOUTS, Experts, assert_same, bf16, overwrite, zeros
 from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import problems, want_gradient
 from pairwise import pairwise
@@ -193,6 +193,18 @@ def test_main_grad_is_looked_up_when_it_runs(problem, tasks):
         task()
     assert experts.weights[0].main_grad is new and not numpy(old).any()
     np.testing.assert_array_equal(numpy(new), wanted)
+
+
+def test_overwrite_main_grad_is_read_when_it_runs(problem, tasks):
+    (_, wanted), experts = at_once(problem), Experts(problem)
+    for weight in experts.weights:
+        overwrite(weight.main_grad, np.full(tuple(weight.shape), np.nan))
+    experts.call().backward()
+    for weight in experts.weights:
+        weight.overwrite_main_grad = True
+    for task in tasks:
+        task()
+    assert_same(main_grads(experts), wanted)
 
 
 def test_main_grad_that_was_removed_is_missed(problem, tasks):

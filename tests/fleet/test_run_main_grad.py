@@ -93,6 +93,17 @@ class TestMainGradInTheOtherLayout:
         assert not held[:, :, 80:].any()
         assert_same(experts.gradients(), expected)
 
+    @each_layout
+    @pytest.mark.parametrize("up", [False, True])
+    def test_a_backward_writes_where_overwrite_main_grad_is_true(self, problem, layout, up):
+        """The flag is each weight's own: here always down's, and up's or not."""
+        experts, wanted = Experts(problem, layout), Experts(problem, layout)
+        experts.weights[0].overwrite_main_grad, experts.weights[1].overwrite_main_grad = up, True
+        overwrite(experts.weights[1].main_grad, np.full_like(wanted.gradients()[1], np.nan))
+        self.micro_batches(wanted, 1)
+        (once, down), _ = wanted.gradients(), self.micro_batches(experts)
+        assert_same(experts.gradients(), [once if up else 2 * once, down])
+
     def test_a_shape_of_neither_layout_is_refused(self, problem):
         experts = Experts(problem)
         experts.weights[1].main_grad = zeros((4, 40, 96))

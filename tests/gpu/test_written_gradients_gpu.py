@@ -1,6 +1,6 @@
 """Weight gradients that autograd accumulates leave the GEMM as autograd takes them: the bits of fp32
 accumulators that are rounded once, in every face and layout, over poisoned memory, without the
-accumulators' memory.
+accumulators' memory. And `main_grad` that a backward writes: the bits of adding to zeros.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ def test_functional(both, dtype, layout, tokens):
     assert not written[0][1].any() and bool(written[0].any()) == (tokens > 0)
 
 
+def node_and_weights(own, dtype):
+    """own: every expert has weights of its own; else they are stacked."""
+    made = list(weights(WeightLayout(True, True), dtype))
+    if not own:
+        return SonicMoEMlpNode.from_fused(*made, config=FP8), made
+    pairs = zip(*(w.detach() for w in made), strict=True)
+    experts = [Expert(up.clone(), down.clone()) for up, down in pairs]
+    made = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
+    return SonicMoEMlpNode(experts, E, H, I, config=FP8), made
+
+
 @pytest.mark.parametrize(
     ("frozen", "own", "dtype"), pairwise([(), (0,), (1,), (0, 1)], [False, True], DTYPES), ids=str
 )
@@ -93,14 +104,7 @@ def test_node(both, dtype, own, frozen):
     x, ids, probs, dout = batch(300)
 
     def step():
-        made = list(weights(WeightLayout(True, True), dtype))
-        if own:
-            pairs = zip(*(w.detach() for w in made), strict=True)
-            experts = [Expert(up.clone(), down.clone()) for up, down in pairs]
-            made = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
-            node = SonicMoEMlpNode(experts, E, H, I, config=FP8)
-        else:
-            node = SonicMoEMlpNode.from_fused(*made, config=FP8)
+        node, made = node_and_weights(own, dtype)
         half = len(made) // 2
         for place in frozen:
             for parameter in made[place * half : (place + 1) * half]:
@@ -112,6 +116,32 @@ def test_node(both, dtype, own, frozen):
         return [w.grad for w in made if w.requires_grad] + [p.grad]
 
     assert equal(*both(step))
+
+
+@pytest.mark.parametrize(
+    ("own", "tokens", "flags"), pairwise([False, True], [300, 0], ["all", "some"])
+)
+def test_main_grads(own, tokens, flags):
+    """A second backward writes over the first one's gradients, a third one adds."""
+    x, ids, probs, dout = batch(tokens)
+    node, made = node_and_weights(own, torch.bfloat16)
+    for parameter in made:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    node(x, None, ids, probs).backward(dout)
+    once = [parameter.main_grad.clone() for parameter in made]
+    flagged = made if flags == "all" else made[1:]
+    for parameter in flagged:
+        parameter.main_grad.fill_(float("nan"))
+        parameter.overwrite_main_grad = True
+    for _ in range(2):
+        node(x, None, ids, probs).backward(dout)
+    for parameter, wanted in zip(made, once, strict=True):
+        times = 1 if any(parameter is other for other in flagged) else 3
+        assert torch.allclose(parameter.main_grad, times * wanted, rtol=1e-6, atol=0), times
+        parameter.overwrite_main_grad = False
+    node(x, None, ids, probs).backward(dout)
+    assert torch.allclose(made[1].main_grad, 2 * once[1], rtol=1e-6, atol=0)
+    assert node.gradient_bytes == 0
 
 
 def test_experts_that_share_a_parameter_are_summed(both):
