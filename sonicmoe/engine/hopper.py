@@ -96,12 +96,15 @@ class HopperEngine(QuantisedEngine):
             dout = _aligned(dout)
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z)
-            # Only now: where `dgated` finds no memory, the backward may be repeated.
             if settings.frees_stagewise:
+                dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z)
+                # Only now: where `dgated` finds no memory, the backward may be repeated.
                 saved.z = None
-            del z
-            dx = tap("dx", layer.dgrad(dz_scratch, x))
+                del z
+                dx = layer.dgrad(dz_scratch, x)
+            else:
+                dx, dprobs, wgrad_dz, wgrad_y1s = layer.backward_dx(tokens, z, x)
+            dx = tap("dx", dx)
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
             pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
@@ -186,8 +189,7 @@ def _add_both(
         **token_arguments("x", pending.x),
         **token_arguments("dout", pending.dout),
         **gradients,
-        dz=pending.dz,
-        y1s=pending.y1s,
+        dz=pending.dz,  # with y1s behind it
         scratch=memory,
     )
     targets.adding = False
@@ -202,6 +204,8 @@ def _add_one_by_one(
     # A product that nobody wants is left out.
     bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
     dout, y1s = pending.dout, pending.y1s
+    if y1s is pending.dz:  # one memory, of which one product alone is wanted
+        y1s = y1s[bytes_of.operands - bytes_of.y1s :]
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
     size = max(bytes_of.dw1, bytes_of.dw2)

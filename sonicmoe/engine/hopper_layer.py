@@ -125,51 +125,86 @@ class HopperLayer:
         row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
         return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
 
+    def backward_dx(
+        self, tokens: DgatedTokens, z: KeptZ, x: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(dx [T, H], dprobs [T, K], operands of wgrad: dz and y1s)`, from fewer allocations and one
+        native call, where z is not to be freed in between. The operands in FP8 are one memory.
+        """
+        bytes_of, device = self.routed.bytes_of, self.device
+        dx = empty(tuple(x.shape), self.dtype, device)
+        common = self._of_dgated(tokens, z)
+        if self._settings.fp8_wgrad:
+            dz = y1s = empty((bytes_of.operands,), torch.uint8, device)
+            operands = {"dz": dz, "dz_rows": None, "y1s_rows": None}
+        else:
+            dz, y1s = self._operands_in_rows()
+            operands = {"dz": None, "dz_rows": dz, "y1s_rows": y1s}
+        self._passes.backward_dx(
+            weights=self._dgrad_order("w1", "w2"),
+            dx=dx,
+            dz_scratch=empty((bytes_of.backward,), torch.uint8, device),
+            **operands,
+            **common,
+        )
+        return dx, common["dprobs"], dz, y1s
+
     def dgated(self, tokens: DgatedTokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
         """
-        weights, bytes_of, device = self._dgrad_order("w2"), self.routed.bytes_of, self.device
-        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
-        in_rows = not self._settings.fp8_wgrad
+        bytes_of, device = self.routed.bytes_of, self.device
         dz_scratch = empty((bytes_of.dz_scratch,), torch.uint8, device)
         has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
         dout_scratch = None
         if not has_codes:
             dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
-        dprobs = empty((self._routing.num_tokens, self._routing.topk), torch.float32, device)
+        common = self._of_dgated(tokens, z)
+        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
+        in_rows = not self._settings.fp8_wgrad
         if in_rows:
-            rows, inner = self._routing.num_rows, self._prepared.inner
-            dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
+            dz, y1s = self._operands_in_rows()
         else:
             dz = empty((bytes_of.dz,), torch.uint8, device)
             y1s = empty((bytes_of.y1s,), torch.uint8, device)
         self._passes.dgated(
-            weights=weights,
-            routing=self.routed.handle,
-            stream=self._stream,
-            multiprocessors=self._settings.gemm_num_sms,
-            activation=self._passes.dgated_activations[self._settings.activation],
-            **token_arguments("x", tokens.x, tokens.x_codes),
-            **token_arguments("dout", tokens.dout, tokens.dout_codes),
-            row_scales=tokens.row_scales,
-            **z_arguments(z),
+            weights=self._dgrad_order("w2"),
             dz=None if in_rows else dz,
             y1s=None if in_rows else y1s,
             dz_rows=dz if in_rows else None,
             y1s_rows=y1s if in_rows else None,
-            dprobs=dprobs,
             dz_scratch=dz_scratch,
             dout_scratch=dout_scratch,
+            **common,
         )
-        return dz_scratch, dprobs, dz, y1s
+        return dz_scratch, common["dprobs"], dz, y1s
+
+    def _of_dgated(self, tokens: DgatedTokens, z: KeptZ) -> dict[str, Any]:
+        """The arguments that dgated takes also where dgrad follows at once."""
+        routing = self._routing
+        return {
+            "routing": self.routed.handle,
+            "stream": self._stream,
+            "multiprocessors": self._settings.gemm_num_sms,
+            "activation": self._passes.dgated_activations[self._settings.activation],
+            **token_arguments("x", tokens.x, tokens.x_codes),
+            **token_arguments("dout", tokens.dout, tokens.dout_codes),
+            "row_scales": tokens.row_scales,
+            **z_arguments(z),
+            "dprobs": empty((routing.num_tokens, routing.topk), torch.float32, self.device),
+        }
+
+    def _operands_in_rows(self) -> tuple[Tensor, Tensor]:
+        """dz `[R, 2I]` and y1s `[R, I]`, unwritten."""
+        rows, inner = self._routing.num_rows, self._prepared.inner
+        dz, y1s = (empty((rows, n), torch.bfloat16, self.device) for n in (2 * inner, inner))
+        return dz, y1s
 
     def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
         """dx `[T, H]`, from the scratch that `dgated` left."""
-        weights = self._dgrad_order("w1")
         dx = empty(tuple(x.shape), self.dtype, self.device)
         self._passes.dgrad(
-            weights=weights,
+            weights=self._dgrad_order("w1"),
             routing=self.routed.handle,
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
@@ -179,11 +214,14 @@ class HopperLayer:
         )
         return dx
 
-    def _dgrad_order(self, name: str) -> Any:
+    def _dgrad_order(self, *names: str) -> Any:
         """The handle of weights whose contraction over forward's rows is contiguous."""
-        # Under `iso_weight` it is of one matrix, transposed into a scratch that all layers share,
-        # and serves the next launch only.
+        # Under `iso_weight` it is of these matrices alone, transposed into scratches that all
+        # layers share, and serves the next call only.
         if self._prepared.has_dgrad:
             return self._prepared.handle
-        held: Any = getattr(self._weights, f"{name}_dgrad")
-        return self._passes.weights_of({f"{name}_dgrad": to_scratch(held, name)})
+        kept = self._weights
+        turned = {
+            f"{name}_dgrad": to_scratch(getattr(kept, f"{name}_dgrad"), name) for name in names
+        }
+        return self._passes.weights_of(turned)

@@ -115,9 +115,9 @@ class Passes:
         make_pass = native.make_pass()
         self.weights = by_keyword(native.weights(), names("weights"))
         self.routing = by_keyword(native.routing(), names("routing"))
-        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
+        self.forward, self.backward_dx, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
             by_keyword(make_pass(name, *functions), names(name))
-            for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+            for name in ("forward", "backward_dx", "dgated", "dgrad", "wgrad", "dw1", "dw2")
         )
         self._make_destination = kernels.get("wgrad_destination")
         self._destinations: dict[tuple[Any, ...], Any] = {}

@@ -24,7 +24,7 @@ from sonicmoe.routing.metadata import ROW_ALIGNMENT
 pytestmark = NVCC
 # No two of these are equal, nor is one a block count of another but for ALIKE.
 T, K, E, H, I, R = 70, 3, 5, 272, 448, 1152
-PASSES = ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+PASSES = ("forward", "dgated", "dgrad", "backward_dx", "wgrad", "dw1", "dw2")
 
 
 def blocks(n, size=128):
@@ -112,8 +112,10 @@ def fields_of(passes, head, name):
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
     }  # fmt: skip
-    if name == "dgated":
+    if name in ("dgated", "backward_dx"):
         made["x"] = None  # which it takes with row_scales
+    if name in ("backward_dx", "wgrad"):
+        made |= {"dz": codes(size["operands"]), "dz_scratch": codes(size["backward"])}
     wanted = inspect.signature(getattr(passes, name)).parameters
     return {field: value for field, value in (made | head).items() if field in wanted}
 
@@ -151,7 +153,7 @@ def test_exchanged_tensors_of_a_handle_are_named(passes, handle, fields, one, ot
 ALIKE = {
     "forward": {("x", "out")}, "wgrad": {("x", "dout")},
     # scratch may be larger than needed
-    "dgated": set(), "dgrad": set(), "dw1": set(), "dw2": set(),
+    "dgated": set(), "dgrad": set(), "backward_dx": {("dout", "dx")}, "dw1": set(), "dw2": set(),
 }  # fmt: skip
 
 
@@ -191,7 +193,7 @@ def test_arguments_have_names_only(passes, head, name):
             getattr(passes, name)(**{field: v for field, v in given.items() if field != missing})
 
 
-@pytest.mark.parametrize("name", ["forward", "dgated", "dgrad"])
+@pytest.mark.parametrize("name", ["forward", "dgated", "dgrad", "backward_dx"])
 @pytest.mark.parametrize("kind", ["weights", "routing"])
 def test_handles_are_of_their_type(passes, head, name, kind):
     given = fields_of(passes, head, name)
@@ -223,6 +225,8 @@ def test_handles_of_different_layers_contradict_each_other(passes, head):
         ("dgated", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),
         ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
+        ("backward_dx", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
+        ("backward_dx", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
         ("wgrad", "dw2", scales(E, I, H), r"dw2 is float32 \[5, 448, 272\]; needed: float32 \[E, H, I\]"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",

@@ -6,6 +6,8 @@
 // pass needs, and with memory to cut them, so that the two cannot differ.
 #pragma once
 
+#include <algorithm>
+
 #include "handles.hpp"
 
 namespace sonicmoe {
@@ -46,8 +48,10 @@ class Arena {
   Arena(std::string_view field, const TensorView& scratch) { in(field, scratch); }
   Arena(const Arena&) = delete;
 
-  Arena& in(std::string_view field, const TensorView& scratch) {
+  // `behind`: bytes of the scratch that belong to others.
+  Arena& in(std::string_view field, const TensorView& scratch, int64_t behind = 0) {
     field_ = field;
+    used_ = behind;
     base_ = static_cast<char*>(scratch.data_ptr()) + scratch.byte_offset();
     device_ = scratch.device();
     size_ = scratch.numel();
@@ -158,6 +162,20 @@ int64_t bytes_of(const Sizes& sizes) {
   Arena arena;
   Layout(arena, sizes);
   return arena.used();
+}
+
+// One memory of two scratches that live equally long.
+template <class First, class Then>
+struct Behind {
+  First first;
+  Then then;
+  Behind(Arena& arena, const Sizes& n) : first(arena, n), then(arena, n) {}
+};
+
+// Where nothing is to be freed between dgated and dgrad: dx_rows overwrites the codes of dout.
+inline int64_t bytes_of_backward(const Sizes& n) {
+  return std::max(bytes_of<Behind<DzScratch, DoutScratch>>(n),
+                  bytes_of<Behind<DzScratch, DxScratch>>(n));
 }
 
 }  // namespace sonicmoe
