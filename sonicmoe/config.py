@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .enums import EngineName, ZCode
+from .enums import EngineName, FirstBackward, ZCode
 from .flags import (
     BOOLEAN,
     DIRECTORY,
@@ -197,6 +197,15 @@ class SonicMoEConfig(Settings):
         "processes that compile at once, over all ranks of a host. `auto`: as many as CPU affinity "
         "and the quota of the control group allow. `off`: a run that finds kernels missing "
         "compiles each where it first needs it, instead of all of them at its first forward",
+    )
+    first_backward: Flag[FirstBackward] = Flag(
+        "SONIC_MOE_FIRST_BACKWARD",
+        members_of(FirstBackward),
+        FirstBackward.ADD,
+        "`overwrite`: the first backward since `node.step()` or `discard_grads()` writes weight "
+        "gradients into `main_grad`, later ones add, and `step()` zeroes those that none of them "
+        'wrote: nobody has to clear `main_grad`. Nodes with `flush="auto"`; refused by the others '
+        "and by PaddleFleet's face (docs/gradients.md)",
     )
     validate_dispatch: Flag[bool] = Flag(
         "SONIC_MOE_VALIDATE_DISPATCH",

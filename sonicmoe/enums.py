@@ -244,6 +244,15 @@ class FlushMode(Enum):
         return cls.AUTO if value == "backward" else None
 
 
+class FirstBackward(Enum):
+    """What the first backward since `node.step()` or `discard_grads()` does with a gradient in
+    `main_grad`. The others add.
+    """
+
+    ADD = "add"
+    OVERWRITE = "overwrite"
+
+
 def member_of(enum: type[Named], value: Any, argument: str) -> Named:
     """The member that `value` is or names.
 

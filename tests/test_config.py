@@ -27,7 +27,7 @@ from sonicmoe.config import (
     current_config,
     read_flags,
 )
-from sonicmoe.enums import EngineName, ZCode
+from sonicmoe.enums import EngineName, FirstBackward, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.flags import Flag
 
@@ -49,6 +49,7 @@ ACCEPTED = {
         "Reference": EngineName.REFERENCE,
         "hopper": EngineName.HOPPER,
     },
+    "first_backward": {"add": FirstBackward.ADD, " Overwrite ": FirstBackward.OVERWRITE},
     "cache_dir": {
         "/some/where": Path("/some/where"),
         "relative": Path.cwd() / "relative",
@@ -66,6 +67,7 @@ REFUSED = {
     "save_z": ["int4", "", "fp8"],
     "recipe": ["iso100", "ISO128", ""],
     "engine": ["cpu", ""],
+    "first_backward": ["write", "1", ""],
     "cache_dir": ["", "  ", "~nosuchuser/x", "a\0b", "a\udcff", "\ud800"],
     "local_cache_dir": [""],
     "compile_jobs": ["", "-1", "1.5", "all", "\u0663"],

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..config import SonicMoEConfig
-from ..enums import ActivationParameters, ActivationType, FlushMode, is_glu
+from ..enums import ActivationParameters, ActivationType, FirstBackward, FlushMode, is_glu
 from ..errors import ConfigError, expect
 from ..node.layer_state import LayerState
 from ..node.mlp_node import SonicMoEMlpNode
@@ -64,6 +64,12 @@ class FleetLayer:
         needed = "a gated activation, whose w1 has 2I columns"
         words = f"activation_type is {activation.value!r}; needed: {needed}"
         expect(is_glu(activation), ConfigError, words)
+        expect(
+            config.resolve().first_backward is FirstBackward.ADD,
+            ConfigError,
+            "first_backward='overwrite' counts from node.step(), which nobody calls here; needed: "
+            "'add', or overwrite_main_grad on w1 and w2",
+        )
         # A caller who makes a configuration per call would fill the memory with nodes.
         if len(self._nodes) >= _NODES:
             self._nodes.clear()

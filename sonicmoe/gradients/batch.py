@@ -40,7 +40,7 @@ class Batch:
         gets, or a native buffer.
     waits: the native buffer is the sink's, and its gradients wait there.
     written: which gradients this backward writes into `main_grad`, where it adds the others
-        (`gradients_written`); empty where it writes none.
+        (`overwriting`); empty where it writes none.
     fresh: memory for a `main_grad` that is None; the parameter's own after the addition.
     stand_ins: what autograd is given for parameters whose wrapper must be told that the gradient
         is in `main_grad`, by position (`stand_ins_for`).
@@ -124,22 +124,6 @@ def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list
     return [
         getattr(parameter, "main_grad", ABSENT) if wanted else None
         for parameter, wanted in zip(parameters, trained, strict=True)
-    ]
-
-
-def gradients_written(
-    parameters: Sequence[Tensor], trained: Sequence[bool], main_grads: Sequence[Any]
-) -> list[bool]:
-    """Which gradients a backward that begins now writes into `main_grad`: where that is None, and
-    where `overwrite_main_grad` of the parameter is true. Empty where it writes none.
-    """
-    # Read at every backward and never written here: Megatron-FSDP sets it when it unshards.
-    flags = list(map(getattr, parameters, repeat("overwrite_main_grad"), repeat(False)))
-    if not any(flags) and not is_among(None, main_grads):
-        return []
-    return [
-        wanted and (held is None or (bool(flag) and held is not ABSENT))
-        for wanted, held, flag in zip(trained, main_grads, flags, strict=True)
     ]
 
 

@@ -55,12 +55,12 @@ from .batch import (
     direct_batch,
     direct_problem,
     fresh_batch,
-    gradients_written,
     is_among,
     main_grads_of,
     stand_ins_for,
 )
 from .destinations import check_main_grads, flush_native
+from .overwriting import Overwriting
 from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
 
 Tensor = torch.Tensor
@@ -80,6 +80,7 @@ class GradientSink:
         self._order = StreamOrder()  # of additions to the buffer, and of flushes
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
+        self.overwriting = Overwriting(way, layer.name_of)
         self._footprints: dict[tuple[bool, ...], Footprint] = {}
         self._fitting: tuple[Any, ...] = ()  # where and what the last backward could add directly
         self._incomplete = ""
@@ -130,7 +131,7 @@ class GradientSink:
         if self.way is FlushMode.STEP:
             return self._open_waiting(engine, parameters, trained, dout)
         main_grads, batch = main_grads_of(parameters, trained), None
-        written = gradients_written(parameters, trained, main_grads)
+        written = self.overwriting.written_by(parameters, trained, main_grads)
         if not is_among(ABSENT, main_grads):
             batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
         else:
@@ -142,6 +143,7 @@ class GradientSink:
             batch = Batch(parameters, trained, self._native_zeros(engine, dout))
         batch.written = written
         if is_capturing(dout):
+            self.overwriting.refuse_capture()
             self._captured.keep(parameters, trained)
         batch.stand_ins = stand_ins_for(parameters, trained)
         return batch
@@ -215,6 +217,7 @@ class GradientSink:
             given = self._layer, batch.parameters, batch.trained, batch.targets
             over = batch.written_memory if batch.written else ()
             returned = flush_native(*given, through_autograd=True, over=over)
+        self.overwriting.done(batch)
         for index, zeros in batch.stand_ins.items():
             batch.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
             returned[index] = zeros
@@ -258,6 +261,21 @@ class GradientSink:
                     tensor.zero_()
             self._order.leave()
         self._waiting, self._incomplete = None, ""
+        self.overwriting.discard()
+
+    def end_step(self) -> None:
+        """`step()` came, and the next backward is the first. Gradients that were to be written, and
+        that no backward wrote, are zeros from here on, so that last step's never train.
+        """
+        unwritten = self.overwriting.end_step()
+        if not unwritten:
+            return
+        with self.alone(unwritten[0]), plain_ops():
+            order = into_parameters(device_name(unwritten[0]))
+            order.enter(unwritten[0])
+            for memory in unwritten:
+                memory.zero_()
+            order.leave()
 
     def release(self) -> None:
         """Free the memory until the next backward, and forget captured memory; raises where
@@ -275,7 +293,7 @@ class GradientSink:
     def _open_waiting(
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> Batch:
-        self._refuse_flags(parameters, trained)
+        self.overwriting.refuse_flags(parameters, trained)
         if self.waiting and self._waiting is not None:
             self._waiting.check(self._layer.name_of)
             self._waiting.take_new_places()
@@ -337,16 +355,6 @@ class GradientSink:
                 "forward and hold no longer (replaced, or resharded as FSDP2 does); needed: step() "
                 "before that, a node with flush='auto', or discard_grads()"
             )
-
-    def _refuse_flags(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """Refuse to keep gradients of parameters that ask every backward to write."""
-        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-            if wanted and getattr(parameter, "overwrite_main_grad", False):
-                raise ConfigError(
-                    f"{self._layer.name_of(index)}.overwrite_main_grad is true, which asks each "
-                    "backward to write main_grad, and with flush='step' (or split_wgrad) gradients "
-                    "wait for step(), which adds them; needed: flush='auto', or a flag that is false"
-                )
 
     def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
         """Refuse tensors that a gradient is added to and never passed on from."""

@@ -171,6 +171,7 @@ class MlpCall(DifferentiableCall):
         self, dout: Tokens, like: Tensor, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None], Batch | None]:
         state, batch = self.state, None
+        state.gradients.overwriting.begin(self.config.resolve().first_backward, self.parameters)
         # Memory first: a backward that runs out of it must not have added anything yet.
         if any(trained) and self.wgrad_offer is None:
             if collected:

@@ -197,6 +197,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         self._choices = Choices(config, activation, self.activation_parameters, *sizes)
         # Settings that contradict each other are refused here and not in the first step.
         resolved, _ = self._choices.settings()
+        state.gradients.overwriting.check(resolved.first_backward)
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
         # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
         weight = state.parameters.parameters()[0]

@@ -40,7 +40,9 @@ class NodeUpkeep:
         Call it once per optimizer step: after the last backward and before gradients are reduced,
         clipped or applied. Gradients that wait in the node (`flush="step"`) are added in place: to
         `main_grad` (a new fp32 tensor where it is None), or to `.grad` of a parameter without that
-        attribute. All others are there already. Idempotent.
+        attribute. All others are there already. With `first_backward="overwrite"` each gradient
+        that no backward has written since the last step gets zeros, and the next backward writes.
+        Idempotent.
 
         Raises:
             RuntimeError: gradients wait, and somebody replaced or wrote the memory that they go to,
@@ -50,6 +52,7 @@ class NodeUpkeep:
             OutOfMemoryError: nothing is lost; call it again when there is memory.
         """
         self.flush_grads()
+        self._state.gradients.end_step()
         self._state.questions.steps += 1
         # The optimizer writes the weights next, and no trace of that is relied on.
         self._state.weights.invalidate("node.step() announced an optimizer step")
@@ -87,7 +90,8 @@ class NodeUpkeep:
 
     def discard_grads(self) -> None:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
-        backward that failed half-way. What was added to `main_grad` goes when that is cleared.
+        backward that failed half-way. What was added to `main_grad` goes when that is cleared; with
+        `first_backward="overwrite"` the next backward writes over it, or `step()` zeroes it.
         """
         # First, because additions that still run on the side stream must not follow the zeroing.
         if self._state.wgrad_queue is not None:

@@ -429,6 +429,15 @@ def test_refusals(wide, error, words, changes):
         run_sonic_moe(**(given | changes(wide)))
 
 
+def test_a_first_backward_since_a_step_that_nobody_calls_is_refused(problem):
+    words = "first_backward='overwrite' counts from node.step"
+    with (
+        SonicMoEConfig(first_backward="overwrite").activate(),
+        pytest.raises(ConfigError, match=words),
+    ):
+        Experts(problem).call()
+
+
 @pytest.mark.skipif(IS_PADDLE, reason="Paddle has the hook")
 def test_the_deferral_hook_is_refused_by_pytorch():
     set_wgrad_deferral_hook(None)

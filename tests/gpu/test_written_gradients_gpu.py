@@ -85,15 +85,15 @@ def test_functional(both, dtype, layout, tokens):
     assert not written[0][1].any() and bool(written[0].any()) == (tokens > 0)
 
 
-def node_and_weights(own, dtype):
+def node_and_weights(own, dtype, config=FP8):
     """own: every expert has weights of its own; else they are stacked."""
     made = list(weights(WeightLayout(True, True), dtype))
     if not own:
-        return SonicMoEMlpNode.from_fused(*made, config=FP8), made
+        return SonicMoEMlpNode.from_fused(*made, config=config), made
     pairs = zip(*(w.detach() for w in made), strict=True)
     experts = [Expert(up.clone(), down.clone()) for up, down in pairs]
     made = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
-    return SonicMoEMlpNode(experts, E, H, I, config=FP8), made
+    return SonicMoEMlpNode(experts, E, H, I, config=config), made
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,25 @@ def test_main_grads(own, tokens, flags):
     node(x, None, ids, probs).backward(dout)
     assert torch.allclose(made[1].main_grad, 2 * once[1], rtol=1e-6, atol=0)
     assert node.gradient_bytes == 0
+
+
+@pytest.mark.parametrize(("own", "tokens"), [(False, 300), (True, 300), (True, 0)])
+def test_the_first_backward_writes(own, tokens):
+    """Two micro-batches a step over NaN, and nobody clears anything."""
+    x, ids, probs, dout = batch(tokens)
+    found = []
+    for config in (FP8, SonicMoEConfig(**FP8.given() | {"first_backward": "overwrite"})):
+        node, made = node_and_weights(own, torch.bfloat16, config)
+        overwrites = config is not FP8
+        for parameter in made:
+            value = float("nan") if overwrites else 0.0
+            parameter.main_grad = torch.full_like(parameter, value, dtype=torch.float32)
+        for _ in range(2 if overwrites else 1):
+            for _ in range(2):
+                node(x, None, ids, probs).backward(dout)
+            node.step()
+        found.append([parameter.main_grad for parameter in made])
+    assert equal(*found)
 
 
 def test_experts_that_share_a_parameter_are_summed(both):

@@ -5,13 +5,16 @@ Whatever was there before is NaN.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from engine.moe_golden import golden, make_problem
-from framework import IS_PADDLE, numpy, relative_rmse
-from node.node_harness import ARRANGEMENTS, Layer, problems, recomputed, want_gradient
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+from node.node_harness import ARRANGEMENTS, FULL, Layer, problems, recomputed, want_gradient
 from pairwise import pairwise
 
+from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.targets import FreshTargets
 from sonicmoe.errors import ConfigError
@@ -19,6 +22,7 @@ from sonicmoe.gradients import sink
 from sonicmoe.node import questions
 
 NAN = float("nan")
+OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")
 # Who leaves the gradients in `main_grad`: an engine that adds there, one that writes there, or a
 # flush of a native buffer.
 ENGINES = ("adds", "writes", "elsewhere")
@@ -207,3 +211,252 @@ def test_a_backward_that_found_no_memory_may_be_repeated(engine, which, monkeypa
     layer.node.step()
     layer.step()
     assert layer.error() < 1e-5
+
+
+def written_first(problem=None, **options):
+    """A layer whose first backward since `step()` writes, over NaN."""
+    return Layer(problem, **{"config": OVERWRITE, "main_grad": NAN} | options)
+
+
+def backward_to_tokens(layer):
+    """One that has no weight gradients."""
+    call = layer.call()
+    if IS_PADDLE:
+        import paddle
+
+        return paddle.grad(call.out, call.x, call.dout)
+    return torch.autograd.grad(call.out, call.x, call.dout)
+
+
+def holds(weight, value):
+    return np.array_equal(numpy(weight.main_grad), np.full(tuple(weight.shape), value))
+
+
+class TestFirstBackward:
+    """`first_backward="overwrite"`: nobody clears `main_grad` in these loops."""
+
+    @pytest.mark.parametrize(("which", "arrangement"), pairwise(ENGINES, ARRANGEMENTS))
+    def test_the_first_writes_and_the_others_add(self, engine, which, arrangement):
+        written, batches = engine(which), problems(3)
+        layer = written_first(batches[0], arrangement=arrangement)
+        held = [weight.main_grad for weight in layer.weights]
+        for step in range(3):
+            layer.step(*batches)
+            assert layer.error(*batches) < 1e-5
+            assert len(written) == (step + 1 if which == "writes" else 0)
+        assert all(w.main_grad is m for w, m in zip(layer.weights, held, strict=True))
+
+    def test_a_pipeline(self):
+        """Four forwards ahead of the backwards."""
+        batches = problems(6)
+        layer = written_first(batches[0])
+        for _ in range(2):
+            ahead = [layer.call(problem) for problem in batches[:4]]
+            for problem in batches[4:]:
+                ahead.pop(0).backward()
+                ahead.append(layer.call(problem))
+            for call in ahead:
+                call.backward()
+            layer.node.step()
+            assert layer.error(*batches) < 1e-5
+
+    def test_a_backward_as_a_step_of_a_schedule(self):
+        layer = written_first()
+        for _ in range(2):
+            call = layer.call()
+            _, step = layer.node.forward_step(*call.arguments)
+            step.backward(call.dout)
+            layer.node.step()
+            assert layer.error() < 1e-5
+
+    def test_flush_grads_begins_no_step(self):
+        layer = written_first()
+        layer.run()
+        layer.node.flush_grads()
+        layer.step()
+        assert layer.error(times=2) < 1e-5
+
+    @each_engine
+    def test_a_layer_that_no_token_reached_gets_zeros(self, engine, which):
+        engine(which)
+        empty = make_problem(tokens=0)
+        layer = written_first(empty)
+        layer.step()
+        assert not layer.has_gradients()
+        one = problems(1)[0].but(up_gate=empty.up_gate, down=empty.down)
+        layer.step(empty, one, empty)
+        assert layer.error(one) < 1e-5
+
+    @each_engine
+    def test_each_gradient_has_its_own_first_backward(self, engine, which):
+        """Expert 0 trains in the first micro-batch only, expert 1 in the second only."""
+        engine(which)
+        first, second = problems(2)
+        layer = written_first(first)
+        for step in range(2):
+            for batch, frozen in ((first, 1), (second, 0)):
+                want_gradient(layer.weights[frozen], False)
+                layer.run(batch)
+                want_gradient(layer.weights[frozen], True)
+            layer.node.step()
+            one, two = golden(first).dw1, golden(second).dw1
+            wanted = [one[0], two[1], *(one + two)[2:]]
+            for got, want in zip(layer.gradients()[0], wanted, strict=True):
+                assert relative_rmse(got, want) < 1e-5, step
+
+    def test_memory_that_is_made(self):
+        layer = written_first(main_grad=None)
+        for _ in range(2):
+            layer.step(None, None)
+            assert layer.error(times=2) < 1e-5
+
+    def test_a_skipped_batch_leaves_nothing(self):
+        good, bad = problems(2)
+        layer = written_first(good)
+        layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
+        layer.node.discard_grads()
+        layer.step(good)
+        assert layer.error(good) < 1e-5
+
+    def test_nor_where_the_step_comes_without_another_batch(self):
+        layer = written_first()
+        layer.run()
+        layer.node.discard_grads()
+        layer.node.step()
+        assert not layer.has_gradients()
+
+    def test_a_backward_that_failed_half_way(self, monkeypatch):
+        layer, add = written_first(), ReferenceEngine.backward_dw
+
+        def fail(self, pending, targets):
+            add(self, pending, targets)
+            targets.adding = True
+            raise MemoryError("no room for dw1")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ReferenceEngine, "backward_dw", fail)
+            with pytest.raises((MemoryError, OSError), match="no room"):
+                layer.run()
+        with pytest.raises(RuntimeError, match="left a part of them in main_grad"):
+            layer.node.step()
+        layer.node.discard_grads()
+        layer.step()
+        assert layer.error() < 1e-5
+
+    def test_nobody_is_asked_to_clear_it(self, monkeypatch):
+        monkeypatch.setattr(questions, "_asked", set())
+        layer = written_first(problems(1, hidden=8, intermediate=8)[0])
+        for _ in range(questions.STEPS + 2):
+            layer.step()
+        assert not questions._asked
+
+    def test_a_copy_counts_for_itself(self):
+        layer = written_first()
+        layer.run()
+        other = copy.deepcopy(layer.node)
+        weights, call = other._state.parameters.parameters(), layer.call()
+        for weight in weights:
+            weight.main_grad = tensor(np.full(tuple(weight.shape), NAN), torch.float32)
+        other(*call.arguments).backward(call.dout)
+        other.step()
+        layer.step()
+        assert layer.error(times=2) < 1e-5
+        assert relative_rmse(numpy(weights[0].main_grad), golden(layer.problem).dw1[0]) < 1e-5
+
+
+class TestStepZeroes:
+    """What no backward since the last step has written, if one came."""
+
+    def test_frozen_weights(self):
+        layer = written_first()
+        frozen = layer.weights[1]
+        want_gradient(frozen, False)
+        layer.run()
+        assert np.isnan(numpy(frozen.main_grad)).all()
+        layer.node.step()
+        assert holds(frozen, 0.0) and up_error(layer, layer.problem)[0] < 1e-5
+        layer.set_main_grad(3.0)
+        for _ in range(2):  # idempotent, and steps without a backward
+            layer.node.step()
+        assert all(holds(weight, 3.0) for weight in layer.weights)
+
+    def test_after_a_backward_to_the_tokens_alone(self):
+        layer = written_first()
+        backward_to_tokens(layer)
+        layer.node.step()
+        assert all(holds(weight, 0.0) for weight in layer.weights)
+
+    def test_not_what_another_backward_wrote(self):
+        layer = written_first()
+        layer.run()
+        backward_to_tokens(layer)
+        layer.node.step()
+        assert layer.error() < 1e-5
+
+    def test_never_in_the_adding_way(self):
+        layer = Layer(main_grad=3.0)
+        want_gradient(layer.weights[1], False)
+        layer.step()
+        assert holds(layer.weights[1], 3.0)
+
+
+class TestRefused:
+    """By name, and nothing is written."""
+
+    @pytest.mark.parametrize("options", [{"flush": "step"}, {"split_wgrad": True}])
+    def test_gradients_that_wait(self, options):
+        words = "first_backward='overwrite' with flush='step'"
+        with pytest.raises(ConfigError, match=words):
+            written_first(**options)
+        layer = Layer(main_grad=1.0, config=None, **options)
+        with OVERWRITE.activate():
+            call = layer.call()
+        with pytest.raises((ConfigError, OSError), match=words):
+            call.backward()
+        assert all(holds(weight, 1.0) for weight in layer.weights)
+
+    def test_a_weight_without_main_grad(self):
+        layer = written_first(main_grad=1.0)
+        del layer.weights[2].main_grad
+        words = r"writes main_grad, and experts\[2\].up_gate_proj.weight has none"
+        with pytest.raises((ConfigError, OSError), match=words):
+            layer.run()
+        assert holds(layer.weights[0], 1.0) and layer.weights[2].grad is None
+
+    @pytest.mark.parametrize("config", [OVERWRITE, FULL])
+    def test_a_parameter_of_another_node(self, config):
+        layer = written_first()
+        layer.run()
+        other = layer.another_node(config=config)
+        words = r"experts\[0\].up_gate_proj.weight is a parameter of another node too"
+        call = layer.call()
+        with pytest.raises((ConfigError, OSError), match=words):
+            other(*call.arguments).backward(call.dout)
+        layer.node.step()
+        assert layer.error() < 1e-5
+
+    def test_not_after_that_node_is_gone(self):
+        layer = written_first()
+        layer.step()
+        layer.node = layer.another_node()
+        layer.step()
+        assert layer.error() < 1e-5
+
+    def test_a_capture(self, monkeypatch):
+        layer = written_first(main_grad=1.0)
+        monkeypatch.setattr(sink, "is_capturing", lambda _: True)
+        with pytest.raises((ConfigError, OSError), match="while a backward is captured"):
+            layer.run()
+        assert all(holds(weight, 1.0) for weight in layer.weights)
+
+    def test_two_settings_between_two_steps(self):
+        layer = Layer(config=None, main_grad=0.0)
+        with FULL.activate():
+            layer.run()
+        with OVERWRITE.activate():
+            call = layer.call()
+        with pytest.raises((ConfigError, OSError), match="first_backward is 'overwrite' in this"):
+            call.backward()
+        layer.node.step()
+        call.backward()
+        assert layer.error() < 1e-5
