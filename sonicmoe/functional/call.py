@@ -25,6 +25,7 @@ from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
+from ..gradients.batch import fresh_targets
 from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout, WeightSource
@@ -319,15 +320,22 @@ def _differentiate(
     if not any(trained):
         dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
         return dx, dprobs, nothing
-    # A sink of this backward alone, because autograd adds the gradients of several calls.
     passed = plan.passed(weights, dtypes)
-    parameters, sink = passed.parameters(), GradientSink(passed)
-    wanted = list(trained[: len(parameters)])
+    parameters = passed.parameters()
+    wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
     # Memory first: a backward that runs out of it must not have computed anything yet.
+    targets = fresh_targets(passed, parameters, wanted, engine, plan.settings, dout)
+    if targets is not None:
+        # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
+        dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+        engine.backward_dw(pending, targets)
+        return dx, dprobs, (*targets.of_parameters(), *rest)
+    # A sink of this backward alone, because autograd adds the gradients of several calls.
+    sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)
     dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
-    return dx, dprobs, (*sink.close(batch), *nothing[len(parameters) :])
+    return dx, dprobs, (*sink.close(batch), *rest)
 
 
 def _described(

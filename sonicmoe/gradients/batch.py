@@ -152,15 +152,15 @@ def direct_batch(
     return Batch(parameters, trained, layer.targets(main_grads), fresh=list(fresh.values()))
 
 
-def fresh_batch(
+def fresh_targets(
     layer: ExpertParameters,
     parameters: Sequence[Tensor],
     trained: list[bool],
     engine: Engine,
     settings: EngineSettings,
     dout: Tensor,
-) -> Batch | None:
-    """Into memory that the engine writes as autograd takes it. None where it cannot, or where
+) -> FreshTargets | None:
+    """Over memory that the engine writes as autograd takes it. None where it cannot, or where
     experts share a parameter, whose gradient is a sum.
     """
     # Sums need memory that was zero before, and fresh memory is written once.
@@ -176,12 +176,12 @@ def fresh_batch(
         up, down = (
             empty((experts, *p.shape), p.dtype, device) for p in (parameters[0], parameters[-1])
         )
-        return Batch(parameters, trained, layer.fresh_stacks(up, down))
+        return layer.fresh_stacks(up, down)
     memory = [
         empty(tuple(p.shape), p.dtype, device) if is_trained else None
         for p, is_trained in zip(parameters, trained, strict=True)
     ]
-    return Batch(parameters, trained, layer.fresh_targets(memory))
+    return layer.fresh_targets(memory)
 
 
 def direct_problem(

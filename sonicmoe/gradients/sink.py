@@ -54,7 +54,7 @@ from .batch import (
     Batch,
     direct_batch,
     direct_problem,
-    fresh_batch,
+    fresh_targets,
     is_among,
     main_grads_of,
     stand_ins_for,
@@ -137,7 +137,8 @@ class GradientSink:
         else:
             log_once(logging.INFO, _THROUGH_AUTOGRAD)
             if all(map(is_, compress(main_grads, trained), repeat(ABSENT))):
-                batch = fresh_batch(self._layer, parameters, trained, engine, settings, dout)
+                fresh = fresh_targets(self._layer, parameters, trained, engine, settings, dout)
+                batch = None if fresh is None else Batch(parameters, trained, fresh)
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
             batch = Batch(parameters, trained, self._native_zeros(engine, dout))
