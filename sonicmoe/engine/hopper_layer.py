@@ -5,8 +5,7 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from ..routing.metadata import RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
     KeptZ,
+    Passes,
     passes_on,
     prepared_handle,
     token_arguments,
@@ -35,8 +35,7 @@ def _folds(settings: EngineSettings) -> bool:
     return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
 
 
-@dataclass(frozen=True)
-class DgatedTokens:
+class DgatedTokens(NamedTuple):
     """What dgated reads of tokens. Where wgrad reads their codes, `x_codes` and `dout_codes` are
     those that values are quantised into, and `row_scales` `[R, 2]` the largest of their rows, which
     dgated writes.
@@ -67,10 +66,14 @@ class HopperLayer:
         else:
             anchor, self.dtype = x, x.dtype
         self._stream = current_stream(anchor)
-        own, kept = settings.activation_parameters, settings.save_z
-        of_device = device_name(anchor), settings.activation, own, kept, settings.is_steady
-        self._passes = passes_on(*of_device)
-        self._prepared = prepared = prepared_handle(self._passes, weights)
+
+        def find() -> Passes:
+            own, kept = settings.activation_parameters, settings.save_z
+            key = device_name(anchor), settings.activation, own, kept, settings.is_steady
+            return passes_on(*key)
+
+        self._prepared = prepared = prepared_handle(weights, settings, find)
+        self._passes = prepared.passes
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self.device = self.routed.device
         self._routing, self._weights, self._settings = routing, weights, settings

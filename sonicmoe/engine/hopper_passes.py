@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .gradient_memory import WeightTarget
-from .interface import EngineWeights
+from .interface import EngineSettings, EngineWeights
 from .native_calls import by_keyword
 from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buffer
 
@@ -57,16 +56,18 @@ MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradie
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
 
-@dataclass(frozen=True)
-class PreparedHandle:
-    """The native handle of prepared weights, with their H and I. has_dgrad: the handle refers to
-    backward's order too, which `iso_weight` does not keep.
+class PreparedHandle(NamedTuple):
+    """The native handle of prepared weights, with their H and I, and the passes that take it under
+    these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
+    not keep.
     """
 
     handle: Any
     hidden: int
     inner: int
     has_dgrad: bool
+    passes: Passes
+    settings: EngineSettings
 
 
 class Routed(NamedTuple):
@@ -240,18 +241,23 @@ def z_arguments(z: KeptZ | None) -> dict[str, Any]:
     return {"z": None, "z_scale": None, "z_rows": z}
 
 
-def prepared_handle(passes: Passes, weights: EngineWeights) -> PreparedHandle:
+def prepared_handle(
+    weights: EngineWeights, settings: EngineSettings, find: Callable[[], Passes]
+) -> PreparedHandle:
     """The handle of prepared weights, made once and kept beside the tensors it refers to, so that
-    it lives as long as they do and no longer.
+    it lives as long as they do and no longer. find: the passes of these settings and the weights'
+    device, which are looked for only where the last call had other settings.
     """
-    held = weights.native
-    if held is None:
-        matrices, both = {"w1": weights.w1, "w2": weights.w2}, weights.two_orders
-        if both:
-            matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
-        sizes = weights.hidden_size, weights.intermediate_size
-        held = PreparedHandle(passes.weights_of(matrices), *sizes, both)
-        object.__setattr__(weights, "native", held)
+    held: PreparedHandle | None = weights.native
+    if held is not None and held.settings is settings:
+        return held
+    passes = find()
+    matrices, both = {"w1": weights.w1, "w2": weights.w2}, weights.two_orders
+    if both:
+        matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
+    sizes = weights.hidden_size, weights.intermediate_size
+    held = PreparedHandle(passes.weights_of(matrices), *sizes, both, passes, settings)
+    object.__setattr__(weights, "native", held)
     return held
 
 

@@ -115,7 +115,7 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
     case = Case()
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
-    prepared = hopper_passes.prepared_handle(passes, weights)
+    prepared = hopper_passes.prepared_handle(weights, FP8, lambda: passes)
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     q = case.quantised().x
     given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
@@ -334,7 +334,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     case = Case()
     weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
-    prepared = hopper_passes.prepared_handle(passes, weights)
+    prepared = hopper_passes.prepared_handle(weights, FP8, lambda: passes)
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
