@@ -119,9 +119,9 @@ def check_forward(
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
     # One comparison for the usual case. The list that names every tensor is made for an error only.
-    w1, row_token = w1.bytes if quantised else w1, routing.row_token
-    if not (same_device(given, row_token) and same_device(given, w1)):
-        require_same_device([("x", given), ("routing", row_token), ("weights", w1)])
+    w1, anchor = w1.bytes if quantised else w1, routing.anchor
+    if not (same_device(given, anchor) and same_device(given, w1)):
+        require_same_device([("x", given), ("routing", anchor), ("weights", w1)])
 
 
 def _require_format(
@@ -161,7 +161,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
     problem = format_problem(record, saved.settings, token_format(dout), "dout")
     _require_format(record, "dout", dout, problem)
     require_same_device(
-        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.row_token)]
+        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.anchor)]
     )
     return dout
 

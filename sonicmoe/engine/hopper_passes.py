@@ -116,6 +116,7 @@ class Passes:
         make_pass = native.make_pass()
         self.weights = by_keyword(native.weights(), names("weights"))
         self.routing = by_keyword(native.routing(), names("routing"))
+        self._routing_in = native.routing_in
         self.forward, self.backward_dx, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
             by_keyword(make_pass(name, *functions), names(name))
             for name in ("forward", "backward_dx", "dgated", "dgrad", "wgrad", "dw1", "dw2")
@@ -132,14 +133,18 @@ class Passes:
 
         Nobody keeps it longer than the metadata: it would keep their memory.
         """
-        handle = self.routing(
-            row_token=routing.row_token,
-            padded_offsets=routing.padded_offsets,
-            slot_row=routing.slot_row,
-            row_prob=routing.row_prob,
-        )
+        if routing.memory is None:
+            handle = self.routing(
+                row_token=routing.row_token,
+                padded_offsets=routing.padded_offsets,
+                slot_row=routing.slot_row,
+                row_prob=routing.row_prob,
+            )
+        else:
+            sizes = routing.num_tokens, routing.topk, routing.num_experts, routing.num_rows
+            handle = self._routing_in(routing.memory, *sizes)
         bytes_of = self._bytes_of(handle, routing, hidden, inner)
-        return Routed(handle, bytes_of, inner, self, device_of(routing.row_token))
+        return Routed(handle, bytes_of, inner, self, device_of(routing.anchor))
 
     def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
         # They follow from six numbers, and asking the module takes as long as a launch: a backward

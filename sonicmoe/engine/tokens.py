@@ -73,7 +73,7 @@ class Saved:
             x_spec = BlockSpec(self.x.block, self.x.code)
         else:
             tensors = [self.x]
-        tensors += self.routing.tensors()
+        tensors += self.routing.held
         # z last, because recomputing leaves it out.
         z_spec: BlockSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
@@ -100,6 +100,7 @@ class SavedSpec:
 
     settings: EngineSettings
     sizes: tuple[int, ...]
+    places: tuple[int, ...] | None
     host_counts: tuple[int, ...] | None
     x: BlockSpec | None
     z: BlockSpec | None
@@ -117,6 +118,7 @@ class SavedSpec:
         self.__dict__.update(
             settings=settings,
             sizes=routing.sizes,
+            places=None if routing.memory is None else routing.places,
             host_counts=routing.host_counts,
             x=x,
             z=z,
@@ -133,13 +135,16 @@ class SavedSpec:
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         """Inverse of `Saved.pack`."""
         # The order of `Saved.pack`: x, the routing, z.
-        n_routing = len(RoutingMetadata.TENSOR_FIELDS)
+        n_routing = len(RoutingMetadata.TENSOR_FIELDS) if self.places is None else 1
         n_given = self.given
         given, tensors = tensors[:n_given], tensors[n_given:]
         routing_tensors, rest = tensors[:n_routing], tensors[n_routing:]
         # The tensors may be others than at `pack`: activation recompute makes them again.
-        fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
-        routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
+        if self.places is not None:
+            routing = RoutingMetadata.in_memory(self.sizes, routing_tensors[0], self.places)
+        else:
+            fields: tuple[Any, ...] = (*self.sizes, *routing_tensors)
+            routing = RoutingMetadata(*fields, host_counts=self.host_counts)  # type: ignore[misc]
         # Under activation recompute the tensors come from a second forward and the spec from the
         # first.
         if self.routing_checksum is not None:
@@ -158,7 +163,7 @@ class SavedSpec:
 def routing_checksum(routing: RoutingMetadata) -> int | None:
     """Of which row serves which slot; None where nobody asks for it."""
     # On a GPU reading it would wait. Routing that was validated has waited already.
-    if is_cuda(routing.slot_row) and routing.host_counts is None:
+    if is_cuda(routing.anchor) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
     # Weighted by position: two slots that exchange their rows leave a plain sum as it was.

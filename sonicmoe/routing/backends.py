@@ -31,6 +31,7 @@ class RoutingKernels(ABC):
 
     name: str
 
+    @abstractmethod
     def build(
         self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
     ) -> RoutingMetadata:
@@ -38,6 +39,26 @@ class RoutingKernels(ABC):
 
         No GPU implementation waits for the device, and so the counts stay unknown on the host.
         """
+
+    @abstractmethod
+    def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
+        """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
+
+    @abstractmethod
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's
+        probability.
+        """
+
+
+class FillingKernels(RoutingKernels):
+    """Those that write tensors of their own, one for each field of the metadata."""
+
+    def build(
+        self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
+    ) -> RoutingMetadata:
         tokens, topk = map(int, indices.shape)
         device = device_of(indices)
         # Unwritten memory: `fill` writes every element, padding included, so no launch is spent on
@@ -58,18 +79,6 @@ class RoutingKernels(ABC):
     ) -> None:
         """Write every element of `outputs`."""
 
-    @abstractmethod
-    def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
-        """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
-
-    @abstractmethod
-    def aggregate_rows(
-        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
-    ) -> None:
-        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's
-        probability.
-        """
-
 
 class CudaKernels(RoutingKernels):
     """The CUDA sources, built or loaded on construction; errors as `CudaSource.load`."""
@@ -85,16 +94,25 @@ class CudaKernels(RoutingKernels):
         self._aggregate = aggregate.aggregate_rows
         self._scratch_per_expert = int(metadata.scratch_per_expert())
         self._forced_ctas = forced_ctas
-
-    def fill(
-        self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
-    ) -> None:
-        """One launch. The scratch is the call's own, so calls on several streams cannot meet."""
-        scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device_of(indices))
-        stream = current_stream(indices)
-        self._build(
-            indices, probs, *outputs, scratch, num_experts, alignment, self._forced_ctas, stream
+        # Asking takes as long as a launch, and sizes come again.
+        self._places = functools.lru_cache(maxsize=1024)(
+            lambda *sizes: tuple(map(int, metadata.metadata_places(*sizes)))
         )
+
+    def build(
+        self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
+    ) -> RoutingMetadata:
+        """One launch into one memory."""
+        tokens, topk = map(int, indices.shape)
+        device, stream = device_of(indices), current_stream(indices)
+        places = self._places(tokens * topk, num_experts, num_rows)
+        memory = empty(places[-1:], torch.uint8, device)
+        # The call's own, so calls on several streams cannot meet.
+        scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device)
+        of_kernel = num_rows, num_experts, alignment, self._forced_ctas
+        self._build(indices, probs, memory, scratch, *of_kernel, stream)
+        sizes = tokens, topk, num_experts, alignment, num_rows
+        return RoutingMetadata.in_memory(sizes, memory, places)
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         self._gather(index, values, out, current_stream(index))
@@ -105,7 +123,7 @@ class CudaKernels(RoutingKernels):
         self._aggregate(rows, slot_row, row_prob, out, weighted, current_stream(rows))
 
 
-class TritonKernels(RoutingKernels):
+class TritonKernels(FillingKernels):
     """The Triton kernels; compiled by Triton at the first launch for each number of experts."""
 
     name = "triton"
@@ -133,7 +151,7 @@ class TritonKernels(RoutingKernels):
         self._aggregate.aggregate_rows(rows, slot_row, row_prob, out, weighted)
 
 
-class PlainKernels(RoutingKernels):
+class PlainKernels(FillingKernels):
     """Plain tensor operations, any device; `fill` waits for the device."""
 
     name = "reference"

@@ -8,8 +8,9 @@ rows of the padded, expert-sorted layout. An expert's rows are its tokens in asc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import torch
@@ -41,6 +42,8 @@ class RoutingMetadata:
         row_prob:  fp32 `[R]`, routing probability of each row; exactly 0 in padding rows.
         host_counts: `expert_counts` as Python ints where the builder knows them without waiting for
             a device, else None.
+        memory: bytes that hold all five tensors, where one builder has filled them, else None. Then
+            each tensor is a view that is made when somebody asks for it.
 
     Stages of a pass read these tensors. `row_slot` is computed from them when somebody asks.
     """
@@ -56,8 +59,50 @@ class RoutingMetadata:
     slot_row: Tensor
     row_prob: Tensor
     host_counts: tuple[int, ...] | None = None
+    # Not of the constructor: `dataclasses.replace` of one tensor gives metadata of five.
+    memory: Tensor | None = field(default=None, init=False, repr=False)
 
     TENSOR_FIELDS = ("expert_counts", "padded_offsets", "row_token", "slot_row", "row_prob")
+
+    @classmethod
+    def in_memory(
+        cls, sizes: Sequence[int], memory: Tensor, places: tuple[int, ...]
+    ) -> RoutingMetadata:
+        """Of numbers as `sizes` has them, and of tensors in one memory. places: the first byte of
+        each, in the order of `TENSOR_FIELDS`, then the number of all bytes.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(zip(_NUMBERS, sizes, strict=True))
+        made.__dict__.update(memory=memory, places=places, host_counts=None)
+        return made
+
+    def __getattr__(self, name: str) -> Tensor:
+        """A tensor that lies in `memory`."""
+        memory = self.__dict__.get("memory")
+        if memory is None or name not in self.TENSOR_FIELDS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        shapes = {
+            "expert_counts": (self.num_experts,),
+            "padded_offsets": (self.num_experts + 1,),
+            "slot_row": (self.num_tokens, self.topk),
+        }
+        shape, dtype = shapes.get(name, (self.num_rows,)), _DTYPES[name]
+        # Retyped first and sliced then, because Paddle retypes a slice at a wrong address.
+        whole = memory.view(dtype)
+        first = self.places[self.TENSOR_FIELDS.index(name)] // whole.element_size()
+        made = whole[first : first + math.prod(shape)].reshape(shape)
+        self.__dict__[name] = made
+        return made
+
+    @property
+    def anchor(self) -> Tensor:
+        """A tensor of it, for questions about the device."""
+        return self.row_token if self.memory is None else self.memory
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The tensors that own everything."""
+        return _TENSORS(self) if self.memory is None else (self.memory,)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in `TENSOR_FIELDS` order."""
@@ -102,6 +147,14 @@ class RoutingMetadata:
 _TENSORS: Callable[[RoutingMetadata], tuple[Tensor, ...]] = attrgetter(
     *RoutingMetadata.TENSOR_FIELDS
 )
+_NUMBERS = ("num_tokens", "topk", "num_experts", "alignment", "num_rows")
+_DTYPES = {
+    "expert_counts": torch.int32,
+    "padded_offsets": torch.int64,
+    "row_token": torch.int32,
+    "slot_row": torch.int64,
+    "row_prob": torch.float32,
+}
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -45,6 +45,7 @@ from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp
 from sonicmoe.observe import listening, ranges_on
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
+from sonicmoe.routing.metadata import RoutingMetadata
 
 pytestmark = NVCC
 REAL = {
@@ -74,6 +75,31 @@ def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
     assert passes.routed(with_spare_rows(case.routing, 128), H, I).bytes_of != first
     assert passes.routed(other.routing, H, I).bytes_of != first
     assert len(asked) == 5
+
+
+@pytest.mark.parametrize("tokens", [T, 0])
+def test_routing_of_one_memory_is_that_of_five_tensors(artefacts, native, tokens):
+    """Where the CUDA builder puts them is where Python and the passes find them."""
+    case = Case(tokens, spare_rows=0)
+    five, settings = case.routing, replace(FP8, recompute_z=True)
+    sizes = five.num_tokens * five.topk, five.num_experts, five.num_rows
+    builder = routing_metadata_source("sm_90a").load(artefacts)
+    places = tuple(map(int, builder.metadata_places(*sizes)))
+    memory = torch.full(places[-1:], 0xFF, dtype=torch.uint8)
+    one = RoutingMetadata.in_memory(five.sizes, memory, places)
+    for name, tensor in zip(five.TENSOR_FIELDS, five.tensors(), strict=True):
+        getattr(one, name).copy_(tensor)
+    assert all(map(torch.equal, one.tensors(), five.tensors()))
+    wanted = case.run(OURS, settings)
+    case.routing = RoutingMetadata.in_memory(five.sizes, memory, places)
+    assert_same_bits(case.run(OURS, settings), wanted)
+    _, _, saved = case.forward(OURS, settings)
+    tensors, spec = saved.pack()
+    assert len(tensors) == 2 and tensors[1] is memory, "x, and the routing"
+    assert all(map(torch.equal, spec.unpack(tensors).routing.tensors(), five.tensors()))
+    assert replace(one, num_rows=five.num_rows).memory is None, "another tensor would not be read"
+    with pytest.raises(ValueError, match=rf"routing: .*needed: {places[-1]} bytes"):
+        native.routing_in(memory[1:], tokens, five.topk, five.num_experts, five.num_rows)
 
 
 @pytest.fixture

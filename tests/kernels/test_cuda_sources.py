@@ -85,7 +85,9 @@ WANTED = {
     # {int32, int64}, the gather and its sum. 1024 threads of 64 registers fill the register file: a
     # wider kernel would not launch.
     "routing_metadata": Wanted(
-        4, "build_metadata gather_or_zero sum_or_zero scratch_per_expert max_experts", 64
+        4,
+        "build_metadata metadata_places gather_or_zero sum_or_zero scratch_per_expert max_experts",
+        64,
     ),
     # 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
     "aggregate": Wanted(21, "aggregate_rows"),

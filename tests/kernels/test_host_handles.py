@@ -123,7 +123,8 @@ def fields_of(passes, head, name):
 class Metadata:
     """What `Passes.routed` reads of a routing."""
 
-    num_tokens, topk, num_experts, num_rows = T, K, E, R
+    num_tokens, topk, num_experts, num_rows, memory = T, K, E, R, None
+    anchor = property(lambda self: self.row_token)
 
     def __getattr__(self, name):
         return ROUTING[name]()

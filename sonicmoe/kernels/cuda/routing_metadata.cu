@@ -22,6 +22,7 @@
 #include <mutex>
 
 #include "../host/border.hpp"
+#include "../host/routing_places.hpp"
 
 // What a block may ask for: 163 KB and more on data centre GPUs since Ampere, 99 KB on the others.
 #ifndef SHARED_KIB
@@ -409,13 +410,12 @@ int64_t choose_ctas(int64_t num_slots, int64_t forced, int64_t resident) {
   return wanted < 1 ? 1 : (wanted < resident ? wanted : resident);
 }
 
-// indices int32/int64 [T, K]; outputs as sonicmoe.routing.metadata.RoutingMetadata documents them;
-// scratch int32 [E * scratch_per_expert]; forced_ctas > 0 sets the size of the grid (for
-// measurements).
-void build(TensorView indices, TensorView probs, TensorView expert_counts,
-           TensorView padded_offsets, TensorView row_token, TensorView slot_row,
-           TensorView row_prob, TensorView scratch, int64_t num_experts, int64_t alignment,
-           int64_t forced_ctas, int64_t stream) {
+// indices int32/int64 [T, K]; memory: bytes for the tensors that sonicmoe.routing.metadata documents,
+// where `RoutingPlaces` says; scratch int32 [E * scratch_per_expert]; rows: R; forced_ctas > 0 sets
+// the size of the grid (for measurements).
+void build(TensorView indices, TensorView probs, TensorView memory, TensorView scratch,
+           int64_t rows, int64_t num_experts, int64_t alignment, int64_t forced_ctas,
+           int64_t stream) {
   TVM_FFI_ICHECK(indices.ndim() == 2) << "indices must be [tokens, topk]";
   TVM_FFI_ICHECK(num_experts > 0 && num_experts <= kMaxExperts)
       << "num_experts is " << num_experts << "; at most " << kMaxExperts;
@@ -424,16 +424,20 @@ void build(TensorView indices, TensorView probs, TensorView expert_counts,
       << "row_token is int32: at most 2^31 - 1 tokens";
   const DLDevice device = indices.device();
   const bool wide = is_type(indices, kDLInt, 64);
-  const int64_t slots = indices.numel(), rows = row_token.numel();
+  const int64_t slots = indices.numel();
+  TVM_FFI_ICHECK(rows >= 0) << "there are " << rows << " rows";
+  const RoutingPlaces places(slots, num_experts, rows);
+  uint8_t* const base =
+      aligned_16(checked_bytes(memory, "memory", device, places.bytes), "memory");
   Arguments a;
   a.indices = wide ? static_cast<void*>(checked_i64(indices, "indices", device, 0))
                    : checked_i32(indices, "indices", device, 0);
   a.probs = checked_f32(probs, "probs", device, slots);
-  a.expert_counts = checked_i32(expert_counts, "expert_counts", device, num_experts);
-  a.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, num_experts + 1);
-  a.row_token = checked_i32(row_token, "row_token", device, rows);
-  a.slot_row = checked_i64(slot_row, "slot_row", device, slots);
-  a.row_prob = checked_f32(row_prob, "row_prob", device, rows);
+  a.expert_counts = reinterpret_cast<int32_t*>(base + places.expert_counts);
+  a.padded_offsets = reinterpret_cast<int64_t*>(base + places.padded_offsets);
+  a.row_token = reinterpret_cast<int32_t*>(base + places.row_token);
+  a.slot_row = reinterpret_cast<int64_t*>(base + places.slot_row);
+  a.row_prob = reinterpret_cast<float*>(base + places.row_prob);
   a.cta_counts = checked_i32(scratch, "scratch", device, num_experts * kMaxCtas);
   a.num_slots = slots;
   a.num_rows = rows;
@@ -531,12 +535,20 @@ void gather_sums(TensorView index, TensorView from, TensorView out, int64_t stre
 }
 
 int64_t scratch_per_expert() { return kMaxCtas; }
+
+// The fields of `RoutingPlaces`, the number of all bytes last.
+tvm::ffi::Shape metadata_places(int64_t slots, int64_t experts, int64_t rows) {
+  const RoutingPlaces p(slots, experts, rows);
+  return {p.expert_counts, p.padded_offsets, p.row_token, p.slot_row, p.row_prob, p.bytes};
+}
+
 int64_t max_experts() { return kMaxExperts; }
 
 }  // namespace
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_metadata, sonicmoe::build);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(metadata_places, sonicmoe::metadata_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_or_zero, sonicmoe::gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_or_zero, sonicmoe::gather_sums);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_per_expert, sonicmoe::scratch_per_expert);

@@ -30,6 +30,7 @@
 #include <string_view>
 
 #include "../numbers.hpp"
+#include "routing_places.hpp"
 
 namespace sonicmoe {
 
@@ -307,24 +308,31 @@ class Call {
 // What `Weights` and `Routing` share: owned tensors and what their shapes say.
 class HandleObj : public tvm::ffi::Object {
  public:
-  HandleObj(const FieldTable& table, const PackedArgs& arguments) : table_(table) {
-    require_fit(table, values_of(table, arguments, 0), sizes_);
-    for (int i = 0; i < table.size; ++i)
-      if (arguments[i] != nullptr) tensors_[i] = arguments[i].cast<Tensor>();
+  HandleObj(const FieldTable& table, const PackedArgs& arguments)
+      : table_(table), values_(values_of(table, arguments, 0)) {
+    require_fit(table, values_, sizes_);
+    for (int i = 0; i < table.size; ++i) {
+      if (arguments[i] == nullptr) continue;
+      tensors_[i] = arguments[i].cast<Tensor>();
+      values_.tensor[i] = *tensors_[i].GetDLTensorPtr();  // whose shape lives as long
+    }
   }
 
   const Sizes& sizes() const { return sizes_; }
   TensorView operator[](std::string_view name) const {
-    const Tensor& tensor = tensors_[table_.index(name)];
-    if (!tensor.defined())
+    const int i = table_.index(name);
+    if (!values_.given(i))
       TVM_FFI_THROW(ValueError) << table_.handle << ": " << name
                                 << " is None, and this pass needs it";
-    return tensor;
+    return TensorView(&values_.tensor[i]);
   }
 
- private:
+ protected:
+  explicit HandleObj(const FieldTable& table) : table_(table) {}
+
   const FieldTable& table_;
   std::array<Tensor, kMaxFields> tensors_{};
+  Values values_;
   Sizes sizes_;
 };
 
@@ -367,7 +375,38 @@ class Weights : public tvm::ffi::ObjectRef {
 class RoutingObj : public HandleObj {
  public:
   explicit RoutingObj(const PackedArgs& arguments) : HandleObj(kRoutingTable, arguments) {}
+  // Of the memory that a builder has filled.
+  RoutingObj(const Tensor& memory, int64_t tokens, int64_t slots, int64_t experts, int64_t rows)
+      : HandleObj(kRoutingTable) {
+    const RoutingPlaces places(tokens * slots, experts, rows);
+    const DLTensor& all = *memory.GetDLTensorPtr();
+    if (!is_element(Element::kCodes, all.dtype) || !memory.IsContiguous() ||
+        memory.numel() < places.bytes)
+      TVM_FFI_THROW(ValueError) << "routing: the memory is " << to_text(all) << "; needed: "
+                                << places.bytes << " bytes or more";
+    tensors_[0] = memory;
+    view("row_token", {kDLInt, 32, 1}, places.row_token, {rows});
+    view("padded_offsets", {kDLInt, 64, 1}, places.padded_offsets, {experts + 1});
+    view("slot_row", {kDLInt, 64, 1}, places.slot_row, {tokens, slots});
+    view("row_prob", {kDLFloat, 32, 1}, places.row_prob, {rows});
+    require_fit(kRoutingTable, values_, sizes_);
+  }
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("sonicmoe.Routing", RoutingObj, tvm::ffi::Object);
+
+ private:
+  void view(std::string_view name, DLDataType dtype, int64_t first, std::array<int64_t, 2> shape) {
+    const int i = table_.index(name), axes = table_.fields[i].rank();
+    shapes_[i] = shape;
+    strides_[i] = {axes == 2 ? shape[1] : 1, 1};
+    DLTensor& made = values_.tensor[i] = *tensors_[0].GetDLTensorPtr();
+    made.data = static_cast<char*>(made.data) + first;
+    made.ndim = axes;
+    made.dtype = dtype;
+    made.shape = shapes_[i].data();
+    made.strides = strides_[i].data();
+  }
+
+  std::array<std::array<int64_t, 2>, 4> shapes_, strides_;
 };
 
 class Routing : public tvm::ffi::ObjectRef {

@@ -649,6 +649,11 @@ Function make_handle() {
   });
 }
 
+Routing routing_in(const Tensor& memory, int64_t tokens, int64_t topk, int64_t experts,
+                   int64_t rows) {
+  return Routing(tvm::ffi::make_object<RoutingObj>(memory, tokens, topk, experts, rows));
+}
+
 // How many bytes the passes of a layer need, by the names of `kScratches`.
 Shape scratch_sizes(const Routing& routing, int64_t hidden, int64_t inner) {
   Sizes sizes = routing->sizes();
@@ -675,5 +680,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(weights,
                               (sonicmoe::make_handle<sonicmoe::Weights, sonicmoe::WeightsObj>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(routing,
                               (sonicmoe::make_handle<sonicmoe::Routing, sonicmoe::RoutingObj>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(routing_in, sonicmoe::routing_in);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_sizes, sonicmoe::scratch_sizes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(numbers, sonicmoe::numbers);
