@@ -65,7 +65,15 @@ class WeightTarget:
     @property
     def is_wanted(self) -> bool:
         """Whether any parameter is trainable."""
-        return any(tensor is not None for tensor in self.tensors)
+        return self.first is not None
+
+    @property
+    def first(self) -> Tensor | None:
+        """The first tensor that there is; all have one dtype and one size."""
+        tensor = self.tensors[0]
+        if tensor is not None:  # as nearly always
+            return tensor
+        return next((tensor for tensor in self.tensors if tensor is not None), None)
 
     @property
     def arrangement(self) -> Hashable:
@@ -82,16 +90,16 @@ class WeightTarget:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Addresses, shapes and strides: equal ones name the same memory in the same order."""
-        return tuple(
+        places = [
             None if t is None else (data_ptr(t), tuple(t.shape), tuple(t.stride()))
             for t in self.tensors
-        )
+        ]
+        return tuple(places)
 
     @property
     def native_size(self) -> tuple[int, int]:
         """M and N of a native matrix; zeros where nobody wants the gradient."""
-        # All matrices of a projection have one size, so any of them answers.
-        tensor = next((tensor for tensor in self.tensors if tensor is not None), None)
+        tensor = self.first
         if tensor is None:
             return 0, 0
         m, n = (int(size) for size in tensor.shape[-2:])

@@ -59,7 +59,7 @@ _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 class PreparedHandle(NamedTuple):
     """The native handle of prepared weights, with their H and I, and the passes that take it under
     these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
-    not keep.
+    not keep. up_activation, dgated_activation: its number in each of the two modules.
     """
 
     handle: Any
@@ -68,6 +68,8 @@ class PreparedHandle(NamedTuple):
     has_dgrad: bool
     passes: Passes
     settings: EngineSettings
+    up_activation: int
+    dgated_activation: int
 
 
 class Routed(NamedTuple):
@@ -186,7 +188,7 @@ class Passes:
     def _destination(
         self, weight: WeightTarget, split: bool, outputs: Mapping[torch.dtype, WgradOutput]
     ) -> Any:
-        output = outputs[next((t.dtype for t in weight.tensors if t is not None), torch.float32)]
+        output = outputs[torch.float32 if weight.first is None else weight.first.dtype]
         # Also fresh memory is known again: the allocator hands out the addresses of the step before.
         key = (output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
         made = self._destinations.get(key)
@@ -261,7 +263,9 @@ def prepared_handle(
     if both:
         matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
     sizes = weights.hidden_size, weights.intermediate_size
-    held = PreparedHandle(passes.weights_of(matrices), *sizes, both, passes, settings)
+    handle, activation = passes.weights_of(matrices), settings.activation
+    numbers = passes.up_activations[activation], passes.dgated_activations[activation]
+    held = PreparedHandle(handle, *sizes, both, passes, settings, *numbers)
     object.__setattr__(weights, "native", held)
     return held
 

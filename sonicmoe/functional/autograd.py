@@ -60,7 +60,7 @@ def expert_mlp(
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
     save = not inference and torch.is_grad_enabled()
-    save = save and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
+    save = save and any([t is not None and t.requires_grad for t in differentiable])
     layout = layout or WeightLayout()
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
@@ -104,7 +104,7 @@ class _ExpertMlp(torch.autograd.Function):
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
-        ctx.dtypes = tuple(None if weight is None else weight.dtype for weight in weights)
+        ctx.dtypes = tuple([None if weight is None else weight.dtype for weight in weights])
         return out
 
     @staticmethod

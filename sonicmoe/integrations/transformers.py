@@ -13,7 +13,7 @@ default; `sonicmoe_fp8` is FP8 always.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ def unsupported_reason(experts: nn.Module) -> str | None:
     """Why the engine cannot compute this experts module, in words that name its class; None where
     it can.
     """
-    found = _verdict(experts, _moe_module()._default_apply_gate)
+    weights = [getattr(experts, name, None) for name in _weight_names(experts)]
+    found = _verdict(experts, _moe_module()._default_apply_gate, weights)
     return None if isinstance(found, ActivationType) else found
 
 
@@ -151,11 +152,16 @@ def _not_in_force(name: str) -> str | None:
     )
 
 
-def _verdict(experts: nn.Module, standard_gate: Any) -> ActivationType | str:
+def _verdict(
+    experts: nn.Module, standard_gate: Any, weights: Sequence[Any]
+) -> ActivationType | str:
     """The engine's activation that equals this module's, or why the engine cannot compute the
     module, in words that name its class.
 
-    standard_gate: the `_apply_gate` of experts that compute act(gate) * up.
+    Args:
+        experts: the module.
+        standard_gate: the `_apply_gate` of experts that compute act(gate) * up.
+        weights: what it has under the names of `_weight_names`.
     """
     kind = type(experts).__name__
     activation = _activation(experts, standard_gate)
@@ -163,8 +169,7 @@ def _verdict(experts: nn.Module, standard_gate: Any) -> ActivationType | str:
         return f"{kind} has {activation}"
     if getattr(experts, "has_post_expert_norm", False):
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
-    for name in _weight_names(experts):
-        weight = getattr(experts, name, None)
+    for name, weight in zip(_weight_names(experts), weights, strict=True):
         # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
             return f"{kind} has no weight {name}"
@@ -225,13 +230,14 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`."""
         # Checked in every forward, because registration sees no model. The checks read attributes
         # and no device memory.
-        activation = _verdict(self, standard_gate)
+        names = _weight_names(self)
+        given: list[Any] = [getattr(self, name, None) for name in names]
+        activation = _verdict(self, standard_gate, given)
         if not isinstance(activation, ActivationType):
             raise LayoutError(
                 f"the sonicmoe experts implementation cannot run this model: {activation}"
             )
-        names = _weight_names(self)
-        up, down, *biases = [_local(getattr(self, name)) for name in names]
+        up, down, *biases = [_local(weight) for weight in given]
         up_bias, down_bias = biases or (None, None)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
         tokens = _local(hidden_states)
@@ -240,7 +246,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             # dtype all the same, because their matrix products are cast.
             autocast(tokens),
             _local(top_k_index),
-            _local(top_k_weights).to(torch.float32),
+            _in_dtype(_local(top_k_weights), torch.float32),
             up,
             down,
             up_bias,
@@ -251,9 +257,14 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
             module=self,
         )
-        return out.to(tokens.dtype)
+        return _in_dtype(out, tokens.dtype)
 
     return forward
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A cast to the same dtype takes as long as an allocation.
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _layout(experts: nn.Module) -> WeightLayout:

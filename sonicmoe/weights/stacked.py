@@ -146,9 +146,9 @@ class StackedParameters(ExpertParameters):
         """In the layout of the weights, also where a `main_grad` of that shape might have the
         other one.
         """
-        experts = self.native_shapes()[0][0]
-        up, down = (WeightTarget.stacked(tensor, experts, self.layout) for tensor in memory)
-        return FreshTargets(up, down)
+        (up, down), experts = memory, self.native_shapes()[0][0]
+        stacked, layout = WeightTarget.stacked, self.layout
+        return FreshTargets(stacked(up, experts, layout), stacked(down, experts, layout))
 
 
 def _current(weight: StackedWeight) -> Tensor:
