@@ -31,8 +31,10 @@ class StreamOrder:
         """A copy belongs to another buffer, which no stream has used."""
         return StreamOrder, ()
 
-    def enter(self, tensor: Tensor) -> None:
-        """The current stream is about to use the buffer, which lies on the device of `tensor`."""
+    def enter(self, tensor: Tensor) -> int:
+        """The current stream, whose handle is returned, is about to use the buffer, which lies on the
+        device of `tensor`.
+        """
         # The raw handle first: it is an integer and costs less than a Stream object, and it is all
         # that a program with one stream ever needs.
         handle = current_stream(tensor)
@@ -42,7 +44,7 @@ class StreamOrder:
             or not is_cuda(tensor)
             or torch.cuda.is_current_stream_capturing()
         ):
-            return
+            return handle
         stream = torch.cuda.current_stream(tensor.device)
         # `_done` is the event behind the last use. None was recorded while there was one stream,
         # because an event costs a launch that such a program does not need.
@@ -54,6 +56,7 @@ class StreamOrder:
             stream.wait_stream(self._stream)
         self._several = self._stream is not None
         self._handle, self._stream = handle, stream
+        return handle
 
     def join(self) -> None:
         """The current stream is about to use what the last stream used; it waits like one that

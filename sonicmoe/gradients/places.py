@@ -111,6 +111,7 @@ class Waiting:
 
 
 _all_waiting: WeakSet[Waiting] = WeakSet()
+_NOTHING = nullcontext()
 
 
 def _place_of(parameter: Tensor) -> _Place | None:
@@ -127,7 +128,7 @@ def _place_of(parameter: Tensor) -> _Place | None:
 def own_writes(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
     """While inside, we add to memory of these parameters, or give them some."""
     # Every direct backward asks, and nearly always nothing waits in this process.
-    return _own_writes(parameters) if _all_waiting else nullcontext()
+    return _own_writes(parameters) if _all_waiting else _NOTHING
 
 
 @contextmanager

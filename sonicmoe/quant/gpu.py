@@ -151,8 +151,8 @@ class QuantizedWeights:
     def _launch(self, force: bool) -> None:
         """Compare, and quantise where something differs."""
         table = self._check_arguments[0]
-        self._order.enter(table)
-        kernels, stream = self._kernels, current_stream(table)
+        stream = self._order.enter(table)
+        kernels = self._kernels
         # The first launch leaves its finding in `state` and the second one reads it there, so the
         # host waits for neither.
         kernels.check_weights(*self._check_arguments, stream)

@@ -135,12 +135,11 @@ class StackedParameters(ExpertParameters):
 
     def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
         """Two stacked tensors, each in its own layout."""
-        experts = self.native_shapes()[0][0]
-        up, down = (
-            WeightTarget.stacked(tensor, experts, self.gradient_layout(index, tensor))
-            for index, tensor in enumerate(memory)
+        (up, down), experts = memory, self.native_shapes()[0][0]
+        stacked, layout_of = WeightTarget.stacked, self.gradient_layout
+        return ParameterTargets(
+            stacked(up, experts, layout_of(0, up)), stacked(down, experts, layout_of(1, down))
         )
-        return ParameterTargets(up, down)
 
     def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
         """In the layout of the weights, also where a `main_grad` of that shape might have the
