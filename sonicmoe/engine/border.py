@@ -119,7 +119,7 @@ def check_forward(
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
     # One comparison for the usual case. The list that names every tensor is made for an error only.
-    w1, anchor = w1.bytes if quantised else w1, routing.anchor
+    w1, anchor = w1.bytes if quantised else w1, routing.held[0]
     if not (same_device(given, anchor) and same_device(given, w1)):
         require_same_device([("x", given), ("routing", anchor), ("weights", w1)])
 
@@ -161,7 +161,7 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
     problem = format_problem(record, saved.settings, token_format(dout), "dout")
     _require_format(record, "dout", dout, problem)
     require_same_device(
-        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.anchor)]
+        [("dout", dout.codes), ("its scales", dout.scale_inv), ("routing", saved.routing.held[0])]
     )
     return dout
 

@@ -96,15 +96,13 @@ class HopperEngine(QuantisedEngine):
             dout = _aligned(dout)
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
+            dx = None if settings.frees_stagewise else layer.empty_dx(x)
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx)
+            # Only now: where `dgated` finds no memory, the backward may be repeated.
             if settings.frees_stagewise:
-                dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z)
-                # Only now: where `dgated` finds no memory, the backward may be repeated.
                 saved.z = None
-                del z
-                dx = layer.dgrad(dz_scratch, x)
-            else:
-                dx, dprobs, wgrad_dz, wgrad_y1s = layer.backward_dx(tokens, z, x)
-            dx = tap("dx", dx)
+            del z
+            dx = tap("dx", layer.dgrad(dz_scratch, x) if dx is None else dx)
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
             pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
@@ -189,7 +187,8 @@ def _add_both(
         **token_arguments("x", pending.x),
         **token_arguments("dout", pending.dout),
         **gradients,
-        dz=pending.dz,  # with y1s behind it
+        dz=pending.dz,
+        y1s=None if pending.y1s is pending.dz else pending.y1s,  # behind dz
         scratch=memory,
     )
     targets.adding = False

@@ -17,7 +17,6 @@ from ..routing.metadata import RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
     KeptZ,
-    Passes,
     passes_on,
     prepared_handle,
     token_arguments,
@@ -66,14 +65,12 @@ class HopperLayer:
         else:
             anchor, self.dtype = x, x.dtype
         self._stream = current_stream(anchor)
-
-        def find() -> Passes:
+        prepared = weights.native
+        if prepared is None or prepared.settings is not settings:
             own, kept = settings.activation_parameters, settings.save_z
-            key = device_name(anchor), settings.activation, own, kept, settings.is_steady
-            return passes_on(*key)
-
-        self._prepared = prepared = prepared_handle(weights, settings, find)
-        self._passes = prepared.passes
+            of_device = device_name(anchor), settings.activation, own, kept, settings.is_steady
+            prepared = prepared_handle(passes_on(*of_device), weights, settings)
+        self._prepared, self._passes = prepared, prepared.passes
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self.device = self.routed.device
         self._routing, self._weights, self._settings = routing, weights, settings
@@ -104,7 +101,7 @@ class HopperLayer:
             routing=self.routed.handle,
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
-            activation=self._prepared.up_activation,
+            activation=self._passes.up_activations[self._settings.activation],
             **token_arguments("x", x),
             **z_arguments(z),
             out=out,
@@ -128,84 +125,59 @@ class HopperLayer:
         row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
         return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
 
-    def backward_dx(
-        self, tokens: DgatedTokens, z: KeptZ, x: Tokens
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(dx [T, H], dprobs [T, K], operands of wgrad: dz and y1s)`, from fewer allocations and one
-        native call, where z is not to be freed in between. The operands in FP8 are one memory.
-        """
-        bytes_of, device = self.routed.bytes_of, self.device
-        dx = empty(tuple(x.shape), self.dtype, device)
-        common = self._of_dgated(tokens, z)
-        if self._settings.fp8_wgrad:
-            dz = y1s = empty((bytes_of.operands,), torch.uint8, device)
-            operands = {"dz": dz, "dz_rows": None, "y1s_rows": None}
-        else:
-            dz, y1s = self._operands_in_rows()
-            operands = {"dz": None, "dz_rows": dz, "y1s_rows": y1s}
-        self._passes.backward_dx(
-            weights=self._dgrad_order("w1", "w2"),
-            dx=dx,
-            dz_scratch=empty((bytes_of.backward,), torch.uint8, device),
-            **operands,
-            **common,
-        )
-        return dx, common["dprobs"], dz, y1s
+    def empty_dx(self, x: Tokens) -> Tensor:
+        """Unwritten `[T, H]`."""
+        return empty(tuple(x.shape), self.dtype, self.device)  # type: ignore[no-any-return]
 
-    def dgated(self, tokens: DgatedTokens, z: KeptZ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgated(
+        self, tokens: DgatedTokens, z: KeptZ, dx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
+
+        dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations,
+            and both operands in FP8 are one memory.
         """
-        bytes_of, device = self.routed.bytes_of, self.device
-        dz_scratch = empty((bytes_of.dz_scratch,), torch.uint8, device)
+        routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
+        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
+        in_rows, apart = not self._settings.fp8_wgrad, dx is None
+        size = bytes_of.dz_scratch if apart else bytes_of.backward
+        dz_scratch = empty((size,), torch.uint8, device)
         has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
         dout_scratch = None
-        if not has_codes:
+        if apart and not has_codes:
             dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
-        common = self._of_dgated(tokens, z)
-        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
-        in_rows = not self._settings.fp8_wgrad
+        dprobs = empty((routing.num_tokens, routing.topk), torch.float32, device)
         if in_rows:
-            dz, y1s = self._operands_in_rows()
+            rows, inner = routing.num_rows, self._prepared.inner
+            dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
         else:
-            dz = empty((bytes_of.dz,), torch.uint8, device)
-            y1s = empty((bytes_of.y1s,), torch.uint8, device)
+            dz = empty((bytes_of.dz if apart else bytes_of.operands,), torch.uint8, device)
+            y1s = empty((bytes_of.y1s,), torch.uint8, device) if apart else dz
         self._passes.dgated(
-            weights=self._dgrad_order("w2"),
-            dz=None if in_rows else dz,
-            y1s=None if in_rows else y1s,
-            dz_rows=dz if in_rows else None,
-            y1s_rows=y1s if in_rows else None,
-            dz_scratch=dz_scratch,
-            dout_scratch=dout_scratch,
-            **common,
-        )
-        return dz_scratch, common["dprobs"], dz, y1s
-
-    def _of_dgated(self, tokens: DgatedTokens, z: KeptZ) -> dict[str, Any]:
-        """The arguments that dgated takes also where dgrad follows at once."""
-        routing = self._routing
-        return {
-            "routing": self.routed.handle,
-            "stream": self._stream,
-            "multiprocessors": self._settings.gemm_num_sms,
-            "activation": self._prepared.dgated_activation,
+            weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
+            routing=self.routed.handle,
+            stream=self._stream,
+            multiprocessors=self._settings.gemm_num_sms,
+            activation=self._passes.dgated_activations[self._settings.activation],
             **token_arguments("x", tokens.x, tokens.x_codes),
             **token_arguments("dout", tokens.dout, tokens.dout_codes),
-            "row_scales": tokens.row_scales,
+            row_scales=tokens.row_scales,
             **z_arguments(z),
-            "dprobs": empty((routing.num_tokens, routing.topk), torch.float32, self.device),
-        }
-
-    def _operands_in_rows(self) -> tuple[Tensor, Tensor]:
-        """dz `[R, 2I]` and y1s `[R, I]`, unwritten."""
-        rows, inner = self._routing.num_rows, self._prepared.inner
-        dz, y1s = (empty((rows, n), torch.bfloat16, self.device) for n in (2 * inner, inner))
-        return dz, y1s
+            dz=None if in_rows else dz,
+            y1s=None if in_rows or y1s is dz else y1s,
+            dz_rows=dz if in_rows else None,
+            y1s_rows=y1s if in_rows else None,
+            dprobs=dprobs,
+            dz_scratch=dz_scratch,
+            dout_scratch=dout_scratch,
+            dx=dx,
+        )
+        return dz_scratch, dprobs, dz, y1s
 
     def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
         """dx `[T, H]`, from the scratch that `dgated` left."""
-        dx = empty(tuple(x.shape), self.dtype, self.device)
+        dx = self.empty_dx(x)
         self._passes.dgrad(
             weights=self._dgrad_order("w1"),
             routing=self.routed.handle,
@@ -223,8 +195,5 @@ class HopperLayer:
         # layers share, and serves the next call only.
         if self._prepared.has_dgrad:
             return self._prepared.handle
-        kept = self._weights
-        turned = {
-            f"{name}_dgrad": to_scratch(getattr(kept, f"{name}_dgrad"), name) for name in names
-        }
-        return self._passes.weights_of(turned)
+        held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
+        return self._passes.weights_of({f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()})

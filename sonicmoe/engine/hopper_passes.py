@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 class PreparedHandle(NamedTuple):
     """The native handle of prepared weights, with their H and I, and the passes that take it under
     these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
-    not keep. up_activation, dgated_activation: its number in each of the two modules.
+    not keep.
     """
 
     handle: Any
@@ -68,8 +68,6 @@ class PreparedHandle(NamedTuple):
     has_dgrad: bool
     passes: Passes
     settings: EngineSettings
-    up_activation: int
-    dgated_activation: int
 
 
 class Routed(NamedTuple):
@@ -119,9 +117,9 @@ class Passes:
         self.weights = by_keyword(native.weights(), names("weights"))
         self.routing = by_keyword(native.routing(), names("routing"))
         self._routing_in = native.routing_in
-        self.forward, self.backward_dx, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
+        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
             by_keyword(make_pass(name, *functions), names(name))
-            for name in ("forward", "backward_dx", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+            for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
         )
         self._make_destination = kernels.get("wgrad_destination")
         self._destinations: dict[tuple[Any, ...], Any] = {}
@@ -143,10 +141,10 @@ class Passes:
                 row_prob=routing.row_prob,
             )
         else:
-            sizes = routing.num_tokens, routing.topk, routing.num_experts, routing.num_rows
-            handle = self._routing_in(routing.memory, *sizes)
+            tokens, topk, experts, _, rows = routing.sizes
+            handle = self._routing_in(routing.memory, tokens, topk, experts, rows)
         bytes_of = self._bytes_of(handle, routing, hidden, inner)
-        return Routed(handle, bytes_of, inner, self, device_of(routing.anchor))
+        return Routed(handle, bytes_of, inner, self, device_of(routing.held[0]))
 
     def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
         # They follow from six numbers, and asking the module takes as long as a launch: a backward
@@ -249,23 +247,16 @@ def z_arguments(z: KeptZ | None) -> dict[str, Any]:
 
 
 def prepared_handle(
-    weights: EngineWeights, settings: EngineSettings, find: Callable[[], Passes]
+    passes: Passes, weights: EngineWeights, settings: EngineSettings
 ) -> PreparedHandle:
-    """The handle of prepared weights, made once and kept beside the tensors it refers to, so that
-    it lives as long as they do and no longer. find: the passes of these settings and the weights'
-    device, which are looked for only where the last call had other settings.
+    """The handle of prepared weights, kept beside the tensors it refers to, so that it lives as long
+    as they do and no longer.
     """
-    held: PreparedHandle | None = weights.native
-    if held is not None and held.settings is settings:
-        return held
-    passes = find()
     matrices, both = {"w1": weights.w1, "w2": weights.w2}, weights.two_orders
     if both:
         matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
     sizes = weights.hidden_size, weights.intermediate_size
-    handle, activation = passes.weights_of(matrices), settings.activation
-    numbers = passes.up_activations[activation], passes.dgated_activations[activation]
-    held = PreparedHandle(handle, *sizes, both, passes, settings, *numbers)
+    held = PreparedHandle(passes.weights_of(matrices), *sizes, both, passes, settings)
     object.__setattr__(weights, "native", held)
     return held
 

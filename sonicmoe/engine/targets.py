@@ -285,11 +285,7 @@ class FreshTargets(ParameterTargets):
     It was made for one backward, in dtype and layout of the parameters, and autograd accumulates
     the gradients: the fp32 sums are rounded once, as they leave the GEMM. Or it is a `main_grad`
     that this backward writes.
-
-    is_split: the memory of each projection is one tensor, and its parameters are one of each expert.
     """
-
-    is_split: bool = False
 
     @classmethod
     def fits(cls, dtypes: Iterable[Any]) -> bool:
@@ -301,10 +297,12 @@ class FreshTargets(ParameterTargets):
         """Of the same memory, with what is known of it."""
         return cls(targets.up, targets.down, targets.footprint)
 
-    def of_parameters(self) -> list[Tensor | None]:
-        """The memory of each parameter, in their order."""
+    def of_parameters(self, count: int) -> list[Tensor | None]:
+        """The memory of each of so many parameters, which is a part of one tensor where experts have
+        parameters of their own.
+        """
         tensors = [*self.up.tensors, *self.down.tensors]
-        if not self.is_split:
+        if len(tensors) == count:
             return tensors
         return [each for stack in tensors if stack is not None for each in stack.unbind()]
 

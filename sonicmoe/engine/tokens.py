@@ -163,7 +163,7 @@ class SavedSpec:
 def routing_checksum(routing: RoutingMetadata) -> int | None:
     """Of which row serves which slot; None where nobody asks for it."""
     # On a GPU reading it would wait. Routing that was validated has waited already.
-    if is_cuda(routing.anchor) and routing.host_counts is None:
+    if is_cuda(routing.held[0]) and routing.host_counts is None:
         return None
     size = routing.num_tokens * routing.topk
     # Weighted by position: two slots that exchange their rows leave a plain sum as it was.

@@ -329,7 +329,7 @@ def _differentiate(
         # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         engine.backward_dw(pending, targets)
-        return dx, dprobs, (*targets.of_parameters(), *rest)
+        return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)

@@ -213,7 +213,7 @@ class GradientSink:
             assert self._waiting is not None
             self._waiting.count += 1
         elif type(batch.targets) is FreshTargets:
-            returned = batch.targets.of_parameters()
+            returned = batch.targets.of_parameters(len(returned))
         elif type(batch.targets) is NativeBuffer:
             given = self._layer, batch.parameters, batch.trained, batch.targets
             over = batch.written_memory if batch.written else ()

@@ -158,10 +158,8 @@ def _verdict(
     """The engine's activation that equals this module's, or why the engine cannot compute the
     module, in words that name its class.
 
-    Args:
-        experts: the module.
-        standard_gate: the `_apply_gate` of experts that compute act(gate) * up.
-        weights: what it has under the names of `_weight_names`.
+    standard_gate: the `_apply_gate` of experts that compute act(gate) * up. weights: those of
+    `_weight_names`.
     """
     kind = type(experts).__name__
     activation = _activation(experts, standard_gate)

@@ -31,7 +31,6 @@ class RoutingKernels(ABC):
 
     name: str
 
-    @abstractmethod
     def build(
         self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
     ) -> RoutingMetadata:
@@ -39,26 +38,6 @@ class RoutingKernels(ABC):
 
         No GPU implementation waits for the device, and so the counts stay unknown on the host.
         """
-
-    @abstractmethod
-    def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
-        """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
-
-    @abstractmethod
-    def aggregate_rows(
-        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
-    ) -> None:
-        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's
-        probability.
-        """
-
-
-class FillingKernels(RoutingKernels):
-    """Those that write tensors of their own, one for each field of the metadata."""
-
-    def build(
-        self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
-    ) -> RoutingMetadata:
         tokens, topk = map(int, indices.shape)
         device = device_of(indices)
         # Unwritten memory: `fill` writes every element, padding included, so no launch is spent on
@@ -73,11 +52,23 @@ class FillingKernels(RoutingKernels):
         self.fill(indices, probs, outputs, num_experts, alignment)
         return RoutingMetadata(tokens, topk, num_experts, alignment, num_rows, *outputs)
 
-    @abstractmethod
     def fill(
         self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
-        """Write every element of `outputs`."""
+        """Write every element of `outputs`; of those that do not `build` in a way of their own."""
+        raise NotImplementedError(f"{type(self).__name__} fills no tensors of others")
+
+    @abstractmethod
+    def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
+        """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
+
+    @abstractmethod
+    def aggregate_rows(
+        self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        """`out[t] = sum_k w * rows[slot_row[t, k]]` in slot order and fp32, w = 1 or the row's
+        probability.
+        """
 
 
 class CudaKernels(RoutingKernels):
@@ -109,8 +100,8 @@ class CudaKernels(RoutingKernels):
         memory = empty(places[-1:], torch.uint8, device)
         # The call's own, so calls on several streams cannot meet.
         scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device)
-        of_kernel = num_rows, num_experts, alignment, self._forced_ctas
-        self._build(indices, probs, memory, scratch, *of_kernel, stream)
+        given = num_rows, num_experts, alignment, self._forced_ctas, stream
+        self._build(indices, probs, memory, scratch, *given)
         sizes = tokens, topk, num_experts, alignment, num_rows
         return RoutingMetadata.in_memory(sizes, memory, places)
 
@@ -123,7 +114,7 @@ class CudaKernels(RoutingKernels):
         self._aggregate(rows, slot_row, row_prob, out, weighted, current_stream(rows))
 
 
-class TritonKernels(FillingKernels):
+class TritonKernels(RoutingKernels):
     """The Triton kernels; compiled by Triton at the first launch for each number of experts."""
 
     name = "triton"
@@ -151,7 +142,7 @@ class TritonKernels(FillingKernels):
         self._aggregate.aggregate_rows(rows, slot_row, row_prob, out, weighted)
 
 
-class PlainKernels(FillingKernels):
+class PlainKernels(RoutingKernels):
     """Plain tensor operations, any device; `fill` waits for the device."""
 
     name = "reference"

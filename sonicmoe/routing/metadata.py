@@ -81,12 +81,13 @@ class RoutingMetadata:
         memory = self.__dict__.get("memory")
         if memory is None or name not in self.TENSOR_FIELDS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        shapes = {
-            "expert_counts": (self.num_experts,),
-            "padded_offsets": (self.num_experts + 1,),
-            "slot_row": (self.num_tokens, self.topk),
-        }
-        shape, dtype = shapes.get(name, (self.num_rows,)), _DTYPES[name]
+        shape, dtype = {
+            "expert_counts": ((self.num_experts,), torch.int32),
+            "padded_offsets": ((self.num_experts + 1,), torch.int64),
+            "row_token": ((self.num_rows,), torch.int32),
+            "slot_row": ((self.num_tokens, self.topk), torch.int64),
+            "row_prob": ((self.num_rows,), torch.float32),
+        }[name]
         # Retyped first and sliced then, because Paddle retypes a slice at a wrong address.
         whole = memory.view(dtype)
         first = self.places[self.TENSOR_FIELDS.index(name)] // whole.element_size()
@@ -95,13 +96,8 @@ class RoutingMetadata:
         return made
 
     @property
-    def anchor(self) -> Tensor:
-        """A tensor of it, for questions about the device."""
-        return self.row_token if self.memory is None else self.memory
-
-    @property
     def held(self) -> tuple[Tensor, ...]:
-        """The tensors that own everything."""
+        """The tensors that there are without a view: the memory, or all five."""
         return _TENSORS(self) if self.memory is None else (self.memory,)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -148,13 +144,6 @@ _TENSORS: Callable[[RoutingMetadata], tuple[Tensor, ...]] = attrgetter(
     *RoutingMetadata.TENSOR_FIELDS
 )
 _NUMBERS = ("num_tokens", "topk", "num_experts", "alignment", "num_rows")
-_DTYPES = {
-    "expert_counts": torch.int32,
-    "padded_offsets": torch.int64,
-    "row_token": torch.int32,
-    "slot_row": torch.int64,
-    "row_prob": torch.float32,
-}
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -115,8 +115,8 @@ class ExpertParameters(ABC):
         """The same over `[E, ...]` memory of each projection, where each expert has parameters of its
         own: their gradients are views of it.
         """
-        of_up, of_down = (WeightTarget.stacked(s, len(s), self.layout) for s in (up, down))
-        return FreshTargets(of_up, of_down, is_split=True)
+        stacked, layout = WeightTarget.stacked, self.layout
+        return FreshTargets(stacked(up, len(up), layout), stacked(down, len(down), layout))
 
 
 def _local(experts: Sequence[Any]) -> list[Any]:

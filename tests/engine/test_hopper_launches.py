@@ -112,7 +112,7 @@ def wgrad(native):
     usual = {
         "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
         **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
-        "dz": torch.empty(bytes_of.operands, dtype=torch.uint8),
+        "dz": torch.empty(bytes_of.operands, dtype=torch.uint8), "y1s": None,
         "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw1": sums.dw1, "into_dw1": None,
         "dw2": sums.dw2, "into_dw2": None, "row_scales": None,
     }  # fmt: skip
@@ -141,7 +141,7 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
     case = Case()
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
-    prepared = hopper_passes.prepared_handle(weights, FP8, lambda: passes)
+    prepared = hopper_passes.prepared_handle(passes, weights, FP8)
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     q = case.quantised().x
     given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
@@ -222,7 +222,7 @@ def test_a_step_is_three_native_calls_and_few_allocations(monkeypatch):
     for module in (hopper, hopper_layer, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
     passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU)
-    for name in ("forward", "backward_dx", "wgrad"):
+    for name in ("forward", "dgated", "dgrad", "wgrad"):
         monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
     assert counts == {"native calls": 1, "allocations": 4}  # out, codes and scales of z, scratch
@@ -360,7 +360,7 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     case = Case()
     weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
     passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
-    prepared = hopper_passes.prepared_handle(weights, FP8, lambda: passes)
+    prepared = hopper_passes.prepared_handle(passes, weights, FP8)
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,

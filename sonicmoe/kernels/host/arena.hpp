@@ -68,8 +68,9 @@ class Arena {
     part.tensor = {base_ + used_, device_, 2, dtype, part.shape.data(), part.strides.data(), 0};
     const int64_t offset = used_ / bytes;
     used_ += rows * columns * bytes;
-    TVM_FFI_ICHECK(base_ == nullptr || used_ <= size_)
-        << field_ << " has " << size_ << " bytes; needed: " << used_ << " or more";
+    if (base_ != nullptr && used_ > size_)
+      TVM_FFI_THROW(ValueError) << field_ << " has " << size_ << " bytes; needed: " << used_
+                                << " or more";
     return {TensorView(&part.tensor), field_, offset};
   }
   // A matrix that is stored as [rows, columns] with the scales of `format`.

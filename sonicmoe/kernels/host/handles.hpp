@@ -89,7 +89,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 17;
+constexpr int kMaxFields = 18;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it
@@ -101,14 +101,9 @@ struct FieldTable {
     while (size < kMaxFields && !fields[size].name.empty()) ++size;
   }
   int index(std::string_view name) const {
-    const int i = find(name);
-    if (i < 0) TVM_FFI_THROW(InternalError) << handle << " has no field " << name;
-    return i;
-  }
-  // -1 where there is no such field.
-  int find(std::string_view name) const {
     for (int i = 0; i < size; ++i)
       if (name == fields[i].name) return i;
+    TVM_FFI_THROW(InternalError) << handle << " has no field " << name;
     return -1;
   }
 };
@@ -291,7 +286,6 @@ class Call {
   }
   Call(const Call&) = delete;
 
-  bool takes(std::string_view name) const { return table_.find(name) >= 0; }
   bool has(std::string_view name) const { return values_.given(table_.index(name)); }
   TensorView operator[](std::string_view name) const {
     const int i = table_.index(name);

@@ -2,8 +2,8 @@
 //
 // Why one call: a launch from Python costs the host several microseconds for its arguments alone,
 // more than the launch itself. Below about 2048 tokens a GPU would wait for that, so Python makes
-// three calls for a layer's step: forward, backward_dx, wgrad. Where memory is to be freed stage by
-// stage, backward_dx is two, dgated and dgrad, and wgrad is dw2 and dw1.
+// three calls for a layer's step: forward, dgated, wgrad. Where memory is to be freed stage by
+// stage, dgrad is a call of its own, and dw2 and dw1 are in place of wgrad.
 //
 // This file holds no kernel and no architecture: the kernels are functions of other modules, which
 // check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
@@ -71,7 +71,9 @@ constexpr FieldTable kForwardTable{
     }}};
 
 // The operands of wgrad are quantised and token-major (dz, y1s), or rows in bf16 (dz_rows,
-// y1s_rows) for weight gradients that are not computed in FP8.
+// y1s_rows) for weight gradients that are not computed in FP8. With `dx` the pass goes on to it, as
+// dgrad does. What needs memory and is given none of its own then lies behind something else: y1s
+// behind dz, and behind dz_scratch what either half scratches.
 constexpr FieldTable kDgatedTable{"dgated",
                                   {{
                                       {"dout", Element::kTokens, {T, H}, kOptional},
@@ -91,6 +93,7 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"x_codes", Element::kCodes, {T, H}, kOptional},
                                       {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                       {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
+                                      {"dx", Element::kTokens, {T, H}, kOptional},
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -99,28 +102,6 @@ constexpr FieldTable kDgradTable{"dgrad",
                                      scratch_field<DzScratch>("dz_scratch"),
                                      scratch_field<DxScratch>("scratch"),
                                  }}};
-
-// dgated and dgrad in one. y1s lies behind dz, and behind dz_scratch what either scratches.
-constexpr FieldTable kBackwardDxTable{
-    "backward_dx",
-    {{
-        {"dout", Element::kTokens, {T, H}, kOptional},
-        {"dout_codes", Element::kCodes, {T, H}, kOptional},
-        {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
-        {"z", Element::kCodes, {R, TwoI}, kOptional},
-        {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
-        {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
-        scratch_field<Behind<WgradDz, WgradY1s>>("dz", kOptional),
-        {"dz_rows", Element::kBfloat, {R, TwoI}, kOptional},
-        {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
-        {"dprobs", Element::kFloat, {T, K}},
-        {"dz_scratch", Element::kCodes, {kAnySize}, false, bytes_of_backward},
-        {"x", Element::kTokens, {T, H}, kOptional},
-        {"x_codes", Element::kCodes, {T, H}, kOptional},
-        {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
-        {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
-        {"dx", Element::kTokens, {T, H}},
-    }}};
 
 constexpr FieldTable kWgradTable{"wgrad",
                                  {{
@@ -132,7 +113,8 @@ constexpr FieldTable kWgradTable{"wgrad",
                                      {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                      {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                      {"dw2", Element::kFloat, {E, H, I}, kOptional},
-                                     scratch_field<Behind<WgradDz, WgradY1s>>("dz"),
+                                     scratch_field<WgradDz>("dz"),
+                                     scratch_field<WgradY1s>("y1s", kOptional),
                                      scratch_field<TokenPairScratch>("scratch"),
                                      {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                  }}};
@@ -385,79 +367,18 @@ void forward(const Run& run) {
   });
 }
 
-// The memory of `name`; in a pass that takes none, what is left of `shared` behind a `First`.
-template <class First>
-Arena& memory_in(Arena& arena, const Run& run, const char* name, const char* shared) {
-  return run.call.takes(name)
-             ? arena.in(name, run.call[name])
-             : arena.in(shared, run.call[shared], bytes_of<First>(run.sizes));
+Quantized y1s_of(const Run& run, Arena& arena) {
+  const bool own = run.call.has("y1s");
+  own ? arena.in("y1s", run.call["y1s"])
+      : arena.in("dz", run.call["dz"], bytes_of<WgradDz>(run.sizes));
+  return WgradY1s(arena, run.sizes).y1s;
 }
 
-Quantized y1s_in(Arena& arena, const Run& run) {
-  return WgradY1s(memory_in<WgradDz>(arena, run, "y1s", "dz"), run.sizes).y1s;
+Arena& behind_dz(const Run& run, Arena& arena) {
+  return arena.in("dz_scratch", run.call["dz_scratch"], bytes_of<DzScratch>(run.sizes));
 }
 
-// dout, then everything that the gradient of the gated activation gives: dz in dz_scratch for
-// dgrad, the operands of wgrad, and dprobs.
-void dgated(const Run& run) {
-  const bool in_rows = run.call.has("dz_rows");
-  if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
-      (run.call.takes("y1s") && run.call.has("y1s") == in_rows))
-    TVM_FFI_THROW(ValueError) << run.name()
-                              << ": needed: either dz and y1s, or dz_rows and y1s_rows";
-  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), dout_arena, of_dz, of_y1s;
-  const DzScratch t(dz_arena, run.sizes);
-  // In rows the operands have no scales; the kernel is handed something that it does not look at.
-  const Matrix unread = t.dprob_parts;
-  if (!run.call.has("z") && !run.call.has("z_rows"))
-    TVM_FFI_THROW(ValueError) << run.name() << ": needed: z and z_scale, or z_rows";
-  const Quantized z = kept_z(run, {unread, unread, nullptr});
-  const bool folds = run.call.has("row_scales");
-  if (folds && in_rows)
-    TVM_FFI_THROW(ValueError) << run.name() << ": row_scales are for operands of wgrad in FP8";
-  Matrix row_scales = unread;
-  if (folds) row_scales = run.given("row_scales");
-  if (!folds && !came_quantised(run, kDout)) {
-    if (run.call.takes("dout_scratch") && !run.call.has("dout_scratch"))
-      TVM_FFI_THROW(ValueError) << run.name() << ": dout_scratch is None, and dout needs it";
-    memory_in<DzScratch>(dout_arena, run, "dout_scratch", "dz_scratch");
-  }
-  const Quantized dout =
-      folds ? kept(run, kDout) : quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
-  if (folds) {
-    run.show(kDout.shown, dout);
-    const Quantized x = kept(run, kX);  // forward has shown it
-    run.stage("wgrad_operands", [&] {
-      run.kernel["gather_row_scales"](x.scale.view, dout.scale.view, run.route("row_token"),
-                                      run.route("padded_offsets"), row_scales.view, run.stream);
-    });
-  }
-  const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
-                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
-  const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
-                                : y1s_in(of_y1s, run);
-  run.stage("dgated", [&] {
-    run.kernel["gather_dgated_gemm"](
-        dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
-        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
-        z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
-        dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
-        run.multiprocessors, run.stream);
-    run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
-                              run.stream);
-  });
-  run.show("dz_fp8", t.dz);
-  run.show("ds", "float32", run.given("dprobs"));
-  if (folds) return;  // what wgrad reads is not dz, nor y1s
-  run.show("dz", dz);
-  run.show("y1s", y1s);
-}
-
-void dgrad(const Run& run) {
-  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), arena;
-  const Quantized dz = DzScratch(dz_arena, run.sizes).dz;
-  memory_in<DzScratch>(arena, run, "scratch", "dz_scratch");
-  const Matrix dx_rows = DxScratch(arena, run.sizes).dx_rows;
+void launch_dgrad(const Run& run, const Quantized& dz, const Matrix& dx_rows) {
   run.stage("dx_gemm", [&] {
     run.kernel["grouped_gemm"](dz.codes.view, dz.scale.view, run.weight("w1_dgrad"),
                                run.weight("w1_dgrad_scale"), run.route("padded_offsets"),
@@ -470,9 +391,68 @@ void dgrad(const Run& run) {
   });
 }
 
-void backward_dx(const Run& run) {
-  dgated(run);
-  dgrad(run);
+// dout, then everything that the gradient of the gated activation gives: dz in dz_scratch for
+// dgrad, the operands of wgrad, and dprobs.
+void dgated(const Run& run) {
+  const bool in_rows = run.call.has("dz_rows");
+  if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
+      (run.call.has("y1s") && in_rows))
+    TVM_FFI_THROW(ValueError) << "dgated: needed: either dz and y1s, or dz_rows and y1s_rows";
+  // All memory before the first launch.
+  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), dx_arena, dout_arena, of_dz, of_y1s;
+  const DzScratch t(dz_arena, run.sizes);
+  // In rows the operands have no scales; the kernel is handed something that it does not look at.
+  const Matrix unread = t.dprob_parts;
+  const Matrix dx_rows =
+      run.call.has("dx") ? DxScratch(behind_dz(run, dx_arena), run.sizes).dx_rows : unread;
+  if (!run.call.has("z") && !run.call.has("z_rows"))
+    TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
+  const Quantized z = kept_z(run, {unread, unread, nullptr});
+  const bool folds = run.call.has("row_scales");
+  if (folds && in_rows)
+    TVM_FFI_THROW(ValueError) << "dgated: row_scales are for operands of wgrad in FP8";
+  Matrix row_scales = unread;
+  if (folds) row_scales = run.given("row_scales");
+  const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
+                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
+  const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
+                                : y1s_of(run, of_y1s);
+  if (!folds && !came_quantised(run, kDout)) {
+    run.call.has("dout_scratch") ? dout_arena.in("dout_scratch", run.call["dout_scratch"])
+                                 : behind_dz(run, dout_arena);
+  }
+  const Quantized dout =
+      folds ? kept(run, kDout) : quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
+  if (folds) {
+    run.show(kDout.shown, dout);
+    const Quantized x = kept(run, kX);  // forward has shown it
+    run.stage("wgrad_operands", [&] {
+      run.kernel["gather_row_scales"](x.scale.view, dout.scale.view, run.route("row_token"),
+                                      run.route("padded_offsets"), row_scales.view, run.stream);
+    });
+  }
+  run.stage("dgated", [&] {
+    run.kernel["gather_dgated_gemm"](
+        dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
+        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
+        z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
+        dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
+        run.multiprocessors, run.stream);
+    run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
+                              run.stream);
+  });
+  run.show("dz_fp8", t.dz);
+  run.show("ds", "float32", run.given("dprobs"));
+  if (!folds) {  // else what wgrad reads is not dz, nor y1s
+    run.show("dz", dz);
+    run.show("y1s", y1s);
+  }
+  if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows);
+}
+
+void dgrad(const Run& run) {
+  Arena dz_arena("dz_scratch", run.call["dz_scratch"]), arena("scratch", run.call["scratch"]);
+  launch_dgrad(run, DzScratch(dz_arena, run.sizes).dz, DxScratch(arena, run.sizes).dx_rows);
 }
 
 // left^T right, added to the accumulator of that name, or to the destination in its place.
@@ -497,7 +477,7 @@ void add_dw1(const Run& run, const Quantized& x) {
 
 void add_dw2(const Run& run, const Quantized& dout) {
   Arena arena;
-  add_product(run, "dw2", dout, y1s_in(arena, run));
+  add_product(run, "dw2", dout, y1s_of(run, arena));
 }
 
 // Tokens in expert order, transposed and quantised in blocks of that order; or their codes, in
@@ -590,7 +570,6 @@ constexpr std::array kPasses = {
     Pass{"activation", {}, &kForwardTable, forward},
     Pass{"activation", {}, &kDgatedTable, dgated},
     Pass{nullptr, {}, &kDgradTable, dgrad},
-    Pass{"activation", {}, &kBackwardDxTable, backward_dx},
     Pass{"shares_gpu", {"dw1", "dw2"}, &kWgradTable, wgrad},
     Pass{"shares_gpu", {"dw1"}, &kDw1Table, dw1},
     Pass{"shares_gpu", {"dw2"}, &kDw2Table, dw2},
