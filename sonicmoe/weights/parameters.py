@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -125,8 +125,7 @@ def _local(experts: Sequence[Any]) -> list[Any]:
 
 _MODULES = "_sub_layers" if IS_PADDLE else "_modules"
 _NAMES = ("up_gate_proj", "down_proj")
-_PARTS, _OWN = attrgetter(_MODULES), attrgetter("_parameters")
-_PROJECTIONS, _WEIGHT = tuple(map(itemgetter, _NAMES)), itemgetter("weight")
+_PARTS = attrgetter(_MODULES)
 
 
 def _weights_of(experts: Sequence[Any]) -> list[Tensor]:
@@ -138,10 +137,9 @@ def _weights_of(experts: Sequence[Any]) -> list[Tensor]:
     """
     try:
         # By index, as the module does itself: a sharded model's own dictionary gathers a weight
-        # then. Through `map`, because a loop over 128 experts takes as long as ten launches.
+        # then.
         parts = list(map(_PARTS, experts))
-        up, down = (map(_OWN, map(of_name, parts)) for of_name in _PROJECTIONS)
-        weights = [*map(_WEIGHT, up), *map(_WEIGHT, down)]
+        weights = [part[name]._parameters["weight"] for name in _NAMES for part in parts]
     except (AttributeError, KeyError, TypeError):
         weights = [None]
     if any(map(is_, weights, repeat(None))):
