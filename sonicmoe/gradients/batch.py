@@ -21,6 +21,7 @@ from ..engine.interface import (
     ParameterTargets,
     PendingWgrad,
 )
+from ..engine.targets import WeightTarget
 from ..errors import LayoutError
 from ..interop import IS_PADDLE, device_name, device_of, empty, plain_ops
 from ..weights.parameters import ExpertParameters
@@ -173,10 +174,11 @@ def fresh_targets(
     # Paddle's views of a stack would be copies.
     if experts > 1 and all(trained) and len(dtypes) == 1 and not IS_PADDLE:
         # Memory for every expert would take the host longer than all launches of this backward.
-        up, down = (
+        stacks = (
             empty((experts, *p.shape), p.dtype, device) for p in (parameters[0], parameters[-1])
         )
-        return layer.fresh_stacks(up, down)
+        up, down = (WeightTarget.stacked(stack, experts, layer.layout) for stack in stacks)
+        return FreshTargets(up, down)
     memory = [
         empty(tuple(p.shape), p.dtype, device) if is_trained else None
         for p, is_trained in zip(parameters, trained, strict=True)

@@ -111,13 +111,6 @@ class ExpertParameters(ABC):
         """
         return FreshTargets.like(self.targets(memory))
 
-    def fresh_stacks(self, up: Tensor, down: Tensor) -> FreshTargets:
-        """The same over `[E, ...]` memory of each projection, where each expert has parameters of its
-        own: their gradients are views of it.
-        """
-        stacked, layout = WeightTarget.stacked, self.layout
-        return FreshTargets(stacked(up, len(up), layout), stacked(down, len(down), layout))
-
 
 def _local(experts: Sequence[Any]) -> list[Any]:
     return [expert for expert in experts if expert is not None]
