@@ -188,7 +188,7 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
     assert asked.returncode == 1, asked.stdout
 
 
-def test_a_new_activation_changes_four_files_of_the_package() -> None:
+def test_a_new_activation_changes_five_files_of_the_package() -> None:
     """As its page says."""
     paths = {step.path for step in steps("A new activation")}
-    assert len([path for path in paths if path.startswith("sonicmoe/")]) == 4
+    assert len([path for path in paths if path.startswith("sonicmoe/")]) == 5

@@ -209,6 +209,14 @@ class TestActivationsOfRecords:
         assert {ActivationType(name) for name in named} == set(HOPPER.activations)
         assert all(ACTIVATIONS[activation].gated for activation in HOPPER.activations)
 
+    def test_bf16_on_hopper_has_those_of_its_table(self):
+        table = (ROOT / "sonicmoe/kernels/sm90/bf16_launch.hpp").read_text(encoding="utf-8")
+        named = dict(re.findall(r"^  X\((\w+), \w+, (\w+)\)", table, flags=re.M))
+        assert named == {
+            activation.value: str(ACTIVATIONS[activation].gated).lower()
+            for activation in BF16.activations
+        }
+
     def test_without_a_macro_hopper_has_the_defaults(self):
         header = (ROOT / "sonicmoe/kernels/sm90/activations.cuh").read_text(encoding="utf-8")
         found = dict(re.findall(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif$", header, re.M))
@@ -216,7 +224,7 @@ class TestActivationsOfRecords:
             f"{activation.value}_{name}".upper(): (
                 "__builtin_huge_valf()" if value == math.inf else f"{value!r}f"
             )
-            for activation in HOPPER.activations
+            for activation in BF16.activations  # and those of FP8 are among them
             for name, value in ACTIVATIONS[activation].values().items()
         }
         assert found == wanted

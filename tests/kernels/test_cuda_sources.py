@@ -19,9 +19,9 @@ from kernels.ptxas_report import (
 
 from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.config import SonicMoEConfig, current_config
-from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.engine.capabilities import BF16, HOPPER
 from sonicmoe.engine.compile_plan import plan
-from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
@@ -30,12 +30,13 @@ from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
 from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
 from sonicmoe.kernels.quack_gemm import expert_rows_source
-from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, gemm_sources
+from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, bf16_sources, gemm_sources
 
 # How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
 # that share registers and nothing else. So what is not usual is compiled together, beside the
 # activation that holds the most values; each alone, and beside the others, with `--every-variant`.
 HUNGRIEST = ActivationType.SITU_GLU
+SWIGLU, OAI, GELU = ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU
 
 
 def variants(
@@ -46,6 +47,12 @@ def variants(
     return gemm_sources("sm_90a", activation, own, z, steady)[:2]
 
 
+def in_bf16(activation: ActivationType, dtype: str = "bfloat16") -> tuple[CudaSource, ...]:
+    """The BF16 GEMMs that compute one activation."""
+    own = PARAMETERS_OF_ALL.get(activation, ())
+    return tuple(bf16_sources("sm_90a", activation, own, dtype).values())[:2]
+
+
 WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
@@ -53,10 +60,15 @@ WHOLE = (
     flush_source("sm_90a"),
     mx_quantize_source("sm_100a"),
     expert_rows_source("sm_90a"),
+    *bf16_sources("sm_90a", SWIGLU).values(),
     *gemm_sources("sm_90a"),
 )
 # Of further variants of the same files the device half alone is compiled.
-VARIANTS = variants(HUNGRIEST, ZCode.BF16, steady=True)
+VARIANTS = (
+    *variants(HUNGRIEST, ZCode.BF16, steady=True),
+    *in_bf16(OAI),
+    *bf16_sources("sm_90a", GELU, dtype="float16").values(),
+)
 OTHERS = (
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
@@ -68,6 +80,12 @@ OTHERS = (
         for steady in (False, True)
         for source in variants(activation, ZCode.BF16, steady)
         if source not in VARIANTS
+    ),
+    *(
+        source
+        for activation in BF16.activations
+        if activation not in (SWIGLU, OAI)
+        for source in in_bf16(activation)
     ),
 )
 
@@ -122,18 +140,33 @@ WANTED = {
     "fp8_dgated": Wanted(10, "activation_names gather_dgated_gemm"),
     # One map, few, many.
     "fp8_wgrad": Wanted(3, "grouped_wgrad grouped_wgrad_into wgrad_destination"),
+    # Weights that are contiguous along either axis, of each: halves, turns, a plain product.
+    "bf16_gemm": Wanted(6, "up grouped_gemm"),
+    "bf16_dgated": Wanted(4, "dgated"),
+    # Either operand as the rows of the gradient x {one map, many}.
+    "bf16_wgrad": Wanted(4, "wgrad wgrad_destination"),
 }
 # of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad
 KERNELS_OF_ONE = {"fp8_grouped_gemm": 4, "fp8_dgated": 2}
+KERNELS_WITHOUT_GATE = {"bf16_gemm": 4, "bf16_dgated": 2}  # one order instead of two
 
 
 def activation_of(source) -> str | None:
     return dict(source.defines).get("ACTIVATION")
 
 
+def kernels_in(source) -> int:
+    """How many its module has."""
+    activation, every = activation_of(source), WANTED[source.name].kernels
+    if activation is None:
+        return every
+    of_one = KERNELS_OF_ONE if is_glu(ActivationType(activation)) else KERNELS_WITHOUT_GATE
+    return of_one.get(source.name, every)
+
+
 def label(source) -> str:
     defines = dict(source.defines)
-    parts = {"Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales"}
+    parts = {"Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "FP16": "fp16"}
     shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))
 
@@ -157,8 +190,7 @@ def report_of(source: CudaSource, artefacts: CompileCache, folder: Path) -> str:
 def test_compiles_without_spills(source, artefacts: CompileCache, tmp_path: Path) -> None:
     wanted, report = WANTED[source.name], report_of(source, artefacts, tmp_path)
     resources = parse_ptxas(report)
-    of_one = KERNELS_OF_ONE.get(source.name)
-    assert len(resources) == (of_one if activation_of(source) else wanted.kernels)
+    assert len(resources) == kernels_in(source)
     assert {item.arch for item in resources} == {source.arch}
     require_no_spills(resources)
     require_no_stack(resources)

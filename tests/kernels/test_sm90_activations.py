@@ -1,5 +1,5 @@
-"""The device code of the Hopper engine's activations, compiled for the host and compared with fp64:
-what the epilogues get from a struct of `activations.cuh`, in both of their units.
+"""The device code of the activations of the GEMMs for Hopper, compiled for the host and compared with
+fp64: what the epilogues get from a struct of `activations.cuh`, in both of their units.
 
 The host has other instructions for exp2 and the reciprocal, a little more exact than the GPU's.
 """
@@ -20,6 +20,8 @@ from sonicmoe.enums import ActivationType
 
 HEADER = ROOT / "sonicmoe/kernels/sm90/activations.cuh"
 SITU, CLAMP = ActivationType.SITU_GLU, ActivationType.SWIGLU_CLAMP
+OAI = ActivationType.SWIGLU_OAI
+BOUNDED = SITU, CLAMP, OAI
 CASES = {
     "swiglu": (ActivationType.SWIGLU, "Silu", {}),
     "geglu": (ActivationType.GEGLU, "Gelu", {}),
@@ -30,6 +32,9 @@ CASES = {
     "situ of Fleet": (SITU, "Situ", {"beta": 4.0, "linear_beta": 25.0}),
     "situ of small bounds": (SITU, "Situ", {"beta": 0.1, "linear_beta": 0.3}),
     "situ of large bounds": (SITU, "Situ", {"beta": 2.0**126, "linear_beta": 1e30}),
+    # Of the BF16 GEMMs alone.
+    "oai": (OAI, "Oai", {}),
+    "relu_sq": (ActivationType.RELU_SQ, "SquaresBesideUp", {}),
 }
 SHIM = """
 #include <cmath>
@@ -43,6 +48,11 @@ static float at_least(float x, float bound) { return x < bound ? bound : x; }
 """
 # As the epilogues do it: forward on z, backward on 8-bit codes and their scale.
 EVALUATE = """
+// What has no gate, and reads z in its own units.
+struct SquaresBesideUp : SquaredRelu, BoundedUp {
+  static float up_value(float u) { return u; }
+  static void up_both(float u, float& value, float& slope) { PlainUp::up_both(u, value, slope); }
+};
 using Gate = GATE;
 extern "C" void evaluate(int n, float scale, const float* code, const float* up, float* out) {
   for (int i = 0; i < n; ++i) {
@@ -130,22 +140,23 @@ def test_softcaps_keep_relative_accuracy(case):
 def test_large_values_and_nan(case):
     activation, own, evaluate = case
     big = np.array([1e4, 3e38, np.inf], np.float32)
-    if activation in (SITU, CLAMP) and max(own.values(), default=1.0) < 1e4:
+    if activation in BOUNDED and max(own.values(), default=1.0) < 1e4:
         _, values, slopes, factors, factor_slopes = evaluate(
             np.r_[big, -big[:2]], np.r_[big, -big[:2]], 1.0
         )
-        limit = own.get("limit", 10.0)
-        top = value("silu", limit) if activation is CLAMP else own.get("beta", 1.0)
-        np.testing.assert_allclose(values, [top] * 3 + [0.0] * 2, rtol=1e-6)
+        np.testing.assert_allclose(values[3:], 0.0)
+        # There every one of these bounds is met, and fp64 still has the exponentials.
+        top = value(base_of(activation), 200.0, tuple(own.items()))
+        np.testing.assert_allclose(values[:3], top, rtol=1e-6)
         assert not slopes.any()
-        bound = limit if activation is CLAMP else own.get("linear_beta")
-        if bound is not None:
-            np.testing.assert_allclose(factors, [bound] * 3 + [-bound] * 2, rtol=1e-6)
+        if activation is not SITU or "linear_beta" in own:
+            (most, least), _ = up_factor(activation, np.array([200.0, -200.0]), tuple(own.items()))
+            np.testing.assert_allclose(factors, [most] * 3 + [least] * 2, rtol=1e-6)
             assert not factor_slopes.any()
     nan, one = np.array([np.nan], np.float32), np.ones(1, np.float32)
     assert np.isnan(evaluate(nan, one, 1.0)[0]).all() and np.isnan(evaluate(one, nan, 1.0)[0]).all()
     # In backward codes are numbers, and the scale of a row may be none.
     y1, values, *rest = evaluate(one, one, np.nan)
     assert np.isnan(y1).all() and np.isnan(values).all()
-    if activation in (SITU, CLAMP):
+    if activation in BOUNDED:
         assert np.isnan(rest[0]).all(), "the slope of the gate"

@@ -55,6 +55,31 @@ def fp8_wgrad_source(arch: str) -> CudaSource:
     return CudaSource.make("fp8_wgrad", _HERE / "fp8_wgrad.cu", arch=arch)
 
 
+def bf16_sources(
+    arch: str,
+    activation: ActivationType,
+    parameters: ActivationParameters = (),
+    dtype: str = "bfloat16",
+) -> dict[str, CudaSource]:
+    """The GEMMs in the dtype of the tokens, "bfloat16" or "float16", by name: "bf16_gemm" exports
+    `up` and `grouped_gemm`, "bf16_dgated" `dgated`, "bf16_wgrad" `wgrad` and `wgrad_destination`.
+    Sizes, layouts and the order of gate and up are launch arguments.
+    """
+    half: dict[str, int | str] = {"FP16": 1} if dtype == "float16" else {}
+    gate: dict[str, int | str] = {
+        "ACTIVATION": activation.value,
+        **_macros(activation, parameters),
+    }
+    # A weight gradient knows no activation, so all models share its artefact.
+    own = {"bf16_gemm": {**gate, **half}, "bf16_dgated": {**gate, **half}, "bf16_wgrad": half}
+    return {
+        name: CudaSource.make(
+            name, _HERE / f"{name}.cu", defines=defines, arch=arch, effort_s=10.0, split=True
+        )
+        for name, defines in own.items()
+    }
+
+
 def gemm_sources(
     arch: str,
     activation: ActivationType | None = None,

@@ -27,6 +27,12 @@
 #ifndef SWIGLU_CLAMP_LIMIT
 #define SWIGLU_CLAMP_LIMIT 10.0f
 #endif
+#ifndef SWIGLU_OAI_ALPHA
+#define SWIGLU_OAI_ALPHA 1.702f
+#endif
+#ifndef SWIGLU_OAI_LIMIT
+#define SWIGLU_OAI_LIMIT 7.0f
+#endif
 #ifndef SITU_GLU_BETA
 #define SITU_GLU_BETA 1.0f
 #endif
@@ -123,6 +129,39 @@ struct ClampedSilu : BoundedUp {
   __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
     value = up_value(u);
     slope = fabsf(u) > kLimit ? 0.f : 1.f;
+  }
+};
+
+// GPT-OSS's gate: g * sigmoid(alpha * g) with g = min(gate, limit), times clamp(up, -limit, limit) + 1.
+struct Oai : BoundedUp {
+  static constexpr float kLimit = SWIGLU_OAI_LIMIT, kAlpha = SWIGLU_OAI_ALPHA,
+                         kArgument = Silu::kArgument;
+  __device__ static __forceinline__ float value(float x) {
+    const float g = at_most(x, kLimit);
+    return g * reciprocal(1.f + exp2_approx(g * (kAlpha * kArgument)));
+  }
+  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
+    const float g = at_most(x, kLimit);
+    const float s = reciprocal(1.f + exp2_approx(g * (kAlpha * kArgument)));
+    value = g * s;
+    slope = x > kLimit ? 0.f : fmaf(kAlpha * value, 1.f - s, s);
+  }
+  __device__ static __forceinline__ float up_value(float u) {
+    return at_least(at_most(u, kLimit), -kLimit) + 1.f;
+  }
+  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+    value = up_value(u);
+    slope = fabsf(u) > kLimit ? 0.f : 1.f;
+  }
+};
+
+// max(x, 0)^2, which has no gate.
+struct SquaredRelu {
+  static constexpr float kArgument = 1.f;
+  __device__ static __forceinline__ float value(float x) { return x > 0.f ? x * x : x * 0.f; }
+  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
+    value = SquaredRelu::value(x);
+    slope = x > 0.f ? 2.f * x : x * 0.f;
   }
 };
 

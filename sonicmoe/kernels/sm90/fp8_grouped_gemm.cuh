@@ -17,22 +17,14 @@
 #pragma once
 
 #include "../cuda/quantize.cuh"
-#include "ptx.cuh"
+#include "grouped_tiles.cuh"
 
 namespace sonicmoe::sm90 {
 
-constexpr int kTileM = 128, kTileN = 256, kTileK = 128;  // 128 bytes of K are one swizzle row
-static_assert(kTileM == kRowAlignment, "a tile holds rows of one expert only");
+constexpr int kTileK = kRowBytes;  // e4m3
 static_assert(kTileK == kScaleBlock, "scales change between k-blocks, not within");
 static_assert(kTileN == kGateUpBlock, "a tile has one scale of w1");
 static_assert(kTileN == kDprobColumns, "a tile writes one partial sum of dprobs");
-constexpr int kCluster = 2;
-constexpr int kStages = 4;
-constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
-constexpr int kProducerThreads = 128, kConsumerWarps = 8;
-constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
-constexpr int kGatherLag = 1;          // copies in flight before the oldest is published
-constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
 // Scales that stay along K (recipe `row128-dx256`): a warp of a GEMM that gathers multiplies its
 // sums only where a scale of its rows or columns changes.
 #ifdef STEADY_SCALES
@@ -56,16 +48,14 @@ using SquareBlocks = ScaleBlocks<kScaleBlock, kScaleBlock>;
 using GateUpColumns = ScaleBlocks<kGateUpBlock, kScaleBlock>;  // z = x * w1
 using GateUpDepth = ScaleBlocks<kScaleBlock, kGateUpBlock>;    // dx = dz * w1
 
-struct GemmParams {
+struct GemmParams : RowGroups {
   const uint8_t*
       a;  // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
   const float* a_scale;           // [rows of A, K / depth], or one per 128 rows
   int a_scale_shift;              // log2 of the rows that share a scale: 0 or 7
   const float* b_scale;           // [E, N / columns, K / depth]
   const int32_t* row_token;       // [R], -1 in padding rows
-  const int64_t* padded_offsets;  // [E + 1], multiples of 128
-  int64_t max_rows;               // R: offsets beyond it are not followed
-  int experts, n, k;
+  int k;
 };
 
 // A kernel's four tensor maps: the operands, and up to two outputs.
@@ -73,104 +63,17 @@ struct TensorMaps {
   CUtensorMap a, b, c, d;
 };
 
-struct OutputTile {
-  int expert, row, col;
-  bool active;    // false: this CTA only keeps its cluster company
-  bool shares_b;  // with the other CTA of the cluster, which has the same columns
-};
-
-// This CTA's tiles: expert by expert, columns fastest (B stays in L2, A is streamed once), kCluster
-// row tiles at a time. Where an expert has an odd number of row tiles, the CTAs of a cluster take
-// neighbouring columns of the last one.
-class Scheduler {
- public:
-  __device__ __forceinline__ explicit Scheduler(const GemmParams& p)
-      : p_(p), index_(blockIdx.x / kCluster) {
-    read_expert();
-  }
-  __device__ static __forceinline__ int rank() { return blockIdx.x % kCluster; }
-  __device__ __forceinline__ bool next(OutputTile& tile) {
-    static_assert(kCluster == 2);
-    const int n_tiles = (p_.n + kTileN - 1) / kTileN;
-    while (expert_ < p_.experts) {
-      const int row_tiles = max((last_ - first_) / kTileM, 0), paired = row_tiles / 2 * n_tiles,
-                alone = row_tiles % 2 * ((n_tiles + 1) / 2);
-      if (index_ < paired + alone) {
-        tile.expert = expert_;
-        tile.shares_b = index_ < paired;
-        if (tile.shares_b) {
-          tile.row = first_ + (index_ / n_tiles * 2 + rank()) * kTileM;
-          tile.col = index_ % n_tiles * kTileN;
-        } else {
-          tile.row = last_ - kTileM;
-          tile.col = ((index_ - paired) * 2 + rank()) * kTileN;
-        }
-        tile.active = tile.col < p_.n;
-        index_ += gridDim.x / kCluster;
-        return true;
-      }
-      index_ -= paired + alone;
-      ++expert_;
-      read_expert();
-    }
-    return false;
-  }
-
- private:
-  __device__ __forceinline__ void read_expert() {
-    if (expert_ >= p_.experts) return;
-    first_ = clamped(p_.padded_offsets[expert_]);
-    last_ = clamped(p_.padded_offsets[expert_ + 1]);
-  }
-  __device__ __forceinline__ int clamped(int64_t offset) const {
-    return static_cast<int>(offset < p_.max_rows ? offset : p_.max_rows);
-  }
-  const GemmParams& p_;
-  int index_, expert_ = 0, first_ = 0, last_ = 0;
-};
-
-struct alignas(1024) SharedStorage {
-  uint8_t a[kStages][kBytesA];
-  uint8_t b[kStages][kBytesB];
-  uint8_t patch[kConsumerWarps][2][kPatchBytes];
+struct alignas(1024) SharedStorage : StageMemory {
   // An epilogue's exchange between warps where codes are folded, and what it knows of rows.
   float4 folded_amax[kSteady ? 2 : 0][kConsumerWarps];
   float of_row[kSteady ? 3 : 0][kTileM];
   float2 amax[2][kConsumerWarps];  // and elsewhere: of dz and of y1s
   int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
-  uint64_t full[kStages], empty[kStages];
-  uint64_t freed;       // an epilogue's first buffer: the copy engine has read it
+  uint64_t freed;                  // an epilogue's first buffer: the copy engine has read it
   uint64_t due, taken;  // of wgrad: its producer wants a tile's sums in L2; its prefetching warp
                         // has heard that
 };
-
-static_assert(sizeof(SharedStorage) + 1024 <= 227 * 1024, "a block's, aligned to 1024 bytes");
-
-struct Ring {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-// Which of its warp's 16 rows a thread's `high` accumulators belong to: 8 below the others, or,
-// where an epilogue wants neighbouring tokens in one thread, the next one. Only a gather can lay A
-// out for the second.
-template <bool kAdjacentRows>
-__device__ __forceinline__ int slab_row(int lane, int high) {
-  return kAdjacentRows ? 2 * (lane / 4) + high : lane / 4 + 8 * high;
-}
-
-// This warp's copies into the stage have landed: each lane fences its own, one arrives for all (128
-// arrivals a stage would queue up).
-__device__ __forceinline__ void publish_gathered(SharedStorage& s, int stage) {
-  fence_async_proxy();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&s.full[stage]);
-}
+static_assert(sizeof(SharedStorage) + 1024 <= kMostSharedBytes);
 
 template <bool kGather, class Epilogue>
 __device__ __forceinline__ void produce(const GemmParams& p, const typename Epilogue::Params& e,
@@ -244,60 +147,6 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
       publish_gathered(s, (ring.stage + kStages - i) % kStages);
   }
 }
-
-__device__ __forceinline__ void release(SharedStorage& s, int stage, int lane) {
-  // No .release.cluster here: the wait for the products orders the reads already, and the fence
-  // would cost 15 % of the GEMM.
-  if (lane < kCluster) barrier_arrive_remote(&s.empty[stage], lane);
-}
-
-// A warp's way out: fill a patch of 16 rows x 128 bytes (swizzled), hand it to the copy engine, go
-// on with the other one.
-struct WarpStore {
-  uint8_t (*patch)[kPatchBytes];
-  int turn = 0;
-  __device__ __forceinline__ explicit WarpStore(uint8_t (*patches)[kPatchBytes]) : patch(patches) {}
-  __device__ __forceinline__ uint32_t acquire(int lane) {
-    if (lane == 0) bulk_wait_read<1>();
-    __syncwarp();
-    return smem_address(patch[turn & 1]);
-  }
-  __device__ __forceinline__ void publish(const CUtensorMap* map, int x, int y, int lane) {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
-      tma_store_2d(map, patch[turn & 1], x, y);
-      bulk_commit();
-    }
-    ++turn;
-  }
-  // `adds`: to what is there; else over it.
-  __device__ __forceinline__ void publish_4d(const CUtensorMap* map, int x, int y, int z, int w,
-                                             bool adds, int lane) {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
-      if (adds)
-        tma_reduce_add_4d(map, patch[turn & 1], x, y, z, w);
-      else
-        tma_store_4d(map, patch[turn & 1], x, y, z, w);
-      bulk_commit();
-    }
-    ++turn;
-  }
-  __device__ __forceinline__ void finish(int lane) {
-    if (lane == 0) bulk_wait<0>();
-  }
-};
-__device__ __forceinline__ uint32_t chunk_address(uint32_t patch, int row, int chunk) {
-  return patch + row * 128 + ((chunk ^ (row & 7)) << 4);
-}
-
-// Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half +
-// 8 j' + 2 (lane % 4) + c. An epilogue with a column group of g has B's rows permuted on their way
-// in, so that a thread holds g / 4 columns in a row: of group number i, column g i + (g / 4) (lane
-// % 4) + 2 j + c in place of g i + 8 j + 2 (lane % 4) + c.
-using Accumulators = float[2][64];
 
 __device__ __forceinline__ void rescale(float (&acc)[64], float low, float high) {
 #pragma unroll

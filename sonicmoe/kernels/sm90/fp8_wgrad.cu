@@ -80,8 +80,12 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   sm90::WgradMaps<kMaps> maps;
   maps.a = operand_map(a, product.rows, split.a);
   maps.b = operand_map(b, product.rows, split.b);
-  sm90::WgradParams p{a.scale,     b.scale, a.scale_shift, b.scale_shift, product.padded_offsets,
-                      product.rows};
+  sm90::WgradParams p{};
+  p.a_scale = a.scale, p.b_scale = b.scale;
+  p.a_shift = a.scale_shift, p.b_shift = b.scale_shift;
+  p.padded_offsets = product.padded_offsets;
+  p.rows = product.rows;
+  p.parts = 1;
   p.first_expert = static_cast<int>(first);
   p.last_expert = static_cast<int>(last);
   p.m = static_cast<int>(a.size);

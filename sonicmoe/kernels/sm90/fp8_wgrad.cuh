@@ -10,87 +10,18 @@
 #pragma once
 
 #include "fp8_grouped_gemm.cuh"
-#include "wgrad_places.cuh"
+#include "wgrad_tiles.cuh"
 
 namespace sonicmoe::sm90 {
 
-// Experts of one launch. Kernel parameters hold 4 KB, and from CUDA 12.1 on 32764 bytes: their maps
-// fit without a copy to the device, without a fence for it, and stay in a captured graph.
-constexpr int kFewMaps = 28, kManyMaps = 248;
-
-struct WgradParams {
-  const float* a_scale;           // [ceil(M / rows that share one), R / 128]
-  const float* b_scale;           // [ceil(N / ...), R / 128]
-  int a_shift, b_shift;           // log2 of the rows of an operand that share a scale: 7 or 8
-  const int64_t* padded_offsets;  // [E + 1], multiples of 128
-  int64_t rows;                   // R: offsets beyond it are not followed
-  int first_expert, last_expert;  // the launch's are [first_expert, last_expert)
-  int m, n;
-  WgradSplit split;
-  WgradOutput output;
-  uint32_t skipped[(kManyMaps + 31) / 32];  // a bit for each expert whose gradient nobody wants;
-                                            // not read where one map serves all
+struct WgradParams : WgradGroups {
+  const float* a_scale;  // [ceil(M / rows that share one), R / 128]
+  const float* b_scale;  // [ceil(N / ...), R / 128]
+  int a_shift, b_shift;  // log2 of the rows of an operand that share a scale: 7 or 8
 };
 
-// The operands' maps and C's: one for all experts, or one for each of the launch.
-template <int kMaps>
-struct WgradMaps {
-  static constexpr bool kOwnMap = kMaps > 1;
-  CUtensorMap a, b, c[kMaps];
-};
 static_assert(sizeof(WgradMaps<kFewMaps>) + sizeof(WgradParams) <= 4096);
 static_assert(sizeof(WgradMaps<kManyMaps>) + sizeof(WgradParams) <= 32764);
-
-struct WgradTile {
-  int expert, row, col, first_block, k_blocks;
-  bool active;
-};
-
-// Tiles of experts that have rows, or zeros to be written, and a destination: expert by expert,
-// columns fastest, two row tiles (a cluster) at a time.
-template <bool kMaySkip>
-class WgradScheduler {
- public:
-  __device__ __forceinline__ explicit WgradScheduler(const WgradParams& p)
-      : p_(p), index_(blockIdx.x / kCluster), expert_(p.first_expert) {}
-  __device__ __forceinline__ bool next(WgradTile& tile) {
-    const int n_tiles = (p_.n + kTileN - 1) / kTileN,
-              tiles = ((p_.m + kTileM - 1) / kTileM + kCluster - 1) / kCluster * n_tiles;
-    for (; expert_ < p_.last_expert; ++expert_) {
-      if (kMaySkip && is_skipped()) continue;
-      const int64_t first = clamped(p_.padded_offsets[expert_]),
-                    last = clamped(p_.padded_offsets[expert_ + 1]);
-      if (last - first < kTileK && p_.output == WgradOutput::kAddF32) continue;
-      if (index_ < tiles) {
-        tile.expert = expert_;
-        tile.row = (index_ / n_tiles * kCluster + Scheduler::rank()) * kTileM;
-        tile.col = index_ % n_tiles * kTileN;
-        tile.first_block = static_cast<int>(first / kTileK);
-        tile.k_blocks = static_cast<int>((last - first) / kTileK);
-        tile.active = tile.row < p_.m;
-        index_ += gridDim.x / kCluster;
-        return true;
-      }
-      index_ -= tiles;
-    }
-    return false;
-  }
-
- private:
-  __device__ __forceinline__ int64_t clamped(int64_t offset) const {
-    return offset < p_.rows ? offset : p_.rows;
-  }
-  __device__ __forceinline__ bool is_skipped() const {
-    const int bit = expert_ - p_.first_expert;
-    return p_.skipped[bit / 32] >> bit % 32 & 1;
-  }
-  const WgradParams& p_;
-  int index_, expert_;
-};
-
-// The producer calls for the sums that a tile will be added to when so many of the tile's k-blocks
-// are left to load.
-constexpr int kAfterSums = 2;
 
 template <int kMaps>
 __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
@@ -98,7 +29,7 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
   Ring ring;
   WgradTile tile;
   int tiles = 0;
-  for (WgradScheduler<WgradMaps<kMaps>::kOwnMap> scheduler(p); scheduler.next(tile);) {
+  for (WgradScheduler<WgradMaps<kMaps>::kOwnMap, kTileK> scheduler(p); scheduler.next(tile);) {
     const int half = Scheduler::rank();
     const int a_row = WgradSplit::first_row(tile.row, p.split.a);
     const int b_row = WgradSplit::first_row(tile.col + half * (kTileN / kCluster), p.split.b);
@@ -108,7 +39,7 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
     for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
-      const int k = (tile.first_block + kb) * kTileK;
+      const int k = tile.first_row + kb * kTileK;
       barrier_arrive_expect(full, tile.active ? kBytesA + kBytesB : kBytesB);
       tma_load_3d_multicast(&maps.b, full, s.b[ring.stage] + half * (kBytesB / kCluster), k, b_row,
                             0, (1 << kCluster) - 1);
@@ -121,35 +52,6 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
   }
 }
 
-// Brings the part of C that a tile will be added to into L2, shortly before the tile is handed
-// over. An addition that has to fetch its line from memory holds up those behind it: without this,
-// the additions of an expert with 1024 rows take longer than its products.
-//
-// One warp of its own does this, because an arrival at a barrier waits for the prefetches that its
-// thread has issued. The producer says when: earlier, C takes the bandwidth of the tile before;
-// later, it arrives too late.
-template <int kMaps>
-__device__ __forceinline__ void prefetch_sums(const WgradParams& p, const WgradMaps<kMaps>& maps,
-                                              SharedStorage& s) {
-  constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
-  constexpr int kSlabs = kTileM / kPatchRows, kPatchesOfSlab = kTileN * 4 / kPatchRowBytes;
-  if (p.output != WgradOutput::kAddF32) return;
-  const int lane = threadIdx.x % 32;
-  WgradTile tile;
-  int tiles = 0;
-  for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
-    if (!tile.active) continue;
-    barrier_wait(&s.due, tiles++ & 1);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.taken);
-    const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
-    for (int i = lane; i < kSlabs * kPatchesOfSlab; i += 32) {
-      const PatchPlace at(p.split, tile.row, tile.col, i / kPatchesOfSlab, i % kPatchesOfSlab);
-      tma_prefetch_4d(map, at.x, at.y, at.part, kOwnMap ? 0 : tile.expert);
-    }
-  }
-}
-
 // Scale products of 32 k-blocks, one lane each; the next 32 are on their way.
 struct BlockScales {
   const float *a, *b[2];
@@ -158,11 +60,11 @@ struct BlockScales {
   __device__ __forceinline__ BlockScales(const WgradParams& p, const WgradTile& tile, int lane_)
       : count(tile.k_blocks), lane(lane_) {
     const int64_t blocks = p.rows / kTileK;
-    a = p.a_scale + (tile.row >> p.a_shift) * blocks + tile.first_block;
+    a = p.a_scale + (tile.row >> p.a_shift) * blocks + tile.first_row / kTileK;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int block = min(tile.col + 128 * h, p.n - 1) >> p.b_shift;
-      b[h] = p.b_scale + block * blocks + tile.first_block;
+      b[h] = p.b_scale + block * blocks + tile.first_row / kTileK;
       peak[h] = 0.f;
     }
     load(0);
@@ -196,64 +98,6 @@ struct BlockScales {
     return __shfl_sync(~0u, now[half], block % 32);
   }
 };
-
-// Rows of 128 bytes at a time through a patch; the copy engine adds them to C, or writes them
-// there, and drops what lies outside.
-__device__ __forceinline__ void hand_over(const Accumulators& acc, const float (&unit)[2],
-                                          const CUtensorMap* map, int expert_of_map,
-                                          WgradOutput output, WgradSplit split,
-                                          const WgradTile& tile, int slab, int lane,
-                                          WarpStore& way_out) {
-  const int q = lane % 4;
-  if (output == WgradOutput::kWriteBf16) {  // 64 columns
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const uint32_t patch = way_out.acquire(lane);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float* v = &acc[c / 2][4 * (8 * (c % 2) + j) + 2 * h];
-          store_shared_4(chunk_address(patch, lane / 4 + 8 * h, j) + q * 4,
-                         bf16x2(v[0] * unit[c / 2], v[1] * unit[c / 2]));
-        }
-      const PatchPlace to(split, tile.row, tile.col, slab, 2 * c);
-      way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, false, lane);
-    }
-    return;
-  }
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    const uint32_t patch = way_out.acquire(lane);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* v = &acc[c / 4][4 * (4 * (c % 4) + j) + 2 * h];
-        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8,
-                       v[0] * unit[c / 4], v[1] * unit[c / 4]);
-      }
-    const PatchPlace to(split, tile.row, tile.col, slab, c);
-    way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, output == WgradOutput::kAddF32,
-                       lane);
-  }
-}
-
-// What `hand_over` writes of an expert without rows.
-__device__ __forceinline__ void write_zeros(const CUtensorMap* map, int expert_of_map,
-                                            WgradOutput output, WgradSplit split,
-                                            const WgradTile& tile, int slab, int lane,
-                                            WarpStore& way_out) {
-  const int step = output == WgradOutput::kWriteBf16 ? 2 : 1;
-  for (int c = 0; c < 8; c += step) {
-    const uint32_t patch = way_out.acquire(lane);
-#pragma unroll
-    for (int i = 0; i < kPatchBytes / 512; ++i)
-      store_shared_16(patch + (32 * i + lane) * 16, 0, 0, 0, 0);
-    const PatchPlace to(split, tile.row, tile.col, slab, c);
-    way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, false, lane);
-  }
-}
 
 // The products of a tile's k-blocks; `unit`: what each half of the accumulators is to be multiplied
 // by.
@@ -315,7 +159,7 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradM
   WgradTile tile;
   WarpStore way_out(s.patch[group * 4 + warp]);
   if (group == 1) named_barrier_arrive(1, 256);
-  for (WgradScheduler<kOwnMap> scheduler(p); scheduler.next(tile);) {
+  for (WgradScheduler<kOwnMap, kTileK> scheduler(p); scheduler.next(tile);) {
     const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
     if (!tile.active) {
       for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
@@ -364,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     if (threadIdx.x == 0)
       produce_wgrad(p, maps, s);
     else if (threadIdx.x / 32 == 1)
-      prefetch_sums(p, maps, s);
+      prefetch_sums<kTileK>(p, maps, s);
   } else {
     registers_raise<232>();
     consume_wgrad(p, maps, s);

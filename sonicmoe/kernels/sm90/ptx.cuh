@@ -32,7 +32,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-
 // ---- TMA and cp.async
 __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint64_t* bar,
                                             void* destination, int x, int y) {
@@ -86,6 +85,13 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void*
       "r"(smem_address(source)), "r"(x), "r"(y)
       : "memory");
 }
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, int x,
+                                             int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(smem_address(source)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
 // brings the box into L2
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int x, int y, int z,
                                                 int w) {
@@ -125,6 +131,13 @@ __device__ __forceinline__ float load_early(const float* address) {
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(address));
   return v;
 }
+__device__ __forceinline__ int4 load_early_int4(const int4* address) {
+  int4 v;
+  asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -139,6 +152,12 @@ __device__ __forceinline__ void bulk_wait() {
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&w)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(address)
                : "memory");
 }
 // each stored row is a column of the fragments
@@ -168,6 +187,11 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t a, ui
                "r"(d)
                : "memory");
 }
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
@@ -192,6 +216,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 __device__ __forceinline__ void cp_async_4(float* destination, const float* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(destination)),
                "l"(source)
+               : "memory");
+}
+// One of the arrivals that the barrier counts, as soon as all earlier copies of this thread have
+// landed.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar))
                : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() {
@@ -249,6 +279,17 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   return d;
 }
 
+// An operand tile whose contiguous axis is M or N: blocks of 64 columns, `next` bytes apart, each of
+// 128-byte rows along K with the 128-byte swizzle. 8 rows are 1024 bytes apart.
+__device__ __forceinline__ uint64_t columns_descriptor(uint32_t address, uint32_t next) {
+  uint64_t d = 0;
+  d |= static_cast<uint64_t>((address & 0x3FFFF) >> 4);
+  d |= static_cast<uint64_t>(next >> 4) << 16;
+  d |= static_cast<uint64_t>(1024 >> 4) << 32;
+  d |= static_cast<uint64_t>(1) << 62;
+  return d;
+}
+
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R64(i) R16(i), R16(i + 16), R16(i + 32), R16(i + 48)
@@ -290,6 +331,34 @@ __device__ __forceinline__ void wgmma_m64n256k32(float (&low)[64], float (&high)
       : R64(0), H64(0)
       : "l"(a), "l"(b), "r"(accumulate));
 }
+// D[64,256] (+)= A[64,16] B[256,16]^T of 16-bit values; the first 128 columns in `low`. kAByColumns,
+// kBByColumns: the operand's contiguous axis is M or N, else K.
+#ifdef FP16
+#define SONICMOE_HALF_TYPE "f16.f16"
+#else
+#define SONICMOE_HALF_TYPE "bf16.bf16"
+#endif
+template <bool kAByColumns, bool kBByColumns>
+__device__ __forceinline__ void wgmma_m64n256k16(float (&low)[64], float (&high)[64], uint64_t a,
+                                                 uint64_t b, int accumulate) {
+  float (&d)[64] = low, (&h)[64] = high;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." SONICMOE_HALF_TYPE " "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
+      "%128, %129, p, 1, 1, %131, %132;\n}"
+      : R64(0), H64(0)
+      : "l"(a), "l"(b), "r"(accumulate), "n"(int(kAByColumns)), "n"(int(kBByColumns)));
+}
+#undef SONICMOE_HALF_TYPE
 #undef R64
 #undef R16
 #undef R4

@@ -1,0 +1,48 @@
+// Entry point of the BF16 dgated GEMM: dy1 = dout * W2 and every gradient that follows from it.
+#include "bf16_dgated_epilogue.cuh"
+#include "bf16_launch.hpp"
+
+namespace sonicmoe {
+namespace {
+
+// dout [T, H], gathered through row_token; w2 [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns
+// as `up` wrote them; row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the same order, y1s
+// [R, I], partials fp32 [R, ceil(I / 256)], whose row sums are <dy1, y1>. Rows at and behind
+// padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, TensorView z,
+            TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
+            TensorView y1s, TensorView partials, int64_t multiprocessors, int64_t stream) {
+  const int64_t rows = row_token.numel();
+  const DLDevice device = dout.device();
+  // The product contracts over H: the matrices as dgrad reads them.
+  const HalfWeights weights(w2, !transposed, "w2", device);
+  const HalfParams p = half_params(dout, weights, row_token, padded_offsets, rows);
+  const int64_t inner = weights.n, n1 = has_gate() ? 2 * inner : inner;
+  TVM_FFI_ICHECK(rows % sm90::kTileM == 0)
+      << "row_token has " << rows << " elements; needed: a multiple of " << sm90::kTileM;
+  sm90::DgatedHalfParams e{};
+  e.row_prob = checked_f32(row_prob, "row_prob", device, rows);
+  e.partials =
+      checked_f32(partials, "partials", device, rows * ceil_div(inner, sm90::kTileN));
+  const void* z_data = checked_half(z, "z", device, rows * n1);
+  const void* dz_data = checked_half(dz, "dz", device, rows * n1);
+  const void* y1s_data = checked_half(y1s, "y1s", device, rows * inner);
+  if (rows == 0 || dout.size(0) == 0) return;
+  const int64_t parts = halves && has_gate() ? 2 : 1;
+  HalfMaps maps{};
+  maps.b[0] = weights.map(0, inner);
+  maps.c = matrix_map(y1s_data, rows, inner, 16, 2);
+  maps.d = parts_map(dz_data, rows, n1, parts, 16);
+  maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);
+  with_gate(halves, [&](auto gate, auto order) {
+    using Epilogue = sm90::DgatedHalf<decltype(gate), decltype(order)::value>;
+    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<true, true, Epilogue>
+                                           : sm90::bf16_grouped_gemm<true, false, Epilogue>;
+    launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
+  });
+}
+
+}  // namespace
+}  // namespace sonicmoe
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dgated, sonicmoe::dgated);

@@ -1,0 +1,68 @@
+// Entry points of the BF16 forward and dgrad GEMMs.
+#include "bf16_launch.hpp"
+
+namespace sonicmoe {
+namespace {
+
+// z = x[row_token] * w1^T + b1, y1 = act(z), over the rows of each expert. x [T, H]; w1 [E, N1, H],
+// or [E, H, N1] where it is `transposed`, with N1 = 2 I where there is a gate: all gates and then
+// all up values with `halves`, else the two in turns; b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order of w1's
+// rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as if their
+// tokens were zeros. Rows at and behind padded_offsets[E] are not written. multiprocessors: how many
+// at most; 0: all.
+void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<TensorView> b1,
+        TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
+        Optional<TensorView> y1, int64_t multiprocessors, int64_t stream) {
+  const int64_t rows = row_token.numel();
+  const DLDevice device = x.device();
+  const HalfWeights weights(w1, transposed, "w1", device);
+  const HalfParams p = half_params(x, weights, row_token, padded_offsets, rows);
+  const int64_t inner = has_gate() ? weights.n / 2 : weights.n;
+  TVM_FFI_ICHECK(inner % 8 == 0) << "I is " << inner << "; needed: a multiple of 8";
+  sm90::ActivationParams e{};
+  e.bias = optional_f32(b1, "b1", device, weights.experts * weights.n);
+  e.store_z = z.has_value(), e.store_y = y1.has_value();
+  const void* z_data = e.store_z ? checked_half(z.value(), "z", device, rows * weights.n) : nullptr;
+  const void* y_data = e.store_y ? checked_half(y1.value(), "y1", device, rows * inner) : nullptr;
+  if (rows == 0 || x.size(0) == 0) return;
+  HalfMaps maps{};
+  const bool split = halves && has_gate();
+  maps.b[0] = split ? weights.map(0, inner) : weights.map(0, weights.n);
+  if (split) maps.b[1] = weights.map(inner, inner);
+  if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, split ? 2 : 1, 16);
+  if (e.store_y) maps.c = matrix_map(y_data, rows, inner, 16, 2);
+  with_gate(halves, [&](auto gate, auto order) {
+    using Epilogue = sm90::Activate<decltype(gate), decltype(order)::value>;
+    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<true, true, Epilogue>
+                                           : sm90::bf16_grouped_gemm<true, false, Epilogue>;
+    launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
+  });
+}
+
+// out [R, N] = a * b^T + bias, a [R, K] in expert order, b [E, N, K], or [E, K, N] where it is
+// `transposed`, bias fp32 [E, N] or None. Rows at and behind padded_offsets[E] are not written.
+void grouped_gemm(TensorView a, TensorView b, bool transposed, Optional<TensorView> bias,
+                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+                  int64_t stream) {
+  const int64_t rows = a.size(0);
+  const DLDevice device = a.device();
+  const HalfWeights weights(b, transposed, "b", device);
+  const HalfParams p = half_params(a, weights, {}, padded_offsets, rows);
+  const sm90::StoreHalf::Params e{
+      optional_f32(bias, "bias", device, weights.experts * weights.n)};
+  const void* data = checked_half(out, "out", device, rows * weights.n);
+  if (rows == 0) return;
+  HalfMaps maps{};
+  maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
+  maps.b[0] = weights.map(0, weights.n);
+  maps.c = matrix_map(data, rows, weights.n, 16, 2);
+  const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<false, true, sm90::StoreHalf>
+                                         : sm90::bf16_grouped_gemm<false, false, sm90::StoreHalf>;
+  launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
+}
+
+}  // namespace
+}  // namespace sonicmoe
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(up, sonicmoe::up);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, sonicmoe::grouped_gemm);

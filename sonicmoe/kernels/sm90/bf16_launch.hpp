@@ -1,0 +1,155 @@
+// Host side of the BF16 GEMMs for Hopper: what their operands must look like, their tensor maps, and
+// the activation that a module is compiled for.
+#pragma once
+
+#include <tvm/ffi/optional.h>
+
+#include "../host/tensor_map.hpp"
+#include "bf16_epilogues.cuh"
+#include "cluster_launch.hpp"
+
+// X(name of the ActivationType, struct of its formula, whether it has a gate). A module is compiled
+// for one of them, ACTIVATION.
+#define SONICMOE_HALF_ACTIVATIONS(X)   \
+  X(swiglu, Silu, true)                \
+  X(geglu, Gelu, true)                 \
+  X(reglu, Relu, true)                 \
+  X(swiglu_oai, Oai, true)             \
+  X(swiglu_clamp, ClampedSilu, true)   \
+  X(situ_glu, Situ, true)              \
+  X(relu_sq, SquaredRelu, false)       \
+  X(relu, Relu, false)                 \
+  X(gelu, Gelu, false)                 \
+  X(silu, Silu, false)
+
+namespace sonicmoe {
+
+using sm90::GateOrder;
+using sm90::Half;
+using sm90::HalfMaps;
+using sm90::HalfParams;
+using tvm::ffi::Optional;
+
+#ifdef FP16
+constexpr DLDataTypeCode kHalfCode = kDLFloat;
+#else
+constexpr DLDataTypeCode kHalfCode = kDLBfloat;
+#endif
+
+// Calls `launch` with the module's activation and the order of gate and up as types.
+template <class Launch>
+void with_gate(bool halves, Launch launch) {
+#define SONICMOE_LAUNCH(name, Gate, gated)                                                   \
+  if constexpr (is_compiled(#name)) {                                                        \
+    if constexpr (!gated)                                                                    \
+      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kNone>{});    \
+    else if (halves)                                                                         \
+      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kHalves>{});  \
+    else                                                                                     \
+      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kTurns>{});   \
+  }
+  SONICMOE_HALF_ACTIVATIONS(SONICMOE_LAUNCH)
+#undef SONICMOE_LAUNCH
+}
+
+// Whether the module's activation has a gate.
+constexpr bool has_gate() {
+#define SONICMOE_GATED(name, Gate, gated) \
+  if (is_compiled(#name)) return gated;
+  SONICMOE_HALF_ACTIVATIONS(SONICMOE_GATED)
+#undef SONICMOE_GATED
+  return true;
+}
+
+inline Half* checked_half(const TensorView& tensor, const char* name, DLDevice device,
+                          int64_t elements) {
+  return aligned_16(checked<Half>(tensor, name, kHalfCode, 16, device, elements), name);
+}
+
+// Weights as B of a GEMM: [E, N, K], or [E, K, N] where they lie transposed. They lie where the caller
+// has them: the last axis is contiguous, and the other strides are any multiples of 16 bytes.
+struct HalfWeights {
+  const char* data;
+  int64_t experts, n, k;
+  int64_t expert_stride, stride;  // elements from one expert, and one row, to the next
+  bool by_columns;                // N is contiguous
+
+  HalfWeights(const TensorView& w, bool transposed, const char* name, DLDevice device) {
+    TVM_FFI_ICHECK(w.ndim() == 3) << name << " has " << w.ndim() << " axes; needed: 3";
+    TVM_FFI_ICHECK(w.device().device_type == kDLCUDA && w.device().device_id == device.device_id)
+        << name << " is not on the device of the tokens";
+    TVM_FFI_ICHECK(is_type(w, kHalfCode, 16)) << name << " has another dtype than the tokens";
+    experts = w.size(0), n = w.size(transposed ? 2 : 1), k = w.size(transposed ? 1 : 2);
+    by_columns = transposed;
+    expert_stride = w.stride(0), stride = w.stride(1);
+    data = static_cast<const char*>(w.data_ptr()) + w.byte_offset();
+    const bool fits = w.stride(2) == 1 && (w.size(1) == 1 || stride % 8 == 0) &&
+                      (experts == 1 || expert_stride % 8 == 0) &&
+                      reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    TVM_FFI_ICHECK(fits) << name << " [" << experts << ", " << w.size(1) << ", " << w.size(2)
+                         << "] has strides " << w.stride(0) << ", " << w.stride(1) << ", "
+                         << w.stride(2)
+                         << "; needed: 1 in the last axis and multiples of 8 in the others, from a "
+                            "multiple of 16 bytes on";
+    TVM_FFI_ICHECK(n > 0 && k > 0 && n < (int64_t(1) << 31) && k < (int64_t(1) << 31))
+        << name << " has no elements, or too many";
+  }
+
+  // Of `columns` columns from number `first` on.
+  CUtensorMap map(int64_t first, int64_t columns) const {
+    const int64_t rows = by_columns ? k : columns, across = by_columns ? columns : k,
+                  offset = by_columns ? first : first * stride,
+                  next = experts > 1 ? expert_stride : (rows * stride + 7) / 8 * 8;
+    const Boxes<3> boxes{
+        {static_cast<cuuint64_t>(across), static_cast<cuuint64_t>(rows),
+         static_cast<cuuint64_t>(experts)},
+        {static_cast<cuuint64_t>(2 * stride), static_cast<cuuint64_t>(2 * next)},
+        {sm90::kBlockColumns, static_cast<cuuint32_t>(by_columns ? sm90::kHalfTileK : sm90::kTileN / 2),
+         1}};
+    return tensor_map(data + 2 * offset, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
+  }
+};
+
+// z or dz [R, columns], whose columns are `parts` parts; `box_rows` rows and 64 columns a box.
+inline CUtensorMap parts_map(const void* data, int64_t rows, int64_t columns, int64_t parts,
+                             int box_rows) {
+  const cuuint64_t width = static_cast<cuuint64_t>(columns / parts);
+  const Boxes<3> boxes{{width, static_cast<cuuint64_t>(parts), static_cast<cuuint64_t>(rows)},
+                       {2 * width, static_cast<cuuint64_t>(2 * columns)},
+                       {64, 1, static_cast<cuuint32_t>(box_rows)}};
+  return tensor_map(data, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
+}
+
+// The rows of each expert, and tokens that are gathered through `row_token` where there is one.
+inline HalfParams half_params(const TensorView& a, const HalfWeights& b,
+                              const Optional<TensorView>& row_token,
+                              const TensorView& padded_offsets, int64_t rows) {
+  const DLDevice device = a.device();
+  TVM_FFI_ICHECK(a.ndim() == 2 && a.size(1) == b.k)
+      << "rows have " << a.size(a.ndim() - 1) << " columns, the weights " << b.k;
+  TVM_FFI_ICHECK(b.k % 8 == 0 && b.n % 8 == 0)
+      << "the weights are " << b.n << " x " << b.k << "; needed: multiples of 8";
+  TVM_FFI_ICHECK(rows < (int64_t(1) << 31) && a.size(0) * (b.k / 8) < (int64_t(1) << 32))
+      << "too many rows";
+  HalfParams p{};
+  p.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, b.experts + 1);
+  p.max_rows = rows / sm90::kTileM * sm90::kTileM;
+  p.experts = static_cast<int>(b.experts);
+  p.n = static_cast<int>(b.n);
+  p.a = checked_half(a, "rows", device, a.size(0) * b.k);
+  if (row_token.has_value())
+    p.row_token = checked_i32(row_token.value(), "row_token", device, rows);
+  p.k = static_cast<int>(b.k);
+  p.k_parts = 1;
+  return p;
+}
+
+inline const float* optional_f32(const Optional<TensorView>& tensor, const char* name,
+                                 DLDevice device, int64_t elements) {
+  if (!tensor.has_value()) return nullptr;
+  const float* data = checked_f32(tensor.value(), name, device, elements);
+  TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 8 == 0) << name << " must start on 8 bytes";
+  return data;
+}
+
+}  // namespace sonicmoe
