@@ -1,5 +1,6 @@
-"""The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM of `kernels.quack_gemm`
-with gather, activation and its gradient fused; `products` has the passes.
+"""The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM with gather, activation
+and its gradient fused: on Hopper of our own (`bf16_sm90`), elsewhere of `kernels.quack_gemm`.
+`products` has the passes.
 """
 
 from __future__ import annotations
@@ -7,21 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..interop import IS_PADDLE, current_stream, device_name, dtype_name
+from ..architectures import SM90
+from ..enums import is_glu
+from ..interop import IS_PADDLE, current_stream, device_name, dtype_name, is_cuda, plain_ops
 from ..kernels.quack_gemm import (
     GroupedGemms,
     expert_rows_module,
     grouped_gemms,
     launching_on,
 )
+from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..observe import stage
 from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
-from . import bf16_gradients
+from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
 from .gpu import gpu_of
 from .interface import EngineWeights
@@ -40,10 +45,31 @@ class Bf16Engine(PlainEngine):
 
     name = "bf16"
 
+    def refresh(
+        self,
+        source: WeightSource,
+        settings: EngineSettings,
+        previous: EngineWeights | None = None,
+        written: bool = True,
+    ) -> EngineWeights:
+        """As every engine's; on Hopper the weights stay where they lie."""
+        if not (is_cuda(source.anchor) and _is_hopper(device_name(source.anchor))):
+            return super().refresh(source, settings, previous, written)
+        source = self._computed_in_bfloat16(source)
+        with plain_ops():
+            weights = bf16_sm90.weights_in_place(source)
+        self._check_kinds(weights, settings)
+        return weights
+
     @contextmanager
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
+        if _is_hopper(device_name(x)):
+            kernels = bf16_sm90.kernels_for(x, settings)
+            sums, stream = partial(_row_sums, routing), current_stream(x)
+            yield bf16_sm90.HopperProducts(routing, weights, kernels, settings, sums, stream)
+            return
         # Tiles depend on these two, and on no number of tokens: a batch of another size compiles
         # nothing.
         sizes = weights.hidden_size, weights.intermediate_size
@@ -52,6 +78,10 @@ class Bf16Engine(PlainEngine):
             yield _Products(routing, weights, gemms, ExpertRows.of(routing))
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        if _is_hopper(device_name(pending.dz)):
+            sums = partial(_column_sums, pending.routing)
+            bf16_sm90.add_gradients(pending, targets, sums)
+            return
         places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
         if routing.num_rows == 0 or not places.are_wanted:
             return
@@ -85,9 +115,36 @@ class Bf16Engine(PlainEngine):
                     gemms.wgrad_up(x, dz, tensor, *index, stored)
             targets.adding = False
 
-    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+    def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
+        """On Hopper; elsewhere its GEMMs only add."""
+        return _is_hopper(device)
+
+    def problem_of(
+        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+    ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
+        if not (targets.up.is_wanted or targets.down.is_wanted):
+            return None
+        if _is_hopper(device_name(targets.anchor)):
+            return bf16_sm90.problem_of(targets, layout, is_glu(settings.activation))
         return bf16_gradients.problem_of(targets)
+
+
+def _is_hopper(device: str) -> bool:
+    """Whether the GEMMs on this device, by name, are our own."""
+    return device != "cpu" and gpu_of(device).arch == SM90.name
+
+
+def _row_sums(
+    routing: RoutingMetadata, partials: Tensor, dout: Tensor, b2: Tensor | None
+) -> Tensor:
+    return ExpertRows.of(routing).sum_partials(partials, dout, b2)
+
+
+def _column_sums(
+    routing: RoutingMetadata, values: Tensor, sums: Tensor, *, weight: Tensor | None
+) -> None:
+    ExpertRows.of(routing).add_columns(values, sums, weight=weight)
 
 
 @dataclass(frozen=True, eq=False)

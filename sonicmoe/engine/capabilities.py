@@ -122,7 +122,7 @@ BF16 = EngineRecord(
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
-    packages=tuple(PACKAGES.items()),
+    packages=tuple(PACKAGES.items()),  # elsewhere than on Hopper
     jobs=bf16_jobs,
 )
 TRITON = EngineRecord(

@@ -55,7 +55,7 @@ def warm_up_plan(
 
     A part without kernels for `spec` is left out: see `WarmUpPlan.left_out`. `config` (default: the
     one in force) gives the settings that are not varied: engine, recipe, storage of z. Weight
-    gradients of FP8 on unquantised operands (`fp8_wgrad=False`) run on GEMMs of CuTe DSL: theirs are
+    gradients of FP8 on unquantised operands (`fp8_wgrad=False`) run on the GEMMs of BF16: theirs are
     planned where `config` has that setting, or BF16 needs them anyway.
     """
     words = f"precision={precision!r}; needed: one of {list(PRECISIONS)}"

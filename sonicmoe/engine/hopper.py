@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..interop import aligned, current_stream, empty, plain_ops
+from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
 from ..quant.gpu import QuantizedWeights, SteadyWeights
@@ -138,16 +139,20 @@ class HopperEngine(QuantisedEngine):
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
-    def writes_gradients(self, settings: EngineSettings) -> bool:
-        """With `fp8_wgrad` off the BF16 GEMMs compute them, which add."""
+    def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
+        """With `fp8_wgrad` off dz is in the native order, and the BF16 GEMMs need it in that of the
+        gradients.
+        """
         return settings.fp8_wgrad
 
-    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+    def problem_of(
+        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+    ) -> str | None:
         """As the seam says; the copy engine must be able to add there, and with `fp8_wgrad` off the
         BF16 GEMMs.
         """
         if not settings.fp8_wgrad:
-            return Bf16Engine().problem_of(targets, settings)
+            return Bf16Engine().problem_of(targets, settings)  # dz is in the native order
         return targets.copy_engine_problem()
 
 

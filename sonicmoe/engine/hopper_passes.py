@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,10 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
-from .gradient_memory import WeightTarget
 from .interface import EngineSettings, EngineWeights
 from .native_calls import by_keyword
 from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buffer
+from .wgrad_destinations import ADDED, WRITTEN, Destinations, WgradOutput
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
@@ -41,18 +40,7 @@ SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
 Z_BLOCK = RECIPE.z
 
 
-class WgradOutput(IntEnum):
-    """What becomes of the sums of wgrad; the numbers of `wgrad_places.cuh`."""
-
-    ADD_F32 = 0
-    WRITE_F32 = 1
-    WRITE_BF16 = 2
-
-
-_WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
-_ADDED = {torch.float32: WgradOutput.ADD_F32}
 MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
-MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 
 
@@ -121,8 +109,7 @@ class Passes:
             by_keyword(make_pass(name, *functions), names(name))
             for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
         )
-        self._make_destination = kernels.get("wgrad_destination")
-        self._destinations: dict[tuple[Any, ...], Any] = {}
+        self._destinations = Destinations(kernels.get("wgrad_destination"))
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
         self._named_sizes = named._make
@@ -164,40 +151,22 @@ class Passes:
         """The arguments of `wgrad` that say where gradients are added or written, for each an
         accumulator or a destination.
         """
-        # A destination is addresses, shapes and strides in the form of the copy engine, and holds no
-        # memory. So equal ones are made once, and anew only where one of these numbers changed.
-        # Where the targets were recognised, nobody looks for them either.
+        # Where the targets were recognised, nobody looks for their destinations.
         # Their classes are abstract ones, of which `isinstance` asks in Python; they have no others.
         if type(targets) is FreshTargets:
             key = self, "written"
-            return targets.once(key, lambda: self._gradients_into(targets, _WRITTEN))
+            return targets.once(key, lambda: self._gradients_into(targets, WRITTEN))
         if type(targets) is ParameterTargets:
-            return targets.once((self, "added"), lambda: self._gradients_into(targets, _ADDED))
+            return targets.once((self, "added"), lambda: self._gradients_into(targets, ADDED))
         sums = native_buffer(targets)
         return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
 
     def _gradients_into(
         self, targets: ParameterTargets, outputs: Mapping[torch.dtype, WgradOutput]
     ) -> dict[str, Any]:
-        into_dw1 = self._destination(targets.up, targets.up.layout.split_half, outputs)
-        into_dw2 = self._destination(targets.down, False, outputs)
+        into_dw1 = self._destinations.of(targets.up, targets.up.layout.split_half, outputs)
+        into_dw2 = self._destinations.of(targets.down, False, outputs)
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
-
-    def _destination(
-        self, weight: WeightTarget, split: bool, outputs: Mapping[torch.dtype, WgradOutput]
-    ) -> Any:
-        output = outputs[torch.float32 if weight.first is None else weight.first.dtype]
-        # Also fresh memory is known again: the allocator hands out the addresses of the step before.
-        key = (output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
-        made = self._destinations.get(key)
-        if made is None:
-            assert self._make_destination is not None
-            places = [number for place in weight.places(split) for number in place]
-            made = self._make_destination(*weight.native_size, split, places, output)
-            if len(self._destinations) >= MAX_DESTINATIONS:
-                self._destinations.clear()
-            self._destinations[key] = made
-        return made
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None."""

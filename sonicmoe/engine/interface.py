@@ -23,7 +23,7 @@ import torch
 
 from ..enums import EngineName
 from ..interop import plain_ops
-from ..layouts import WeightSource
+from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from .capabilities import RECORDS, EngineRecord
@@ -71,6 +71,8 @@ class EngineWeights:
     `_dgrad` pair is the same logical matrices as backward reads them (the same objects when the
     recipe shares buffers).
     b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
+    layout: how plain weights and b1 lie, where the engine reads them in another layout than the
+        native one.
     store: engine-private state for bringing the weights up to date in place; opaque to callers.
     native: the engine's handle of these very tensors, once it made one.
     """
@@ -81,6 +83,7 @@ class EngineWeights:
     w2_dgrad: Tensor | BlockScaledTensor
     b1: Tensor | None = None
     b2: Tensor | None = None
+    layout: WeightLayout = NATIVE
     store: Any = None
     native: Any = field(default=None, init=False, repr=False)
 
@@ -101,7 +104,7 @@ class EngineWeights:
         `two_orders`, and only when no forward and no recomputation of z is to come.
         """
         # Asked for the last time: they are read off the pair that goes.
-        assert self.two_orders and self.num_experts and self.hidden_size and self.intermediate_size
+        assert self.two_orders and all(map(all, self.native_shapes))
         # `native` refers to all four tensors, and `store` to the buffers that it writes.
         for name in ("w1", "w2", "store", "native"):
             object.__setattr__(self, name, None)
@@ -109,20 +112,25 @@ class EngineWeights:
     @functools.cached_property
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Of w1 and w2."""
-        (experts, n1, hidden), inner = map(int, self.w1.shape), self.intermediate_size
-        return (experts, n1, hidden), (experts, hidden, inner)
+        experts, hidden = self.num_experts, self.hidden_size
+        return (experts, self.n1, hidden), (experts, hidden, self.intermediate_size)
 
     @functools.cached_property
     def num_experts(self) -> int:
         return int(self.w1.shape[0])
 
     @functools.cached_property
+    def n1(self) -> int:
+        """Rows of a native w1."""
+        return int(self.w1.shape[2 if self.layout.transposed else 1])
+
+    @functools.cached_property
     def hidden_size(self) -> int:
-        return int(self.w1.shape[2])
+        return int(self.w1.shape[1 if self.layout.transposed else 2])
 
     @functools.cached_property
     def intermediate_size(self) -> int:
-        return int(self.w2.shape[2])
+        return int(self.w2.shape[1 if self.layout.transposed else 2])
 
 
 class Engine(ABC):
@@ -223,16 +231,19 @@ class Engine(ABC):
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
 
-    def writes_gradients(self, settings: EngineSettings) -> bool:
-        """Whether `backward_dw` takes `FreshTargets` under these settings: fresh memory, and the
-        `main_grad`s that `problem_of` has no objection to. An engine that does not is given zeros
-        to add to.
+    def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
+        """Whether `backward_dw` takes `FreshTargets` under these settings, on the device of this name:
+        fresh memory, and the `main_grad`s that `problem_of` has no objection to. An engine that
+        does not is given zeros to add to.
         """
         return GradientTarget.FRESH in self.record.gradients
 
-    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+    def problem_of(
+        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+    ) -> str | None:
         """Why this engine cannot add to these parameters' own memory in any way, in one sentence, or
-        None; what no engine could add to is `ParameterTargets.problem`.
+        None; what no engine could add to is `ParameterTargets.problem`. layout: of the weights,
+        because operands of wgrad may lie as they do.
         """
         # An engine whose GEMMs cannot reach every layout says more in a method of its own.
         if GradientTarget.MAIN_GRAD in self.record.gradients:

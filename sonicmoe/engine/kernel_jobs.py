@@ -4,12 +4,13 @@ given, so that a missing compiler can be named. Imports neither a framework nor 
 
 from __future__ import annotations
 
+from ..architectures import SM90
 from ..jit.plan import CompileJob
 from ..kernels.cuda_quantize import mx_quantize_source
 from ..kernels.mx_gemm import MxShape
 from ..kernels.mx_gemm import all_kernels as mx_kernels
 from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels
-from ..kernels.sm90 import engine_sources
+from ..kernels.sm90 import bf16_sources, engine_sources
 from ..kernels.triton.variants import ExpertShape, all_variants
 from .settings import EngineSettings, Workload
 
@@ -29,12 +30,18 @@ def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     jobs: tuple[CompileJob, ...] = (*engine_sources(arch, *own, settings.save_z, steady),)
     if settings.fp8_wgrad:
         return jobs
-    return *jobs, expert_rows_source(arch), *wgrad_kernels(_mlp_shape_of(workload, arch))
+    return *jobs, bf16_sources(arch, *own)["bf16_wgrad"]
 
 
 def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
-    """The GEMMs, and the kernels that count and sum rows."""
+    """The GEMMs, and the kernels that count and sum rows. On Hopper they serve every model of an
+    activation.
+    """
     workload = workload or _SOME
+    if arch == SM90.name:
+        settings = workload.settings
+        own = settings.activation, settings.activation_parameters
+        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype).values()
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

@@ -22,6 +22,7 @@ import torch
 
 from ..interop import device_name, device_of, empty
 from ..kernels.mx_gemm import MxGemms, Pair, mx_gemms
+from ..layouts import NATIVE, WeightLayout
 from ..observe import stage, tap
 from ..quant import mx
 from ..quant.gpu import QuantizedWeights
@@ -92,7 +93,9 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
                     gemms.wgrad_up(*operands, places.dw1.tensor, rows.cu_rows, places.dw1.stored)
             targets.adding = False
 
-    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+    def problem_of(
+        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+    ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
         return bf16_gradients.problem_of(targets, _GEMMS if settings.fp8_wgrad else "BF16")
 

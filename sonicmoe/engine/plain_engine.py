@@ -29,7 +29,18 @@ class PlainEngine(ProductsEngine):
     ) -> EngineWeights:
         """The native weights as they are; forward and dgrad read the same storage."""
         check_weights(w1, w2, b1, b2, settings.activation)
+        with plain_ops():
+            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
+            # user's tensors.
+            w1, w2 = aligned(w1), aligned(w2)
+            weights = EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
+        self._check_kinds(weights, settings)
+        return weights
+
+    def _check_kinds(self, weights: EngineWeights, settings: EngineSettings) -> None:
+        """Refuse weights of another dtype, size or device than this engine computes."""
         record = self.record
+        w1, w2 = plain_operand(weights.w1), plain_operand(weights.w2)
         dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
         expect(
             dtypes[0] == dtypes[1] and dtypes[0] in record.dtypes,
@@ -39,19 +50,14 @@ class PlainEngine(ProductsEngine):
         )
         # Before the device is asked for: on a host a user still learns what the engine cannot
         # compute.
-        sizes = int(w1.shape[2]), int(w2.shape[2])
-        require(record, Workload(settings, *sizes, dtypes[0], b1 is not None))
+        sizes = weights.hidden_size, weights.intermediate_size
+        require(record, Workload(settings, *sizes, dtypes[0], weights.b1 is not None))
         expect(
             self._runs_beside(w1),
             DeviceError,
             f"w1 is on {device_name(w1)}; "
             f"the {self.name} engine needs a GPU of {', '.join(map(str, record.architectures))}",
         )
-        with plain_ops():
-            # `aligned` copies only what a 16-byte load could not read. Otherwise these are the
-            # user's tensors.
-            w1, w2 = aligned(w1), aligned(w2)
-            return EngineWeights(w1, w2, w1, w2, _fp32(b1), _fp32(b2))
 
     def refresh(
         self,
@@ -61,10 +67,13 @@ class PlainEngine(ProductsEngine):
         written: bool = True,
     ) -> EngineWeights:
         """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
-        # A node with fp32 parameters would otherwise have no engine on a GPU.
+        return super().refresh(self._computed_in_bfloat16(source), settings, previous, written)
+
+    def _computed_in_bfloat16(self, source: WeightSource) -> WeightSource:
+        """fp32 weights are; a node with fp32 parameters would otherwise have no engine on a GPU."""
         if source.anchor.dtype == torch.float32 and source.compute_dtype is None:
-            source = replace(source, compute_dtype=torch.bfloat16)
-        return super().refresh(source, settings, previous, written)
+            return replace(source, compute_dtype=torch.bfloat16)
+        return source
 
     def _runs_beside(self, weight: Tensor) -> bool:
         """Whether the kernels run where this weight lies."""

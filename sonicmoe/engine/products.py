@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from ..interop import aligned, plain_ops
-from ..observe import stage, tap
+from ..observe import is_heard, stage, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .border import check_dout, check_forward, require_operands
 from .interface import Engine, EngineWeights
 from .settings import EngineSettings
-from .targets import GradientTargets
+from .targets import FreshTargets, GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
 
 Tensor = torch.Tensor
@@ -124,7 +124,7 @@ class ProductsEngine(Engine):
             x = plain_tokens(aligned(x))  # others were refused
             # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
-            z = empty_rows(routing, int(weights.w1.shape[1]), x) if keeps_z else None
+            z = empty_rows(routing, weights.n1, x) if keeps_z else None
             # A rank may receive no valid slot. Then there is nothing to launch, and every output is
             # zero.
             if routing.num_rows == 0:
@@ -137,7 +137,7 @@ class ProductsEngine(Engine):
                     products.up(rows, z, y1)
                 # `up` alone reads quantised tokens, and their memory is free from here on.
                 del rows
-                z = None if z is None else tap("z", z)
+                z = None if z is None else products.shown("z", z)
                 y1 = products.shown("y1", y1)
                 with stage("down"):
                     products.down(y1, y2)
@@ -155,11 +155,12 @@ class ProductsEngine(Engine):
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
             dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            dz = empty_rows(routing, int(weights.w1_dgrad.shape[1]), x)
+            dz = empty_rows(routing, weights.n1, x)
             y1s = empty_rows(routing, weights.intermediate_size, x)
             # `pending` keeps x and dout alive until the weight gradients are added. It alone keeps
             # dz and y1s: what `settle` puts in their place frees them.
-            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
+            split_half = weights.layout.split_half
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s, split_half)
             del dz, y1s
             if routing.num_rows == 0:
                 dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
@@ -218,6 +219,37 @@ def _restored_z(products: Products, saved: Saved, like: Tensor) -> Tensor:
     z = empty_rows(saved.routing, int(like.shape[1]), like)
     products.up_again(products.tokens("x", plain_tokens(saved.x)), z)
     return z
+
+
+def shown_in_turns(name: str, halves: Tensor) -> Tensor:
+    """`tap` of z or dz whose columns are all gates and then all up values, in the order that
+    listeners know: gate and up in turns.
+    """
+    if not is_heard():
+        return halves
+    rows, inner = int(halves.shape[0]), int(halves.shape[1]) // 2
+    turns = halves.reshape([rows, 2, inner]).transpose(1, 2).reshape([rows, 2 * inner])
+    shown = tap(name, turns)
+    if shown is turns:
+        return halves
+    back = shown.reshape([rows, inner, 2]).transpose(1, 2).contiguous()
+    return back.reshape([rows, 2 * inner])  # type: ignore[no-any-return]
+
+
+def write_zeros(targets: GradientTargets) -> None:
+    """No expert has a row: what is added to stays, and what is written is zeros."""
+    if isinstance(targets, FreshTargets):
+        for tensor in targets.tensors():
+            tensor.zero_()
+
+
+def bias_sums(pending: PendingWgrad) -> tuple[Tensor, Tensor]:
+    """fp32 zeros for the sums of db1 `[E, N1]` and db2 `[E, H]`."""
+    dz, x = plain_operand(pending.dz), plain_tokens(pending.x)
+    experts = pending.routing.num_experts
+    sizes = (experts, int(dz.shape[1])), (experts, int(x.shape[1]))
+    db1, db2 = (torch.zeros(size, dtype=torch.float32, device=dz.device) for size in sizes)
+    return db1, db2
 
 
 def empty_rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:

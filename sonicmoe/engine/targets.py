@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import numel
-from ..layouts import stack
+from ..layouts import WeightLayout, stack
 from .footprint import Footprint
 from .gradient_memory import WeightTarget, contiguous_axis, extent_of, misfit, tma_misfit
 
@@ -73,6 +73,17 @@ class GradientTargets(ABC):
     def replace(self, name: str, sums: Tensor) -> None:
         """Write other sums, in the native layout, over those that are there."""
 
+    @property
+    def has_biases(self) -> bool:
+        """Whether gradients of biases are wanted."""
+        return False
+
+    def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
+        """Add fp32 sums `[E, N1]` and `[E, H]`, or write them where the memory is fresh; `split_half`:
+        db1 holds all gates and then all up values, else the two in turns.
+        """
+        raise ConfigError(f"gradient targets are {type(self).__name__}, which have no biases")
+
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.named().values())
 
@@ -115,6 +126,15 @@ class NativeBuffer(GradientTargets):
     def named(self) -> dict[str, Tensor]:
         every = {"dw1": self.dw1, "dw2": self.dw2, "db1": self.db1, "db2": self.db2}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    @property
+    def has_biases(self) -> bool:
+        return self.db1 is not None
+
+    def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
+        assert self.db1 is not None and self.db2 is not None
+        self.db1.add_(WeightLayout(split_half=split_half).native_b1(db1))
+        self.db2.add_(db2)
 
     def arranged(self, name: str, gradient: Tensor) -> Tensor:
         return gradient
@@ -285,7 +305,11 @@ class FreshTargets(ParameterTargets):
     It was made for one backward, in dtype and layout of the parameters, and autograd accumulates
     the gradients: the fp32 sums are rounded once, as they leave the GEMM. Or it is a `main_grad`
     that this backward writes.
+
+    biases: memory of db1 and db2, where the layer has biases; None for one that is frozen.
     """
+
+    biases: tuple[Tensor | None, Tensor | None] | None = None
 
     @classmethod
     def fits(cls, dtypes: Iterable[Any]) -> bool:
@@ -297,11 +321,29 @@ class FreshTargets(ParameterTargets):
         """Of the same memory, with what is known of it."""
         return cls(targets.up, targets.down, targets.footprint)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        biases = [memory for memory in self.biases or () if memory is not None]
+        return (*super().tensors(), *biases)
+
+    @property
+    def has_biases(self) -> bool:
+        return self.biases is not None
+
+    def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
+        assert self.biases is not None
+        into1, into2 = self.biases
+        if into1 is not None:
+            lies, wanted = WeightLayout(split_half=split_half), self.up.layout
+            same = split_half == wanted.split_half
+            into1.copy_(db1 if same else wanted.user_b1(lies.native_b1(db1)))
+        if into2 is not None:
+            into2.copy_(db2)
+
     def of_parameters(self, count: int) -> list[Tensor | None]:
         """The memory of each of so many parameters, which is a part of one tensor where experts have
         parameters of their own.
         """
-        tensors = [*self.up.tensors, *self.down.tensors]
+        tensors = [*self.up.tensors, *self.down.tensors, *(self.biases or ())]
         if len(tensors) == count:
             return tensors
         return [each for stack in tensors if stack is not None for each in stack.unbind()]

@@ -192,6 +192,7 @@ class PendingWgrad:
 
     Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
+    split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
     of the routing.
     """
@@ -202,5 +203,6 @@ class PendingWgrad:
     dout: Tokens | None
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
+    split_half: bool = False
     shares_gpu: bool = False
     native: Any = None

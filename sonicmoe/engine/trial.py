@@ -251,7 +251,8 @@ _KINDS = {ParameterTargets: "main_grad", FreshTargets: "fresh memory"}
 
 def _adds_to(problem: Problem, engine: Engine, targets: ParameterTargets) -> bool:
     if isinstance(targets, FreshTargets):
-        return engine.writes_gradients(problem.settings)
+        writes = engine.writes_gradients(problem.settings, problem.device)
+        return writes and engine.problem_of(targets, problem.settings) is None
     sizes = problem.n1, problem.hidden, problem.inner, problem.device
     reasons = targets.problem(*sizes) or engine.problem_of(targets, problem.settings)
     return GradientTarget.MAIN_GRAD in engine.record.gradients and reasons is None

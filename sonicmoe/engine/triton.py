@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
-from ..observe import is_heard, stage, tap
+from ..layouts import NATIVE, WeightLayout
+from ..observe import stage, tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
 from . import triton_gradients
@@ -24,9 +25,9 @@ from .gpu import Gpu, gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import expert_shape
 from .plain_engine import PlainEngine
-from .products import Products, plain_operand
+from .products import Products, bias_sums, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
-from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
+from .targets import GradientTargets, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
@@ -52,11 +53,10 @@ class TritonEngine(PlainEngine):
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         if pending.routing.num_rows == 0:
-            _write_zeros(targets)
+            write_zeros(targets)
             return
         settings, x, dz = pending.settings, plain_tokens(pending.x), plain_operand(pending.dz)
-        # Parameters' own memory has no place for bias gradients.
-        biased = isinstance(targets, NativeBuffer) and targets.db1 is not None
+        biased = targets.has_biases
         with _launch_scope(x):
             calls = _calls((int(x.shape[1]), int(pending.y1s.shape[1])), settings, biased, x)
             rows = index_of(calls, pending.routing)
@@ -67,11 +67,14 @@ class TritonEngine(PlainEngine):
                 calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).load()
             if places.dw1 is not None:
                 calls.wgrad_up(x, dz, places.dw1, rows).load()
+            sums = bias_sums(pending) if biased else None
             targets.adding = True
-            if isinstance(targets, NativeBuffer) and targets.db1 is not None:
+            if sums is not None:
+                db1, db2 = sums
                 prob = pending.routing.row_prob
-                calls.column_sums(pending.dout, prob, targets.db2, rows).launch()
-                calls.column_sums(dz, None, targets.db1, rows).launch()
+                calls.column_sums(pending.dout, prob, db2, rows).launch()
+                calls.column_sums(dz, None, db1, rows).launch()
+                targets.add_biases(db1, db2, split_half=False)
             if places.dw2 is not None:
                 with stage("dw2"):
                     calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).launch()
@@ -82,7 +85,9 @@ class TritonEngine(PlainEngine):
                     calls.wgrad_up(x, dz, places.dw1, rows).launch()
             targets.adding = False
 
-    def problem_of(self, targets: ParameterTargets, settings: EngineSettings) -> str | None:
+    def problem_of(
+        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+    ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
         return triton_gradients.problem_of(targets)
 
@@ -122,27 +127,9 @@ class _Products(Products):
         self.calls.dgrad(dz, plain_operand(self.weights.w1_dgrad), dx_rows, self.rows).launch()
 
     def shown(self, name: str, operand: Tensor) -> Tensor:
-        return _shown_dz(operand, self.calls.shape.parts) if name == "dz" else tap(name, operand)
-
-
-def _shown_dz(dz: Tensor, parts: int) -> Tensor:
-    """`tap` of dz, which listeners know in (gate, up) pairs."""
-    if not is_heard() or parts == 1:
-        return tap("dz", dz)
-    rows, inner = int(dz.shape[0]), int(dz.shape[1]) // parts
-    pairs = dz.reshape([rows, parts, inner]).transpose(1, 2).reshape([rows, parts * inner])
-    shown = tap("dz", pairs)
-    if shown is pairs:
-        return dz
-    back = shown.reshape([rows, inner, parts]).transpose(1, 2).contiguous()
-    return back.reshape([rows, parts * inner])
-
-
-def _write_zeros(targets: GradientTargets) -> None:
-    """No expert has a row: what is added to stays, and what is written is zeros."""
-    if isinstance(targets, FreshTargets):
-        for tensor in targets.tensors():
-            tensor.zero_()
+        if name != "dz" or self.calls.shape.parts == 1:
+            return tap(name, operand)
+        return shown_in_turns(name, operand)
 
 
 def _calls(sizes: tuple[int, int], settings: EngineSettings, bias: bool, like: Tensor) -> Any:

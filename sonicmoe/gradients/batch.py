@@ -83,7 +83,9 @@ class Batch:
         if not self.is_direct or not self.written:
             return self.targets
         assert isinstance(self.targets, ParameterTargets)
-        if self.written == self.trained and engine.writes_gradients(pending.settings):
+        if self.written == self.trained and engine.writes_gradients(
+            pending.settings, device_name(self.targets.anchor)
+        ):
             return FreshTargets.like(self.targets)
         with plain_ops():
             for memory in self.written_memory:
@@ -166,11 +168,11 @@ def fresh_targets(
     """
     # Sums need memory that was zero before, and fresh memory is written once.
     dtypes = set(map(attrgetter("dtype"), compress(parameters, trained)))
-    fits = engine.writes_gradients(settings) and FreshTargets.fits(dtypes)
-    if not fits or layer.has_biases or len(set(map(id, parameters))) < len(parameters):
-        return None
     device = device_of(dout)
-    experts = len(parameters) // 2
+    fits = engine.writes_gradients(settings, device_name(dout)) and FreshTargets.fits(dtypes)
+    if not fits or len(set(map(id, parameters))) < len(parameters):
+        return None
+    experts = 1 if layer.has_biases else len(parameters) // 2
     # Paddle's views of a stack would be copies.
     if experts > 1 and all(trained) and len(dtypes) == 1 and not IS_PADDLE:
         # Memory for every expert would take the host longer than all launches of this backward.
@@ -202,4 +204,4 @@ def direct_problem(
         raise LayoutError(problem)
     # Of memory that was recognised this was found before.
     targets.once("checked", check)
-    return engine.problem_of(targets, settings)
+    return engine.problem_of(targets, settings, layer.layout)

@@ -77,7 +77,9 @@ class Reading:
                 dequantize(w) if isinstance(w, BlockScaledTensor) else w.to(torch.float32)
                 for w in held
             )
-        return w1, w2
+            # Block-scaled weights are native.
+            layout = self.weights.layout
+            return layout.native_w1(w1), layout.native_w2(w2)
 
 
 class PreparedWeights:

@@ -52,4 +52,4 @@ def lent_by(
     # Nothing on a host shows a write between a forward and its backward, so these read a copy.
     with plain_ops():
         w1, w2 = (w.clone() for w in plain)
-    return None, EngineWeights(w1, w2, w1, w2)
+    return None, EngineWeights(w1, w2, w1, w2, layout=weights.layout)

@@ -145,9 +145,13 @@ class StackedParameters(ExpertParameters):
         """In the layout of the weights, also where a `main_grad` of that shape might have the
         other one.
         """
-        (up, down), experts = memory, self.native_shapes()[0][0]
+        (up, down), experts = memory[:2], self.native_shapes()[0][0]
         stacked, layout = WeightTarget.stacked, self.layout
-        return FreshTargets(stacked(up, experts, layout), stacked(down, experts, layout))
+        db1, db2 = memory[2:] or (None, None)
+        biases = (db1, db2) if self.has_biases else None
+        return FreshTargets(
+            stacked(up, experts, layout), stacked(down, experts, layout), biases=biases
+        )
 
 
 def _current(weight: StackedWeight) -> Tensor:
@@ -306,8 +310,9 @@ class PassedParameters(StackedParameters):
         super().__init__(activation)
         self.layout, self._native_shapes = layout, native_shapes
         self.has_biases = dtypes[2] is not None
-        # Of a bias nobody asks the shape: its gradient leaves the accumulators as it is.
-        shapes = self.shape_in(layout, 0), self.shape_in(layout, 1), (), ()
+        (experts, n1, hidden), _ = native_shapes
+        of_biases = (experts, n1), (experts, hidden)
+        shapes = self.shape_in(layout, 0), self.shape_in(layout, 1), *of_biases
         of_each = zip(shapes, dtypes, strict=True)
         self._records = [_Record(shape, dtype) for shape, dtype in of_each if dtype is not None]
 

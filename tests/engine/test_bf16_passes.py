@@ -45,7 +45,7 @@ OURS = Bf16Engine()
 def gemms(monkeypatch):
     """Launches reach the host's GEMMs, of which there is one object per shape and cap."""
     made = {}
-    monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_90a", 132))
+    monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))
     monkeypatch.setattr(bf16, "launch_scope", lambda tensor: nullcontext())
     monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
     gemms_of = lambda shape, lent: made.setdefault((shape, lent), Bf16Gemms(shape))  # noqa: E731

@@ -42,7 +42,7 @@ FP8, PLAIN = EngineSettings(recipe=RECIPES["dx256"]), EngineSettings()
 HOPPER_LOAD, BF16_LOAD = Workload(FP8, 2048, 768), Workload(PLAIN, 2048, 768)
 # Those that compute the activation or its gradient.
 GATED_KERNELS = {
-    EngineName.BF16: {"bf16_up", "bf16_dgated"},
+    EngineName.BF16: {"bf16_gemm", "bf16_dgated"},
     EngineName.HOPPER: {"fp8_grouped_gemm", "fp8_dgated"},
 }
 
@@ -167,6 +167,10 @@ def test_other_architectures(record, arch):
     assert problem(REFERENCE, None, arch) is problem(REFERENCE, None, HOST) is None
 
 
+# Where quack-kernels multiplies; Hopper has GEMMs of our own.
+OF_QUACK = [known.name for known in BF16.architectures if known is not SM90]
+
+
 def test_the_bf16_engine_serves_what_its_gemms_are_written_for():
     families = {known.name: known.family for known in BF16.architectures}
     assert {arch: family_of(arch) for arch in families} == families
@@ -189,15 +193,29 @@ def test_names_of_architectures():
             assert arch_name(architecture.capability) == architecture.name
 
 
-@pytest.mark.parametrize("arch", [known.name for known in BF16.architectures])
+@pytest.mark.parametrize("arch", OF_QUACK)
 def test_kernels_are_planned_for_the_architecture_and_for_a_cap(arch):
     """A cap on multiprocessors needs other kernels where the hardware hands out tiles."""
     capped = changed(BF16_LOAD, gemm_num_sms=64)
     free, held = (BF16.jobs(workload, arch) for workload in (BF16_LOAD, capped))
     assert {job.arch for job in free} == {job.arch for job in held} == {arch}
-    asks = family_of(arch) != "sm90"
-    assert {dict(job.statics)["clc"] for job in free if job.name != "expert_rows"} == {asks}
+    assert {dict(job.statics)["clc"] for job in free if job.name != "expert_rows"} == {True}
     assert {dict(job.statics)["clc"] for job in held if job.name != "expert_rows"} == {False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gemm_num_sms": 64}, {"recompute_z": True}, {"hidden_size": 4096}, {"intermediate_size": 8}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_on_hopper_the_models_of_an_activation_share_the_bf16_kernels(changes):
+    ours, theirs = (
+        {job.key() for job in BF16.jobs(workload, "sm_90a")}
+        for workload in (BF16_LOAD, changed(BF16_LOAD, **changes))
+    )
+    assert ours == theirs and {key.arch for key in ours} == {"sm_90a"}
+    fp16 = {job.key() for job in BF16.jobs(changed(BF16_LOAD, dtype="float16"), "sm_90a")}
+    assert {key.kernel for key in ours - fp16} == {"bf16_gemm", "bf16_dgated", "bf16_wgrad"}
 
 
 class TestActivationsOfRecords:
@@ -295,19 +313,20 @@ class TestTools:
 
     @pytest.mark.parametrize("found", ["0.6.4", None])
     def test_without_the_pinned_quack(self, machine, found):
+        """Blackwell needs it, and Hopper does not."""
         packages = self.EVERYTHING | {"quack-kernels": found or "absent"}
         held = machine(packages)
         words = f"quack-kernels 0.6.5 compiles its GEMMs, and it is {found or 'absent'}"
-        assert missing_tool(BF16, None, "sm_90a") == words
-        assert missing_tool(BF16, BF16_LOAD, "sm_90a") == words
-        assert missing_package(BF16.jobs(BF16_LOAD, "sm_90a")) == words
-        held.update(job.key() for job in BF16.jobs(BF16_LOAD, "sm_90a"))
-        assert missing_tool(BF16, BF16_LOAD, "sm_90a") is None
-        assert missing_tool(HOPPER, None, "sm_90a") is missing_tool(HOPPER, HOPPER_LOAD, "sm_90a")
+        assert missing_tool(BF16, None, "sm_100a") == words
+        assert missing_tool(BF16, BF16_LOAD, "sm_100a") == words
+        assert missing_package(BF16.jobs(BF16_LOAD, "sm_100a")) == words
+        held.update(job.key() for job in BF16.jobs(BF16_LOAD, "sm_100a"))
+        assert missing_tool(BF16, BF16_LOAD, "sm_100a") is None
         held.clear()
         plain_wgrad = changed(HOPPER_LOAD, fp8_wgrad=False)
-        assert missing_tool(HOPPER, plain_wgrad, "sm_90a") == words
-        assert missing_tool(HOPPER, HOPPER_LOAD, "sm_90a") is None
+        for record, load in ((BF16, BF16_LOAD), (HOPPER, HOPPER_LOAD), (HOPPER, plain_wgrad)):
+            assert missing_tool(record, None, "sm_90a") is None
+            assert missing_tool(record, load, "sm_90a") is None
 
     def test_every_kernel_is_compiled_for_the_architecture_that_is_asked_for(self):
         for record in (HOPPER, BF16):

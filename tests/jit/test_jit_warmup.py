@@ -198,10 +198,10 @@ def test_plan_is_static_and_distinct():
 
 
 FP8_KERNELS = {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "wgrad_operands"}
-BF16_KERNELS = {f"bf16_{name}" for name in ("up", "up_again", "down", "dgated", "dgrad", "wgrad")}
+BF16_KERNELS = {f"bf16_{name}" for name in ("gemm", "dgated", "wgrad")}
 EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
-MISSING = missing_package(BF16.jobs(None, "sm_90a"))
-needs_quack = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+BLACKWELL = replace(SPEC, arch="sm_100a")
+MISSING = missing_package(BF16.jobs(None, "sm_100a"))
 
 
 def names(planned):
@@ -224,25 +224,30 @@ def test_default_plan_covers_whatever_a_run_chooses(dtype, fp8_mode, changes):
     assert {job.name for job in needed} >= EVERY_RUN and set(needed) <= set(warm_up_plan(spec).jobs)
 
 
-@needs_quack
 def test_what_each_precision_compiles():
     both, fp8, bf16 = (warm_up_plan(SPEC, precision) for precision in ("both", "fp8", "bf16"))
     assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
     assert not (both.left_out or fp8.left_out or bf16.left_out)
     assert names(fp8) == FP8_KERNELS | EVERY_RUN | {"passes"}
-    assert names(bf16) & (FP8_KERNELS | BF16_KERNELS) == BF16_KERNELS
+    assert names(bf16) == BF16_KERNELS | EVERY_RUN | {"expert_rows"}
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs)
     assert len(set(both.jobs)) == len(both.jobs)
 
 
-@needs_quack
-def test_fp8_has_no_cute_kernels_unless_the_setting_asks_for_them(
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_blackwell_has_a_bf16_kernel_for_each_product():
+    products = {"up", "up_again", "down", "dgated", "dgrad", "wgrad"}
+    wanted = {f"bf16_{product}" for product in products} | EVERY_RUN | {"expert_rows"}
+    assert names(warm_up_plan(BLACKWELL, "bf16")) == wanted
+
+
+def test_fp8_has_no_bf16_kernels_unless_the_setting_asks_for_them(
     own_caches, monkeypatch, set_flags
 ):
     """By the variable and from a program; a check looks for the same kernels."""
     places = {"SONIC_MOE_CACHE_DIR": own_caches.root, "SONIC_MOE_LOCAL_CACHE_DIR": own_caches.local}
     set_flags(**{name: str(path) for name, path in places.items()})
-    plain = {"expert_rows", "bf16_wgrad"}
+    plain = {"bf16_wgrad"}
 
     def checked():
         report = command(*DIMENSIONS, "--precision", "fp8", "--check", "--json").stdout
@@ -292,16 +297,24 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch):
     why, there = "quack-kernels 0.6.5 compiles its GEMMs, and it is absent", {}
     versions = lambda *names: tuple((name, there.get(name, "absent")) for name in names)  # noqa: E731
     monkeypatch.setattr(capabilities, "package_versions", versions)
-    planned = warm_up_plan(SPEC)
+    planned = warm_up_plan(BLACKWELL, "bf16")
     neither = f"bf16: not bf16: {why}; not triton: triton compiles its kernels, and it is absent"
-    assert planned.precision == "fp8" and planned.left_out == (neither,)
-    plain = warm_up_plan(SPEC, "fp8", current_config(SonicMoEConfig(fp8_wgrad=False)))
-    assert plain.left_out == (f"fp8 with fp8_wgrad=0: not hopper: {why}",)
-    assert names(planned) >= FP8_KERNELS and not BF16_KERNELS & names(planned)
+    assert planned.precision == "neither" and planned.left_out == (neither,)
+    assert names(planned) == EVERY_RUN
     # Where Triton is there, its kernels are what a run without quack launches.
     there["triton"] = "3.6.0"
-    planned = warm_up_plan(SPEC, "bf16")
+    planned = warm_up_plan(BLACKWELL, "bf16")
     assert planned.left_out == () and "triton_dgated" in names(planned)
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+def test_hopper_needs_no_package_that_compiles(fp8_wgrad, monkeypatch):
+    absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
+    monkeypatch.setattr(capabilities, "package_versions", absent)
+    config = current_config(SonicMoEConfig(fp8_wgrad=fp8_wgrad))
+    planned = warm_up_plan(SPEC, config=config)
+    assert planned.precision == "both" and planned.left_out == ()
+    assert names(planned) >= FP8_KERNELS | BF16_KERNELS
 
 
 def test_gpus_before_hopper_are_given_triton_kernels():
@@ -309,7 +322,7 @@ def test_gpus_before_hopper_are_given_triton_kernels():
     products = {"up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up"}
     assert names(planned) >= {f"triton_{product}" for product in products} | EVERY_RUN
     assert {job.arch for job in planned.jobs} == {"sm_80"}
-    # Where quack serves, they are not compiled.
+    # Where engine `bf16` serves, they are not compiled.
     assert not any(name.startswith("triton") for name in names(warm_up_plan(SPEC)))
 
 

@@ -1,0 +1,252 @@
+"""The products of the BF16 engine on Hopper, on kernels of our own. They read weights and leave
+gradients where the caller has them: transposed or not, gate and up in halves or in turns.
+
+z and dz have their columns in the order of w1's rows, so that every product but `up` and `dgated`
+is a plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..interop import aligned, current_stream, device_name, dtype_name, empty
+from ..kernels.sm90 import bf16_sources
+from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
+from ..observe import stage, tap
+from ..routing.backends import arch_of
+from .gradient_memory import Place, WeightTarget
+from .interface import EngineWeights
+from .products import Products, bias_sums, plain_operand, shown_in_turns, write_zeros
+from .settings import EngineSettings
+from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
+from .tokens import PendingWgrad, plain_tokens
+from .wgrad_destinations import ADDED, WRITTEN, Destinations
+
+Tensor = torch.Tensor
+_TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum
+_ITEMS = 8  # of 16 bits: strides that the copy engine takes are multiples of 16 bytes
+
+
+class Kernels(NamedTuple):
+    """The loaded modules of one device, activation and dtype."""
+
+    gemm: Any
+    dgated: Any
+    wgrad: Any
+    destinations: Destinations
+
+
+@functools.lru_cache(maxsize=64)
+def kernels_on(device: str, activation: Any, parameters: Any, dtype: str) -> Kernels:
+    """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
+    sources = bf16_sources(arch_of(device), activation, parameters, dtype)
+    gemm, dgated, wgrad = (source.load() for source in sources.values())
+    return Kernels(gemm, dgated, wgrad, Destinations(wgrad.wgrad_destination))
+
+
+def kernels_for(tokens: Tensor, settings: EngineSettings) -> Kernels:
+    """Those of these tokens."""
+    own = settings.activation, settings.activation_parameters
+    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype))
+
+
+def weights_in_place(source: WeightSource) -> EngineWeights:
+    """The user's weights where they lie. Copied are only those of a tensor for each expert, which
+    become one, of another dtype than the computation's, and such that the copy engine cannot read.
+    """
+    w1, w2 = (_stacked(side, source.compute_dtype) for side in (source.up, source.down))
+    b1, b2 = (
+        None if bias is None else aligned(bias.to(torch.float32)) for bias in (source.b1, source.b2)
+    )
+    return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
+
+
+def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    weight = matrices.stacked if isinstance(matrices, StackedMatrices) else stack(list(matrices))
+    if dtype is not None and weight.dtype != dtype:
+        weight = weight.to(dtype)
+    *strides, last = (int(stride) for stride in weight.stride())
+    if last != 1 or any(stride % _ITEMS for stride in strides):
+        weight = weight.contiguous()
+    return aligned(weight)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class HopperProducts(Products):
+    """Every argument is named in the `.cu` files of `kernels/sm90`.
+
+    row_sums_of: sums partial sums and `<dout, b2>` of every row.
+    """
+
+    kernels: Kernels
+    settings: EngineSettings
+    row_sums_of: Any
+    stream: int
+
+    @property
+    def _halves(self) -> bool:
+        return self.weights.layout.split_half
+
+    @property
+    def _launch(self) -> tuple[int, int]:
+        return self.settings.gemm_num_sms, self.stream
+
+    def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
+        weights, routing = self.weights, self.routing
+        layout = weights.layout.transposed, self._halves
+        rows = routing.row_token, routing.padded_offsets
+        self.kernels.gemm.up(x, weights.w1, *layout, weights.b1, *rows, z, y1, *self._launch)
+
+    def up_again(self, x: Tensor, z: Tensor) -> None:
+        self.up(x, z, None)
+
+    def down(self, y1: Tensor, y2: Tensor) -> None:
+        self._plain(y1, self.weights.w2, self.weights.layout.transposed, self.weights.b2, y2)
+
+    def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
+        # The same matrices, contracted over their rows.
+        self._plain(dz, self.weights.w1_dgrad, not self.weights.layout.transposed, None, dx_rows)
+
+    def _plain(self, a: Tensor, b: Any, transposed: bool, bias: Tensor | None, out: Tensor) -> None:
+        offsets = self.routing.padded_offsets
+        self.kernels.gemm.grouped_gemm(a, b, transposed, bias, offsets, out, *self._launch)
+
+    def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
+        """Partial sums `[R, tiles]`."""
+        weights, routing = self.weights, self.routing
+        tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
+        partials = empty((routing.num_rows, tiles), torch.float32, dout.device)
+        layout = weights.layout.transposed, self._halves
+        rows = routing.row_prob, routing.row_token, routing.padded_offsets
+        outputs = dz, y1s, partials
+        self.kernels.dgated.dgated(
+            dout, weights.w2_dgrad, *layout, z, *rows, *outputs, *self._launch
+        )
+        return partials
+
+    def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
+        sums: Tensor = self.row_sums_of(partials, dout, self.weights.b2)
+        return sums
+
+    def shown(self, name: str, operand: Tensor) -> Tensor:
+        if name in ("z", "dz") and self._halves:
+            return shown_in_turns(name, operand)
+        return tap(name, operand)
+
+
+def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: Any) -> None:
+    """`backward_dw` of operands that are there.
+
+    column_sums: `ExpertRows.add_columns` of these rows; called only where there are biases.
+    """
+    if pending.routing.num_rows == 0:
+        write_zeros(targets)
+        return
+    x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
+    kernels = kernels_for(x, pending.settings)
+    into_dw1, into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)
+    sums = bias_sums(pending) if targets.has_biases else None
+    targets.adding = True
+    if sums is not None:
+        db1, db2 = sums
+        column_sums(plain_tokens(pending.dout), db2, weight=pending.routing.row_prob)
+        column_sums(dz, db1, weight=None)
+        targets.add_biases(db1, db2, split_half=pending.split_half)
+    if into_dw2 is not None:
+        with stage("dw2"):
+            _wgrad(kernels, pending, plain_tokens(pending.dout), pending.y1s, into_dw2, True)
+    if pending.settings.frees_stagewise:
+        pending.dout = pending.y1s = None
+    if into_dw1 is not None:
+        with stage("dw1"):
+            _wgrad(kernels, pending, x, dz, into_dw1, False)
+    targets.adding = False
+
+
+def _wgrad(
+    kernels: Kernels,
+    pending: PendingWgrad,
+    tokens: Tensor,
+    rows: Tensor,
+    destination: Any,
+    tokens_first: bool,
+) -> None:
+    routing, launch = pending.routing, (pending.settings.gemm_num_sms, current_stream(rows))
+    of_rows = routing.row_token, routing.padded_offsets, routing.expert_counts
+    kernels.wgrad.wgrad(tokens, rows, tokens_first, *of_rows, destination, *launch)
+
+
+def _destinations(
+    made: Destinations, targets: GradientTargets, split_half: bool
+) -> tuple[Any | None, Any | None]:
+    """Of dw1 and dw2; None where nobody wants it. split_half: of dz's columns."""
+    if isinstance(targets, NativeBuffer):
+        return _native(made, targets.dw1, split_half), _native(made, targets.dw2, False)
+    assert isinstance(targets, ParameterTargets)
+    outputs = WRITTEN if isinstance(targets, FreshTargets) else ADDED
+    up, down = targets.up, targets.down
+    # Gates and up values of dz's halves, where the gradient has them in turns, are two parts of it.
+    apart = split_half and not up.layout.split_half
+
+    def find() -> tuple[Any | None, Any | None]:
+        dw1 = None
+        if up.is_wanted:
+            dw1 = _in_turns(made, up, outputs) if apart else made.of(up, False, outputs)
+        return dw1, made.of(down, False, outputs) if down.is_wanted else None
+
+    return targets.once((made, outputs is WRITTEN, split_half), find)
+
+
+def _native(made: Destinations, sums: Tensor, apart: bool) -> Any:
+    weight = WeightTarget.stacked(sums, int(sums.shape[0]), NATIVE)
+    return _in_turns(made, weight, ADDED) if apart else made.of(weight, False, ADDED)
+
+
+def _in_turns(made: Destinations, weight: WeightTarget, outputs: Any) -> Any:
+    """Of a gradient with gate and up in turns, as two parts."""
+    output = outputs[next(t.dtype for t in weight.tensors if t is not None)]
+
+    def places() -> list[Place]:
+        return [
+            place._replace(stride_m=2 * place.stride_m, stride_part=place.stride_m)
+            for place in weight.places(False)
+        ]
+
+    key = (output, "in turns", weight.layout.transposed, weight.num_experts, weight.fingerprint)
+    return made.once(key, weight.native_size, places, True, output)
+
+
+def problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> str | None:
+    """Why the GEMMs cannot leave gradients there where weights lie so, or None."""
+    return targets.once(("sm90", layout), lambda: _problem_of(targets, layout, gated))
+
+
+def _problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> str | None:
+    problem = targets.copy_engine_problem()
+    up = targets.up
+    if problem is not None or not gated or not up.is_wanted:
+        return problem
+    if up.layout.split_half == layout.split_half:
+        return None
+    if up.layout.split_half:
+        return (
+            "up-projection gradients hold all gates before all up values, and the weights have the "
+            "two in turns"
+        )
+    # Gates and up values then alternate along the contiguous axis, as single elements.
+    if all(_is_along_hidden(up, tensor) for tensor in up.tensors if tensor is not None):
+        return None
+    return (
+        "up-projection gradients are contiguous along gate and up in turns, and the weights hold "
+        "all gates before all up values"
+    )
+
+
+def _is_along_hidden(weight: WeightTarget, tensor: Tensor) -> bool:
+    hidden = -2 if weight.layout.transposed else -1
+    return int(tensor.stride()[hidden]) == 1

@@ -1,0 +1,255 @@
+"""The BF16 engine on Hopper, on its own kernels: the contract of the plain engines; the same numbers
+in every layout of weights; and gradients where the caller has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu.activation_cases import OWN
+from gpu.device import fill_free_memory
+from gpu.engine_cases import (
+    ARCH,
+    BF16,
+    FP8,
+    FP16,
+    REFERENCE,
+    SWIGLU,
+    build,
+    check_plain,
+    make_case,
+    relative,
+    run,
+)
+from gpu.engine_contract import PlainEngineContract
+from gpu.gradient_memory import (
+    LAYOUTS,
+    check_addition,
+    check_frozen_projections,
+    check_repeats,
+    check_replays,
+    ids,
+    memory_of,
+    pending_of,
+)
+from pairwise import pairwise
+
+from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings, FreshTargets
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.jit import no_compile
+from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
+from sonicmoe.layouts import WeightLayout, WeightSource
+
+pytestmark = pytest.mark.gpu
+
+OURS = Bf16Engine()
+GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
+# (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
+SHAPES = [(700, 512, 384, 6, 3), (300, 264, 200, 4, 2), (130, 2880, 72, 1, 1), (600, 128, 136, 130, 4)]  # fmt: skip
+ARRANGEMENTS = (
+    "stacked", "stacked_slices", "padded", "stacked_permuted", "experts_inside", "own", "slices",
+    "permuted", "some_frozen",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Every kernel of this module, built in parallel; nothing below may compile."""
+    kinds = [(kind, (), "bfloat16") for kind in ActivationType]
+    kinds += [(kind, own, "bfloat16") for kind, own in OWN.items()]
+    kinds += [(kind, (), "float16") for kind in (SWIGLU, GELU)]
+    own = [source for kind in kinds for source in bf16_sources(ARCH, *kind).values()]
+    build([*cuda_sources(ARCH), expert_rows_source(ARCH), *engine_sources(ARCH, SWIGLU), *own])
+    with no_compile():
+        yield
+
+
+class TestBf16OnHopper(PlainEngineContract):
+    """Of native weights."""
+
+    engine = OURS
+
+    def rows_of(self, routing):
+        rows = ExpertRows.of(routing)
+        return rows.cu_rows, rows.gather_index
+
+
+def case_of(shape=SHAPES[0], **options):
+    tokens, hidden, inner, experts, topk = shape
+    empty = (experts // 2,) if experts > 1 else ()
+    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
+    return make_case(tokens, **sizes, empty=empty, **options)
+
+
+def lying(case, layout):
+    """The weights of a case in a layout, as the engine reads them."""
+    w1, w2, b1, b2 = case.weights
+    b1 = None if b1 is None else layout.user_b1(b1)
+    source = WeightSource.stacked(layout.user_w1(w1), layout.user_w2(w2), b1, b2, layout=layout)
+    return OURS.refresh(source, EngineSettings(activation=case.activation))
+
+
+def pending_in(case, layout, settings=None):
+    settings = settings or EngineSettings(activation=case.activation)
+    weights = lying(case, layout)
+    _, saved = OURS.forward(case.x, case.routing(), weights, settings)
+    return OURS.backward_dx(case.dout, saved, weights)
+
+
+def fits_activation(layout, activation):
+    return layout if is_glu(activation) else WeightLayout(layout.transposed, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "activation", "bias"),
+    pairwise(SHAPES, LAYOUTS, [SWIGLU, OAI, GELU], [False, True]),
+    ids=ids,
+)
+def test_the_same_numbers_in_every_layout(shape, layout, activation, bias):
+    """Bits of everything but dx, whose products add up gate and up in another order."""
+    layout = fits_activation(layout, activation)
+    case = case_of(shape, activation=activation, bias=bias)
+    settings = EngineSettings(activation=activation)
+    wanted = run(case, OURS, settings)
+    weights = lying(case, layout)
+    fill_free_memory(0xFF)
+    out, saved = OURS.forward(case.x, case.routing(), weights, settings)
+    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
+    sums = case.accumulators()
+    OURS.backward_dw(pending, sums)
+    found = {"out": out, "dprobs": dprobs, **sums.named()}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert bool((relative(dx, wanted["dx"]) < 5e-3).all())
+
+
+def test_weights_are_read_where_they_lie():
+    case = case_of()
+    for layout in LAYOUTS:
+        w1, w2 = layout.user_w1(case.weights[0]), layout.user_w2(case.weights[1])
+        weights = OURS.refresh(WeightSource.stacked(w1, w2, layout=layout), EngineSettings())
+        assert weights.w1.data_ptr() == w1.data_ptr() and weights.w2.data_ptr() == w2.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "arrangement", "layout", "activation"),
+    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, [SWIGLU, GELU]),
+    ids=ids,
+)
+def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, shape):
+    """Of two micro-batches; all bytes around are as before, also of experts without tokens."""
+    layout = fits_activation(layout, activation)
+    memory = memory_of(case_of(shape, activation=activation), layout, arrangement)
+    for seed in (0, 1):
+        case = case_of(shape, activation=activation, seed=seed)
+        settings = EngineSettings(activation=activation)
+        assert OURS.problem_of(memory.targets, settings, layout) is None
+        _, _, pending = pending_in(case, layout)
+        sums = case.accumulators()
+        OURS.backward_dw(replace(pending), sums)
+        fill_free_memory(0xFF)
+        OURS.backward_dw(pending, memory.targets)
+        memory.take(sums.dw1, sums.dw2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_written_gradients(layout, dtype):
+    """The sums rounded once; zeros for the expert without tokens."""
+    case = case_of()
+    memory = memory_of(case, layout, "stacked", dtype, FreshTargets)
+    _, _, pending = pending_in(case, layout)
+    sums = case.accumulators()
+    OURS.backward_dw(replace(pending), sums)
+    OURS.backward_dw(pending, memory.targets)
+    memory.take(sums.dw1, sums.dw2, over=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_written_biases(layout):
+    case = case_of(bias=True)
+    fresh = memory_of(case, layout, "stacked", BF16, FreshTargets).targets
+    biases = tuple(torch.full_like(b, float("nan"), dtype=BF16) for b in case.weights[2:])
+    _, _, pending = pending_in(case, layout)
+    sums = case.accumulators()
+    OURS.backward_dw(replace(pending), sums)
+    OURS.backward_dw(pending, replace(fresh, biases=biases))
+    assert torch.equal(biases[0], layout.user_b1(sums.db1).to(BF16))
+    assert torch.equal(biases[1], sums.db2.to(BF16))
+
+
+@pytest.mark.parametrize(
+    ("weights", "gradients"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=ids
+)
+def test_gradients_in_another_layout_than_their_weights(weights, gradients):
+    case = case_of()
+    memory = memory_of(case, gradients, "stacked")
+    problem = OURS.problem_of(memory.targets, EngineSettings(), weights)
+    same = weights.split_half == gradients.split_half
+    assert (problem is None) == (same or (weights.split_half and not gradients.transposed))
+    if problem is None:
+        _, _, pending = pending_in(case, weights)
+        sums = case.accumulators()
+        OURS.backward_dw(replace(pending), sums)
+        OURS.backward_dw(pending, memory.targets)
+        memory.take(sums.dw1, sums.dw2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids)
+def test_what_the_reference_engine_adds(layout):
+    """So that no mistake can hide in what both paths of this engine share."""
+    case, found = case_of(), []
+    for pending, engine in (
+        (pending_in(case, layout)[2], OURS),
+        (pending_of(case, REFERENCE), REFERENCE),
+    ):
+        memory = memory_of(case, layout, "stacked_slices")
+        before = [target.tensors[0].clone() for target in (memory.targets.up, memory.targets.down)]
+        engine.backward_dw(pending, memory.targets)
+        after = memory.targets.up.tensors[0], memory.targets.down.tensors[0]
+        found.append([now - then for now, then in zip(after, before, strict=True)])
+    for ours, theirs in zip(*found, strict=True):
+        error = relative(ours, theirs)
+        assert bool((error < 5e-3).all()), error.tolist()
+
+
+def test_float16():
+    case = case_of(dtype=FP16)
+    check_addition(case, memory_of(case, LAYOUTS[2], "stacked"), OURS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
+def test_repeats_bit_for_bit(layout):
+    check_repeats(case_of((4096, 512, 384, 6, 3)), layout, "stacked_slices", OURS)
+
+
+@pytest.mark.parametrize("stagewise", [False, True])
+def test_frozen_projections(stagewise):
+    case, settings = case_of(), EngineSettings(frees_stagewise=stagewise)
+    check_frozen_projections(case, memory_of(case, LAYOUTS[0], "stacked"), OURS, settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
+def test_replays_of_a_graph_add_each_time(layout):
+    check_replays(case_of(), layout, "stacked_slices", OURS)
+
+
+@pytest.mark.parametrize("stagewise", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
+def test_fp8_with_plain_weight_gradients(layout, stagewise):
+    """The Hopper engine adds by the same GEMMs with `fp8_wgrad` off."""
+    settings, case = replace(FP8, fp8_wgrad=False, frees_stagewise=stagewise), case_of()
+    check_addition(case, memory_of(case, layout, "stacked_slices"), HopperEngine(), settings)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (64, 8), (200, 72), (1032, 520)], ids=str)
+def test_small_and_odd_sizes(hidden, inner):
+    case = make_case(300, hidden=hidden, intermediate=inner, bias=True)
+    check_plain(case, run(case, OURS))
