@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..interop import aligned, current_stream, device_name, dtype_name, empty
+from ..interop import aligned, current_stream, device_name, device_of, dtype_name, empty
 from ..kernels.sm90 import bf16_sources
 from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
 from ..observe import stage, tap
 from ..routing.backends import arch_of
+from ..routing.combine import sum_to_slots
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
 from .products import Products, bias_sums, plain_operand, shown_in_turns, write_zeros
@@ -117,10 +118,10 @@ class HopperProducts(Products):
         self.kernels.gemm.grouped_gemm(a, b, transposed, bias, offsets, out, *self._launch)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
-        """Partial sums `[R, tiles]`."""
+        """Partial sums `[tiles, R]`."""
         weights, routing = self.weights, self.routing
         tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
-        partials = empty((routing.num_rows, tiles), torch.float32, dout.device)
+        partials = empty((tiles, routing.num_rows), torch.float32, device_of(dout))
         layout = weights.layout.transposed, self._halves
         rows = routing.row_prob, routing.row_token, routing.padded_offsets
         outputs = dz, y1s, partials
@@ -129,8 +130,14 @@ class HopperProducts(Products):
         )
         return partials
 
+    def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:
+        if self.weights.b2 is None:
+            return sum_to_slots(partials, self.routing)
+        return super().dprobs(partials, dout)
+
     def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
-        sums: Tensor = self.row_sums_of(partials, dout, self.weights.b2)
+        of_rows = partials.transpose(0, 1).contiguous()
+        sums: Tensor = self.row_sums_of(of_rows, dout, self.weights.b2)
         return sums
 
     def shown(self, name: str, operand: Tensor) -> Tensor:
@@ -147,25 +154,42 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
     if pending.routing.num_rows == 0:
         write_zeros(targets)
         return
-    x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
-    kernels = kernels_for(x, pending.settings)
+    kernels = kernels_for(plain_tokens(pending.x), pending.settings)
+    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     into_dw1, into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)
     sums = bias_sums(pending) if targets.has_biases else None
     targets.adding = True
     if sums is not None:
         db1, db2 = sums
         column_sums(plain_tokens(pending.dout), db2, weight=pending.routing.row_prob)
-        column_sums(dz, db1, weight=None)
+        column_sums(plain_operand(pending.dz), db1, weight=None)
         targets.add_biases(db1, db2, split_half=pending.split_half)
-    if into_dw2 is not None:
-        with stage("dw2"):
-            _wgrad(kernels, pending, plain_tokens(pending.dout), pending.y1s, into_dw2, True)
+    if late is not None:
+        # dz is larger than y1s, and its memory is free for dw2.
+        _add_dw1(kernels, pending, into_dw1)
+        pending.x = pending.dz = None
+        late.take_down()
+        into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)[1]
+    _add_dw2(kernels, pending, into_dw2)
     if pending.settings.frees_stagewise:
         pending.dout = pending.y1s = None
-    if into_dw1 is not None:
-        with stage("dw1"):
-            _wgrad(kernels, pending, x, dz, into_dw1, False)
+    if late is None:
+        _add_dw1(kernels, pending, into_dw1)
     targets.adding = False
+
+
+def _add_dw1(kernels: Kernels, pending: PendingWgrad, destination: Any | None) -> None:
+    if destination is not None:
+        with stage("dw1"):
+            x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
+            _wgrad(kernels, pending, x, dz, destination, False)
+
+
+def _add_dw2(kernels: Kernels, pending: PendingWgrad, destination: Any | None) -> None:
+    if destination is not None:
+        with stage("dw2"):
+            dout = plain_tokens(pending.dout)
+            _wgrad(kernels, pending, dout, pending.y1s, destination, True)
 
 
 def _wgrad(

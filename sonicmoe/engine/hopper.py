@@ -135,7 +135,10 @@ class HopperEngine(QuantisedEngine):
                 return
             passes = pending.native.passes
             both = targets.wants("dw1") and targets.wants("dw2")
-            add = _add_both if both and not settings.frees_stagewise else _add_one_by_one
+            # Both at once take two launches fewer, and memory for the operands of both. Fresh
+            # memory of gradients is there besides.
+            apart = settings.frees_stagewise or isinstance(targets, FreshTargets) or not both
+            add = _add_one_by_one if apart else _add_both
             add(passes, pending, targets, passes.gradients(targets))
         pending.x = pending.dout = pending.dz = pending.y1s = None
 

@@ -69,6 +69,10 @@ class Products(ABC):
         `<dy1, y1>`, one of each row and tile, in an order of the engine's own.
         """
 
+    def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:
+        """fp32 `[T, K]`: the gradient of each slot's probability, 0 in invalid slots."""
+        return scatter_to_slots(self.row_sums(partials, dout), self.routing)
+
     @abstractmethod
     def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
         """fp32 `[R]`: the gradient of each row's probability. Partial sums are added in a fixed
@@ -168,13 +172,13 @@ class ProductsEngine(Engine):
                 dprobs = torch.zeros(slots, dtype=torch.float32, device=x.device)
             else:
                 with self._products(x, weights, settings, routing) as products:
-                    row_dprob, dz = _dgated(products, saved, pending)
+                    dprobs, dz = _dgated(products, saved, pending)
                     dx_rows = empty_rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):
                         products.dgrad(dz, dx_rows)
                 with stage("aggregate_dx"):
                     dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
-                    dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
+                    dprobs = tap("ds", dprobs)
             # `pending` has its own reference to x. Without one here `check_dout` refuses a second
             # backward, which the freed z could not serve.
             if settings.frees_stagewise:
@@ -192,8 +196,8 @@ class ProductsEngine(Engine):
 
 
 def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Tensor, Any]:
-    """`(fp32 [R], the gradient of each row's probability; dz as dgrad reads it)`, and the operands of
-    wgrad in `pending`.
+    """`(fp32 [T, K], the gradient of each probability; dz as dgrad reads it)`, and the operands of wgrad
+    in `pending`.
     """
     dout, dz, y1s = plain_tokens(pending.dout), pending.dz, pending.y1s
     rows = products.tokens("dout", dout)
@@ -206,10 +210,10 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     if saved.settings.frees_stagewise:
         saved.z = None
     del z
-    row_dprob = products.row_sums(partials, dout)
+    dprobs = products.dprobs(partials, dout)
     pending.dz, pending.y1s = products.shown("dz", dz), tap("y1s", y1s)
     del dz, y1s
-    return row_dprob, products.settle(pending, rows)
+    return dprobs, products.settle(pending, rows)
 
 
 def _restored_z(products: Products, saved: Saved, like: Tensor) -> Tensor:

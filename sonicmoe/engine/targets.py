@@ -307,9 +307,11 @@ class FreshTargets(ParameterTargets):
     that this backward writes.
 
     biases: memory of db1 and db2, where the layer has biases; None for one that is frozen.
+    make_down: takes the memory of dw2, where an engine may free operands of dw1 before.
     """
 
     biases: tuple[Tensor | None, Tensor | None] | None = None
+    make_down: Callable[[], WeightTarget] | None = None
 
     @classmethod
     def fits(cls, dtypes: Iterable[Any]) -> bool:
@@ -321,7 +323,17 @@ class FreshTargets(ParameterTargets):
         """Of the same memory, with what is known of it."""
         return cls(targets.up, targets.down, targets.footprint)
 
+    def take_down(self) -> None:
+        """Take the memory of dw2, if it was put off."""
+        if self.make_down is not None:
+            self.down, self.make_down = self.make_down(), None
+
+    def wants(self, name: str) -> bool:
+        self.take_down()
+        return super().wants(name)
+
     def tensors(self) -> tuple[Tensor, ...]:
+        self.take_down()
         biases = [memory for memory in self.biases or () if memory is not None]
         return (*super().tensors(), *biases)
 

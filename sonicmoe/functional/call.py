@@ -25,7 +25,7 @@ from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
-from ..gradients.batch import fresh_targets
+from ..gradients.batch import late_targets
 from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout, WeightSource
@@ -323,13 +323,15 @@ def _differentiate(
     passed = plan.passed(weights, dtypes)
     parameters = passed.parameters()
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
-    # Memory first: a backward that runs out of it must not have computed anything yet.
-    targets = fresh_targets(passed, parameters, wanted, engine, plan.settings, dout)
-    if targets is not None:
-        # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
+    if engine.writes_gradients(plan.settings, device_name(dout)):
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
-        engine.backward_dw(pending, targets)
-        return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
+        # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
+        # nobody.
+        targets = late_targets(passed, parameters, wanted, engine, plan.settings, dout)
+        if targets is not None:
+            # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
+            engine.backward_dw(pending, targets)
+            return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)

@@ -188,6 +188,31 @@ def fresh_targets(
     return layer.fresh_targets(memory)
 
 
+def late_targets(
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: list[bool],
+    engine: Engine,
+    settings: EngineSettings,
+    dout: Tensor,
+) -> FreshTargets | None:
+    """The same for two stacked weights, where the memory of the second is taken when the engine comes
+    to it.
+    """
+    both = all(trained[:2])
+    first = [wanted and not (both and i == 1) for i, wanted in enumerate(trained)]
+    targets = fresh_targets(layer, parameters, first, engine, settings, dout)
+    if targets is not None and both:
+        down, device = parameters[1], device_of(dout)
+
+        def make_down() -> WeightTarget:
+            memory = empty(tuple(down.shape), down.dtype, device)
+            return layer.fresh_targets([None, memory, None, None][: len(parameters)]).down
+
+        targets.make_down = make_down
+    return targets
+
+
 def direct_problem(
     batch: Batch, engine: Engine, settings: EngineSettings, layer: ExpertParameters, dout: Tensor
 ) -> str | None:

@@ -62,6 +62,10 @@ class RoutingKernels(ABC):
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
 
+    def sum_or_zero(self, index: Tensor, parts: Tensor, out: Tensor) -> None:
+        """The same of the sums of `parts` over its first axis."""
+        self.gather_or_zero(index, parts.sum(0), out)
+
     @abstractmethod
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
@@ -82,6 +86,7 @@ class CudaKernels(RoutingKernels):
         """
         metadata, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
         self._build, self._gather = metadata.build_metadata, metadata.gather_or_zero
+        self._gather_sums = metadata.sum_or_zero
         self._aggregate = aggregate.aggregate_rows
         self._scratch_per_expert = int(metadata.scratch_per_expert())
         self._forced_ctas = forced_ctas
@@ -107,6 +112,9 @@ class CudaKernels(RoutingKernels):
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         self._gather(index, values, out, current_stream(index))
+
+    def sum_or_zero(self, index: Tensor, parts: Tensor, out: Tensor) -> None:
+        self._gather_sums(index, parts, out, current_stream(index))
 
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool

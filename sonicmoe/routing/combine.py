@@ -37,6 +37,15 @@ def scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
     return out
 
 
+def sum_to_slots(row_parts: Tensor, routing: RoutingMetadata) -> Tensor:
+    """fp32 `[parts, R]` -> `[T, K]`: the sum over the parts of each slot's row, in their order, exactly
+    0 in invalid slots. One launch of the CUDA kernels.
+    """
+    out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_parts))
+    kernels_for(row_parts).sum_or_zero(routing.slot_row, row_parts, out)
+    return out
+
+
 def aggregate(
     rows: Tensor,
     routing: RoutingMetadata,

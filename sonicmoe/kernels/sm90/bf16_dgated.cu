@@ -7,8 +7,8 @@ namespace {
 
 // dout [T, H], gathered through row_token; w2 [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns
 // as `up` wrote them; row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the same order, y1s
-// [R, I], partials fp32 [R, ceil(I / 256)], whose row sums are <dy1, y1>. Rows at and behind
-// padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+// [R, I], partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. Rows at and
+// behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
             TensorView y1s, TensorView partials, int64_t multiprocessors, int64_t stream) {
@@ -21,6 +21,7 @@ void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, Tensor
   TVM_FFI_ICHECK(rows % sm90::kTileM == 0)
       << "row_token has " << rows << " elements; needed: a multiple of " << sm90::kTileM;
   sm90::DgatedHalfParams e{};
+  e.rows = rows;
   e.row_prob = checked_f32(row_prob, "row_prob", device, rows);
   e.partials =
       checked_f32(partials, "partials", device, rows * ceil_div(inner, sm90::kTileN));
@@ -31,8 +32,8 @@ void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, Tensor
   const int64_t parts = halves && has_gate() ? 2 : 1;
   HalfMaps maps{};
   maps.b[0] = weights.map(0, inner);
-  maps.c = matrix_map(y1s_data, rows, inner, 16, 2);
-  maps.d = parts_map(dz_data, rows, n1, parts, 16);
+  maps.c = matrix_map(y1s_data, rows, inner, sm90::kGroupRows, 2);
+  maps.d = parts_map(dz_data, rows, n1, parts, sm90::kGroupRows);
   maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);
   with_gate(halves, [&](auto gate, auto order) {
     using Epilogue = sm90::DgatedHalf<decltype(gate), decltype(order)::value>;

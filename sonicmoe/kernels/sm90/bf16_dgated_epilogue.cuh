@@ -13,7 +13,8 @@ namespace sonicmoe::sm90 {
 
 struct DgatedHalfParams {
   const float* row_prob;  // [R]
-  float* partials;        // [R, ceil(I / 256)]: a row's sum over the columns of one tile
+  float* partials;        // [ceil(I / 256), R]: a row's sum over the columns of one tile
+  int64_t rows;           // R
 };
 
 template <class Activation, GateOrder kOrder>
@@ -52,13 +53,13 @@ struct DgatedHalf : HalfEpilogue {
   // A loop that shifts the accumulators down, because straight-line code for the whole tile misses
   // the instruction cache.
   __device__ __forceinline__ void store(Accumulators& acc, const OutputTile& tile, Ring& ring) {
-    const int row = first_row(tile) + lane / 4;
+    const int row = tile.row + warp * 16 + lane / 4;
     const float prob[2] = {__ldg(e.row_prob + row), __ldg(e.row_prob + row + 8)};
     float dprob[2] = {0.f, 0.f};
     int stages[2] = {0, 0};  // of the chunks before this one, the older one last
 #pragma unroll 1
     for (int chunk = 0; chunk < kZStages; ++chunk) {
-      const uint32_t patch = way_out.acquire(lane);
+      const uint32_t patch = way_out.acquire();
       // The copy engine has read what was handed over two chunks ago.
       if (chunk >= 2) release(s, stages[1], lane);
       barrier_wait(&s.full[ring.stage], ring.phase);
@@ -72,16 +73,14 @@ struct DgatedHalf : HalfEpilogue {
       for (int i = 0; i < 32; ++i)
         acc[0][i] = acc[0][i + 32], acc[0][i + 32] = acc[1][i], acc[1][i] = acc[1][i + 32];
     }
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
+    way_out.await_read();
     release(s, stages[1], lane);
     release(s, stages[0], lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 1);
       dprob[h] += __shfl_xor_sync(~0u, dprob[h], 2);
-      const int64_t tiles = (p.n + kTileN - 1) / kTileN;
-      if (lane % 4 == 0) e.partials[(row + 8 * h) * tiles + tile.col / kTileN] = dprob[h];
+      if (lane % 4 == 0) e.partials[tile.col / kTileN * e.rows + row + 8 * h] = dprob[h];
     }
   }
 
@@ -160,17 +159,16 @@ struct DgatedHalf : HalfEpilogue {
            q % 2 * 8;
   }
 
-  // dz from where z was, and the patch of y1s: one group of the copy engine.
+  // dz from where z was, and y1s from the buffer: one group of the copy engine.
   __device__ __forceinline__ void hand_over(const uint8_t* dz, const OutputTile& tile, int chunk) {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
+    const int row = first_row(tile);
+    way_out.publish([&](const uint8_t* y1s) {
 #pragma unroll
       for (int box = 0; box < kZBoxes; ++box)
         tma_store_3d(&maps.d, dz + box * kZBoxBytes, column_of_z(tile, chunk, box), part_of_z(box),
-                     first_row(tile));
-    }
-    way_out.publish(&maps.c, tile.col + 64 * chunk, first_row(tile), lane);
+                     row);
+      tma_store_2d(&maps.c, y1s, tile.col + 64 * chunk, row);
+    });
   }
 };
 

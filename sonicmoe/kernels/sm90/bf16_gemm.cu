@@ -29,8 +29,8 @@ void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<Tens
   const bool split = halves && has_gate();
   maps.b[0] = split ? weights.map(0, inner) : weights.map(0, weights.n);
   if (split) maps.b[1] = weights.map(inner, inner);
-  if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, split ? 2 : 1, 16);
-  if (e.store_y) maps.c = matrix_map(y_data, rows, inner, 16, 2);
+  if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, split ? 2 : 1, sm90::kGroupRows);
+  if (e.store_y) maps.c = matrix_map(y_data, rows, inner, sm90::kGroupRows, 2);
   with_gate(halves, [&](auto gate, auto order) {
     using Epilogue = sm90::Activate<decltype(gate), decltype(order)::value>;
     const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<true, true, Epilogue>
@@ -55,7 +55,7 @@ void grouped_gemm(TensorView a, TensorView b, bool transposed, Optional<TensorVi
   HalfMaps maps{};
   maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   maps.b[0] = weights.map(0, weights.n);
-  maps.c = matrix_map(data, rows, weights.n, 16, 2);
+  maps.c = matrix_map(data, rows, weights.n, sm90::kGroupRows, 2);
   const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<false, true, sm90::StoreHalf>
                                          : sm90::bf16_grouped_gemm<false, false, sm90::StoreHalf>;
   launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);

@@ -38,6 +38,7 @@ __device__ __forceinline__ float2 floats_of(uint32_t pair) {
 #endif
 
 constexpr int kHalfTileK = kRowBytes / 2;                    // elements of a k-block
+constexpr int kGroupRows = 64;                               // of a tile's rows, a warpgroup's
 constexpr int kBlockColumns = 64;                            // of an operand that lies by columns
 constexpr int kColumnBlockBytes = kHalfTileK * kRowBytes;    // one block of a stage
 constexpr int kBytesHalfB = kBytesB / kCluster;              // what one CTA of a cluster loads

@@ -126,6 +126,11 @@ __device__ __forceinline__ uint4 load_early_16(const void* address) {
                : "l"(address));
   return v;
 }
+__device__ __forceinline__ float2 load_early_8(const float* address) {
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
+  return v;
+}
 __device__ __forceinline__ float load_early(const float* address) {
   float v;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(address));
