@@ -4,8 +4,8 @@ the wall time.
 
 Busy time is the sum of the kernels' times, from the profiler; wall time is the host's clock; both
 over rows of steps that take turns, so their ratio says how much of a step the GPU waits. `--sweep`
-times every product alone with every tiling that quack offers: from there come the relative times in
-the table of `quack_gemm`.
+times every product alone with every tiling that quack-kernels offers on Blackwell: its relative times
+belong in the table of `quack_tilings`. Each product of Hopper has `bf16_products.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,15 @@ import torch
 from gpu_timing import idle, median_us
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.capabilities import BF16
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import default_cache
 from sonicmoe.jit.plan import CompileJob, ModelSpec
 from sonicmoe.jit.warmup import warm_up
 from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source
+from sonicmoe.kernels.quack_gemm import MlpShape
 from sonicmoe.kernels.quack_tilings import FAMILIES, GemmConfig
 from sonicmoe.routing.backends import arch_of
 from sonicmoe.routing.build import build_routing
@@ -46,32 +48,23 @@ Tensor = torch.Tensor
 REFERENCE = (8192, 3072, 1536, 8, 8)
 STEPS, ROUNDS, REST_S = 20, 5, 0.3
 TOKENS = (1024, 2048, 4096, 8192, 16384)
-FORWARD = ("index", "up", "down", "combine")
+# The launches of a step on Hopper, in their order.
+FORWARD = ("up", "down", "combine")
 BACKWARD = (
-    "index",
-    "dgated",
-    "dprob sums",
-    "dgrad",
-    "combine dx",
-    "dprobs",
-    "index",
-    "wgrad down",
-    "wgrad up",
+    *("dgated", "index", "dprob sums", "dgrad", "combine dx", "dprobs"),
+    *("wgrad down", "wgrad up"),
 )
 PRODUCTS = ("up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
-GATHERS = ("up", "dgated", "wgrad_down", "wgrad_up")
-TILES = [((m, n), False) for m, n in ((128, 224), (128, 256), (256, 128), (256, 160), (256, 192))]
-SWIZZLED = ((128, 128), (128, 192), (128, 256), (256, 192))
-TILES += [((m, n), True) for m, n in ((128, 128), (128, 160), (128, 192), (192, 128))]
 SM100_TILES = [((256, n), (2, 1)) for n in (128, 192, 256, 512)]
 SM100_TILES += [((128, n), (1, 1)) for n in (128, 192, 256)]
 SM120_TILES = [((m, n), True) for m, n in ((128, 128), (128, 64), (64, 128), (128, 160))]
 SM120_TILES += [((m, n), False) for m, n in ((128, 128), (128, 160), (128, 192))]
 
 
-def mlp_of(hidden: int, intermediate: int) -> MlpShape:
-    """For the GPU that this runs on."""
-    return MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch=arch_of("cuda:0"))
+def jobs_of(hidden: int, intermediate: int) -> list[CompileJob]:
+    """What a step launches on the GPU that this runs on."""
+    arch = arch_of("cuda:0")
+    return [*cuda_sources(arch), *BF16.jobs(Workload(EngineSettings(), hidden, intermediate), arch)]
 
 
 class Step:
@@ -80,7 +73,7 @@ class Step:
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Allocate and fill everything."""
         tokens, hidden, intermediate, experts, topk = shape
-        self.mlp = mlp_of(hidden, intermediate)
+        self.hidden, self.intermediate = hidden, intermediate
         self.settings, self.engine = EngineSettings(), Bf16Engine()
         w1 = torch.randn((experts, 2 * intermediate, hidden), device="cuda") * hidden**-0.5
         w2 = torch.randn((experts, hidden, intermediate), device="cuda") * intermediate**-0.5
@@ -109,9 +102,9 @@ class Step:
         self.engine.backward(self.dout, saved, self.weights, self.accumulators)
 
     def products(self) -> dict[str, Callable[[Any], Callable[[], None]]]:
-        """`name -> launcher of that product` for loaded GEMMs, on buffers of its own."""
+        """`name -> launcher of that product` for loaded `GroupedGemms`, on buffers of its own."""
         r, rows = self.routing.num_rows, ExpertRows.of(self.routing)
-        hidden, intermediate = self.mlp.hidden, self.mlp.intermediate
+        hidden, intermediate = self.hidden, self.intermediate
         w1, w2, prob = self.weights.w1, self.weights.w2, self.routing.row_prob
         z, dz = (torch.randn((r, 2 * intermediate), device="cuda").bfloat16() for _ in range(2))
         y1, y1s = (torch.randn((r, intermediate), device="cuda").bfloat16() for _ in range(2))
@@ -206,36 +199,23 @@ def profiled_kernels(step: Callable[[], Any]) -> list[tuple[str, float]]:
     return [(event.name[:40], event.time_range.elapsed_us()) for event in events]
 
 
-def tilings(product: str, family: str) -> list[GemmConfig]:
+def tilings(family: str) -> list[GemmConfig]:
     """What quack offers for a product of a family, at several depths of L2 reuse."""
-    return {"sm90": _on_sm90, "sm100": _on_sm100, "sm120": _on_sm120}[family](product)
+    return {"sm100": _on_sm100, "sm120": _on_sm120}[family]()
 
 
-def _on_sm100(product: str) -> list[GemmConfig]:
+def _on_sm100() -> list[GemmConfig]:
     return [
         GemmConfig(tile, cluster, swizzle=swizzle, clc=clc)
         for (tile, cluster), swizzle, clc in itertools.product(SM100_TILES, (8, 16), (True, False))
     ]
 
 
-def _on_sm120(product: str) -> list[GemmConfig]:
+def _on_sm120() -> list[GemmConfig]:
     return [
         GemmConfig(tile, (1, 1), pingpong, swizzle, clc)
         for (tile, pingpong), swizzle, clc in itertools.product(SM120_TILES, (8, 16), (True, False))
     ]
-
-
-def _on_sm90(product: str) -> list[GemmConfig]:
-    clusters = [(2, 1)] if product in GATHERS else [(2, 1), (1, 2)]
-    tiles = [(tile, pingpong) for tile, pingpong in TILES if product != "up" or tile[1] % 32 == 0]
-    if product == "dgated":
-        tiles = [((m, n), pingpong) for (m, n), pingpong in tiles if n <= 160]
-        tiles += [((128, 96), True), ((128, 128), False), ((128, 192), False), ((128, 256), False)]
-    found = [
-        GemmConfig(tile, cluster, pingpong)
-        for (tile, pingpong), cluster in itertools.product(tiles, clusters)
-    ]
-    return found + [replace(config, swizzle=16) for config in found if config.tile in SWIZZLED]
 
 
 def compile_all(jobs: list[CompileJob]) -> set[str]:
@@ -258,15 +238,15 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
     """Every product with every tiling, fastest first; "relative" is the time over the fastest's."""
     step = Step(shape)
     tokens, hidden, intermediate, _, topk = shape
-    family = FAMILIES[step.mlp.family]
-    options = {product: tilings(product, family.name) for product in PRODUCTS}
+    mlp = MlpShape(hidden, intermediate, ActivationType.SWIGLU, arch=arch_of("cuda:0"))
+    family = FAMILIES[mlp.family]
     makers = {product: getattr(quack_gemm, f"{product}_kernel") for product in PRODUCTS}
 
     def kernel(product: str, config: GemmConfig) -> CompileJob:
         extra = {"store_z": True} if product == "up" else {}
-        return makers[product](step.mlp, config=config, **extra)  # type: ignore[no-any-return]
+        return makers[product](mlp, config=config, **extra)  # type: ignore[no-any-return]
 
-    pairs = [(product, config) for product in PRODUCTS for config in options[product]]
+    pairs = list(itertools.product(PRODUCTS, tilings(family.name)))
     failed = compile_all([kernel(*pair) for pair in pairs])
     launchers, results = step.products(), list[dict[str, Any]]()
     for product, config in pairs:
@@ -274,9 +254,7 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
             continue
         family.candidates[product] = ((config, 1.0),)
         launch = launchers[product](
-            quack_gemm.GroupedGemms(
-                step.mlp, torch.cuda.get_device_properties(0).multi_processor_count
-            )
+            quack_gemm.GroupedGemms(mlp, torch.cuda.get_device_properties(0).multi_processor_count)
         )
         factor = 4.0 if product in ("up", "dgrad", "wgrad_up") else 2.0
         try:
@@ -302,7 +280,7 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
     "--sweep",
     "do_sweep",
     is_flag=True,
-    help="Also time every product with every tiling, at the first shape.",
+    help="On Blackwell, also time every product with every tiling, at the reference shape.",
 )
 @click.option(
     "--tokens",
@@ -315,8 +293,7 @@ def sweep(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 def main(json_path: Path | None, do_sweep: bool, tokens: tuple[int, ...]) -> None:
     """Time forward, and forward and backward, of the BF16 engine at H=3072 I=1536 E=8 K=8."""
     _, hidden, intermediate, _, topk = REFERENCE
-    mlp = mlp_of(hidden, intermediate)
-    compile_all([*cuda_sources(mlp.arch), expert_rows_source(mlp.arch), *all_kernels(mlp)])
+    compile_all(jobs_of(hidden, intermediate))
     report: list[dict[str, Any]] = []
     for count in tokens:
         step = Step((count, *REFERENCE[1:]))

@@ -23,14 +23,16 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import bf16_bench
 import torch
-from bf16_bench import BACKWARD, FORWARD, Step, compile_all, mlp_of, profiled_row
+from bf16_bench import BACKWARD, FORWARD, Step, compile_all, profiled_row
+from bf16_products import launches
 from gpu_timing import median_us
 
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.engine.triton import TritonEngine, index_of
 from sonicmoe.enums import ActivationType
-from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source
 from sonicmoe.kernels.triton.launches import Calls, native_place
 from sonicmoe.kernels.triton.tilings import PRODUCTS, Tiling
 from sonicmoe.kernels.triton.variants import ExpertShape, all_variants, variant
@@ -45,7 +47,8 @@ SHAPES: tuple[Shape, ...] = (
     (8192, 4096, 4096, 8, 8),
 )
 ROUNDS = 3
-# The launches of a step in both engines, in the order of each.
+# The launches of a step of the Triton engine, in their order.
+TRITON_FORWARD = ("index", "up", "down", "combine")
 TRITON_BACKWARD = (
     "index",
     "dgated",
@@ -89,9 +92,8 @@ def shape_of(hidden: int, intermediate: int) -> ExpertShape:
 
 def jobs_of(hidden: int, intermediate: int) -> list[Any]:
     """Everything that a step of either engine launches."""
-    quack, ours = mlp_of(hidden, intermediate), shape_of(hidden, intermediate)
-    jobs = [*cuda_sources(quack.arch), expert_rows_source(quack.arch), *all_kernels(quack)]
-    return [*jobs, *all_variants(ours)]
+    ours = shape_of(hidden, intermediate)
+    return [*bf16_bench.jobs_of(hidden, intermediate), *all_variants(ours)]
 
 
 def compare(shape: Shape) -> list[dict[str, Any]]:
@@ -111,7 +113,7 @@ def compare(shape: Shape) -> list[dict[str, Any]]:
     for name, profiles in rows.items():
         names = [launch for launch, _ in profiles[0]]
         times = [statistics.median(us for _, us in each) for each in zip(*profiles, strict=True)]
-        labels = FORWARD + (TRITON_BACKWARD if name == "triton" else BACKWARD)
+        labels = TRITON_FORWARD + TRITON_BACKWARD if name == "triton" else FORWARD + BACKWARD
         used = labels if len(labels) == len(names) else names
         report.append(
             {
@@ -148,7 +150,7 @@ def show(report: list[dict[str, Any]]) -> None:
 
 
 def sweep(shape: Shape, products: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Every product in every tiling, and by quack, fastest first."""
+    """Every product in every tiling, and by engine `bf16` on Hopper, fastest first."""
     step = Step(shape)
     mlp, rows = shape_of(shape[1], shape[2]), step.routing.num_rows
     pairs = [(product, tiling) for product in products for tiling in candidates(product)]
@@ -159,14 +161,12 @@ def sweep(shape: Shape, products: tuple[str, ...]) -> list[dict[str, Any]]:
         pair: variant(pair[0], mlp, tiling=pair[1], **extra[pair[0]])
         for pair in dict.fromkeys(pairs)
     }
-    theirs = [*all_kernels(step.mlp), expert_rows_source(mlp.arch)]
-    failed = compile_all([*jobs.values(), *theirs])
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    quack, launchers = quack_gemm.grouped_gemms(step.mlp, sms), step.products()
+    failed = compile_all([*jobs.values(), *bf16_bench.jobs_of(shape[1], shape[2])])
+    sms, bf16 = torch.cuda.get_device_properties(0).multi_processor_count, of_bf16(step)
     found = []
     for product in products:
-        us = median_us(launchers[product](quack), launches=15, rest=0.1)
-        found.append({"product": product, "tiling": "quack", "us": us})
+        us = median_us(bf16[product], launches=15, rest=0.1)
+        found.append({"product": product, "tiling": "bf16", "us": us})
     for pair, job in jobs.items():
         if str(job.key()) in failed:
             continue
@@ -188,9 +188,20 @@ def sweep(shape: Shape, products: tuple[str, ...]) -> list[dict[str, Any]]:
     return [{"shape": shape, **row} for row in found]
 
 
+def of_bf16(step: Step) -> dict[str, Callable[[], object]]:
+    """A launch of each product of engine `bf16` on Hopper."""
+    weights, sums = step.weights, step.accumulators
+    up, down = (
+        WeightTarget.stacked(gradient, weights.num_experts, weights.layout)
+        for gradient in (sums.dw1, sums.dw2)
+    )
+    targets = ParameterTargets(up, down)
+    return launches(step.x, step.dout, weights, step.routing, step.settings, targets)
+
+
 def _launch(step: Step, calls: Calls, product: str) -> Callable[[], None]:
     """A launcher of one product on buffers of its own."""
-    r, hidden, inner = step.routing.num_rows, step.mlp.hidden, step.mlp.intermediate
+    r, hidden, inner = step.routing.num_rows, step.hidden, step.intermediate
     w1, w2, prob = step.weights.w1, step.weights.w2, step.routing.row_prob
 
     def rows_of(width: int) -> torch.Tensor:
