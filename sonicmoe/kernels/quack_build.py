@@ -17,7 +17,7 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.frontend import EpiMod
-from quack.gemm_default_epi import GemmDefaultSm90, GemmDefaultSm100, GemmDefaultSm120
+from quack.gemm_default_epi import GemmDefaultSm100, GemmDefaultSm120
 from quack.layout_utils import select
 from quack.rounding import RoundingMode
 from quack.tile_scheduler import TileSchedulerOptions
@@ -28,7 +28,6 @@ from .quack_epilogues import dgated_epilogue, up_epilogue
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 # The family's number in `EpiMod._mint`, and its class for products without an epilogue of ours.
 _CLASSES = {
-    "sm90": (9, GemmDefaultSm90),
     "sm100": (10, GemmDefaultSm100),
     "sm120": (12, GemmDefaultSm120),
 }
@@ -47,10 +46,8 @@ class Tiling:
 
     def gemm(self, cls, dtype, *, gather: bool, **more):
         """An object of a GEMM class of the family."""
-        # The class for sm90 takes neither of the words for a source of tiles, that for sm100 no
-        # pingpong.
+        # The class for sm100 takes no pingpong.
         own = {
-            "sm90": {"pingpong": self.pingpong},
             "sm100": {"use_clc_persistence": self.clc, "use_tma_gather": False},
             "sm120": {"pingpong": self.pingpong, "use_clc_persistence": self.clc},
         }[self.family]

@@ -1,5 +1,5 @@
-"""The BF16 grouped GEMMs of an expert MLP, on the kernels of quack-kernels: which variant, compiled
-how, called with what.
+"""The BF16 grouped GEMMs of an expert MLP for Blackwell, on the kernels of quack-kernels: which
+variant, compiled how, called with what. Those for Hopper are our own (`engine/bf16_sm90.py`).
 
 Compiled ahead of time into this package's own cache, not through quack's: a warm machine needs
 neither quack nor CuTe DSL, `no_compile()` holds, and no variant depends on a token count. Tensors
@@ -59,7 +59,7 @@ class MlpShape:
 
     dtype: "bfloat16" or "float16". bias: whether z and y2 get one. parameters: those of the
     activation that the layer sets; they are constants of the compiled code. capped: whether the
-    GEMMs are held to fewer multiprocessors than the device has. arch: "sm_90a". family: whose GEMM
+    GEMMs are held to fewer multiprocessors than the device has. arch: "sm_100a". family: whose GEMM
     class serves it; see `quack_tilings.family_of`.
     """
 
@@ -90,14 +90,8 @@ class MlpShape:
 
 
 def candidates(product: str, shape: MlpShape) -> Candidates:
-    """The tilings of a product that do not spill, as its device can run them: beside a bias or an
-    ungated activation, `up` has no room for 192 sums in registers.
-    """
+    """The tilings of a product, as its device can run them."""
     family = FAMILIES[shape.family]
-    # A thread has at most 255 registers. 192 sums leave room for the gated epilogue, but not for
-    # the values of a bias or for an ungated activation beside them.
-    crowded = product == "up" and (shape.bias or not is_glu(shape.activation))
-    most = 128 if crowded and family.most_registers is not None else math.inf
     # Cluster launch control starts a block per tile, so a number of multiprocessors would bind
     # nothing.
     known = ARCHITECTURES.get(shape.arch)
@@ -105,7 +99,6 @@ def candidates(product: str, shape: MlpShape) -> Candidates:
     return tuple(
         (config if clc else replace(config, clc=False), time)
         for config, time in family.candidates[product]
-        if config.accumulators <= most
     )
 
 

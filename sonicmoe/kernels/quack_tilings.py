@@ -1,5 +1,5 @@
-"""Tilings of the BF16 grouped GEMMs: what one is, which of them quack-kernels can build for a family
-of architectures, and the candidates among which `quack_gemm.choose_config` chooses.
+"""Tilings of the BF16 grouped GEMMs for Blackwell: what one is, which of them quack-kernels can build
+for a family of architectures, and the candidates among which `quack_gemm.choose_config` chooses.
 
 Imports no framework and no compiler.
 """
@@ -124,53 +124,11 @@ class GemmFamily:
             yield f"its cluster is {cluster}; needed: (1, 1), because these GPUs cannot share copies"
 
 
-# Measured on one H200 with `python benchmarks/bf16_bench.py --sweep`, at widths that these tiles
-# divide. Not listed: tilings that spill, and those whose rows are no multiple of the 128 that
-# experts are padded to.
-# A weight gradient contracts over the rows of an expert, so its tiles cut H and I on both sides and
-# its M may be larger than 128.
-_SM90_WGRAD: Candidates = (
-    (GemmConfig((256, 192)), 1.00),
-    (GemmConfig((128, 256)), 1.03),
-    (GemmConfig((256, 128)), 1.07),
-)
-_SM90 = GemmFamily(
-    "sm90",
-    targets=("sm90",),
-    tile_rows=(64, 128, 192, 256, 320),
-    clc_targets=(),
-    most_registers=192,  # a thread has at most 240
-    candidates={
-        # Pingpong means that the two consumer warpgroups work on two tiles: one multiplies while the
-        # other runs its epilogue. That pays where the epilogue is long, and each warpgroup then
-        # needs the registers of a whole tile.
-        "up": (
-            (GemmConfig((128, 192), pingpong=True), 1.00),
-            (GemmConfig((128, 256)), 1.03),
-            (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
-        ),
-        "down": (
-            (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
-            (GemmConfig((128, 192), pingpong=True), 1.01),
-            (GemmConfig((128, 256), swizzle=16), 1.04),
-            (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.05),
-        ),
-        # It holds z, dz, y1s and both factors of dprobs beside the accumulator: wider tiles spill
-        # or lose a pipeline stage.
-        "dgated": ((GemmConfig((128, 128), pingpong=True, swizzle=16), 1.00),),
-        "dgrad": (
-            (GemmConfig((128, 192), cluster=(1, 2), pingpong=True), 1.00),
-            (GemmConfig((128, 192), pingpong=True), 1.01),
-            (GemmConfig((128, 256), swizzle=16), 1.02),
-            (GemmConfig((128, 128), pingpong=True, swizzle=16), 1.04),
-        ),
-        "wgrad_down": _SM90_WGRAD,
-        "wgrad_up": _SM90_WGRAD,
-    },
-)
+# In the order of a training step.
+PRODUCTS = ("up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up")
 
-# Nobody has timed the next two families with this package. The first tiling of a product is quack's
-# own default, but for sm120's weight gradients. Narrower ones are for widths that the first does not
+# Nobody has timed these families with this package. The first tiling of a product is quack's own
+# default, but for sm120's weight gradients. Narrower ones are for widths that the first does not
 # divide. Their times are guesses: a tile of M x N reads 1 / M + 1 / N operands per product, and most
 # of that hides behind the products.
 _SM100_ALL: Candidates = (
@@ -184,7 +142,7 @@ _SM100 = GemmFamily(
     tile_rows=(128, 256),
     clc_targets=("sm100",),
     most_registers=None,
-    candidates=dict.fromkeys(_SM90.candidates, _SM100_ALL),
+    candidates=dict.fromkeys(PRODUCTS, _SM100_ALL),
 )
 
 _SM120_NARROW = GemmConfig((128, 64), cluster=(1, 1), pingpong=True, clc=True)
@@ -215,9 +173,7 @@ _SM120 = GemmFamily(
     },
 )
 
-FAMILIES: dict[str, GemmFamily] = {family.name: family for family in (_SM90, _SM100, _SM120)}
-# Products in the order of a training step.
-PRODUCTS = tuple(_SM90.candidates)
+FAMILIES: dict[str, GemmFamily] = {family.name: family for family in (_SM100, _SM120)}
 
 _SERVED_BY: dict[str, str] = {
     known.name: known.family for known in ARCHITECTURES.values() if known.family in FAMILIES
@@ -237,15 +193,16 @@ def family_of(arch: str) -> str:
 
 @contextmanager
 def served_by(arch: str, family: str) -> Iterator[None]:
-    """Inside the block another family's class serves an architecture, in every thread. For tests,
-    which run the class of a GPU that is not here on one that is.
+    """Inside the block a family's class serves an architecture that may have none, in every thread.
+    For tests, which run the class of a GPU that is not here on one that is.
     """
-    previous = _SERVED_BY[arch]
+    previous = _SERVED_BY.copy()
     _SERVED_BY[arch] = FAMILIES[family].name
     try:
         yield
     finally:
-        _SERVED_BY[arch] = previous
+        _SERVED_BY.clear()
+        _SERVED_BY.update(previous)
 
 
 def require_buildable(kernel: str, config: GemmConfig, family: str, arch: str) -> None:

@@ -218,7 +218,7 @@ def test_a_warm_up_has_every_variant_that_a_destination_asks_for(activation):
     )
 
     for hidden, inner in ((3072, 1536), (2048, 768), (512, 384), (2880, 2880)):
-        shape = MlpShape(hidden, inner, activation, arch="sm_90a")
+        shape = MlpShape(hidden, inner, activation, arch="sm_100a")
         planned = set(all_kernels(shape))
         for stored in STORED["wgrad_down"]:
             assert wgrad_down_kernel(shape, stored=stored) in planned

@@ -42,8 +42,7 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.kernels.quack_gemm import MlpShape, expert_rows_source, wgrad_kernels
-from sonicmoe.kernels.sm90 import engine_sources
+from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import quantize
@@ -61,9 +60,8 @@ TENSORS = ("out", "dx", "dprobs")
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Every kernel of this module, built in parallel; nothing below may compile."""
-    shape = MlpShape(H, I, ActivationType.SWIGLU, arch=ARCH)
     jobs = [*plan(ModelSpec(E, H, I), SonicMoEConfig(fp8_mode="perf").resolve())]
-    jobs += [expert_rows_source(ARCH), *wgrad_kernels(shape)]
+    jobs.append(bf16_sources(ARCH, ActivationType.SWIGLU)["bf16_wgrad"])
     # The fused GEMMs are compiled for one activation.
     for activation in GATES:
         jobs += engine_sources(ARCH, activation)

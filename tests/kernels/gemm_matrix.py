@@ -23,7 +23,6 @@ SWIGLU = ActivationType.SWIGLU
 OWN = {ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 25.0))}
 # (architecture compiled for, family of the GEMM class). The last one can be run on Hopper.
 TARGETS = (
-    ("sm_90a", "sm90"),
     ("sm_100a", "sm100"),
     ("sm_103a", "sm100"),
     ("sm_120a", "sm120"),
@@ -71,9 +70,17 @@ def every_variant(shape: MlpShape) -> tuple[CuteKernel, ...]:
     return tuple(dict.fromkeys(variants))
 
 
+def dgated_of_every_activation(arch: str) -> list[CuteKernel]:
+    """It computes values and slopes; `up`, values alone."""
+    return [
+        quack_gemm.dgated_kernel(shape_for(arch, activation=kind, parameters=OWN.get(kind, ())))
+        for kind in ActivationType
+    ]
+
+
 def few_variants(arch: str, family: str) -> tuple[CuteKernel, ...]:
-    """What the gate compiles for a target that is not this project's own: each kind of product once,
-    with the choices that take most registers.
+    """What the gate compiles for a target: each kind of product once, with the choices that take most
+    registers.
     """
     shape = shape_for(arch, family)
     crowded = replace(shape, activation=ActivationType.GELU, bias=True)

@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import processes
@@ -22,6 +20,7 @@ from kernels import ptx_report
 from kernels.gemm_matrix import (
     SWIGLU,
     TARGETS,
+    dgated_of_every_activation,
     every_variant,
     few_variants,
     shape_for,
@@ -54,105 +53,17 @@ from sonicmoe.kernels.quack_gemm import (
 from sonicmoe.kernels.quack_tilings import (
     FAMILIES,
     PRODUCTS,
-    GemmConfig,
     family_of,
     served_by,
 )
 
-ARCH = "sm_90a"
+ARCH = "sm_100a"
 SHAPE = shape_for(ARCH)
 MISSING = missing_package(all_kernels(SHAPE))
 needs_quack = pytest.mark.skipif(
     MISSING is not None or importlib.util.find_spec("tvm_ffi") is None or find_toolkit() is None,
     reason="needs quack-kernels, nvidia-cutlass-dsl, apache-tvm-ffi and nvcc",
 )
-
-
-TILING = ("tile", "cluster", "pingpong", "swizzle")
-# The gate that computes most, and so the activation without one. `up` is compiled with these;
-# `dgated`, which computes values and slopes, with every activation.
-HUNGRIEST = (ActivationType.SITU_GLU.value, ActivationType.GELU.value)
-
-
-def shown_by(kernel: CuteKernel) -> set[tuple]:
-    """What one variant shows: that its builder takes each of its choices, a tiling being one choice.
-
-    Whether a variant spills depends on the values that its epilogue keeps beside the sums of its
-    tile. So an activation is shown beside the most sums that it ever meets, and without z, which
-    leaves `up` registers to spare, a variant shows only that z may be left out.
-    """
-    statics = dict(kernel.statics)
-    # From the tiling, from the activation, and from the architecture.
-    follow = (*TILING, "gated", "parameters", "family", "clc")
-    choices = {name: value for name, value in statics.items() if name not in follow}
-    choices["tiling"] = tuple(statics[name] for name in TILING)
-    if not choices.get("store_z", True):
-        choices = {"store_z": False}
-    activation = choices.pop("activation", None)
-    shown = {(kernel.entry, *choice) for choice in choices.items()}
-    matters = kernel.name == "bf16_dgated" or activation in HUNGRIEST
-    if activation and matters and sums_of(kernel) == most_sums(kernel.entry, activation):
-        shown.add((kernel.entry, activation))
-    return shown
-
-
-def sums_of(kernel: CuteKernel) -> int:
-    """Registers of a thread that hold sums of a tile."""
-    config = {name: value for name, value in kernel.statics if name in TILING}
-    return GemmConfig(**config).accumulators
-
-
-@cache
-def most_sums(entry: str, activation: str) -> int:
-    variants = (kernel for kernel in every_variant(SHAPE) if kernel.entry == entry)
-    return max(
-        sums_of(kernel) for kernel in variants if dict(kernel.statics)["activation"] == activation
-    )
-
-
-@cache
-def pool() -> tuple[CuteKernel, ...]:
-    """What is chosen from: also every variant in fp16, so that one variant shows that and more."""
-    return every_variant(SHAPE) + every_variant(replace(SHAPE, dtype="float16"))
-
-
-def covering_variants() -> tuple[CuteKernel, ...]:
-    """A small set of variants that shows all that all of them show: those that alone show
-    something, then others greedily.
-    """
-    left = {kernel: shown_by(kernel) for kernel in pool()}
-    counts = Counter(choice for choices in left.values() for choice in choices)
-    chosen = [kernel for kernel, found in left.items() if any(counts[one] == 1 for one in found)]
-    missing = set(counts).difference(*map(left.pop, chosen))
-    while missing:
-        best = max(left, key=lambda kernel: len(left[kernel] & missing))
-        missing -= left.pop(best)
-        chosen.append(best)
-    return tuple(chosen)
-
-
-def test_a_covering_set_leaves_no_choice_out():
-    variants, chosen = every_variant(SHAPE), covering_variants()
-    assert set(chosen) < set(pool()) and len(chosen) <= 0.25 * len(variants)
-    shown, choices = (set().union(*map(shown_by, set_)) for set_ in (chosen, variants))
-    assert shown == choices
-    statics, whole = (
-        [dict(kernel.statics) | {"product": kernel.name, "entry": kernel.entry} for kernel in set_]
-        for set_ in (chosen, variants)
-    )
-    for one in ("product", "tile", "dtype", "bias", "store_z", "stored"):
-        found, wanted = (
-            {(s["entry"], s[one]) for s in set_ if one in s} for set_ in (statics, whole)
-        )
-        assert found == wanted, one
-    computed = {
-        product: {s["activation"] for s in statics if s["product"] == product}
-        for product in ("bf16_up", "bf16_dgated")
-    }
-    assert computed["bf16_dgated"] == {kind.value for kind in ActivationType}
-    assert computed["bf16_up"] >= {*HUNGRIEST, ActivationType.SWIGLU.value}
-    wide = {"product": "bf16_up", "activation": HUNGRIEST[0], "tile": (128, 192)}
-    assert any(wide.items() <= s.items() for s in statics), wide
 
 
 def compiled(variants: Sequence[CuteKernel]) -> list[tuple[CuteKernel, str, Traffic]]:
@@ -193,17 +104,17 @@ def require_sound(kernel: CuteKernel, report: str, moved: Traffic) -> None:
 
 @needs_quack
 @pytest.mark.slow
-def test_variants_compile_without_spills_and_load_every_operand(pytestconfig):
-    """For Hopper a covering set of the variants, and with `--every-variant` all of them, four times as
-    many. A few for each other target; all of those with `tools/ci/compile_matrix.py --every`.
+def test_variants_compile_without_spills_and_load_every_operand():
+    """A few for each target, and the formulas of every activation, whose text is one for all targets;
+    all of them with `tools/ci/compile_matrix.py --every`.
     """
-    every = pytestconfig.getoption("--every-variant")
-    others = [target for target in TARGETS if target != (ARCH, "sm90")]
-    few = [kernel for target in others for kernel in few_variants(*target)]
-    assert {(kernel.arch, dict(kernel.statics)["family"]) for kernel in few} == set(others)
-    hopper = every_variant(SHAPE) if every else covering_variants()
+    few = [kernel for target in TARGETS for kernel in few_variants(*target)]
+    assert {(kernel.arch, dict(kernel.statics)["family"]) for kernel in few} == set(TARGETS)
+    few = dict.fromkeys([*few, *dgated_of_every_activation("sm_120a")])
+    activations = {dict(kernel.statics).get("activation") for kernel in few}
+    assert activations >= {kind.value for kind in ActivationType}
     # MXFP8's come along, because importing CuTe DSL takes as long as three variants.
-    for kernel, report, moved in compiled([*hopper, *few, *few_mx_variants()]):
+    for kernel, report, moved in compiled([*few, *few_mx_variants()]):
         require_sound(kernel, report, moved)
 
 
@@ -232,26 +143,15 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "tile", "cluster"),
-    [
-        (3072, (128, 192), (1, 2)),
-        (6144, (128, 192), (1, 2)),
-        (2880, (128, 192), (2, 1)),
-        (5120, (128, 192), (2, 1)),
-        (2048, (128, 256), (2, 1)),
-        (512, (128, 256), (2, 1)),
-        (128, (128, 128), (2, 1)),
-    ],
+    ("hidden", "columns"), [(3072, 256), (6144, 256), (2880, 192), (128, 128), (512, 256)]
 )
-def test_tiles_fit_the_width(hidden, tile, cluster):
-    """3072 is 8 pairs of 192; 2880 and 5120 are 15 and 27 tiles of 192, pairs of which would end
-    outside; 2048 is 8 of 256.
-    """
+def test_tiles_fit_the_width(hidden, columns):
+    """3072 is 12 tiles of 256; 2880 is 15 of 192, and 11.25 of 256."""
     config = choose_config("down", replace(SHAPE, hidden=hidden))
-    assert (config.tile, config.cluster) == (tile, cluster)
+    assert (config.tile, config.cluster) == ((256, columns), (2, 1))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_no_tiling_computes_much_for_nothing(arch):
     hiddens = (2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
     intermediates = (512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336)
@@ -279,14 +179,12 @@ def test_tilings_keep_to_what_the_kernels_can_do(arch, family):
 
 
 REFUSED = [
-    ("sm_100a", "sm90", "down", {}, "compiled for sm100, and the class of sm90 runs on sm90"),
-    ("sm_90a", "sm100", "down", {}, "the class of sm100 runs on sm100"),
+    ("sm_90a", "sm100", "down", {}, "compiled for sm90, and the class of sm100 runs on sm100"),
     ("sm_80", "sm120", "down", {}, "compiled for sm80, and the class of sm120 runs on sm120 and sm90"),
-    ("sm_90a", "sm90", "down", {"tile": (96, 128)}, "its tile has 96 rows; needed: one of [64, 128,"),
-    ("sm_90a", "sm90", "down", {"tile": (128, 80)}, "its tile has 80 columns"),
-    ("sm_90a", "sm90", "up", {"cluster": (1, 2)}, "2 blocks along N; needed: 1, because A is gathered"),
-    ("sm_90a", "sm90", "down", {"tile": (256, 128), "pingpong": True}, "a thread holds 256 sums; needed: at most 192"),
-    ("sm_90a", "sm90", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
+    ("sm_120a", "sm120", "down", {"tile": (96, 128)}, "its tile has 96 rows; needed: one of [64, 128]"),
+    ("sm_100a", "sm100", "down", {"tile": (256, 80)}, "its tile has 80 columns"),
+    ("sm_100a", "sm100", "up", {"cluster": (1, 2)}, "2 blocks along N; needed: 1, because A is gathered"),
+    ("sm_120a", "sm120", "down", {"tile": (128, 192), "pingpong": True}, "a thread holds 192 sums; needed: at most 160"),
     ("sm_90a", "sm120", "down", {"clc": True}, "cluster launch control, which sm90 does not have"),
     ("sm_100a", "sm100", "down", {"pingpong": True}, "one warp of a block multiplies on sm100"),
     ("sm_100a", "sm100", "down", {"tile": (256, 128), "cluster": (1, 1)}, "which two blocks share"),
@@ -307,8 +205,9 @@ def test_what_a_class_cannot_run_is_refused(arch, family, product, changes, word
 
 
 def test_the_family_follows_the_architecture():
-    assert {arch: family_of(arch) for arch, family in TARGETS[:5]} == dict(TARGETS[:5])
-    for arch in ("sm_80", "sm_89", "sm_75", "sm_90"):
+    """Hopper has GEMMs of our own."""
+    assert {arch: family_of(arch) for arch, family in TARGETS[:4]} == dict(TARGETS[:4])
+    for arch in ("sm_80", "sm_89", "sm_75", "sm_90", "sm_90a"):
         words = f"arch='{arch}' has no grouped GEMMs; needed: one of"
         with pytest.raises(ConfigError, match=words):
             shape_for(arch)
@@ -317,10 +216,11 @@ def test_the_family_follows_the_architecture():
 def test_another_family_can_be_made_to_serve_an_architecture():
     with served_by("sm_90a", "sm120"):
         shape = MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
-    assert shape.family == "sm120" and shape != MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
+    assert shape.family == "sm120"
     statics = [dict(kernel.statics) for kernel in all_kernels(shape)]
     assert all(s["family"] == "sm120" and not s["clc"] for s in statics)
-    assert family_of("sm_90a") == "sm90"
+    with pytest.raises(ConfigError, match="no grouped GEMMs"):
+        family_of("sm_90a")
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
@@ -331,14 +231,8 @@ def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch):
         assert choose_config(product, free) == replace(choose_config(product, capped), clc=True)
     assert all(dict(kernel.statics)["clc"] for kernel in all_kernels(free))
     assert not any(dict(kernel.statics)["clc"] for kernel in all_kernels(capped))
-    assert all_kernels(shape_for("sm_90a", capped=True)) == all_kernels(SHAPE)
-
-
-def test_up_has_fewer_sums_beside_a_bias_or_an_ungated_activation():
-    assert choose_config("up", SHAPE).accumulators == 192
-    for shape in (replace(SHAPE, bias=True), replace(SHAPE, activation=ActivationType.GELU)):
-        assert {config.accumulators for config, _ in candidates("up", shape)} == {128}
-        assert choose_config("up", shape).accumulators == 128
+    on_hopper = [all_kernels(shape_for("sm_90a", "sm120", capped=cap)) for cap in (False, True)]
+    assert on_hopper[0] == on_hopper[1]
 
 
 def test_no_variant_depends_on_sizes_but_through_its_tiling():

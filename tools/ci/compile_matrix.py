@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Compile the kernels of the BF16 engine, or of another one, for every architecture that it serves,
-and print seconds, registers and spills. No GPU is needed.
+"""Compile the kernels of the BF16 engine for Blackwell, or of another engine for every architecture
+that it serves, and print seconds, registers and spills. No GPU is needed.
 
     tools/ci/compile_matrix.py                             # a row per product and target
     tools/ci/compile_matrix.py --every                     # every activation, bias, tiling and dtype
