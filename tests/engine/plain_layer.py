@@ -11,6 +11,7 @@ import torch
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.routing.build import build_routing
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -22,7 +23,7 @@ REFERENCE = ReferenceEngine()
 
 @dataclass
 class Case:
-    """`weights` as native w1, w2, b1, b2."""
+    """`weights` as native w1, w2, b1, b2; `layout`: an engine is given them so, where it is not None."""
 
     x: torch.Tensor
     dout: torch.Tensor
@@ -30,6 +31,7 @@ class Case:
     probs: torch.Tensor
     weights: tuple
     settings: EngineSettings
+    layout: WeightLayout | None = None
 
     def but(self, **settings):
         """The same operands with other settings."""
@@ -43,9 +45,19 @@ class Case:
         w1, _, b1, _ = self.weights
         return NativeBuffer.zeros(E, int(w1.shape[1]), H, I, b1 is not None, "cpu")
 
+    @property
+    def source(self):
+        """The weights as a user has them, each projection in one tensor."""
+        w1, w2, b1, b2 = self.weights
+        b1, layout = None if b1 is None else self.layout.user_b1(b1), self.layout
+        return WeightSource.stacked(layout.user_w1(w1), layout.user_w2(w2), b1, b2, layout=layout)
+
     def forward(self, engine, *, save=True):
         """`(prepared weights, out, saved)`."""
-        weights = engine.prepare_weights(*self.weights, self.settings)
+        if self.layout is None:
+            weights = engine.prepare_weights(*self.weights, self.settings)
+        else:
+            weights = engine.refresh(self.source, self.settings)
         out, saved = engine.forward(self.x, self.routing, weights, self.settings, save=save)
         return weights, out, saved
 

@@ -1,0 +1,63 @@
+"""Engine `bf16` on a host: its launches reach GEMMs that are computed there, those of quack-kernels or
+those for Hopper. Test files import the fixture by name.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+from engine.host_gemms import Bf16Gemms, Bf16Rows
+from engine.host_hopper_gemms import HopperDestination, HopperGemms
+
+from sonicmoe.engine import bf16, bf16_sm90
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gpu import Gpu
+from sonicmoe.engine.wgrad_destinations import Destinations
+
+QUACK, HOPPER = "quack", "hopper"
+
+
+class Launches:
+    """What reached the GEMMs. `every`: the multiprocessors of a launch without a cap. loads: calls
+    before the first weight gradient. of: the class of the GEMMs. products: that of the products.
+    """
+
+    def __init__(self, kind):
+        self.calls, self.lent, is_hopper = [], set(), kind == HOPPER
+        self.every = 0 if is_hopper else 132
+        self.loads = [] if is_hopper else ["load wgrad_down", "load wgrad_up"]
+        self.of = HopperGemms if is_hopper else Bf16Gemms
+        self.products = bf16_sm90.HopperProducts if is_hopper else bf16._Products
+
+    def clear(self):
+        self.calls.clear()
+        self.lent.clear()
+
+    def quack(self, shape, lent):
+        self.lent.add(lent)
+        made = Bf16Gemms(shape)
+        made.calls = self.calls
+        return made
+
+    def hopper(self, device, activation, parameters, dtype):
+        made = HopperGemms(activation, parameters, self.calls, self.lent)
+        return bf16_sm90.Kernels(made, made, made, Destinations(HopperDestination))
+
+
+@pytest.fixture(name="launches", autouse=True, params=[QUACK, HOPPER])
+def launches_fixture(request, monkeypatch):
+    """Every test runs over both kinds of GEMMs, unless it asks for one."""
+    found = Launches(request.param)
+    monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
+    monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
+    monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
+    # Of quack-kernels.
+    monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))
+    monkeypatch.setattr(bf16, "launch_scope", lambda tensor: nullcontext())
+    monkeypatch.setattr(bf16, "grouped_gemms", found.quack)
+    # Of Hopper, which reads weights where they lie.
+    monkeypatch.setattr(bf16, "is_cuda", lambda tensor: True)
+    monkeypatch.setattr(bf16_sm90, "kernels_on", found.hopper)
+    monkeypatch.setattr(bf16_sm90, "_TILE_COLUMNS", HopperGemms.COLUMNS)
+    return found

@@ -1,0 +1,135 @@
+"""The BF16 GEMMs for Hopper on the host: what the entry points of `kernels/sm90/bf16_*.cu` say they
+compute, in plain tensor operations, of the same arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from engine.host_kernels import Destination, gather
+
+from sonicmoe.engine.activations import activate, activate_backward
+from sonicmoe.engine.wgrad_destinations import WgradOutput
+from sonicmoe.enums import is_glu
+
+
+def turned(columns, halves):
+    """Gates and then up values, `[rows, 2I]`, as the two in turns."""
+    if not halves:
+        return columns
+    gate, up = columns.chunk(2, 1)
+    return torch.stack([gate, up], 2).flatten(1)
+
+
+def in_halves(columns, halves):
+    """The way back."""
+    return torch.cat([columns[:, ::2], columns[:, 1::2]], 1) if halves else columns
+
+
+def readable(weight):
+    """A matrix of each expert, where the copy engine can read it."""
+    *outer, last = weight.stride()
+    assert last == 1 and all(stride % 8 == 0 for stride in outer), weight.stride()
+    assert weight.data_ptr() % 16 == 0
+    return weight
+
+
+class HopperGemms:
+    """Stands for the loaded modules of one activation; notes what was called, on how many
+    multiprocessors.
+    """
+
+    COLUMNS = 24  # of a tile of dgated, whose partial sums of dprobs are one
+
+    def __init__(self, activation, parameters=(), calls=None, lent=None):
+        self.kind, self.gated = (activation, parameters), is_glu(activation)
+        self.calls = [] if calls is None else calls
+        self.lent = set() if lent is None else lent
+
+    def note(self, call, multiprocessors, stream):
+        assert stream == 0
+        self.calls.append(call)
+        self.lent.add(multiprocessors)
+
+    def products(self, a, b, transposed, bias, padded_offsets):
+        """`(rows, fp32 sums)` of each expert that has rows: `a_e b_e^T + bias_e`."""
+        assert int(b.shape[0]) + 1 == len(padded_offsets)
+        for e, (first, end) in enumerate(itertools.pairwise(padded_offsets.tolist())):
+            if end > first:
+                matrix = readable(b)[e].float()
+                sums = a[first:end].float() @ (matrix if transposed else matrix.T)
+                yield slice(first, end), sums if bias is None else sums + bias[e]
+
+    def up(
+        self, x, w1, transposed, halves, b1, row_token, padded_offsets, z, y1, multiprocessors, stream
+    ):  # fmt: skip
+        self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
+                  multiprocessors, stream)  # fmt: skip
+        a, halves = gather(x, row_token), halves and self.gated
+        for own, sums in self.products(a, w1, transposed, b1, padded_offsets):
+            if z is not None:
+                z[own] = sums.to(z.dtype)
+            if y1 is not None:
+                y1[own] = activate(turned(sums, halves), *self.kind).to(y1.dtype)
+
+    def grouped_gemm(self, a, b, transposed, bias, padded_offsets, out, multiprocessors, stream):
+        self.note("grouped_gemm", multiprocessors, stream)
+        for own, sums in self.products(a, b, transposed, bias, padded_offsets):
+            out[own] = sums.to(out.dtype)
+
+    def dgated(
+        self, dout, w2, transposed, halves, z, row_prob, row_token, padded_offsets, dz, y1s, partials,
+        multiprocessors, stream,
+    ):  # fmt: skip
+        self.note("dgated", multiprocessors, stream)
+        a, halves = gather(dout, row_token), halves and self.gated
+        # The matrices as dgrad reads them.
+        for own, dy1 in self.products(a, w2, not transposed, None, padded_offsets):
+            p = row_prob[own].unsqueeze(1)
+            y1, gradient = activate_backward(turned(z[own].float(), halves), dy1 * p, *self.kind)
+            dz[own], y1s[own] = in_halves(gradient, halves).to(dz.dtype), (y1 * p).to(y1s.dtype)
+            parts = (dy1 * y1).split(self.COLUMNS, 1)
+            partials[:, own] = torch.stack([part.sum(1) for part in parts])
+
+    def wgrad(
+        self, tokens, rows, tokens_first, row_token, padded_offsets, counts, destination,
+        multiprocessors, stream,
+    ):  # fmt: skip
+        self.note("wgrad_down" if tokens_first else "wgrad_up", multiprocessors, stream)
+        (self.wgrad_down if tokens_first else self.wgrad_up)(
+            gather(tokens, row_token).float(), rows.float(), padded_offsets, counts, destination
+        )
+
+    def wgrad_down(self, tokens, rows, padded_offsets, counts, destination):
+        assert not destination.split
+        self.store(tokens, rows, padded_offsets, counts, destination)
+
+    def wgrad_up(self, tokens, rows, padded_offsets, counts, destination):
+        along_tokens = all(place[3] == 1 for place in destination.places if place[0])
+        assert along_tokens or not destination.split, "a gradient in two parts"
+        self.store(rows, tokens, padded_offsets, counts, destination)
+
+    @staticmethod
+    def store(left, right, padded_offsets, counts, destination):
+        experts = len(destination.places)
+        assert len(padded_offsets) == experts + 1 == len(counts) + 1 and len(left) > 0
+        for e, (first, count) in enumerate(
+            zip(padded_offsets.tolist(), counts.tolist(), strict=False)
+        ):
+            own = slice(first, first + count)
+            product = left[own].T @ right[own]
+            assert tuple(product.shape) == destination.size
+            if count or destination.output is not WgradOutput.ADD_F32:
+                destination.put(e, turned(product.T, destination.split).T)
+
+
+class HopperDestination(Destination):
+    """Where gradients lie, as the copy engine can reach it."""
+
+    def __init__(self, m, n, split, places, output):
+        super().__init__(m, n, split, places, output)
+        item = 2 if self.output is WgradOutput.WRITE_BF16 else 4
+        for address, stride_m, _, stride_n in self.places:
+            strides = sorted((stride_m, stride_n))
+            assert not address or (strides[0] == 1 and strides[1] * item % 16 == 0)

@@ -1,0 +1,283 @@
+"""Engine `bf16` on Hopper without a GPU: its real host code over GEMMs computed on the host. Weights
+are read, and gradients left, where the caller has them. `test_bf16_passes.py` has what it shares with
+the GEMMs of quack-kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from framework import IS_PADDLE, torch
+
+if IS_PADDLE:
+    pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
+
+from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
+from engine.plain_layer import BF16, FP16, SWIGLU, E, H, I, assert_close, make_case, run
+from pairwise import pairwise
+
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.targets import FreshTargets, ParameterTargets
+from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.layouts import NATIVE, WeightLayout, WeightSource
+from sonicmoe.observe import listening
+
+GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
+OURS = Bf16Engine()
+LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
+HALVES, FUSED = WeightLayout(split_half=True), WeightLayout(True, True)
+FP32 = torch.float32
+
+pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
+
+
+def case_in(layout, activation=SWIGLU, **options):
+    """A case whose weights lie so."""
+    if not is_glu(activation):
+        layout = WeightLayout(layout.transposed)
+    return replace(make_case(activation, **options), layout=layout)
+
+
+def sums_of(case):
+    """Gradients as accumulators have them: native, fp32."""
+    sums = case.accumulators()
+    OURS.backward_dw(case.pending(OURS), sums)
+    return sums
+
+
+def user_shapes(layout, n1=2 * I):
+    shapes = (n1, H), (H, I)
+    return [shape[::-1] if layout.transposed else shape for shape in shapes]
+
+
+def stacked(layout, shape, fill, dtype=FP32):
+    tensor = torch.full((E, *shape), fill, dtype=dtype)
+    return WeightTarget.stacked(tensor, E, layout)
+
+
+def each(layout, shape, fill, dtype=FP32):
+    """A tensor for each expert; nobody wants expert 2's."""
+    tensors = [torch.full(shape, fill, dtype=dtype) for _ in range(E)]
+    tensors[2] = None
+    return WeightTarget.per_expert(tensors, layout)
+
+
+def permuted(layout, shape, fill, dtype=FP32):
+    """Contiguous along the other axis."""
+    tensor = torch.full((E, *shape[::-1]), fill, dtype=dtype).transpose(1, 2)
+    return WeightTarget.stacked(tensor, E, layout)
+
+
+def check(target, native, layout, user, fill=0.0):
+    """Every wanted expert's matrix is the native gradient as the user has it, plus what was there."""
+    wanted = getattr(layout, user)(native)
+    for expert in range(E):
+        found = target.matrix(expert)
+        if found is not None:
+            expected = (wanted[expert] + fill).to(found.dtype)
+            assert torch.equal(found, expected), expert
+
+
+@pytest.mark.parametrize(
+    ("layout", "activation", "bias", "dtype"),
+    pairwise(LAYOUTS, [SWIGLU, OAI, GELU], [False, True], [BF16, FP16]),
+    ids=str,
+)
+def test_every_layout_equals_the_reference_engine(layout, activation, bias, dtype):
+    """All gradients included, which accumulators have in the native layout."""
+    assert_close(case_in(layout, activation, bias=bias, dtype=dtype), OURS)
+
+
+@pytest.mark.parametrize("settings", [{"recompute_z": True}, {"frees_stagewise": True}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_same_bits_in_every_mode(layout, settings):
+    case = case_in(layout)
+    wanted, found = run(case, OURS), run(case.but(**settings), OURS)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_are_read_where_they_lie(self, layout):
+        source = case_in(layout).source
+        weights = OURS.refresh(source, EngineSettings())
+        w1, w2 = source.up.stacked, source.down.stacked
+        assert weights.w1.data_ptr() == weights.w1_dgrad.data_ptr() == w1.data_ptr()
+        assert weights.w2.data_ptr() == weights.w2_dgrad.data_ptr() == w2.data_ptr()
+        assert weights.layout == layout
+        assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
+
+    def test_of_a_tensor_for_each_expert_are_stacked(self):
+        whole = case_in(FUSED).source
+        apart = replace(whole, up=list(whole.up), down=list(whole.down))
+        weights = OURS.refresh(apart, EngineSettings())
+        assert torch.equal(weights.w1, whole.up.stacked) and weights.layout == FUSED
+        assert torch.equal(weights.w2, whole.down.stacked)
+
+    def test_in_fp32_are_rounded(self):
+        case = case_in(HALVES)
+        w1, w2 = (weight.float() for weight in case.weights[:2])
+        source = WeightSource.stacked(HALVES.user_w1(w1), w2, layout=HALVES)
+        assert OURS.refresh(source, EngineSettings()).w1.dtype == BF16
+
+    def test_that_the_copy_engine_cannot_read_are_copied(self):
+        """Contiguous along the other axis than their layout says."""
+        w1, w2, *_ = case_in(NATIVE).weights
+        turned = w1.transpose(1, 2).contiguous().transpose(1, 2)
+        weights = OURS.refresh(WeightSource.stacked(turned, w2), EngineSettings())
+        assert weights.w1.is_contiguous() and torch.equal(weights.w1, w1)
+
+
+class TestGradients:
+    @pytest.mark.parametrize(
+        ("layout", "arrange", "activation"),
+        pairwise(LAYOUTS, [stacked, each, permuted], [SWIGLU, GELU]),
+        ids=lambda value: getattr(value, "__name__", str(value)),
+    )
+    def test_are_added_where_they_lie(self, layout, arrange, activation):
+        """Beside the values that were there, of two micro-batches."""
+        case = case_in(layout, activation, bias=False)
+        up, down = user_shapes(layout := case.layout, 2 * I if is_glu(activation) else I)
+        targets = ParameterTargets(arrange(layout, up, 1.0), arrange(layout, down, 1.0))
+        assert OURS.problem_of(targets, case.settings, layout) is None
+        sums = sums_of(case)
+        OURS.backward_dw(case.pending(OURS), targets)
+        check(targets.up, sums.dw1, layout, "user_w1", 1.0)
+        check(targets.down, sums.dw2, layout, "user_w2", 1.0)
+
+    @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_are_written_over_what_was_there(self, layout, dtype):
+        """Rounded once; zeros for the expert without tokens, and biases in the order of w1's rows."""
+        case, nan = case_in(layout), float("nan")
+        up, down = (stacked(layout, s, nan, dtype) for s in user_shapes(layout))
+        biases = tuple(torch.full((E, size), nan, dtype=dtype) for size in (2 * I, H))
+        assert OURS.writes_gradients(case.settings, "cuda:0")
+        sums = sums_of(case)
+        OURS.backward_dw(case.pending(OURS), FreshTargets(up, down, biases=biases))
+        check(up, sums.dw1, layout, "user_w1")
+        check(down, sums.dw2, layout, "user_w2")
+        assert torch.equal(biases[0], layout.user_b1(sums.db1).to(dtype))
+        assert torch.equal(biases[1], sums.db2.to(dtype))
+
+    def test_of_biases_have_the_order_of_the_gradients(self):
+        """In turns beside weights in halves."""
+        case = case_in(HALVES)
+        up, down = (stacked(NATIVE, s, 0.0) for s in user_shapes(NATIVE))
+        biases = torch.empty(E, 2 * I), torch.empty(E, H)
+        OURS.backward_dw(case.pending(OURS), FreshTargets(up, down, biases=biases))
+        sums = sums_of(case)
+        check(up, sums.dw1, NATIVE, "user_w1")
+        assert torch.equal(biases[0], sums.db1) and torch.equal(biases[1], sums.db2)
+
+    def test_of_a_frozen_bias_are_left_out(self):
+        case = case_in(HALVES)
+        up, down = (stacked(HALVES, s, 0.0) for s in user_shapes(HALVES))
+        db2 = torch.empty(E, H)
+        targets = FreshTargets(up, down, biases=(None, db2))
+        OURS.backward_dw(case.pending(OURS), targets)
+        assert torch.equal(db2, sums_of(case).db2)
+        assert targets.of_parameters(4)[2:] == [None, db2]
+
+    def test_in_memory_that_is_taken_late(self, launches):
+        """dw1 comes first then, and its operands are gone when memory for dw2 is taken."""
+        case = case_in(FUSED, bias=False)
+        sums, pending, held = sums_of(case), case.pending(OURS), []
+        up, down = (stacked(FUSED, s, 0.0) for s in user_shapes(FUSED))
+        nothing = WeightTarget.stacked(None, E, FUSED)
+
+        def make_down():
+            held.append((pending.x, pending.dz))
+            return down
+
+        targets = FreshTargets(up, nothing, make_down=make_down)
+        launches.clear()
+        OURS.backward_dw(pending, targets)
+        assert launches.calls == ["wgrad_up", "wgrad_down"] and held == [(None, None)]
+        check(targets.up, sums.dw1, FUSED, "user_w1")
+        check(targets.down, sums.dw2, FUSED, "user_w2")
+
+    @pytest.mark.parametrize(
+        ("weights", "gradients"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=str
+    )
+    @pytest.mark.parametrize("arrange", [stacked, permuted])
+    def test_in_another_layout_than_the_weights(self, weights, gradients, arrange):
+        """Gate and up of dz lie as in the weights. Only halves can be put in turns, row by row."""
+        case = case_in(weights, bias=False)
+        targets = ParameterTargets(*(arrange(gradients, s, 0.0) for s in user_shapes(gradients)))
+        problem = OURS.problem_of(targets, case.settings, weights)
+        along_hidden = (arrange is stacked) != gradients.transposed
+        same = weights.split_half == gradients.split_half
+        assert (problem is None) == (same or (weights.split_half and along_hidden))
+        if problem is None:
+            OURS.backward_dw(case.pending(OURS), targets)
+            sums = sums_of(case)
+            check(targets.up, sums.dw1, gradients, "user_w1")
+            check(targets.down, sums.dw2, gradients, "user_w2")
+        else:
+            words = "before all up values, and" if gradients.split_half else "along gate and up"
+            assert words in problem and "\n" not in problem
+
+    def test_of_no_gate_or_a_frozen_projection_fit_in_any_order(self):
+        up, down = (stacked(HALVES, shape, 0.0) for shape in user_shapes(HALVES))
+        targets = ParameterTargets(up, down)
+        assert OURS.problem_of(targets, EngineSettings(GELU), NATIVE) is None
+        assert "and the weights have the two in turns" in OURS.problem_of(targets, EngineSettings())
+        nothing = WeightTarget.stacked(None, E, HALVES)
+        for frozen in (ParameterTargets(nothing, down), ParameterTargets(nothing, nothing)):
+            assert OURS.problem_of(frozen, EngineSettings(), NATIVE) is None
+
+    def test_where_the_copy_engine_cannot_write(self):
+        up = WeightTarget.stacked(torch.zeros(E, 2 * I, H + 1)[:, :, :H], E, NATIVE)
+        targets = ParameterTargets(up, stacked(NATIVE, (H, I), 0.0))
+        problem = OURS.problem_of(targets, EngineSettings(), NATIVE)
+        assert problem.startswith("the gradient memory of the up-projections ")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
+def test_without_a_row_fresh_memory_is_zeros_and_sums_stay(layout, launches):
+    case = case_in(layout)
+    case.indices.fill_(-1)
+    memory = [stacked(layout, shape, 3.0) for shape in user_shapes(layout)]
+    biases = torch.ones(E, 2 * I), torch.ones(E, H)
+    OURS.backward_dw(case.pending(OURS), ParameterTargets(*memory))
+    assert all(bool((weight.first == 3.0).all()) for weight in memory)
+    OURS.backward_dw(case.pending(OURS), FreshTargets(*memory, biases=biases))
+    assert not any(bool(t.any()) for t in (memory[0].first, memory[1].first, *biases))
+    assert not launches.calls
+
+
+class TestListeners:
+    """Know z and dz with gate and up in turns, however the weights lie."""
+
+    @staticmethod
+    def seen(case, listener=lambda name, value: value):
+        found = {}
+        with listening(lambda name, value: found.setdefault(name, listener(name, value))):
+            results = run(case, OURS)
+        return found, results
+
+    def test_see_the_same(self):
+        wanted, _ = self.seen(case_in(NATIVE))
+        found, _ = self.seen(case_in(FUSED))
+        assert list(found) == list(wanted)
+        for name in ("z", "dz", "y1", "y1s", "dx_rows"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-2, atol=1e-2)
+        assert torch.equal(found["z"], wanted["z"]) and torch.equal(found["dz"], wanted["dz"])
+
+    def test_replace_values(self):
+        """What a listener returns is computed with, in the order of the weights."""
+
+        def changed(name, value):
+            return value * 2 if name in ("z", "dz") else value
+
+        _, wanted = self.seen(case_in(NATIVE), changed)
+        _, found = self.seen(case_in(FUSED), changed)
+        _, usual = self.seen(case_in(FUSED))
+        for name in ("dw1", "db1", "dprobs"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(found[name], usual[name], rtol=1e-2), name
