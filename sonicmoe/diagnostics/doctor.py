@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..architectures import SM90
 from ..config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, ResolvedConfig, unknown_flags
 from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
 from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
-from ..host import install_hint
+from ..host import capabilities_of_host, install_hint
 from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
@@ -88,7 +89,9 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def examine_copies(report: Report) -> None:
-    """Warn of other copies of this package, and of quacks that its GEMMs are not made for."""
+    """Warn of other copies of this package, and, unless every GPU here is a Hopper, of quacks that
+    its GEMMs are not made for.
+    """
     for copy in other_copies():
         report.warning(
             f"there is another sonicmoe: {copy}",
@@ -101,12 +104,15 @@ def examine_copies(report: Report) -> None:
             f"sonicmoe {installed} is installed, but {__version__} runs from {PACKAGE_ROOT}",
             "install this checkout (pip install -e .), or take it off the module path",
         )
+    # Hopper's GEMMs are our own, and no version of quack matters there.
+    if set(capabilities_of_host()) == {SM90.capability}:
+        return
     needed = dict(BF16.packages)[QUACK]
     for copy in wrong_quacks():
         report.warning(
             f"quack of another version than {needed}: {copy}",
-            f"the BF16 GEMMs are compiled by {QUACK} {needed} alone: run `sonicmoe warmup` where "
-            "that is the only one",
+            f"the BF16 GEMMs for Blackwell are compiled by {QUACK} {needed} alone: run `sonicmoe "
+            "warmup` where that is the only one",
         )
 
 

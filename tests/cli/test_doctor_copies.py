@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from sonicmoe.diagnostics import copies
+from sonicmoe.diagnostics import copies, doctor
 from sonicmoe.diagnostics.doctor import examine_copies
 from sonicmoe.diagnostics.doctor_report import Report
 from sonicmoe.kernels.quack_gemm import PACKAGES
@@ -31,6 +31,7 @@ def found():
 )
 def test_an_importable_copy(name, version, warning, tmp_path, monkeypatch):
     """A package that raises if anybody imports it."""
+    monkeypatch.setattr(doctor, "capabilities_of_host", lambda: ())
     before = found()
     package = tmp_path.joinpath(*name.split("."))
     package.mkdir(parents=True)
@@ -40,6 +41,17 @@ def test_an_importable_copy(name, version, warning, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     line = f"{warning}: {name} {version} from {package} (importable)"
     assert sorted(found()) == sorted(before + ([line] if warning else []))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "warned"),
+    [([(9, 0)] * 2, False), ([(9, 0), (10, 0)], True), ([(10, 0)], True), ([], True)],
+)
+def test_hopper_needs_no_version_of_quack(gpus, warned, tmp_path, monkeypatch):
+    other = copies.Copy("paddlefleet_ops.quack", "0.2", tmp_path, False)
+    monkeypatch.setattr(doctor, "wrong_quacks", lambda: [other])
+    monkeypatch.setattr(doctor, "capabilities_of_host", lambda: tuple(gpus))
+    assert any(line.startswith(OTHER_QUACK) for line in found()) == warned
 
 
 def test_a_loaded_copy(tmp_path, monkeypatch):
