@@ -1,0 +1,152 @@
+"""The faces over engine `bf16` on Hopper, whose GEMMs are computed on the host: gradients are added or
+written where the caller has them, in any layout, with biases.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
+from weights.weight_sources import expert_modules
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.engine.select import EngineChoice
+from sonicmoe.enums import ActivationType
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.functional import call
+from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.node import choices
+
+E, H, I, K, T = 4, 64, 40, 2, 50
+LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
+NAMES = "x", "probs", "w1", "w2", "b1", "b2"
+
+pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
+
+
+@pytest.fixture
+def on(launches, monkeypatch):
+    """Runs a step on an engine, whatever the configuration says; notes the targets of gradients."""
+    targets = []
+    add = Bf16Engine.backward_dw
+
+    def noted(self, pending, given):
+        targets.append(type(given).__name__)
+        add(self, pending, given)
+
+    monkeypatch.setattr(Bf16Engine, "backward_dw", noted)
+
+    def run(engine, step):
+        chosen = EngineChoice(engine, "a test")
+        for module in (call, choices):
+            monkeypatch.setattr(module, "ready_engine", lambda *_: chosen)
+        targets.clear()
+        return step(), list(targets)
+
+    return run
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(T, E, generator=generator)
+    scores[:, 1] = -1.0  # an expert without tokens
+    x, dout = torch.randn(2, T, H, generator=generator).bfloat16()
+    probs = torch.rand(T, K, generator=generator)
+    return x.requires_grad_(), scores.topk(K, 1).indices, probs.requires_grad_(), dout
+
+
+def parameters(layout, bias=False):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2 * I, H), (H, I)
+    weights = [
+        torch.randn((E, *(shape[::-1] if layout.transposed else shape)), generator=generator) * 0.1
+        for shape in shapes
+    ]
+    biases = [torch.randn(E, size, generator=generator) * 0.1 for size in (2 * I, H)]
+    tensors = [*weights, *(biases if bias else (None, None))]
+    return [None if t is None else torch.nn.Parameter(t.bfloat16()) for t in tensors]
+
+
+def assert_close(found, wanted):
+    for name, one, other in zip(NAMES, found, wanted, strict=False):
+        if one is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape, name
+            error = float((one - other).float().norm() / other.float().norm())
+            assert error < 1e-2, (name, error)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_functional_writes_gradients(on, layout, bias):
+    """As autograd takes them: no accumulators."""
+
+    def step():
+        x, indices, probs, dout = batch()
+        own = parameters(layout, bias)
+        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=layout)
+        out.backward(dout)
+        return [t if t is None else t.grad for t in (x, probs, *own)]
+
+    found, targets = on(Bf16Engine(), step)
+    assert targets == ["FreshTargets"]
+    assert_close(found, on(ReferenceEngine(), step)[0])
+    assert not found[2][1].any() and not found[3][1].any()
+
+
+@pytest.mark.parametrize("frozen", ["w1", "w2", "b1"])
+def test_functional_leaves_frozen_parameters_out(on, frozen):
+    def step():
+        x, indices, probs, dout = batch()
+        own = parameters(LAYOUTS[3], True)
+        own[NAMES.index(frozen) - 2].requires_grad_(False)
+        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=LAYOUTS[3])
+        out.backward(dout)
+        return [t.grad for t in (x, probs, *own)]
+
+    found, _ = on(Bf16Engine(), step)
+    assert [name for name, grad in zip(NAMES, found, strict=True) if grad is None] == [frozen]
+    assert_close(found, on(ReferenceEngine(), step)[0])
+
+
+def node_of(arrangement):
+    """`(node, its weights)`."""
+    if arrangement != "per_expert":
+        layout = WeightLayout() if arrangement == "native" else LAYOUTS[3]
+        weights = parameters(layout)[:2]
+        make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
+        return make(*weights, ActivationType.SWIGLU, config=SonicMoEConfig()), weights
+    arrays = (weight.detach().float().numpy() for weight in parameters(LAYOUTS[3])[:2])
+    experts = expert_modules(*arrays, torch.bfloat16)
+    weights = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
+    node = SonicMoEMlpNode(experts, E, H, I, ActivationType.SWIGLU, config=SonicMoEConfig())
+    return node, weights
+
+
+@pytest.mark.parametrize("arrangement", ["native", "fused", "per_expert"])
+@pytest.mark.parametrize("main_grad", ["filled", "none"])
+def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
+    """Two micro-batches; where there is no memory yet, the first writes it."""
+
+    def step():
+        node, weights = node_of(arrangement)
+        for weight in weights:
+            weight.main_grad = torch.ones(weight.shape) if main_grad == "filled" else None
+        found = []
+        for seed in range(2):
+            x, indices, probs, dout = batch(seed)
+            node(x, None, indices, probs).backward(dout)
+            found = [x.grad, probs.grad]
+        node.step()
+        half = len(weights) // 2  # of the up-projections
+        return [*found, *(torch.cat([w.main_grad.flatten() for w in part])
+                          for part in (weights[:half], weights[half:]))]  # fmt: skip
+
+    found, targets = on(Bf16Engine(), step)
+    first = "ParameterTargets" if main_grad == "filled" else "FreshTargets"
+    assert targets == [first, "ParameterTargets"]
+    assert_close(found, on(ReferenceEngine(), step)[0])
