@@ -98,7 +98,7 @@ class RowGather {
     for (int i = 0; i < 8; ++i) {
       const bool read = inside && ((valid_ >> i) & 1);
       const Half* from = read ? p_.a + static_cast<int64_t>(source_[i]) * 8 + k : p_.a;
-      cp_async_16(chunk_address(base, row() + 16 * i, chunk()), from, read);
+      cp_async_16_of_256(chunk_address(base, row() + 16 * i, chunk()), from, read);
     }
   }
 

@@ -218,6 +218,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                "l"(source), "r"(bytes)
                : "memory");
 }
+// The same; the 256 bytes around them come into L2, for the copy of their other half that follows.
+__device__ __forceinline__ void cp_async_16_of_256(uint32_t destination, const void* source,
+                                                   bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_4(float* destination, const float* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(destination)),
                "l"(source)
