@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..enums import ActivationType
 from ..interop import aligned, current_stream, device_name, device_of, dtype_name, empty
-from ..kernels.sm90 import bf16_sources
+from ..kernels.quack_gemm import expert_rows_module
+from ..kernels.sm90 import bf16_sources, gathers_first
 from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
 from ..observe import stage, tap
 from ..routing.backends import arch_of
 from ..routing.combine import sum_to_slots
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
-from .products import Products, bias_sums, plain_operand, shown_in_turns, write_zeros
+from .products import Products, bias_sums, empty_rows, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
@@ -34,26 +36,44 @@ _ITEMS = 8  # of 16 bits: strides that the copy engine takes are multiples of 16
 
 
 class Kernels(NamedTuple):
-    """The loaded modules of one device, activation and dtype."""
+    """The loaded modules of the passes to the tokens."""
 
     gemm: Any
     dgated: Any
-    wgrad: Any
+    rows: Any
+
+
+class Wgrad(NamedTuple):
+    """The loaded module of weight gradients, and where these go."""
+
+    module: Any
     destinations: Destinations
 
 
 @functools.lru_cache(maxsize=64)
-def kernels_on(device: str, activation: Any, parameters: Any, dtype: str) -> Kernels:
+def kernels_on(
+    device: str, activation: Any, parameters: Any, dtype: str, rows_first: bool
+) -> Kernels:
     """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
-    sources = bf16_sources(arch_of(device), activation, parameters, dtype)
-    gemm, dgated, wgrad = (source.load() for source in sources.values())
-    return Kernels(gemm, dgated, wgrad, Destinations(wgrad.wgrad_destination))
+    arch = arch_of(device)
+    sources = bf16_sources(arch, activation, parameters, dtype, rows_first)
+    gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
+    return Kernels(gemm, dgated, expert_rows_module(arch))
 
 
-def kernels_for(tokens: Tensor, settings: EngineSettings) -> Kernels:
-    """Those of these tokens."""
+def kernels_for(tokens: Tensor, settings: EngineSettings, inner: int) -> Kernels:
+    """Those of these tokens; inner: I."""
     own = settings.activation, settings.activation_parameters
-    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype))
+    first = gathers_first(inner)
+    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype), first)
+
+
+@functools.lru_cache(maxsize=16)
+def wgrad_on(device: str, dtype: str) -> Wgrad:
+    """As `kernels_on`; of every activation."""
+    sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, (), dtype)
+    module = sources["bf16_wgrad"].load()
+    return Wgrad(module, Destinations(module.wgrad_destination))
 
 
 def weights_in_place(source: WeightSource) -> EngineWeights:
@@ -97,11 +117,20 @@ class HopperProducts(Products):
     def _launch(self) -> tuple[int, int]:
         return self.settings.gemm_num_sms, self.stream
 
+    def _rows_of(self, tokens: Tensor) -> Tensor:
+        """Tokens as `up` and `dgated` take them."""
+        if not gathers_first(self.weights.intermediate_size):
+            return tokens
+        rows = empty_rows(self.routing, self.weights.hidden_size, tokens)
+        self.kernels.rows.gather_rows(tokens, self.routing.row_token, rows, self.stream)
+        return rows
+
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
         weights, routing = self.weights, self.routing
         layout = weights.layout.transposed, self._halves
         rows = routing.row_token, routing.padded_offsets
-        self.kernels.gemm.up(x, weights.w1, *layout, weights.b1, *rows, z, y1, *self._launch)
+        given = self._rows_of(x)
+        self.kernels.gemm.up(given, weights.w1, *layout, weights.b1, *rows, z, y1, *self._launch)
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
@@ -126,7 +155,7 @@ class HopperProducts(Products):
         rows = routing.row_prob, routing.row_token, routing.padded_offsets
         outputs = dz, y1s, partials
         self.kernels.dgated.dgated(
-            dout, weights.w2_dgrad, *layout, z, *rows, *outputs, *self._launch
+            self._rows_of(dout), weights.w2_dgrad, *layout, z, *rows, *outputs, *self._launch
         )
         return partials
 
@@ -154,7 +183,9 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
     if pending.routing.num_rows == 0:
         write_zeros(targets)
         return
-    kernels = kernels_for(plain_tokens(pending.x), pending.settings)
+    dz = plain_operand(pending.dz)
+    kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
+    del dz  # its memory may be wanted before the end
     late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     into_dw1, into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)
     sums = bias_sums(pending) if targets.has_biases else None
@@ -178,14 +209,14 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
     targets.adding = False
 
 
-def _add_dw1(kernels: Kernels, pending: PendingWgrad, destination: Any | None) -> None:
+def _add_dw1(kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
     if destination is not None:
         with stage("dw1"):
             x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
             _wgrad(kernels, pending, x, dz, destination, False)
 
 
-def _add_dw2(kernels: Kernels, pending: PendingWgrad, destination: Any | None) -> None:
+def _add_dw2(kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
     if destination is not None:
         with stage("dw2"):
             dout = plain_tokens(pending.dout)
@@ -193,7 +224,7 @@ def _add_dw2(kernels: Kernels, pending: PendingWgrad, destination: Any | None) -
 
 
 def _wgrad(
-    kernels: Kernels,
+    kernels: Wgrad,
     pending: PendingWgrad,
     tokens: Tensor,
     rows: Tensor,
@@ -202,7 +233,7 @@ def _wgrad(
 ) -> None:
     routing, launch = pending.routing, (pending.settings.gemm_num_sms, current_stream(rows))
     of_rows = routing.row_token, routing.padded_offsets, routing.expert_counts
-    kernels.wgrad.wgrad(tokens, rows, tokens_first, *of_rows, destination, *launch)
+    kernels.module.wgrad(tokens, rows, tokens_first, *of_rows, destination, *launch)
 
 
 def _destinations(

@@ -10,7 +10,7 @@ from ..kernels.cuda_quantize import mx_quantize_source
 from ..kernels.mx_gemm import MxShape
 from ..kernels.mx_gemm import all_kernels as mx_kernels
 from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels
-from ..kernels.sm90 import bf16_sources, engine_sources
+from ..kernels.sm90 import bf16_sources, engine_sources, gathers_first
 from ..kernels.triton.variants import ExpertShape, all_variants
 from .settings import EngineSettings, Workload
 
@@ -41,7 +41,8 @@ def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     if arch == SM90.name:
         settings = workload.settings
         own = settings.activation, settings.activation_parameters
-        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype).values()
+        first = gathers_first(workload.intermediate_size)
+        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype, first).values()
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

@@ -114,7 +114,7 @@ def choose_config(product: str, shape: MlpShape) -> GemmConfig:
 
 
 def expert_rows_source(arch: str) -> CudaSource:
-    """Exports `index_rows`, `row_sums`, `column_sums`. One artefact serves every model."""
+    """Exports `index_rows`, `gather_rows`, `row_sums`, `column_sums`. One artefact serves every model."""
     return CudaSource.make("expert_rows", _HERE / "cuda" / "expert_rows.cu", arch=arch)
 
 

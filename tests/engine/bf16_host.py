@@ -14,6 +14,7 @@ from sonicmoe.engine import bf16, bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gpu import Gpu
 from sonicmoe.engine.wgrad_destinations import Destinations
+from sonicmoe.enums import ActivationType
 
 QUACK, HOPPER = "quack", "hopper"
 
@@ -40,9 +41,13 @@ class Launches:
         made.calls = self.calls
         return made
 
-    def hopper(self, device, activation, parameters, dtype):
+    def hopper(self, device, activation, parameters, dtype, rows_first):
         made = HopperGemms(activation, parameters, self.calls, self.lent)
-        return bf16_sm90.Kernels(made, made, made, Destinations(HopperDestination))
+        return bf16_sm90.Kernels(made, made, made)
+
+    def wgrad(self, device, dtype):
+        made = HopperGemms(ActivationType.SWIGLU, (), self.calls, self.lent)
+        return bf16_sm90.Wgrad(made, Destinations(HopperDestination))
 
 
 @pytest.fixture(name="launches", autouse=True, params=[QUACK, HOPPER])
@@ -59,5 +64,6 @@ def launches_fixture(request, monkeypatch):
     # Of Hopper, which reads weights where they lie.
     monkeypatch.setattr(bf16, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(bf16_sm90, "kernels_on", found.hopper)
+    monkeypatch.setattr(bf16_sm90, "wgrad_on", found.wgrad)
     monkeypatch.setattr(bf16_sm90, "_TILE_COLUMNS", HopperGemms.COLUMNS)
     return found

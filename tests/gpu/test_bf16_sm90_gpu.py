@@ -66,6 +66,8 @@ def compiled():
     kinds += [(kind, own, "bfloat16") for kind, own in OWN.items()]
     kinds += [(kind, (), "float16") for kind in (SWIGLU, GELU)]
     own = [source for kind in kinds for source in bf16_sources(ARCH, *kind).values()]
+    for kind in (SWIGLU, OAI, GELU):
+        own += bf16_sources(ARCH, kind, rows_first=True).values()
     build([*cuda_sources(ARCH), expert_rows_source(ARCH), *engine_sources(ARCH, SWIGLU), *own])
     with no_compile():
         yield
@@ -107,9 +109,13 @@ def fits_activation(layout, activation):
     return layout if is_glu(activation) else WeightLayout(layout.transposed, False)
 
 
+# I at which tokens are gathered before the GEMMs.
+WIDE = (300, 264, 8200, 3, 2)
+
+
 @pytest.mark.parametrize(
     ("shape", "layout", "activation", "bias"),
-    pairwise(SHAPES, LAYOUTS, [SWIGLU, OAI, GELU], [False, True]),
+    pairwise([*SHAPES, WIDE], LAYOUTS, [SWIGLU, OAI, GELU], [False, True]),
     ids=ids,
 )
 def test_the_same_numbers_in_every_layout(shape, layout, activation, bias):

@@ -47,10 +47,10 @@ def variants(
     return gemm_sources("sm_90a", activation, own, z, steady)[:2]
 
 
-def in_bf16(activation: ActivationType, dtype: str = "bfloat16") -> tuple[CudaSource, ...]:
+def in_bf16(activation: ActivationType, rows_first: bool = False) -> tuple[CudaSource, ...]:
     """The BF16 GEMMs that compute one activation."""
     own = PARAMETERS_OF_ALL.get(activation, ())
-    return tuple(bf16_sources("sm_90a", activation, own, dtype).values())[:2]
+    return tuple(bf16_sources("sm_90a", activation, own, rows_first=rows_first).values())[:2]
 
 
 WHOLE = (
@@ -67,6 +67,7 @@ WHOLE = (
 VARIANTS = (
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
     *in_bf16(OAI),
+    *in_bf16(SWIGLU, rows_first=True),
     *bf16_sources("sm_90a", GELU, dtype="float16").values(),
 )
 OTHERS = (
@@ -131,7 +132,7 @@ WANTED = {
         1,
     ),
     # Index; sums of rows and of columns for two dtypes each.
-    "expert_rows": Wanted(5, "index_rows row_sums column_sums"),
+    "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
     # The plain GEMM with either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU}
     # x {with z, without}.

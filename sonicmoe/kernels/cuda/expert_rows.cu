@@ -122,6 +122,17 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
   accumulator[static_cast<int64_t>(expert) * width + target] += total;
 }
 
+// rows[r] = tokens[row_token[r]], or zeros in padding rows; 16 bytes a thread.
+__global__ void __launch_bounds__(kRowThreads)
+    copy_rows(const uint4* __restrict__ tokens, const int32_t* __restrict__ row_token,
+              uint4* __restrict__ rows, const int width, const int64_t chunks) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (at >= chunks) return;
+  const int token = row_token[at / width];
+  rows[at] = token < 0 ? make_uint4(0, 0, 0, 0)
+                       : __ldg(tokens + static_cast<int64_t>(token) * width + at % width);
+}
+
 unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(ceil_div(threads, kRowThreads));
 }
@@ -199,6 +210,25 @@ void row_sums(TensorView partials, TensorView values, TensorView gather_index, T
                                  : launch_row_sums<__half>(data, call);
 }
 
+// rows [R, C] = tokens [T, C] gathered through row_token int32 [R], zeros where it is -1; bf16 or fp16,
+// C a multiple of 8.
+void gather_rows(TensorView tokens, TensorView row_token, TensorView rows, int64_t stream) {
+  const DLDevice device = tokens.device();
+  const int64_t count = row_token.numel(), width = tokens.size(1);
+  TVM_FFI_ICHECK(tokens.ndim() == 2 && width % 8 == 0)
+      << "tokens have " << width << " columns; needed: a multiple of 8";
+  const int32_t* index = checked_i32(row_token, "row_token", device, count);
+  const void* from = aligned_16(checked_half(tokens, "tokens", device, 0), "tokens");
+  void* to = const_cast<void*>(aligned_16(checked_half(rows, "rows", device, count * width), "rows"));
+  if (count == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const int64_t chunks = count * (width / 8);
+  copy_rows<<<blocks_for(chunks), kRowThreads, 0, as_stream(stream)>>>(
+      static_cast<const uint4*>(from), index, static_cast<uint4*>(to),
+      static_cast<int>(width / 8), chunks);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
 // accumulator fp32 [E, C] += sums over each expert's rows of weight[r] * values[gather_index[r]],
 // values bf16 or fp16 [T, C]; without `gathered`, values are [R, C] and neither gather_index nor
 // weight is read.
@@ -241,5 +271,6 @@ void column_sums(TensorView values, TensorView gather_index, TensorView weight, 
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_rows, sonicmoe::index);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, sonicmoe::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(row_sums, sonicmoe::row_sums);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(column_sums, sonicmoe::column_sums);

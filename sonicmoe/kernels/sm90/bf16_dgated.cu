@@ -5,7 +5,7 @@
 namespace sonicmoe {
 namespace {
 
-// dout [T, H], gathered through row_token; w2 [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns
+// dout [T, H], gathered through row_token, or, built with ROWS_FIRST, [R, H] in expert order; w2 [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns
 // as `up` wrote them; row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the same order, y1s
 // [R, I], partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. Rows at and
 // behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
@@ -30,15 +30,18 @@ void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, Tensor
   const void* y1s_data = checked_half(y1s, "y1s", device, rows * inner);
   if (rows == 0 || dout.size(0) == 0) return;
   const int64_t parts = halves && has_gate() ? 2 : 1;
+  TVM_FFI_ICHECK(kGathers || dout.size(0) >= rows)
+      << "dout has " << dout.size(0) << " rows, of " << rows;
   HalfMaps maps{};
+  if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   maps.b[0] = weights.map(0, inner);
   maps.c = matrix_map(y1s_data, rows, inner, sm90::kGroupRows, 2);
   maps.d = parts_map(dz_data, rows, n1, parts, sm90::kGroupRows);
   maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);
   with_gate(halves, [&](auto gate, auto order) {
     using Epilogue = sm90::DgatedHalf<decltype(gate), decltype(order)::value>;
-    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<true, true, Epilogue>
-                                           : sm90::bf16_grouped_gemm<true, false, Epilogue>;
+    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<kGathers, true, Epilogue>
+                                           : sm90::bf16_grouped_gemm<kGathers, false, Epilogue>;
     launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
   });
 }

@@ -4,7 +4,8 @@
 namespace sonicmoe {
 namespace {
 
-// z = x[row_token] * w1^T + b1, y1 = act(z), over the rows of each expert. x [T, H]; w1 [E, N1, H],
+// z = x[row_token] * w1^T + b1, y1 = act(z), over the rows of each expert. x [T, H], or, built with
+// ROWS_FIRST, [R, H] in expert order; w1 [E, N1, H],
 // or [E, H, N1] where it is `transposed`, with N1 = 2 I where there is a gate: all gates and then
 // all up values with `halves`, else the two in turns; b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order of w1's
 // rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as if their
@@ -25,7 +26,9 @@ void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<Tens
   const void* z_data = e.store_z ? checked_half(z.value(), "z", device, rows * weights.n) : nullptr;
   const void* y_data = e.store_y ? checked_half(y1.value(), "y1", device, rows * inner) : nullptr;
   if (rows == 0 || x.size(0) == 0) return;
+  TVM_FFI_ICHECK(kGathers || x.size(0) >= rows) << "x has " << x.size(0) << " rows, of " << rows;
   HalfMaps maps{};
+  if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   const bool split = halves && has_gate();
   maps.b[0] = split ? weights.map(0, inner) : weights.map(0, weights.n);
   if (split) maps.b[1] = weights.map(inner, inner);
@@ -33,8 +36,8 @@ void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<Tens
   if (e.store_y) maps.c = matrix_map(y_data, rows, inner, sm90::kGroupRows, 2);
   with_gate(halves, [&](auto gate, auto order) {
     using Epilogue = sm90::Activate<decltype(gate), decltype(order)::value>;
-    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<true, true, Epilogue>
-                                           : sm90::bf16_grouped_gemm<true, false, Epilogue>;
+    const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<kGathers, true, Epilogue>
+                                           : sm90::bf16_grouped_gemm<kGathers, false, Epilogue>;
     launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
   });
 }

@@ -36,6 +36,14 @@ constexpr DLDataTypeCode kHalfCode = kDLFloat;
 constexpr DLDataTypeCode kHalfCode = kDLBfloat;
 #endif
 
+// Whether `up` and `dgated` gather their tokens. A module that is built with ROWS_FIRST takes rows in
+// expert order instead: where many column tiles read a row, gathering it once costs less.
+#ifdef ROWS_FIRST
+constexpr bool kGathers = false;
+#else
+constexpr bool kGathers = true;
+#endif
+
 // Calls `launch` with the module's activation and the order of gate and up as types.
 template <class Launch>
 void with_gate(bool halves, Launch launch) {
