@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..enums import ActivationType
-from ..interop import aligned, current_stream, device_name, device_of, dtype_name, empty
+from ..enums import ActivationType, is_glu
+from ..errors import ConfigError
+from ..interop import aligned, current_stream, data_ptr, device_name, device_of, dtype_name, empty
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first
 from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
@@ -32,7 +33,8 @@ from .wgrad_destinations import ADDED, WRITTEN, Destinations
 
 Tensor = torch.Tensor
 _TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum
-_ITEMS = 8  # of 16 bits: strides that the copy engine takes are multiples of 16 bytes
+# Addresses and strides that the copy engine takes are multiples of 16 bytes, or 8 elements.
+_BYTES, _ITEMS = 16, 8
 
 
 class Kernels(NamedTuple):
@@ -92,8 +94,9 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and weight.dtype != dtype:
         weight = weight.to(dtype)
     *strides, last = (int(stride) for stride in weight.stride())
-    if last != 1 or any(stride % _ITEMS for stride in strides):
-        weight = weight.contiguous()
+    fits = last == 1 and not any(stride % _ITEMS for stride in strides)
+    if fits and data_ptr(weight) % _BYTES == 0:
+        return weight
     return aligned(weight)  # type: ignore[no-any-return]
 
 
@@ -187,7 +190,8 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
     kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
     del dz  # its memory may be wanted before the end
     late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
-    into_dw1, into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)
+    order = pending.split_half, is_glu(pending.settings.activation)
+    into_dw1, into_dw2 = _destinations(kernels.destinations, targets, *order)
     sums = bias_sums(pending) if targets.has_biases else None
     targets.adding = True
     if sums is not None:
@@ -200,7 +204,7 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
         _add_dw1(kernels, pending, into_dw1)
         pending.x = pending.dz = None
         late.take_down()
-        into_dw2 = _destinations(kernels.destinations, targets, pending.split_half)[1]
+        into_dw2 = _destinations(kernels.destinations, targets, *order)[1]
     _add_dw2(kernels, pending, into_dw2)
     if pending.settings.frees_stagewise:
         pending.dout = pending.y1s = None
@@ -237,12 +241,17 @@ def _wgrad(
 
 
 def _destinations(
-    made: Destinations, targets: GradientTargets, split_half: bool
+    made: Destinations, targets: GradientTargets, split_half: bool, gated: bool
 ) -> tuple[Any | None, Any | None]:
-    """Of dw1 and dw2; None where nobody wants it. split_half: of dz's columns."""
+    """Of dw1 and dw2; None where nobody wants it. split_half: of dz's columns. gated: whether these
+    are gates and up values.
+    """
     if isinstance(targets, NativeBuffer):
         return _native(made, targets.dw1, split_half), _native(made, targets.dw2, False)
     assert isinstance(targets, ParameterTargets)
+    problem = _order_problem(targets, split_half, gated)
+    if problem is not None:
+        raise ConfigError(f"the BF16 GEMMs cannot leave gradients there: {problem}")
     outputs = WRITTEN if isinstance(targets, FreshTargets) else ADDED
     up, down = targets.up, targets.down
     # Gates and up values of dz's halves, where the gradient has them in turns, are two parts of it.
@@ -282,11 +291,13 @@ def problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> 
 
 
 def _problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> str | None:
-    problem = targets.copy_engine_problem()
+    return targets.copy_engine_problem() or _order_problem(targets, layout.split_half, gated)
+
+
+def _order_problem(targets: ParameterTargets, split_half: bool, gated: bool) -> str | None:
+    """Why dz whose columns lie so gives no gradients in the order of these."""
     up = targets.up
-    if problem is not None or not gated or not up.is_wanted:
-        return problem
-    if up.layout.split_half == layout.split_half:
+    if not gated or not up.is_wanted or up.layout.split_half == split_half:
         return None
     if up.layout.split_half:
         return (

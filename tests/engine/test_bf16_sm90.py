@@ -23,6 +23,7 @@ from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.errors import ConfigError
 from sonicmoe.layouts import NATIVE, WeightLayout, WeightSource
 from sonicmoe.observe import listening
 
@@ -111,6 +112,14 @@ class TestWeights:
         assert weights.layout == layout
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
 
+    def test_in_a_larger_buffer_are_read_there(self):
+        w1, w2, *_ = case_in(NATIVE).weights
+        buffer = torch.zeros((E, 2 * I, H + 16), dtype=BF16)
+        part = buffer[:, :, 8:-8]
+        part.copy_(w1)
+        weights = OURS.refresh(WeightSource.stacked(part, w2), EngineSettings())
+        assert weights.w1.data_ptr() == part.data_ptr()
+
     def test_of_a_tensor_for_each_expert_are_stacked(self):
         whole = case_in(FUSED).source
         apart = replace(whole, up=list(whole.up), down=list(whole.down))
@@ -133,6 +142,14 @@ class TestWeights:
 
 
 class TestGradients:
+    def test_in_an_order_that_dz_does_not_have_are_refused(self):
+        """Also where nobody asked `problem_of`: gate and up rows would change places."""
+        pending = case_in(NATIVE).pending(OURS)
+        up, down = (stacked(HALVES, shape, 0.0) for shape in user_shapes(HALVES))
+        with pytest.raises(ConfigError, match="all gates before all up values"):
+            OURS.backward_dw(pending, ParameterTargets(up, down))
+        assert not up.tensors[0].any() and not down.tensors[0].any() and pending.dz is not None
+
     @pytest.mark.parametrize(
         ("layout", "arrange", "activation"),
         pairwise(LAYOUTS, [stacked, each, permuted], [SWIGLU, GELU]),
