@@ -44,6 +44,7 @@ class Bf16Engine(PlainEngine):
     """See the module docstring; `capabilities.BF16` says what it takes."""
 
     name = "bf16"
+    frees_dw1_first = True  # on Hopper, where it writes fresh gradients
 
     def refresh(
         self,

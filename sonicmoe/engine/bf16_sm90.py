@@ -183,13 +183,15 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
 
     column_sums: `ExpertRows.add_columns` of these rows; called only where there are biases.
     """
+    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     if pending.routing.num_rows == 0:
+        if late is not None:
+            late.take_down()
         write_zeros(targets)
         return
     dz = plain_operand(pending.dz)
     kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
     del dz  # its memory may be wanted before the end
-    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     order = pending.split_half, is_glu(pending.settings.activation)
     into_dw1, into_dw2 = _destinations(kernels.destinations, targets, *order)
     sums = bias_sums(pending) if targets.has_biases else None

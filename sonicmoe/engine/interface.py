@@ -136,9 +136,12 @@ class EngineWeights:
 class Engine(ABC):
     """One implementation of the gated expert MLP, forward and backward. Stateless: every call may
     be repeated with equal results.
+
+    frees_dw1_first: `backward_dw` frees the operands of dw1 before it takes memory of fresh dw2.
     """
 
     name: str
+    frees_dw1_first = False
 
     @property
     def record(self) -> EngineRecord:

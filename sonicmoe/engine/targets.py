@@ -307,7 +307,8 @@ class FreshTargets(ParameterTargets):
     that this backward writes.
 
     biases: memory of db1 and db2, where the layer has biases; None for one that is frozen.
-    make_down: takes the memory of dw2, where an engine may free operands of dw1 before.
+    make_down: takes the memory of dw2, for an engine that frees the operands of dw1 before
+        (`Engine.frees_dw1_first`); others never get it.
     """
 
     biases: tuple[Tensor | None, Tensor | None] | None = None
@@ -328,12 +329,7 @@ class FreshTargets(ParameterTargets):
         if self.make_down is not None:
             self.down, self.make_down = self.make_down(), None
 
-    def wants(self, name: str) -> bool:
-        self.take_down()
-        return super().wants(name)
-
     def tensors(self) -> tuple[Tensor, ...]:
-        self.take_down()
         biases = [memory for memory in self.biases or () if memory is not None]
         return (*super().tensors(), *biases)
 

@@ -40,8 +40,6 @@ def places(targets: GradientTargets, calls: Any) -> Places:
     if not isinstance(targets, ParameterTargets):
         raise ConfigError(f"gradient targets are {type(targets).__name__}")
     adds = not isinstance(targets, FreshTargets)
-    if isinstance(targets, FreshTargets):
-        targets.take_down()
     # Memory that was made for this backward overlaps nothing.
     problem = problem_of(targets) if adds else _stride_problem(targets)
     if problem is not None:

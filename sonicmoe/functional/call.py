@@ -25,7 +25,7 @@ from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
-from ..gradients.batch import late_targets
+from ..gradients.batch import fresh_targets, late_targets
 from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout, WeightSource
@@ -327,7 +327,8 @@ def _differentiate(
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
-        targets = late_targets(passed, parameters, wanted, engine, plan.settings, dout)
+        make = late_targets if engine.frees_dw1_first else fresh_targets
+        targets = make(passed, parameters, wanted, dout)
         if targets is not None:
             # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
             engine.backward_dw(pending, targets)

@@ -159,18 +159,15 @@ def fresh_targets(
     layer: ExpertParameters,
     parameters: Sequence[Tensor],
     trained: list[bool],
-    engine: Engine,
-    settings: EngineSettings,
     dout: Tensor,
 ) -> FreshTargets | None:
-    """Over memory that the engine writes as autograd takes it. None where it cannot, or where
-    experts share a parameter, whose gradient is a sum.
+    """Over memory that an engine that writes fills as autograd takes it. None where it cannot, or
+    where experts share a parameter, whose gradient is a sum.
     """
     # Sums need memory that was zero before, and fresh memory is written once.
     dtypes = set(map(attrgetter("dtype"), compress(parameters, trained)))
     device = device_of(dout)
-    fits = engine.writes_gradients(settings, device_name(dout)) and FreshTargets.fits(dtypes)
-    if not fits or len(set(map(id, parameters))) < len(parameters):
+    if not FreshTargets.fits(dtypes) or len(set(map(id, parameters))) < len(parameters):
         return None
     experts = 1 if layer.has_biases else len(parameters) // 2
     # Paddle's views of a stack would be copies.
@@ -189,20 +186,15 @@ def fresh_targets(
 
 
 def late_targets(
-    layer: ExpertParameters,
-    parameters: Sequence[Tensor],
-    trained: list[bool],
-    engine: Engine,
-    settings: EngineSettings,
-    dout: Tensor,
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
 ) -> FreshTargets | None:
     """The same for two stacked weights, where the memory of the second is taken when the engine comes
     to it.
     """
-    both = all(trained[:2])
-    first = [wanted and not (both and i == 1) for i, wanted in enumerate(trained)]
-    targets = fresh_targets(layer, parameters, first, engine, settings, dout)
-    if targets is not None and both:
+    if not (trained[0] and trained[1]):
+        return fresh_targets(layer, parameters, trained, dout)
+    targets = fresh_targets(layer, parameters, [True, False, *trained[2:]], dout)
+    if targets is not None:
         down, device = parameters[1], device_of(dout)
 
         def make_down() -> WeightTarget:

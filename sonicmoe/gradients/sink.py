@@ -136,8 +136,9 @@ class GradientSink:
             batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
         else:
             log_once(logging.INFO, _THROUGH_AUTOGRAD)
-            if all(map(is_, compress(main_grads, trained), repeat(ABSENT))):
-                fresh = fresh_targets(self._layer, parameters, trained, engine, settings, dout)
+            writes = engine.writes_gradients(settings, device_name(dout))
+            if writes and all(map(is_, compress(main_grads, trained), repeat(ABSENT))):
+                fresh = fresh_targets(self._layer, parameters, trained, dout)
                 batch = None if fresh is None else Batch(parameters, trained, fresh)
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
