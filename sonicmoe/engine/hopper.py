@@ -100,7 +100,9 @@ class HopperEngine(QuantisedEngine):
             dx = None if settings.frees_stagewise else layer.empty_dx(x)
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
-            if settings.frees_stagewise:
+            if saved.donated and saved.z is not None:
+                _free(z)
+            if settings.frees_stagewise or saved.donated:
                 saved.z = None
             del z
             dx = tap("dx", layer.dgrad(dz_scratch, x) if dx is None else dx)
@@ -157,6 +159,15 @@ class HopperEngine(QuantisedEngine):
         if not settings.fp8_wgrad:
             return Bf16Engine().problem_of(targets, settings)  # dz is in the native order
         return targets.copy_engine_problem()
+
+
+def _free(z: Tensor | BlockScaledTensor) -> None:
+    """Give the memory of a donated z back, whoever holds the tensors: autograd does, to the end of the
+    backward.
+    """
+    parts = (z.bytes, z.scale_inv) if isinstance(z, BlockScaledTensor) else (z,)
+    for part in parts:
+        part.untyped_storage().resize_(0)
 
 
 def _aligned(x: Tokens) -> Tokens:

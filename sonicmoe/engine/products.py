@@ -105,6 +105,10 @@ class ProductsEngine(Engine):
     ) -> AbstractContextManager[Products]:
         """The products of these weights and rows, launched on the caller's device and stream."""
 
+    def _may_write_dz_over_z(self, z: Tensor) -> bool:
+        """Whether dgated takes one memory for both."""
+        return False
+
     @abstractmethod
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """`backward_dw` where all operands are there; they are released afterwards."""
@@ -159,7 +163,7 @@ class ProductsEngine(Engine):
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
             dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            dz = empty_rows(routing, weights.n1, x)
+            dz = self._memory_of_dz(saved, weights, x)
             y1s = empty_rows(routing, weights.intermediate_size, x)
             # `pending` keeps x and dout alive until the weight gradients are added. It alone keeps
             # dz and y1s: what `settle` puts in their place frees them.
@@ -185,6 +189,12 @@ class ProductsEngine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
+    def _memory_of_dz(self, saved: Saved, weights: EngineWeights, x: Tensor) -> Tensor:
+        z = saved.z
+        if saved.donated and isinstance(z, torch.Tensor) and self._may_write_dz_over_z(z):
+            return z
+        return empty_rows(saved.routing, weights.n1, x)
+
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """A GEMM for each projection that anybody wants the gradient of, and the bias sums; ConfigError
         with the reason of `problem_of` where it cannot add to these targets.
@@ -207,7 +217,7 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     with stage("dgated"):
         partials = products.dgated(rows, z, dz, y1s)
     # Only now: where memory ran out above, the backward may be repeated.
-    if saved.settings.frees_stagewise:
+    if saved.settings.frees_stagewise or z is dz:
         saved.z = None
     del z
     dprobs = products.dprobs(partials, dout)

@@ -46,12 +46,14 @@ class Saved:
 
     x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
     it is recomputed.
+    donated: nobody reads z after this backward, and its memory is the engine's from then on.
     """
 
     settings: EngineSettings
     routing: RoutingMetadata
     x: Tokens | None
     z: BlockScaledTensor | Tensor | None
+    donated: bool = False
 
     def take_z(self) -> BlockScaledTensor | Tensor | None:
         """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a

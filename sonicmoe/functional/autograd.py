@@ -78,6 +78,14 @@ def expert_mlp(
     return out
 
 
+def _keeps_graph() -> bool:
+    """Whether the backward that runs may be repeated (`retain_graph`, `create_graph`)."""
+    # Private, and what PyTorch's own compiled backwards ask before they reuse saved memory. Without
+    # it nothing is reused.
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
 class _ExpertMlp(torch.autograd.Function):
     """Weight gradients are summed in fp32 and returned in each weight's dtype."""
 
@@ -118,10 +126,13 @@ class _ExpertMlp(torch.autograd.Function):
         # with that of the forward.
         if ctx.reading is None:
             weights = (w1, w2, b1, b2)
+        saved = ctx.spec.unpack(tensors)
+        # Only z is memory of our own. Whoever observes the call may look at it afterwards.
+        saved.donated = ctx.observed is None and not is_awaited() and not _keeps_graph()
         dx, dprobs, gradients = backward(
             ctx.plan,
             dout,
-            ctx.spec.unpack(tensors),
+            saved,
             ctx.reading,
             ctx.dtypes,
             trained=trained,

@@ -36,7 +36,7 @@ from pairwise import pairwise
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
@@ -66,6 +66,19 @@ class UnevenCase(Case):
 
 ACTIVATIONS = ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU
 SIDES = {"plain": (), "x": ("x",), "dout": ("dout",), "both": ("x", "dout")}
+
+
+@pytest.mark.parametrize("z", list(ZCode)[::2], ids=str)
+def test_a_donated_z_is_freed_by_the_backward(z):
+    """Whoever holds the tensors; the step has the bits of one that keeps it."""
+    case, settings = Case(), replace(FP8, save_z=z)
+    wanted = case.run(OURS, settings)
+    weights, _, saved = case.forward(OURS, settings)
+    saved.donated, held = True, saved.z
+    dx, dprobs, _ = OURS.backward_dx(case.dout, saved, weights)
+    assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
+    parts = (held.bytes, held.scale_inv) if isinstance(held, BlockScaledTensor) else (held,)
+    assert all(part.untyped_storage().nbytes() == 0 for part in parts) and saved.z is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
+from engine.host_hopper_gemms import HopperGemms
 from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
@@ -111,6 +112,33 @@ def test_functional_leaves_frozen_parameters_out(on, frozen):
     found, _ = on(Bf16Engine(), step)
     assert [name for name, grad in zip(NAMES, found, strict=True) if grad is None] == [frozen]
     assert_close(found, on(ReferenceEngine(), step)[0])
+
+
+def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
+    """With `retain_graph` z stays for the next one, which gives the same bits."""
+    shared, dgated = [], HopperGemms.dgated
+
+    def noted(self, *arguments):
+        z, dz = arguments[4], arguments[8]
+        shared.append(z.data_ptr() == dz.data_ptr())
+        dgated(self, *arguments)
+
+    monkeypatch.setattr(HopperGemms, "dgated", noted)
+
+    def step():
+        x, indices, probs, dout = batch()
+        own = parameters(LAYOUTS[3], True)
+        leaves = (x, probs, *own)
+        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=LAYOUTS[3])
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        second = torch.autograd.grad(out, leaves, dout)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, leaves, dout)
+        return first, second
+
+    (first, second), _ = on(Bf16Engine(), step)
+    assert shared == [False, True]
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def node_of(arrangement):
