@@ -18,6 +18,7 @@ from ..engine.interface import (
     Engine,
     EngineSettings,
     EngineWeights,
+    FreshTargets,
     Saved,
     plain_tokens,
 )
@@ -25,7 +26,7 @@ from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName
 from ..errors import ConfigError
-from ..gradients.batch import fresh_targets, late_targets
+from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, dtype_name, plain_ops
 from ..layouts import WeightLayout, WeightSource
@@ -323,16 +324,17 @@ def _differentiate(
     passed = plan.passed(weights, dtypes)
     parameters = passed.parameters()
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
-    if engine.writes_gradients(plan.settings, device_name(dout)):
+    # Asked before `backward_dx`, which runs once: it may free what it reads.
+    writes = engine.writes_gradients(plan.settings, device_name(dout))
+    if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
-        make = late_targets if engine.frees_dw1_first else fresh_targets
+        make = late_targets if engine.frees_dw1_first else targets_of_each
         targets = make(passed, parameters, wanted, dout)
-        if targets is not None:
-            # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
-            engine.backward_dw(pending, targets)
-            return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
+        # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
+        engine.backward_dw(pending, targets)
+        return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)

@@ -165,19 +165,32 @@ def fresh_targets(
     where experts share a parameter, whose gradient is a sum.
     """
     # Sums need memory that was zero before, and fresh memory is written once.
-    dtypes = set(map(attrgetter("dtype"), compress(parameters, trained)))
-    device = device_of(dout)
+    dtypes = dtypes_of(parameters, trained)
     if not FreshTargets.fits(dtypes) or len(set(map(id, parameters))) < len(parameters):
         return None
     experts = 1 if layer.has_biases else len(parameters) // 2
     # Paddle's views of a stack would be copies.
     if experts > 1 and all(trained) and len(dtypes) == 1 and not IS_PADDLE:
+        device = device_of(dout)
         # Memory for every expert would take the host longer than all launches of this backward.
         stacks = (
             empty((experts, *p.shape), p.dtype, device) for p in (parameters[0], parameters[-1])
         )
         up, down = (WeightTarget.stacked(stack, experts, layer.layout) for stack in stacks)
         return FreshTargets(up, down)
+    return targets_of_each(layer, parameters, trained, dout)
+
+
+def dtypes_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> set[Any]:
+    """Of the parameters that want a gradient."""
+    return set(map(attrgetter("dtype"), compress(parameters, trained)))
+
+
+def targets_of_each(
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], dout: Tensor
+) -> FreshTargets:
+    """Over fresh memory of each parameter that wants a gradient, in dtypes that `FreshTargets.fits`."""
+    device = device_of(dout)
     memory = [
         empty(tuple(p.shape), p.dtype, device) if is_trained else None
         for p, is_trained in zip(parameters, trained, strict=True)
@@ -186,15 +199,15 @@ def fresh_targets(
 
 
 def late_targets(
-    layer: ExpertParameters, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
-) -> FreshTargets | None:
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], dout: Tensor
+) -> FreshTargets:
     """The same for two stacked weights, where the memory of the second is taken when the engine comes
     to it.
     """
-    if not (trained[0] and trained[1]):
-        return fresh_targets(layer, parameters, trained, dout)
-    targets = fresh_targets(layer, parameters, [True, False, *trained[2:]], dout)
-    if targets is not None:
+    both = trained[0] and trained[1]
+    first = [True, False, *trained[2:]] if both else trained
+    targets = targets_of_each(layer, parameters, first, dout)
+    if both:
         down, device = parameters[1], device_of(dout)
 
         def make_down() -> WeightTarget:
