@@ -58,7 +58,7 @@ class Bf16Engine(PlainEngine):
             return super().refresh(source, settings, previous, written)
         source = self._computed_in_bfloat16(source)
         with plain_ops():
-            weights = bf16_sm90.weights_in_place(source)
+            weights = bf16_sm90.weights_in_place(source, settings.activation)
         self._check_kinds(weights, settings)
         return weights
 

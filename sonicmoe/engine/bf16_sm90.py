@@ -23,6 +23,7 @@ from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
 from ..observe import stage, tap
 from ..routing.backends import arch_of
 from ..routing.combine import sum_to_slots
+from .border import check_weights
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
 from .products import Products, bias_sums, empty_rows, plain_operand, shown_in_turns, write_zeros
@@ -78,15 +79,40 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
     return Wgrad(module, Destinations(module.wgrad_destination))
 
 
-def weights_in_place(source: WeightSource) -> EngineWeights:
-    """The user's weights where they lie. Copied are only those of a tensor for each expert, which
-    become one, of another dtype than the computation's, and such that the copy engine cannot read.
+def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
+    """The user's weights where they lie. Three kinds are copied: a tensor for each expert, which become
+    one; weights of another dtype than the computation's; and those that the copy engine cannot read.
+    ShapeError where sizes do not fit together.
     """
     w1, w2 = (_stacked(side, source.compute_dtype) for side in (source.up, source.down))
     b1, b2 = (
         None if bias is None else aligned(bias.to(torch.float32)) for bias in (source.b1, source.b2)
     )
+    shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
+    _check_shapes(shapes, source.layout.transposed, activation)
     return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
+
+
+class _Shaped(NamedTuple):
+    """All that `check_weights` looks at."""
+
+    shape: tuple[int, ...]
+
+
+# Every forward and backward asks. Of shapes that fit, the answer is kept.
+@functools.lru_cache(maxsize=256)
+def _check_shapes(
+    shapes: tuple[tuple[int, ...] | None, ...], transposed: bool, activation: ActivationType
+) -> None:
+    """Refuse w1, w2, b1 and b2 of shapes that do not fit together. The kernels would take a bias of
+    another shape that has as many elements.
+    """
+    w1, w2, *biases = shapes
+    assert w1 is not None and w2 is not None
+    native = [(*s[:-2], s[-1], s[-2]) if transposed else s for s in (w1, w2)]
+    given: list[Any] = [None if s is None else _Shaped(s) for s in (*native, *biases)]
+    up, down, b1, b2 = given
+    check_weights(up, down, b1, b2, activation)
 
 
 def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:

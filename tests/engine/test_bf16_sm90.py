@@ -23,8 +23,8 @@ from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.errors import ConfigError
-from sonicmoe.layouts import NATIVE, WeightLayout, WeightSource
+from sonicmoe.errors import ConfigError, ShapeError
+from sonicmoe.layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource
 from sonicmoe.observe import listening
 
 GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
@@ -111,6 +111,19 @@ class TestWeights:
         assert weights.w2.data_ptr() == weights.w2_dgrad.data_ptr() == w2.data_ptr()
         assert weights.layout == layout
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_that_do_not_fit_together_are_refused(self, layout):
+        """A bias of as many elements would be read in a wrong order."""
+        source = case_in(layout, bias=True).source
+        turned, narrow = source.b1.T.contiguous(), source.down.stacked[:, :, :8].contiguous()
+        for wrong, words in (
+            ({"b1": turned}, r"b1 has shape"),
+            ({"b2": None}, "both or neither"),
+            ({"down": StackedMatrices(narrow)}, "needs"),
+        ):
+            with pytest.raises(ShapeError, match=words):
+                OURS.refresh(replace(source, **wrong), EngineSettings())
 
     def test_in_a_larger_buffer_are_read_there(self):
         w1, w2, *_ = case_in(NATIVE).weights
