@@ -323,8 +323,10 @@ class GradientSink:
         # Of two parameters each may be added to by itself; of many, all are looked at as one.
         which = tuple(trained) if len(trained) == 2 else ()
         self._footprints[which] = batch.targets.recognise(self._footprints.get(which))
-        # Usually four identities: the memory was recognised, and nothing else has changed.
-        asked = self._footprints[which], engine, settings, device_name(dout)
+        # Usually five identities: the memory was recognised, and nothing else has changed. Weights may
+        # change their layout beside gradients that stay.
+        recognised, layout = self._footprints[which], self._layer.layout
+        asked = recognised, engine, settings, device_name(dout), layout
         if asked != self._fitting:
             problem = direct_problem(batch, engine, settings, self._layer, dout)
             self._fitting = asked if problem is None else ()

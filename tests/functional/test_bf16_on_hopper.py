@@ -14,14 +14,17 @@ from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import call
 from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.node import choices
+from sonicmoe.weights.stacked import PairParameters
 
 E, H, I, K, T = 4, 64, 40, 2, 50
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
@@ -218,3 +221,19 @@ def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
     first = "ParameterTargets" if main_grad == "filled" else "FreshTargets"
     assert targets == [first, "ParameterTargets"]
     assert_close(found, on(ReferenceEngine(), step)[0])
+
+
+def test_weights_that_change_their_layout_are_asked_about_again(launches):
+    """Gradients hold gates before up values. dz in turns cannot be added there."""
+    weights = parameters(LAYOUTS[3])[:2]
+    sink, direct = GradientSink(PairParameters(*weights, H)), []
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    engine, settings = Bf16Engine(), EngineSettings()
+    for layout in (LAYOUTS[3], LAYOUTS[0], LAYOUTS[3]):
+        for weight, converted in zip(weights, parameters(layout), strict=False):
+            weight.data = converted.detach()
+        sink._layer.parameters()  # as every forward does
+        batch = sink.open(engine, settings, weights, [True, True], torch.zeros(T, H))
+        direct.append(batch.is_direct)
+    assert direct == [True, False, True]
