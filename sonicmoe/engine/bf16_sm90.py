@@ -120,7 +120,8 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and weight.dtype != dtype:
         weight = weight.to(dtype)
     *strides, last = (int(stride) for stride in weight.stride())
-    fits = last == 1 and not any(stride % _ITEMS for stride in strides)
+    # An expanded weight has a stride of 0, which the driver refuses.
+    fits = last == 1 and all([stride > 0 and stride % _ITEMS == 0 for stride in strides])
     if fits and data_ptr(weight) % _BYTES == 0:
         return weight
     return aligned(weight)  # type: ignore[no-any-return]

@@ -146,6 +146,12 @@ class TestWeights:
         source = WeightSource.stacked(HALVES.user_w1(w1), w2, layout=HALVES)
         assert OURS.refresh(source, EngineSettings()).w1.dtype == BF16
 
+    def test_that_experts_share_are_copied(self):
+        """An expanded axis has a stride of 0."""
+        w1, w2, *_ = case_in(NATIVE).weights
+        weights = OURS.refresh(WeightSource.stacked(w1[:1].expand(E, -1, -1), w2), EngineSettings())
+        assert weights.w1.is_contiguous()
+
     def test_that_the_copy_engine_cannot_read_are_copied(self):
         """Contiguous along the other axis than their layout says."""
         w1, w2, *_ = case_in(NATIVE).weights
