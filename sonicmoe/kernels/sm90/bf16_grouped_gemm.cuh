@@ -9,7 +9,8 @@
 // An operand that is contiguous along K lies in a stage as rows of K. One that is contiguous along
 // its other axis lies there as blocks of 64 columns, of 64 rows along K each; WGMMA reads both.
 //
-// Padding rows of a gathered A are zeros.
+// Padding rows of a gathered A are zeros. So z, dz and y1s are finite there, which wgrad multiplies
+// with zeros.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,22 +53,21 @@ static_assert(sizeof(HalfStorage) + 1024 <= kMostSharedBytes);
 struct HalfParams : RowGroups {
   const Half* a;             // [T, K], gathered through row_token; unused with a tensor map
   const int32_t* row_token;  // [R], -1 in padding rows
-  int k;                     // of one part
-  int k_parts;               // 2 where gate and up of B along K are matrices of their own, else 1
+  int k;
 };
 
-// A; B, or its gate and its up rows where these lie apart; outputs; z.
+// A; B, or its gate and its up rows where they are loaded apart; outputs; z.
 struct HalfMaps {
   CUtensorMap a, b[2], c, d, z;
 };
 
-// Half `half` of this tile's columns of B. One with gate and up in halves has 128 gate columns, then
-// the 128 up columns that belong to them.
+// Loads one half, number `half`, of this tile's columns of B. With kSplitsColumns a tile has 128 gate
+// columns, then the 128 up columns that belong to them.
 template <bool kBByColumns, bool kSplitsColumns>
 __device__ __forceinline__ void load_half_of_b(const HalfMaps& maps, uint64_t* full, uint8_t* stage,
-                                               const OutputTile& tile, int half, int part, int k,
+                                               const OutputTile& tile, int half, int k,
                                                uint16_t receivers) {
-  const CUtensorMap* map = &maps.b[kSplitsColumns ? half : part];
+  const CUtensorMap* map = &maps.b[kSplitsColumns ? half : 0];
   const int column = kSplitsColumns ? tile.col / 2 : tile.col + half * (kTileN / 2);
   uint8_t* to = stage + half * kBytesHalfB;
   if constexpr (kBByColumns) {
@@ -115,8 +115,7 @@ template <bool kGather, bool kBByColumns, class Epilogue>
 __device__ __forceinline__ void produce_half(const HalfParams& p, const HalfMaps& maps,
                                              HalfStorage& s) {
   const int thread = threadIdx.x;
-  const int blocks_of_part = (p.k + kHalfTileK - 1) / kHalfTileK,
-            k_blocks = p.k_parts * blocks_of_part;
+  const int k_blocks = (p.k + kHalfTileK - 1) / kHalfTileK;
   Ring ring;
   OutputTile tile;
   for (Scheduler scheduler(p); scheduler.next(tile);) {
@@ -124,20 +123,20 @@ __device__ __forceinline__ void produce_half(const HalfParams& p, const HalfMaps
     for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
-      const int part = kb / blocks_of_part, k = kb % blocks_of_part * kHalfTileK;
+      const int k = kb * kHalfTileK;
       if (thread == 0) {
         const bool loads_a = !kGather && tile.active;
         barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
         const auto load_b = [&](int half, uint16_t receivers) {
           load_half_of_b<kBByColumns, Epilogue::kSplitsColumns>(maps, full, s.b[ring.stage], tile,
-                                                                half, part, k, receivers);
+                                                                half, k, receivers);
         };
         if (tile.shares_b) {
           load_b(Scheduler::rank(), (1 << kCluster) - 1);
         } else if (tile.active) {
           for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
         }
-        if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], part * p.k + k, tile.row);
+        if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], k, tile.row);
       }
       if constexpr (kGather) {
         rows.copy(s.a[ring.stage], k);
@@ -220,7 +219,7 @@ __device__ __forceinline__ void consume_half(const HalfParams& p,
                                              const typename Epilogue::Params& e,
                                              const HalfMaps& maps, HalfStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int k_blocks = p.k_parts * ((p.k + kHalfTileK - 1) / kHalfTileK);
+  const int k_blocks = (p.k + kHalfTileK - 1) / kHalfTileK;
   Ring ring;
   OutputTile tile;
   Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);

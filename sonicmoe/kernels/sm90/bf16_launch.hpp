@@ -74,8 +74,8 @@ inline Half* checked_half(const TensorView& tensor, const char* name, DLDevice d
   return aligned_16(checked<Half>(tensor, name, kHalfCode, 16, device, elements), name);
 }
 
-// Weights as B of a GEMM: [E, N, K], or [E, K, N] where they lie transposed. They lie where the caller
-// has them: the last axis is contiguous, and the other strides are any multiples of 16 bytes.
+// Weights as B of a GEMM: [E, N, K], or [E, K, N] where they lie transposed. They are read where the
+// caller has them: the last axis is contiguous, and the other strides are any multiples of 16 bytes.
 struct HalfWeights {
   const char* data;
   int64_t experts, n, k;
@@ -103,7 +103,7 @@ struct HalfWeights {
         << name << " has no elements, or too many";
   }
 
-  // Of `columns` columns from number `first` on.
+  // A map of `columns` of the N columns, from number `first` on.
   CUtensorMap map(int64_t first, int64_t columns) const {
     const int64_t rows = by_columns ? k : columns, across = by_columns ? columns : k,
                   offset = by_columns ? first : first * stride,
@@ -148,7 +148,6 @@ inline HalfParams half_params(const TensorView& a, const HalfWeights& b,
   if (row_token.has_value())
     p.row_token = checked_i32(row_token.value(), "row_token", device, rows);
   p.k = static_cast<int>(b.k);
-  p.k_parts = 1;
   return p;
 }
 

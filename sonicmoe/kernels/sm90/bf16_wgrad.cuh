@@ -3,9 +3,9 @@
 // operands are contiguous along M and N, and the sum runs along their other axis, so both lie in a
 // stage by columns.
 //
-// In C the tokens' columns are rows of 256 sums each, or, built for `kTransposed`, C has them as its
-// contiguous axis. Whichever way C lies, the products and their order are the same, and so are the
-// bits of the sums.
+// A tile has 128 of the tokens' columns as its rows and 256 columns of `rows` as its columns. C lies
+// in the same way, or, for `kTransposed`, has the tokens' columns as its contiguous axis. Whichever
+// way C lies, the products and their order are the same, and so are the bits of the sums.
 #pragma once
 
 #include "bf16_grouped_gemm.cuh"
@@ -16,11 +16,10 @@ namespace sonicmoe::sm90 {
 struct HalfWgradParams : WgradGroups {
   const Half* tokens;        // [T, M]
   const int32_t* row_token;  // [R], -1 in padding rows
-  int row_width;             // of `rows`: parts * N, or more
 };
 
-// 64 rows x 128 columns of the tokens of a tile's expert. A thread has 16 bytes of eight neighbouring
-// rows, whose indices it reads a k-block ahead.
+// Copies 64 rows x 128 columns of the tokens of a tile's expert. A thread has 16 bytes of each of
+// eight neighbouring rows, whose indices it reads a k-block ahead.
 class TokenGather {
  public:
   __device__ __forceinline__ TokenGather(const HalfWgradParams& p, const WgradTile& tile)
@@ -148,8 +147,8 @@ struct TransposedStore {
 
 constexpr uint32_t kPatchStride = 2 * kPatchBytes;  // from one warp's patch to the next one's
 
-// The sums: bf16 in four turns of 64 columns, fp32 in eight of 32. In fp32 the warpgroup's 64
-// rows are two patches.
+// Hands over the sums: bf16 in four turns of 64 columns, fp32 in eight of 32. In fp32 the
+// warpgroup's 64 rows are two patches.
 __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
                                                      const CUtensorMap* map, int expert_of_map,
                                                      WgradOutput output, const WgradTile& tile,
