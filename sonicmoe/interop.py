@@ -304,6 +304,13 @@ writes_of: Callable[[Any], int] = attrgetter(
 )  # so far, in place
 
 
+def count_write(tensor: Any) -> None:
+    """Have PyTorch count what a kernel has written, or memory that was freed, as it counts its own
+    writes: autograd then refuses another backward that has saved the tensor.
+    """
+    torch.autograd.graph.increment_version(tensor)
+
+
 def owns_storage(tensor: Any) -> bool:
     """Whether nothing else lies in the memory that `tensor` lies in: it is no part of a larger buffer,
     whose views count their writes together.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, current_stream, empty, plain_ops
+from ..interop import aligned, count_write, current_stream, empty, plain_ops
 from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
@@ -167,6 +167,7 @@ def _free(z: Tensor | BlockScaledTensor) -> None:
     """
     parts = (z.bytes, z.scale_inv) if isinstance(z, BlockScaledTensor) else (z,)
     for part in parts:
+        count_write(part)
         part.untyped_storage().resize_(0)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, plain_ops
+from ..interop import aligned, count_write, plain_ops
 from ..observe import is_heard, stage, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
@@ -217,6 +217,8 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     with stage("dgated"):
         partials = products.dgated(rows, z, dz, y1s)
     # Only now: where memory ran out above, the backward may be repeated.
+    if z is dz:
+        count_write(z)
     if saved.settings.frees_stagewise or z is dz:
         saved.z = None
     del z

@@ -75,10 +75,13 @@ def test_a_donated_z_is_freed_by_the_backward(z):
     wanted = case.run(OURS, settings)
     weights, _, saved = case.forward(OURS, settings)
     saved.donated, held = True, saved.z
+    parts = (held.bytes, held.scale_inv) if isinstance(held, BlockScaledTensor) else (held,)
+    writes = [part._version for part in parts]
     dx, dprobs, _ = OURS.backward_dx(case.dout, saved, weights)
     assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
-    parts = (held.bytes, held.scale_inv) if isinstance(held, BlockScaledTensor) else (held,)
     assert all(part.untyped_storage().nbytes() == 0 for part in parts) and saved.z is None
+    # Autograd, which has saved it, refuses to read it again.
+    assert all(part._version > then for part, then in zip(parts, writes, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,41 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
+    """dz lies where z was. A failure before that loses nothing."""
+    failing, dgated, gemm = [], HopperGemms.dgated, HopperGemms.grouped_gemm
+
+    def work_or_fail(work):
+        def replaced(self, *arguments):
+            if failing and failing[0] is work:
+                raise torch.OutOfMemoryError(failing.pop())
+            work(self, *arguments)
+
+        return replaced
+
+    def like_a_kernel(self, *arguments):
+        """Whose writes PyTorch does not count."""
+        with torch.autograd._unsafe_preserve_version_counter(arguments[8]):
+            work_or_fail(dgated)(self, *arguments)
+
+    monkeypatch.setattr(HopperGemms, "dgated", like_a_kernel)
+    monkeypatch.setattr(HopperGemms, "grouped_gemm", work_or_fail(gemm))
+
+    def step():
+        x, indices, probs, dout = batch()
+        w1, w2, *_ = parameters(LAYOUTS[0])
+        out = expert_mlp(x, indices, probs, w1, w2, None, None, ActivationType.SWIGLU)
+        for work in (dgated, gemm):
+            failing.append(work)
+            with pytest.raises(torch.OutOfMemoryError):
+                out.backward(dout)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward(dout)
+        assert all(t.grad is None for t in (x, probs, w1, w2))
+
+    on(Bf16Engine(), step)
+
+
 @pytest.mark.parametrize("stagewise", [False, True])
 def test_a_backward_that_cannot_write_runs_once(on, stagewise):
     """fp16 gradients are rounded from accumulators. Stage-wise memory frees what dx was made of."""
