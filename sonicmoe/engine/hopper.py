@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, count_write, current_stream, empty, plain_ops
+from ..interop import aligned, count_write, current_stream, empty, owns_storage, plain_ops
 from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
@@ -163,10 +163,10 @@ class HopperEngine(QuantisedEngine):
 
 def _free(z: Tensor | BlockScaledTensor) -> None:
     """Give the memory of a donated z back, whoever holds the tensors: autograd does, to the end of the
-    backward.
+    backward. A part of a larger buffer stays: a hook of saved tensors may have put it there.
     """
     parts = (z.bytes, z.scale_inv) if isinstance(z, BlockScaledTensor) else (z,)
-    for part in parts:
+    for part in filter(owns_storage, parts):
         count_write(part)
         part.untyped_storage().resize_(0)
 
