@@ -1,6 +1,6 @@
-"""The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM with gather, activation
-and its gradient fused: on Hopper of our own (`bf16_sm90`), elsewhere of `kernels.quack_gemm`.
-`products` has the passes.
+"""The BF16 engine for Hopper and Blackwell. Every product is a grouped GEMM with activation and its
+gradient fused, and with the gather of tokens but for wide experts on Hopper: there of our own
+(`bf16_sm90`), elsewhere of `kernels.quack_gemm`. `products` has the passes.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class HopperEngine(QuantisedEngine):
         pending.x = pending.dout = pending.dz = pending.y1s = None
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
-        """With `fp8_wgrad` off dz is in the native order, and the BF16 GEMMs need it in that of the
-        gradients.
+        """Not with `fp8_wgrad` off: the BF16 GEMMs compute them then, from dz with gate and up in turns,
+        and cannot write gradients that hold all gates first.
         """
         return settings.fp8_wgrad
 

@@ -210,8 +210,8 @@ void row_sums(TensorView partials, TensorView values, TensorView gather_index, T
                                  : launch_row_sums<__half>(data, call);
 }
 
-// rows [R, C] = tokens [T, C] gathered through row_token int32 [R], zeros where it is -1; bf16 or fp16,
-// C a multiple of 8.
+// rows [R, C] = tokens [T, C] gathered through row_token int32 [R], zeros where it is -1; bf16 or
+// fp16, C a multiple of 8.
 void gather_rows(TensorView tokens, TensorView row_token, TensorView rows, int64_t stream) {
   const DLDevice device = tokens.device();
   const int64_t count = row_token.numel(), width = tokens.size(1);
@@ -219,7 +219,8 @@ void gather_rows(TensorView tokens, TensorView row_token, TensorView rows, int64
       << "tokens have " << width << " columns; needed: a multiple of 8";
   const int32_t* index = checked_i32(row_token, "row_token", device, count);
   const void* from = aligned_16(checked_half(tokens, "tokens", device, 0), "tokens");
-  void* to = const_cast<void*>(aligned_16(checked_half(rows, "rows", device, count * width), "rows"));
+  const void* target = checked_half(rows, "rows", device, count * width);
+  void* to = const_cast<void*>(aligned_16(target, "rows"));
   if (count == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const int64_t chunks = count * (width / 8);

@@ -7,9 +7,10 @@ namespace {
 
 // dout [T, H], gathered through row_token, or, built with ROWS_FIRST, [R, H] in expert order; w2
 // [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns as `up` wrote them;
-// row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the order of z's columns, y1s [R, I] and
-// partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. Rows at and behind
-// padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+// row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the order of z's columns, y1s [R, I]
+// and partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. dz may lie
+// where z lies. Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at
+// most; 0: all.
 void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
             TensorView y1s, TensorView partials, int64_t multiprocessors, int64_t stream) {

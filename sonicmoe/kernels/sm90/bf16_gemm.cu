@@ -9,9 +9,9 @@ namespace {
 // x [T, H], or, built with ROWS_FIRST, [R, H] in expert order; w1 [E, N1, H], or [E, H, N1] where it
 // is `transposed`. Where there is a gate, N1 is 2 I: with `halves` all gates and then all up values,
 // else the two in turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order
-// of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as if
-// their tokens were zeros. Rows at and behind padded_offsets[E] are not written. multiprocessors: how
-// many at most; 0: all.
+// of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
+// if their tokens were zeros. Rows at and behind padded_offsets[E] are not written.
+// multiprocessors: how many at most; 0: all.
 void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<TensorView> b1,
         TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
         Optional<TensorView> y1, int64_t multiprocessors, int64_t stream) {

@@ -61,7 +61,7 @@ struct HalfMaps {
   CUtensorMap a, b[2], c, d, z;
 };
 
-// Loads one half, number `half`, of this tile's columns of B. With kSplitsColumns a tile has 128 gate
+// Loads half number `half` of this tile's columns of B. With kSplitsColumns a tile has 128 gate
 // columns, then the 128 up columns that belong to them.
 template <bool kBByColumns, bool kSplitsColumns>
 __device__ __forceinline__ void load_half_of_b(const HalfMaps& maps, uint64_t* full, uint8_t* stage,

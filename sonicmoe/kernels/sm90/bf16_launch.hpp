@@ -36,8 +36,8 @@ constexpr DLDataTypeCode kHalfCode = kDLFloat;
 constexpr DLDataTypeCode kHalfCode = kDLBfloat;
 #endif
 
-// Whether `up` and `dgated` gather their tokens. A module that is built with ROWS_FIRST takes rows in
-// expert order instead: where many column tiles read a row, gathering it once costs less.
+// Whether `up` and `dgated` gather their tokens. A module that is built with ROWS_FIRST takes rows
+// in expert order instead: where many column tiles read a row, gathering it once costs less.
 #ifdef ROWS_FIRST
 constexpr bool kGathers = false;
 #else
@@ -108,12 +108,13 @@ struct HalfWeights {
     const int64_t rows = by_columns ? k : columns, across = by_columns ? columns : k,
                   offset = by_columns ? first : first * stride,
                   next = experts > 1 ? expert_stride : (rows * stride + 7) / 8 * 8;
+    const auto box_rows =
+        static_cast<cuuint32_t>(by_columns ? sm90::kHalfTileK : sm90::kTileN / 2);
     const Boxes<3> boxes{
         {static_cast<cuuint64_t>(across), static_cast<cuuint64_t>(rows),
          static_cast<cuuint64_t>(experts)},
         {static_cast<cuuint64_t>(2 * stride), static_cast<cuuint64_t>(2 * next)},
-        {sm90::kBlockColumns, static_cast<cuuint32_t>(by_columns ? sm90::kHalfTileK : sm90::kTileN / 2),
-         1}};
+        {sm90::kBlockColumns, box_rows, 1}};
     return tensor_map(data + 2 * offset, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
   }
 };
