@@ -10,7 +10,7 @@ from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from ..observe import STACKED, is_awaited
+from ..observe import STACKED, is_awaited, is_heard
 from .call import Origin, Plan, backward, forward, make_plan
 from .compiled import compiled_expert_mlp
 
@@ -127,8 +127,9 @@ class _ExpertMlp(torch.autograd.Function):
         if ctx.reading is None:
             weights = (w1, w2, b1, b2)
         saved = ctx.spec.unpack(tensors)
-        # Only z is memory of our own. Whoever observes the call may look at it afterwards.
-        saved.donated = ctx.observed is None and not is_awaited() and not _keeps_graph()
+        # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
+        is_watched = ctx.observed is not None or is_awaited() or is_heard()
+        saved.donated = not is_watched and not _keeps_graph()
         dx, dprobs, gradients = backward(
             ctx.plan,
             dout,

@@ -24,6 +24,7 @@ from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.node import choices
+from sonicmoe.observe import listening
 from sonicmoe.weights.stacked import PairParameters
 
 E, H, I, K, T = 4, 64, 40, 2, 50
@@ -142,6 +143,24 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     (first, second), _ = on(Bf16Engine(), step)
     assert shared == [False, True]
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_who_listens_keeps_z(on):
+    """As the forward left it."""
+    held = {}
+
+    def step():
+        x, indices, probs, dout = batch()
+        w1, w2, *_ = parameters(LAYOUTS[0])
+        with listening(held.setdefault):
+            out = expert_mlp(x, indices, probs, w1, w2, None, None, ActivationType.SWIGLU)
+            before = held["z"].clone()
+            out.backward(dout)
+        return before
+
+    before, _ = on(Bf16Engine(), step)
+    assert torch.equal(held["z"].nan_to_num(), before.nan_to_num())
+    assert held["dz"] is not held["z"]
 
 
 def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
