@@ -155,7 +155,10 @@ def test_large_values_and_nan(case):
             assert not factor_slopes.any()
     nan, one = np.array([np.nan], np.float32), np.ones(1, np.float32)
     assert np.isnan(evaluate(nan, one, 1.0)[0]).all() and np.isnan(evaluate(one, nan, 1.0)[0]).all()
-    # In backward codes are numbers, and the scale of a row may be none.
+    # z in bf16 may be NaN in backward too.
+    _, values, slopes, *_ = evaluate(nan, one, 1.0)
+    assert np.isnan(values).all() and np.isnan(slopes).all()
+    # 8-bit codes are numbers, and the scale of a row may be none.
     y1, values, *rest = evaluate(one, one, np.nan)
     assert np.isnan(y1).all() and np.isnan(values).all()
     if activation in BOUNDED:

@@ -107,8 +107,10 @@ struct Relu : PlainUp {
   }  // x * 0 keeps NaN
   __device__ static __forceinline__ void both(float code, float, float, float& value,
                                               float& slope) {
-    value = fmaxf(code, 0.f);  // a code is no NaN: a scale may be, and comes in later
-    slope = code > 0.f ? 1.f : 0.f;
+    // z in bf16 may be NaN, which stays. The addition makes +0 of -0.
+    const float nothing = fmaf(code, 0.f, 0.f);
+    value = code > 0.f ? code : nothing;
+    slope = code > 0.f ? 1.f : nothing;
   }
 };
 
