@@ -25,7 +25,7 @@ class KernelBackendMoE(Enum):
 
 
 class ActivationType(Enum):
-    """The expert's activation. The first six are gated. `ACTIVATIONS` has the record of each."""
+    """The expert's activation. The first seven are gated. `ACTIVATIONS` has the record of each."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -33,11 +33,13 @@ class ActivationType(Enum):
     SWIGLU_OAI = "swiglu_oai"
     SWIGLU_CLAMP = "swiglu_clamp"
     SITU_GLU = "situ_glu"
+    GEGLU_TANH = "geglu_tanh"
 
     RELU_SQ = "relu_sq"
     RELU = "relu"
     GELU = "gelu"
     SILU = "silu"
+    GELU_TANH = "gelu_tanh"
 
 
 class EngineName(Enum):
@@ -165,12 +167,22 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
         gated=True,
         parameters=(_bound("beta", 1.0), _bound("linear_beta", inf)),
     ),
+    ActivationType.GEGLU_TANH: Activation(
+        "gelu_tanh(gate) * up", _GLU, _BF16, gated=True, base=ActivationType.GELU_TANH
+    ),
     ActivationType.RELU_SQ: Activation("max(x, 0) ** 2", "So et al., arXiv:2109.08668", _BF16),
     ActivationType.RELU: Activation("max(x, 0)", "Nair and Hinton, ICML 2010", _BF16),
     ActivationType.GELU: Activation(
         "x * (1 + erf(x / sqrt(2))) / 2", "Hendrycks and Gimpel, arXiv:1606.08415", _BF16
     ),
     ActivationType.SILU: Activation("x * sigmoid(x)", "Elfwing et al., arXiv:1702.03118", _BF16),
+    # `gelu_tanh_approx` of quack-kernels, `gelu_pytorch_tanh` of transformers: an activation of its
+    # own, up to 5e-4 from GELU.
+    ActivationType.GELU_TANH: Activation(
+        "x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x ** 3))) / 2",
+        "Hendrycks and Gimpel, arXiv:1606.08415",
+        _BF16,
+    ),
 }
 
 

@@ -25,6 +25,7 @@ Values = Mapping[str, float]  # every parameter of the activation by name
 
 _INV_SQRT2 = 1.0 / math.sqrt(2.0)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
+_TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 def pre_activation_width(intermediate_size: int, activation: ActivationType) -> int:
@@ -114,6 +115,15 @@ def _gelu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
     return x * phi, phi + x * torch.exp(-0.5 * x * x) * _INV_SQRT_2PI
 
 
+def _gelu_tanh(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    # (1 + tanh(u)) / 2 = sigmoid(2 u) keeps its digits where tanh(u) is close to -1.
+    square = (x * x).clamp(max=1e4)  # sigma is 0 or 1 there, and the cube must not overflow
+    sigma = torch.sigmoid(_TWO_SQRT_2_OVER_PI * x * (1.0 + 0.044715 * square))
+    value = x * sigma
+    inner = _TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * 0.044715 * square)  # d(2 u) / dx
+    return value, sigma + value * (1.0 - sigma) * inner
+
+
 def _relu(x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
     # x * 0 keeps NaN: the comparison alone would give it a slope of 0.
     return _positive(x), (x > 0.0).to(x.dtype) + x * 0.0
@@ -133,6 +143,7 @@ def _positive(x: Tensor) -> Tensor:
 _UNGATED = {
     ActivationType.SILU: _silu,
     ActivationType.GELU: _gelu,
+    ActivationType.GELU_TANH: _gelu_tanh,
     ActivationType.RELU: _relu,
     ActivationType.RELU_SQ: _relu_sq,
 }

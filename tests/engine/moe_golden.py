@@ -27,6 +27,7 @@ GATED = {
     "swiglu_oai": "clamped_silu",
     "swiglu_clamp": "bounded_silu",
     "situ_glu": "situ",
+    "geglu_tanh": "gelu_tanh",
 }
 CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 # Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
@@ -69,7 +70,7 @@ def value(name, v, own=()):
         return v / (1.0 + math.exp(-v))
     if name == "gelu":
         return 0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0)))
-    return {"relu": max(v, 0.0), "relu_sq": max(v, 0.0) ** 2}[name]
+    return {"gelu_tanh": tanh_gelu(v)[0], "relu": max(v, 0.0), "relu_sq": max(v, 0.0) ** 2}[name]
 
 
 def slope(name, v, own=()):
@@ -88,7 +89,16 @@ def slope(name, v, own=()):
         return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(
             2.0 * math.pi
         )
-    return {"relu": 1.0 if v > 0.0 else 0.0, "relu_sq": 2.0 * max(v, 0.0)}[name]
+    relu = 1.0 if v > 0.0 else 0.0
+    return {"gelu_tanh": tanh_gelu(v)[1], "relu": relu, "relu_sq": 2.0 * max(v, 0.0)}[name]
+
+
+def tanh_gelu(v):
+    """Value and slope of GELU in its tanh form."""
+    u = math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
+    inner = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * v * v)
+    flat = 0.5 * (1.0 + math.tanh(u))
+    return v * flat, flat + 0.5 * v * inner / math.cosh(min(abs(u), 300.0)) ** 2
 
 
 def each(function, name, vector, own=()):

@@ -297,7 +297,7 @@ REFUSED_BY_THE_CONSTRUCTOR = [
     (
         {"activation_function": "swish"},
         ConfigError,
-        r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'silu'\]",
+        r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'gelu_tanh'\]",
     ),
     ({"norm_topk_prob": False}, TypeError, r"unexpected keyword argument 'norm_topk_prob'$"),
 ]

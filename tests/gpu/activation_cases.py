@@ -4,6 +4,8 @@ parameters that a layer sets.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from engine.moe_golden import GAINS
 from torch.nn.functional import gelu, relu, silu
@@ -31,7 +33,12 @@ def gated(activation: ActivationType, gate: Tensor, up: Tensor, own: tuple = ())
         beta, cap = values["beta"], values["linear_beta"]
         factor = up if cap == float("inf") else cap * torch.tanh(up / cap)
         return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * factor
-    functions = {"swiglu": silu, "geglu": gelu, "reglu": relu}
+    functions = {
+        "swiglu": silu,
+        "geglu": gelu,
+        "geglu_tanh": functools.partial(gelu, approximate="tanh"),
+        "reglu": relu,
+    }
     return functions[activation.value](gate) * up
 
 

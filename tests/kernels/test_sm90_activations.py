@@ -25,6 +25,7 @@ BOUNDED = SITU, CLAMP, OAI
 CASES = {
     "swiglu": (ActivationType.SWIGLU, "Silu", {}),
     "geglu": (ActivationType.GEGLU, "Gelu", {}),
+    "geglu_tanh": (ActivationType.GEGLU_TANH, "GeluTanh", {}),
     "reglu": (ActivationType.REGLU, "Relu", {}),
     "clamp": (CLAMP, "ClampedSilu", {}),
     "clamp at 2.5": (CLAMP, "ClampedSilu", {"limit": 2.5}),

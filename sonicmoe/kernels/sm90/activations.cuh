@@ -100,6 +100,27 @@ struct Gelu : PlainUp {
     slope = fmaf(x * 0.39894228f, gauss, c);
   }
 };
+// x * (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+struct GeluTanh : PlainUp {
+  static constexpr float kArgument = 1.f, kInner = 1.5957691216057308f, kCubic = 0.044715f;
+  // The sigmoid, and x^2 up to where it is flat: behind that the cube would overflow.
+  __device__ static __forceinline__ float sigmoid(float x, float& square) {
+    constexpr float kLinear = -kInner * 1.4426950408889634f;
+    square = fminf(x * x, 1e4f);
+    return reciprocal(1.f + exp2_approx(x * fmaf(square, kCubic * kLinear, kLinear)));
+  }
+  __device__ static __forceinline__ float value(float x) {
+    float square;
+    return x * sigmoid(x, square);
+  }
+  __device__ static __forceinline__ void both(float code, float scale, float, float& value,
+                                              float& slope) {
+    float square;
+    const float x = code * scale, s = sigmoid(x, square);
+    value = code * s;
+    slope = fmaf(fmaf(-s, s, s) * x, fmaf(square, 3.f * kCubic * kInner, kInner), s);
+  }
+};
 struct Relu : PlainUp {
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float value(float x) {

@@ -13,6 +13,7 @@
 #define SONICMOE_HALF_ACTIVATIONS(X)   \
   X(swiglu, Silu, true)                \
   X(geglu, Gelu, true)                 \
+  X(geglu_tanh, GeluTanh, true)        \
   X(reglu, Relu, true)                 \
   X(swiglu_oai, Oai, true)             \
   X(swiglu_clamp, ClampedSilu, true)   \
@@ -20,6 +21,7 @@
   X(relu_sq, SquaredRelu, false)       \
   X(relu, Relu, false)                 \
   X(gelu, Gelu, false)                 \
+  X(gelu_tanh, GeluTanh, false)        \
   X(silu, Silu, false)
 
 namespace sonicmoe {

@@ -15,6 +15,7 @@ import triton.language as tl
 # Globals that device functions read must be constants of Triton.
 _INV_SQRT2 = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
@@ -46,6 +47,16 @@ def _swish(x, ALPHA: tl.constexpr):
 def _gelu(x):
     phi = 0.5 * (1.0 + tl.erf(x * _INV_SQRT2))
     return x * phi, phi + x * tl.exp(-0.5 * x * x) * _INV_SQRT_2PI
+
+
+@triton.jit
+def _gelu_tanh(x):
+    # (1 + tanh(u)) / 2 = sigmoid(2 u). The bound keeps the cube from overflowing where sigma is flat.
+    square = tl.minimum(x * x, 1e4)
+    sigma = tl.sigmoid(_TWO_SQRT_2_OVER_PI * x * (1.0 + 0.044715 * square))
+    value = x * sigma
+    inner = _TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * 0.044715 * square)
+    return value, sigma + value * (1.0 - sigma) * inner
 
 
 @triton.jit
@@ -87,6 +98,8 @@ def value_and_slope(x, KIND: tl.constexpr):
         return _swish(x, 1.0)
     elif KIND == "gelu":
         return _gelu(x)
+    elif KIND == "gelu_tanh":
+        return _gelu_tanh(x)
     elif KIND == "relu":
         return _relu(x)
     else:
@@ -97,16 +110,7 @@ def value_and_slope(x, KIND: tl.constexpr):
 @triton.jit
 def _gate(gate, up, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr):
     # y1 = value * factor, the slope of value by gate, and that of factor by up.
-    if KIND == "swiglu":
-        value, slope = _swish(gate, 1.0)
-        return value, slope, up, tl.full(up.shape, 1.0, tl.float32)
-    elif KIND == "geglu":
-        value, slope = _gelu(gate)
-        return value, slope, up, tl.full(up.shape, 1.0, tl.float32)
-    elif KIND == "reglu":
-        value, slope = _relu(gate)
-        return value, slope, up, tl.full(up.shape, 1.0, tl.float32)
-    elif KIND == "swiglu_oai":  # P0 alpha, P1 limit
+    if KIND == "swiglu_oai":  # P0 alpha, P1 limit
         value, slope = _swish(_at_most(gate, P1), P0)
         # A factor and not a choice, because NaN times 0 is NaN.
         slope = slope * tl.where(gate <= P1, 1.0, 0.0)
@@ -115,14 +119,23 @@ def _gate(gate, up, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr):
         value, slope = _swish(_at_most(gate, P0), 1.0)
         slope = slope * tl.where(gate <= P0, 1.0, 0.0)
         return value, slope, _between(up, P0), tl.where(tl.abs(up) <= P0, 1.0, 0.0)
-    else:
-        tl.static_assert(KIND == "situ_glu", "an activation without a formula in Triton")
-        # P0 beta, P1 linear_beta
+    elif KIND == "situ_glu":  # P0 beta, P1 linear_beta
         capped, capped_slope = _softcap(gate, P0)
         sigma = tl.sigmoid(gate)
         value, slope = capped * sigma, capped_slope * sigma + capped * sigma * (1.0 - sigma)
         factor, factor_slope = _softcap(up, P1)
         return value, slope, factor, factor_slope
+    else:  # base(gate) * up
+        if KIND == "swiglu":
+            value, slope = _swish(gate, 1.0)
+        elif KIND == "geglu":
+            value, slope = _gelu(gate)
+        elif KIND == "geglu_tanh":
+            value, slope = _gelu_tanh(gate)
+        else:
+            tl.static_assert(KIND == "reglu", "an activation without a formula in Triton")
+            value, slope = _relu(gate)
+        return value, slope, up, tl.full(up.shape, 1.0, tl.float32)
 
 
 @triton.jit
