@@ -18,15 +18,14 @@ _CUDA = Path(__file__).with_name("cuda")
 
 
 def routing_metadata_source(arch: str) -> CudaSource:
-    """Exports `build_metadata`, `gather_or_zero`, `sum_or_zero`, `scratch_per_expert`,
-    `max_experts`. One artefact serves every model.
+    """Exports `build_metadata`, `build_sorted`, `gather_or_zero`, `sum_or_zero`,
+    `scratch_per_expert`, `max_experts`. One artefact serves every model.
     """
     known = ARCHITECTURES.get(arch)
     # Its tiles are as large as the shared memory of a block lets them be.
     defines = {"SHARED_KIB": known.shared_kib} if known is not None else {}
-    return CudaSource.make(
-        "routing_metadata", _CUDA / "routing_metadata.cu", defines=defines, arch=arch
-    )
+    files = _CUDA / "routing_metadata.cu", _CUDA / "sorted_rows.cu"
+    return CudaSource.make("routing_metadata", *files, defines=defines, arch=arch)
 
 
 def aggregate_source(arch: str) -> CudaSource:

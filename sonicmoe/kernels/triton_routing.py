@@ -132,6 +132,48 @@ def _write(
         _fill_padding(row_token, row_prob, start + tl.arange(0, FILL), num_rows)
 
 
+@stored_jit(do_not_specialize=["num_tokens", "num_rows"])
+def _place_sorted_rows(
+    counts, probs, expert_counts, padded_offsets, row_token, slot_row, row_prob,
+    num_tokens, num_rows, num_experts, alignment,
+    WITH_PROBS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERTS)
+    known = experts < num_experts
+    # Every program scans the counts for itself, which costs less than another launch.
+    given = tl.load(counts + experts, mask=known, other=0).to(tl.int64)
+    given = tl.maximum(given, 0)
+    # Counts of more rows than there are: the experts share the rows that there are.
+    end_token = tl.minimum(tl.cumsum(given, 0), num_tokens)
+    first_token = tl.minimum(tl.cumsum(given, 0) - given, num_tokens)
+    own = end_token - first_token
+    padded = (own + alignment - 1) // alignment * alignment
+    first_row = tl.cumsum(padded, 0) - padded
+    if program == 0:
+        tl.store(expert_counts + experts, own.to(tl.int32), mask=known)
+        tl.store(padded_offsets + experts, first_row, mask=known)
+        tl.store(padded_offsets + num_experts, tl.sum(padded, 0))
+
+    # One item is a row and a slot. A comparison with every expert finds its own: at most one holds
+    # it.
+    item = program * BLOCK + tl.arange(0, BLOCK)
+    rank = item[:, None] - first_row[None, :]
+    mine = (rank >= 0) & (rank < own[None, :])
+    token = tl.sum(tl.where(mine, first_token[None, :] + rank + 1, 0), 1) - 1
+    placed = token >= 0
+    prob = tl.where(placed, 1.0, 0.0)
+    if WITH_PROBS:
+        prob = tl.load(probs + token, mask=placed & (item < num_rows), other=0.0)
+    tl.store(row_token + item, token.to(tl.int32), mask=item < num_rows)
+    tl.store(row_prob + item, prob, mask=item < num_rows)
+    rank = item[:, None] - first_token[None, :]
+    mine = (rank >= 0) & (rank < own[None, :])
+    row = tl.sum(tl.where(mine, first_row[None, :] + rank + 1, 0), 1) - 1
+    # A row beyond the buffers means that the counts on the host were too small.
+    tl.store(slot_row + item, tl.where(row < num_rows, row, -1), mask=item < num_tokens)
+
+
 @stored_jit(do_not_specialize=["size", "limit"])
 def _gather_or_zero(index, values, out, size, limit, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -170,6 +212,26 @@ def build_metadata(
         indices, probs, program_counts, expert_counts, padded_offsets, row_token, slot_row, row_prob,
         num_slots, int(row_token.shape[0]), per_program, topk, num_experts, alignment,
         BLOCK=block, EXPERTS=experts, FILL=_FILL,
+    )  # fmt: skip
+
+
+def build_sorted(
+    counts: Tensor, probs: Tensor | None, outputs: tuple[Tensor, ...], alignment: int
+) -> None:
+    """Fill `outputs` of K = 1 from contiguous counts `[E]` of rows in expert order and fp32 probs
+    `[T]`, None for 1. One launch.
+    """
+    row_token, slot_row = outputs[2], outputs[3]
+    num_tokens, num_rows = int(slot_row.shape[0]), int(row_token.shape[0])
+    num_experts = int(counts.shape[0])
+    experts = max(triton.next_power_of_2(num_experts), 2)
+    block = min(256, max(16, _ONE_HOT_ELEMENTS // experts))
+    programs = max(1, triton.cdiv(max(num_tokens, num_rows), block))
+    # The kernel reads no probability without `WITH_PROBS`, and a launch needs an address.
+    given = outputs[4] if probs is None else probs
+    _place_sorted_rows[(programs,)](
+        counts, given, *outputs, num_tokens, num_rows, num_experts, alignment,
+        WITH_PROBS=probs is not None, BLOCK=block, EXPERTS=experts,
     )  # fmt: skip
 
 

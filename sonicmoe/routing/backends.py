@@ -8,6 +8,7 @@ import functools
 import logging
 import sys
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from ..log import logger
 from .metadata import NO_ROW, RoutingMetadata
-from .reference import exact_routing
+from .reference import exact_routing, exact_sorted_routing
 
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, ...]  # in the order of `RoutingMetadata.TENSOR_FIELDS`
@@ -39,23 +40,31 @@ class RoutingKernels(ABC):
         No GPU implementation waits for the device, and so the counts stay unknown on the host.
         """
         tokens, topk = map(int, indices.shape)
-        device = device_of(indices)
-        # Unwritten memory: `fill` writes every element, padding included, so no launch is spent on
-        # zeros.
-        outputs = (
-            empty((num_experts,), torch.int32, device),
-            empty((num_experts + 1,), torch.int64, device),
-            empty((num_rows,), torch.int32, device),
-            empty((tokens, topk), torch.int64, device),
-            empty((num_rows,), torch.float32, device),
-        )
-        self.fill(indices, probs, outputs, num_experts, alignment)
-        return RoutingMetadata(tokens, topk, num_experts, alignment, num_rows, *outputs)
+        made = _unwritten((tokens, topk, num_experts, alignment, num_rows), device_of(indices))
+        self.fill(indices, probs, made.tensors(), num_experts, alignment)
+        return made
+
+    def build_sorted(
+        self, counts: Tensor, probs: Tensor | None, num_tokens: int, alignment: int, num_rows: int
+    ) -> RoutingMetadata:
+        """The same of rows in expert order, one slot each: counts int32 or int64 `[E]`, probs fp32
+        `[T]` or None for 1. Rows beyond the sum of the counts have no slot.
+        """
+        sizes = num_tokens, 1, int(counts.shape[0]), alignment, num_rows
+        made = _unwritten(sizes, device_of(counts))
+        self.fill_sorted(counts, probs, made.tensors(), alignment)
+        return made
 
     def fill(
         self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
         """Write every element of `outputs`; of those that do not `build` in a way of their own."""
+        raise NotImplementedError(f"{type(self).__name__} fills no tensors of others")
+
+    def fill_sorted(
+        self, counts: Tensor, probs: Tensor | None, outputs: Outputs, alignment: int
+    ) -> None:
+        """The same of `build_sorted`."""
         raise NotImplementedError(f"{type(self).__name__} fills no tensors of others")
 
     @abstractmethod
@@ -86,6 +95,7 @@ class CudaKernels(RoutingKernels):
         """
         metadata, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
         self._build, self._gather = metadata.build_metadata, metadata.gather_or_zero
+        self._build_sorted = metadata.build_sorted
         self._gather_sums = metadata.sum_or_zero
         self._aggregate = aggregate.aggregate_rows
         self._scratch_per_expert = int(metadata.scratch_per_expert())
@@ -108,6 +118,17 @@ class CudaKernels(RoutingKernels):
         given = num_rows, num_experts, alignment, self._forced_ctas, stream
         self._build(indices, probs, memory, scratch, *given)
         sizes = tokens, topk, num_experts, alignment, num_rows
+        return RoutingMetadata.in_memory(sizes, memory, places)
+
+    def build_sorted(
+        self, counts: Tensor, probs: Tensor | None, num_tokens: int, alignment: int, num_rows: int
+    ) -> RoutingMetadata:
+        """One launch into one memory."""
+        experts, stream = int(counts.shape[0]), current_stream(counts)
+        places = self._places(num_tokens, experts, num_rows)
+        memory = empty(places[-1:], torch.uint8, device_of(counts))
+        self._build_sorted(counts, probs, memory, num_tokens, num_rows, alignment, stream)
+        sizes = num_tokens, 1, experts, alignment, num_rows
         return RoutingMetadata.in_memory(sizes, memory, places)
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
@@ -141,6 +162,12 @@ class TritonKernels(RoutingKernels):
         """Three launches."""
         self._routing.build_metadata(indices, probs, outputs, num_experts, alignment)
 
+    def fill_sorted(
+        self, counts: Tensor, probs: Tensor | None, outputs: Outputs, alignment: int
+    ) -> None:
+        """One launch."""
+        self._routing.build_sorted(counts, probs, outputs, alignment)
+
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         self._routing.gather_or_zero(index, values, out)
 
@@ -159,24 +186,14 @@ class PlainKernels(RoutingKernels):
         self, indices: Tensor, probs: Tensor, outputs: Outputs, num_experts: int, alignment: int
     ) -> None:
         """The exact metadata, with padding rows up to the size of the outputs."""
-        built = exact_routing(indices, probs, num_experts, alignment)
-        counts, offsets, row_token, slot_row, row_prob = outputs
-        counts.copy_(built.expert_counts)
-        offsets.copy_(built.padded_offsets)
-        rows = int(row_token.shape[0])
-        # Where wrong counts made the row tensors too small, the slots behind them are dropped as
-        # the kernels drop them, and nothing is written out of bounds.
-        slot_row.copy_(
-            torch.where(built.slot_row < rows, built.slot_row, torch.full_like(slot_row, NO_ROW))
-        )
-        for out, value, padding in (
-            (row_token, built.row_token, NO_ROW),
-            (row_prob, built.row_prob, 0.0),
-        ):
-            out.fill_(padding)
-            kept = min(built.num_rows, rows)
-            if kept:
-                out[:kept] = value[:kept]
+        _copy_into(outputs, exact_routing(indices, probs, num_experts, alignment))
+
+    def fill_sorted(
+        self, counts: Tensor, probs: Tensor | None, outputs: Outputs, alignment: int
+    ) -> None:
+        """The same."""
+        tokens = int(outputs[3].shape[0])
+        _copy_into(outputs, exact_sorted_routing(counts, probs, tokens, alignment))
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """A gather of clamped indices and a select."""
@@ -206,6 +223,42 @@ class PlainKernels(RoutingKernels):
                     term = term * row_prob.index_select(0, source).unsqueeze(-1)
                 total = torch.where((row >= 0).unsqueeze(-1), total + term, total)
         out.copy_(total.to(out.dtype))
+
+
+def _unwritten(sizes: tuple[int, int, int, int, int], device: Any) -> RoutingMetadata:
+    """Metadata of these `sizes` in memory that nobody has written: `fill` writes every element,
+    padding included, so no launch is spent on zeros.
+    """
+    tokens, topk, num_experts, _, num_rows = sizes
+    return RoutingMetadata(
+        *sizes,
+        empty((num_experts,), torch.int32, device),
+        empty((num_experts + 1,), torch.int64, device),
+        empty((num_rows,), torch.int32, device),
+        empty((tokens, topk), torch.int64, device),
+        empty((num_rows,), torch.float32, device),
+    )
+
+
+def _copy_into(outputs: Outputs, built: RoutingMetadata) -> None:
+    """Metadata with padding rows up to the size of the outputs."""
+    counts, offsets, row_token, slot_row, row_prob = outputs
+    counts.copy_(built.expert_counts)
+    offsets.copy_(built.padded_offsets)
+    rows = int(row_token.shape[0])
+    # Where wrong counts made the row tensors too small, the slots behind them are dropped as
+    # the kernels drop them, and nothing is written out of bounds.
+    slot_row.copy_(
+        torch.where(built.slot_row < rows, built.slot_row, torch.full_like(slot_row, NO_ROW))
+    )
+    for out, value, padding in (
+        (row_token, built.row_token, NO_ROW),
+        (row_prob, built.row_prob, 0.0),
+    ):
+        out.fill_(padding)
+        kept = min(built.num_rows, rows)
+        if kept:
+            out[:kept] = value[:kept]
 
 
 def kernels_for(tensor: Tensor) -> RoutingKernels:

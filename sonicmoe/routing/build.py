@@ -13,12 +13,14 @@ from ..interop import is_cuda, plain_ops
 from ..log import log_once
 from .backends import MAX_EXPERTS, RoutingKernels, kernels_for, plain_kernels
 from .metadata import ROW_ALIGNMENT, RoutingMetadata, check_alignment
-from .reference import exact_routing
+from .reference import exact_routing, exact_sorted_routing
 from .validation import (
     DISPATCHED,
     check_contents,
     check_counts,
     check_indices_and_probs,
+    check_sorted,
+    check_sorted_contents,
     host_counts_of,
 )
 
@@ -85,6 +87,54 @@ def build_routing(
     routing = kernels.build(indices, probs, num_experts, alignment, rows)
     # Given counts may be rounded up, or wrong. They size the rows, and nobody takes them for true.
     return _with_counts_checked(routing, given) if validate else routing
+
+
+def build_sorted_routing(
+    counts: Tensor,
+    num_tokens: int,
+    probs: Tensor | None = None,
+    tokens_per_expert: Any = None,
+    *,
+    alignment: int = ROW_ALIGNMENT,
+    validate: bool = False,
+    static_rows: bool = False,
+) -> RoutingMetadata:
+    """Build the metadata of rows that a dispatcher has sorted by expert already: K = 1, and row t of
+    the caller is slot t.
+
+    On a GPU this is one launch, which waits for nothing, and no ids of rows exist. R is that of
+    `build_routing`.
+
+    Args:
+        counts: int32 or int64 `[E]`, rows of each expert, on the device of the rows; 0 is ordinary.
+            Rows beyond their sum are padding of the caller: no engine reads them, and they get
+            zeros.
+        num_tokens: T, all rows of the caller.
+        probs: fp32 `[T]`; None: 1, where the caller applies them himself.
+        tokens_per_expert: E counts on the host, as of `build_routing`; they size the rows.
+        alignment, static_rows: as of `build_routing`.
+        validate: on a GPU, also check the counts and the probabilities; waits for the device.
+
+    Raises:
+        RoutingError: a count is negative, or they sum to more than T; found on a host, and by
+            `validate`. Without it a GPU takes 0 for a negative count, and drops rows beyond T.
+        ShapeError, DTypeError, DeviceError: the tensors do not fit together.
+        CompileForbiddenError: as of `build_routing`.
+    """
+    check_alignment(alignment)
+    check_sorted(counts, num_tokens, probs)
+    experts = int(counts.shape[0])
+    given = host_counts_of(tokens_per_expert, experts)
+    counts = counts.detach().contiguous()
+    probs = None if probs is None else probs.detach().contiguous()
+    if validate or not is_cuda(counts):
+        check_sorted_contents(counts, num_tokens, probs, validate)
+    if not (static_rows or is_cuda(counts)):
+        with plain_ops():
+            return exact_sorted_routing(counts, probs, num_tokens, alignment)
+    rows = num_rows_bound(num_tokens, experts, alignment, given)
+    kernels = _kernels(counts, experts)
+    return kernels.build_sorted(counts, probs, num_tokens, alignment, rows)
 
 
 def deepep_topk_to_sonic_metadata(

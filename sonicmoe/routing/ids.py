@@ -37,3 +37,13 @@ def count_experts(ids: Tensor, num_experts: int) -> Tensor:
         return torch.zeros([num_experts], dtype=torch.int64, device=ids.device)
     group = group_of(ids.reshape([-1]), num_experts)
     return torch.bincount(group, minlength=num_experts + 1)[:num_experts]
+
+
+def ids_of_sorted(counts: Tensor, num_rows: int) -> Tensor:
+    """int64 `[num_rows, 1]`: the expert of each row, of rows in expert order; the number of experts,
+    which is "not here", for those beyond the sum of the counts. A negative count is 0.
+    """
+    ends = torch.cumsum(torch.clip(counts.to(torch.int64), min=0), 0)
+    rows = torch.arange(num_rows, dtype=torch.int64, device=counts.device)
+    # The first expert that ends behind the row: experts without rows are passed over.
+    return torch.searchsorted(ends, rows, right=True).reshape([num_rows, 1])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .ids import group_of
+from .ids import group_of, ids_of_sorted
 from .metadata import NO_ROW, RoutingMetadata, round_up
 
 Tensor = torch.Tensor
@@ -67,6 +67,16 @@ def exact_routing(
         row_prob=row_prob,
         host_counts=host_counts,
     )
+
+
+def exact_sorted_routing(
+    counts: Tensor, probs: Tensor | None, num_tokens: int, alignment: int
+) -> RoutingMetadata:
+    """The same of `num_tokens` rows in expert order, one slot each; probs None: 1."""
+    ids = ids_of_sorted(counts, num_tokens)
+    if probs is None:
+        probs = torch.ones([num_tokens], dtype=torch.float32, device=counts.device)
+    return exact_routing(ids, probs.reshape([num_tokens, 1]), int(counts.shape[0]), alignment)
 
 
 def _offsets(counts: tuple[int, ...], device: Any) -> Tensor:

@@ -113,6 +113,40 @@ def check_contents(
             )
 
 
+def check_sorted(counts: Any, num_tokens: int, probs: Any) -> None:
+    """Check types, ranks, dtypes, shapes and devices of counts `[E]` and probabilities `[T]` of rows
+    in expert order; reads no element.
+    """
+    require_framework_tensor(counts, "counts")
+    need_shape(len(counts.shape) == 1 and int(counts.shape[0]) > 0, "counts", counts, "[experts]")
+    need_dtype("counts", counts, *INDEX_DTYPES)
+    if probs is not None:
+        require_framework_tensor(probs, "probs")
+        need_dtype("probs", probs, torch.float32)
+        need_shape(tuple(probs.shape) == (num_tokens,), "probs", probs, (num_tokens,))
+        require_same_device([("counts", counts), ("probs", probs)])
+
+
+def check_sorted_contents(
+    counts: Tensor, num_tokens: int, probs: Tensor | None, validate: bool
+) -> None:
+    """Refuse counts below 0 or of more rows than there are, and under `validate` probabilities that
+    are not finite; waits for the device.
+    """
+    found = [int(count) for count in counts.tolist()]
+    for expert, count in enumerate(found):
+        words = f"counts[{expert}] is {count}; needed: an int >= 0"
+        expect(count >= 0, RoutingError, words)
+    total = sum(found)
+    words = f"counts sum to {total} rows and there are {num_tokens}; needed: at most as many"
+    expect(total <= num_tokens, RoutingError, words)
+    if validate and probs is not None:
+        _raise_at(
+            ~torch.isfinite(probs[:total]).unsqueeze(-1),
+            lambda t, _: f"probs of row {t} is {float(probs[t])}",
+        )
+
+
 def _check_range(ids: Tensor, valid: Tensor, num_experts: int, name: str) -> None:
     if 0 in tuple(ids.shape):
         return

@@ -11,13 +11,22 @@ from functools import partial
 import pytest
 import torch
 from gpu.device import captured, poisoned_allocator, waiting_is_an_error
-from kernels.routing_cases import built_by, corpus, distinct_probs, moved_by, sentinels, topk_of
+from kernels.routing_cases import (
+    built_by,
+    corpus,
+    distinct_probs,
+    moved_by,
+    sentinels,
+    sorted_by,
+    sorted_corpus,
+    topk_of,
+)
 
 from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.errors import RoutingError
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
-from sonicmoe.routing.build import build_routing, num_rows_bound
+from sonicmoe.routing.build import build_routing, build_sorted_routing, num_rows_bound
 from sonicmoe.routing.combine import scatter_to_slots
 from sonicmoe.routing.metadata import RoutingMetadata
 
@@ -97,6 +106,21 @@ def test_corpus(kernels, dtype, counts_known, poisoned):
         if dtype == torch.int32 and name == "ids_past_32_bits":
             continue
         check(indices.to(dtype), experts, kernels, name, 128 << (number % 3), counts_known)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_in_expert_order(kernels, dtype, poisoned):
+    for name, wide, tokens in sorted_corpus(scale=20):
+        counts = wide.clamp(max=2**31 - 1).to(dtype)
+        probs = distinct_probs(torch.zeros(tokens, 1), 1).reshape(-1)
+        for given in (probs, None):
+            wanted = sorted_by(backends.PlainKernels(), counts, given, tokens)
+            on_gpu = counts.cuda(), None if given is None else given.cuda()
+            with waiting_is_an_error():
+                routing = sorted_by(kernels, *on_gpu, tokens)
+            assert_equal(
+                routing, dict(zip(wanted.TENSOR_FIELDS, wanted.tensors(), strict=True)), name
+            )
 
 
 @functools.cache
@@ -273,10 +297,15 @@ def test_slots_past_two_to_the_31():
 
 def test_one_launch():
     indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
-    build_routing(indices, probs, 8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        build_routing(indices, probs, 8)
-        torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    launched = [event.name for event in profile.events() if event.device_type == on_gpu]
-    assert len(launched) == 1 and "build_metadata" in launched[0], launched
+    counts = torch.full((128,), 512, device="cuda")
+    for build, kernel in (
+        (partial(build_routing, indices, probs, 8), "build_metadata"),
+        (partial(build_sorted_routing, counts, 65536), "place_sorted_rows"),
+    ):
+        build()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            build()
+            torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        launched = [event.name for event in profile.events() if event.device_type == on_gpu]
+        assert len(launched) == 1 and kernel in launched[0], launched

@@ -7,7 +7,15 @@ from __future__ import annotations
 import sys
 
 import torch
-from kernels.routing_cases import built_by, corpus, distinct_probs, moved_by, summed_by
+from kernels.routing_cases import (
+    built_by,
+    corpus,
+    distinct_probs,
+    moved_by,
+    sorted_by,
+    sorted_corpus,
+    summed_by,
+)
 from kernels.triton_interpreter import repair
 
 repair()
@@ -59,6 +67,25 @@ def counts_too_small() -> int:
     return 1
 
 
+def sorted_rows() -> int:
+    """Rows in expert order, with probabilities and without. 33 experts have the idle lanes of more,
+    whose worst case the interpreter takes a minute for.
+    """
+    for name, counts, tokens in sorted_corpus():
+        if counts.numel() > 33:
+            continue
+        probs = distinct_probs(torch.zeros(tokens, 1), 1).reshape(-1)
+        for given in (probs, None):
+            ours, plain = (sorted_by(kernels, counts, given, tokens) for kernels in (TRITON, PLAIN))
+            for field, one, other in zip(
+                ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True
+            ):
+                assert torch.equal(one, other), (name, field)
+    dropped = sorted_by(TRITON, torch.tensor([200, 1]), None, 201, (127, 1))
+    assert dropped.num_rows == 256 and int(dropped.slot_row.max()) == 199
+    return 1
+
+
 def slot_values(name, indices, ours) -> None:
     slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
     rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
@@ -88,7 +115,8 @@ def aggregation() -> int:
 
 
 CHECKS = {
-    check.__name__: check for check in (metadata_and_slot_values, counts_too_small, aggregation)
+    check.__name__: check
+    for check in (metadata_and_slot_values, counts_too_small, sorted_rows, aggregation)
 }
 
 if __name__ == "__main__":

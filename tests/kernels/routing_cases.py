@@ -81,3 +81,27 @@ def corpus(scale: int = 1) -> Iterator[Case]:
     high = topk_of(64, 4, 8, 5)
     high[::2, 3] += 2**32
     yield "ids_past_32_bits", high, 8
+
+
+def sorted_by(kernels, counts, probs, num_tokens, given=None, alignment=128):
+    """The metadata of rows in expert order by one implementation, sized as the builder sizes it."""
+    rows = num_rows_bound(num_tokens, counts.numel(), alignment, given)
+    return kernels.build_sorted(counts, probs, num_tokens, alignment, rows)
+
+
+def sorted_corpus(scale: int = 1) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """(name, int64 counts, tokens): zeros anywhere, rows beyond the sum, and counts that no rows
+    have, which a GPU cannot refuse.
+    """
+    for experts in (1, 2, 8, 33, 128, 512):
+        counts = torch.randint(
+            0, 3 * scale, (experts,), generator=torch.Generator().manual_seed(experts)
+        )
+        counts[:: 2 + experts % 3] = 0
+        yield f"experts{experts}", counts, int(counts.sum()) + experts % 5
+    yield "around the tile", torch.tensor([127, 128, 129, 0, 1, 0]), 400
+    yield "nothing", torch.zeros(4, dtype=torch.int64), 0
+    yield "only rows beyond", torch.zeros(4, dtype=torch.int64), 300 * scale
+    yield "all on one", torch.tensor([0, 0, 700 * scale, 0]), 700 * scale
+    yield "more than there are", torch.tensor([100, 2**40, 50]), 300
+    yield "below zero", torch.tensor([20, -5, 10]), 40

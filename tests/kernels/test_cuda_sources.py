@@ -101,11 +101,12 @@ class Wanted(NamedTuple):
 
 
 WANTED = {
-    # {int32, int64}, the gather and its sum. 1024 threads of 64 registers fill the register file: a
-    # wider kernel would not launch.
+    # {int32, int64} of ids and of counts, the gather and its sum. 1024 threads of 64 registers fill
+    # the register file: a wider kernel would not launch.
     "routing_metadata": Wanted(
-        4,
-        "build_metadata metadata_places gather_or_zero sum_or_zero scratch_per_expert max_experts",
+        6,
+        "build_metadata build_sorted metadata_places gather_or_zero sum_or_zero scratch_per_expert "
+        "max_experts",
         64,
     ),
     # 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}

@@ -37,6 +37,10 @@ def requests(num_slots, experts, ids=I64):
         ids, F32, I32, I32, I64, I32, I64, F32,
         num_slots, num_slots + 1000, num_slots // 7, 8, experts, 128, BLOCK=block, EXPERTS=expert_block, FILL=128, arch=ARCH,
     )  # fmt: skip
+    yield triton_routing._place_sorted_rows.ahead(
+        ids, F32, I32, I64, I32, I64, F32, num_slots, num_slots + 1000, experts, 128,
+        WITH_PROBS=True, BLOCK=block, EXPERTS=expert_block, arch=ARCH,
+    )  # fmt: skip
     yield triton_routing._gather_or_zero.ahead(
         I64, F32, F32, num_slots, num_slots + 3, BLOCK=1024, arch=ARCH
     )

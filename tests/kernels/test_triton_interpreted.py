@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
 ]
 CHECKS = {
-    "interpreted": ["metadata_and_slot_values", "counts_too_small", "aggregation"],
+    "interpreted": ["metadata_and_slot_values", "counts_too_small", "sorted_rows", "aggregation"],
     "triton_engine_interpreted": [
         "activations", "tiles", "modes", "bad_tokens", "targets", "no_rows",
     ],
