@@ -138,7 +138,8 @@ class StoreFiles:
             folder = folder / part
         try:
             with folder.opened() as descriptor, _opened_file(descriptor, parts[-1]) as handle:
-                folder.judge_file(os.fstat(handle.fileno()), parts[-1])
+                status = os.fstat(handle.fileno())
+                folder.judge_file(status, parts[-1], os.fstat(descriptor))
                 yield handle
         except FileNotFoundError:
             raise DamagedFileError("is missing") from None

@@ -30,10 +30,8 @@ from pathlib import Path
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 DIRECTORY_BITS, FILE_BITS = 0o2775, 0o664
 _MOST_LINKS = 40  # as many as Linux follows in one path
-_OUTSIDE, _ROOT = (
-    -1,
-    0,
-)  # the depth of a component above the cache, and of the cache's own directory
+# The depth of a component above the cache, and of the cache's own directory.
+_OUTSIDE, _ROOT = -1, 0
 
 
 class Trust(Enum):
@@ -41,8 +39,7 @@ class Trust(Enum):
 
     OWNER: this user and root. Nobody else may write to it or to a directory above it.
     SHARED: the people whom owner and group name, because somebody set both up for this cache. What
-    every user can write is refused, and so is a directory that a stranger made where every user can
-    make one.
+    every user can write is refused, and so is what a stranger made while every user could.
     ANYBODY: everybody. The user has said so with SONIC_MOE_TRUST_CACHE=1.
     """
 
@@ -115,10 +112,11 @@ class Place:
         finally:
             walk.close()
 
-    def judge_file(self, status: os.stat_result, name: str) -> None:
-        """Refuse a file of this directory that people outside the rule can write.
-        UntrustedPlaceError is the refusal.
+    def judge_file(self, status: os.stat_result, name: str, folder: os.stat_result) -> None:
+        """Refuse a file of this directory, whose own status is `folder`, that people outside the
+        rule made or can write. UntrustedPlaceError is the refusal.
         """
+        _judge_maker(self.trust, status, self.path / name, folder)
         _judge(self.trust, status, self.path / name, inside=True, anybody_makes=False)
 
 
@@ -258,6 +256,8 @@ class _Walk:
 
     def _judge(self, status: os.stat_result, path: Path, depth: int, *, link: bool = False) -> None:
         above = self._trail[-1][2].st_mode if self._trail else 0
+        if depth > _ROOT:
+            _judge_maker(self._trust, status, path, self._trail[-1][2])
         _judge(
             self._trust,
             status,
@@ -307,12 +307,43 @@ def _judge(
     refused = stat.S_IWOTH if trust is Trust.SHARED else stat.S_IWOTH | stat.S_IWGRP
     if mode & refused and not kept_apart:
         who = "every user" if mode & stat.S_IWOTH else "its group"
+        # A mode that is set later says nothing of what lies there already.
+        again = _AGAIN if inside else "close it, delete the cache below it and warm up again"
         raise UntrustedPlaceError(
             f"{path} can be written by {who} (mode {stat.S_IMODE(mode):o}), who could put code "
-            f"there; run `chmod {'o' if trust is Trust.SHARED else 'go'}-w {path}`, or {_REMEDIES[trust]}"
+            f"there; {again}, or {_REMEDIES[trust]}"
         )
 
 
+def _judge_maker(trust: Trust, status: os.stat_result, path: Path, folder: os.stat_result) -> None:
+    """Refuse an entry whose owner may not make it: it dates from when the directory was open."""
+    if trust is Trust.SHARED and not _may_make(status, folder):
+        raise UntrustedPlaceError(
+            f"{path} belongs to {_user(status.st_uid)}, who may not write to {path.parent} and could "
+            f"have put code there; {_AGAIN}, or {_REMEDIES[trust]}"
+        )
+
+
+def _may_make(status: os.stat_result, folder: os.stat_result) -> bool:
+    """Whether the owner of an entry may make names in its directory."""
+    if status.st_uid in {os.geteuid(), 0, folder.st_uid}:
+        return True
+    # A container need not know users by name. Then the entry's own group is all that can be asked.
+    groups = _groups(status.st_uid) or (status.st_gid,)
+    return bool(folder.st_mode & stat.S_IWGRP) and folder.st_gid in groups
+
+
+@functools.cache
+def _groups(user: int) -> tuple[int, ...]:
+    """The groups of a user; () for one that has no name here."""
+    try:
+        entry = pwd.getpwuid(user)
+        return tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    except KeyError:
+        return ()
+
+
+_AGAIN = "delete it and warm up again"
 _REMEDIES = {
     Trust.OWNER: "set SONIC_MOE_LOCAL_CACHE_DIR to a directory of this user",
     Trust.SHARED: "set SONIC_MOE_CACHE_DIR to another directory, or SONIC_MOE_TRUST_CACHE=1 if all "

@@ -43,6 +43,12 @@ def with_link_inside(folder):
     return cache
 
 
+def with_entry_of_a_stranger(folder):
+    cache = made(folder / "cache", 0o755)
+    made(cache / "artefacts", 0o755, STRANGER)
+    return cache
+
+
 SCENES = {
     "mine, mode 755": lambda folder: made(folder / "cache", 0o755),
     "mine, mode 700": lambda folder: made(folder / "cache", 0o700),
@@ -60,6 +66,7 @@ SCENES = {
     "reached through a link of mine": linked,
     "reached through a link of another user": lambda folder: linked(folder, STRANGER),
     "with a link inside": with_link_inside,
+    "mine, with an entry of another user": with_entry_of_a_stranger,
 }
 
 

@@ -80,7 +80,8 @@ def test_refused_directory_gives_its_reason(field, key, compiler):
     field.local.chmod(0o770)
     with pytest.raises(CacheUnwritableError) as raised:
         CompileCache(field.root, field.local).build(key, compiler(key))
-    for part in (f"{field.local} can be written by its group (mode 770)", f"chmod go-w {field.local}"):  # fmt: skip
+    # `chmod` alone would leave what was planted before it.
+    for part in (f"{field.local} can be written by its group (mode 770)", "delete it and warm up again"):  # fmt: skip
         assert part in str(raised.value)
     assert "EPERM" not in str(raised.value)
 
@@ -120,6 +121,19 @@ def test_cache_that_every_user_can_write_is_not_used(field, key, compiler, caplo
     assert caplog.text.count(sentence) == 1 and "SONIC_MOE_TRUST_CACHE=1" in caplog.text
     trusting = CompileCache(field.root, field.local, trusted=True).try_load(key)
     assert trusting is not None and trusting.path.is_relative_to(field.root)
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["", "/kernel.so", "/manifest.json"])
+def test_what_a_stranger_planted_does_not_run_after_chmod(field, key, compiler, caplog, part):
+    planted = CompileCache(field.root, field.local).build(key, compiler(key)).path
+    os.chown(f"{planted}{part}", 54321, 54321)
+    cache = CompileCache(field.root, field.local)
+    assert cache.try_load(key) is None
+    assert cache.build(key, compiler(key)).path.is_relative_to(field.local)
+    assert f"{planted}{part} belongs to user 54321, who may not write to" in caplog.text
+    assert "delete it and warm up again" in caplog.text
+    assert CompileCache(field.root, field.local, trusted=True).try_load(key) is not None
 
 
 def test_cache_that_a_group_can_write_is_used(cache, key, compiler, field):
