@@ -127,7 +127,7 @@ def _require_text(path: Path) -> None:
 def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from (file for file in _walk(path) if not _is_binary(file))
+            yield from (file for file in _walk(path) if not (_is_empty(file) or _is_binary(file)))
         else:
             yield path
 
@@ -155,6 +155,12 @@ def _walk(root: Path) -> Iterator[Path]:
             yield path
 
 
+def _is_empty(path: Path) -> bool:
+    """Whether a file has no bytes, as those of /proc say of themselves: some of them never end."""
+    with _reading(path):
+        return path.stat().st_size == 0
+
+
 def _is_binary(path: Path) -> bool:
     with _reading(path), path.open("rb") as file:
         return b"\0" in file.read(8192)
@@ -166,12 +172,12 @@ def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]
     total = count = 0
     separator = np.array([FILE_SEPARATOR], dtype=np.uint8)
     for path in files:
+        # Such a file would leave two separators in a row.
+        if _is_empty(path):
+            continue
         with _reading(path):
             # One byte more than fits tells a file that passes the limit from one that just fits.
             content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
-        # An empty file would leave two separators in a row.
-        if content.size == 0:
-            continue
         pieces += [content[: max_bytes - total], separator]
         count += 1
         if total + content.size > max_bytes:

@@ -56,9 +56,12 @@ def read_points(path: Path) -> Iterator[Point]:
     """Every point of a file, refusals too; a last line cut short by a kill is ignored.
 
     Raises:
-        SweepError: another line is no point.
+        SweepError: another line is no point, or the file is no text.
     """
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SweepError(f"{path} is no sweep: {error}") from None
     for number, line in enumerate(lines, start=1):
         try:
             yield Point.parse(line)

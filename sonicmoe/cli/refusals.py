@@ -140,10 +140,12 @@ class Location(click.Path):
 
 def _is_special(text: str) -> bool:
     try:
-        kind = os.stat(text).st_mode
+        found = os.stat(text)
     except OSError:  # it is not there, or cannot be; the command that uses it says so
         return False
-    return not (stat.S_ISREG(kind) or stat.S_ISDIR(kind))
+    # Files of /proc call themselves regular and empty, and reading some of them never ends.
+    kernels = os.path.ismount("/proc") and found.st_dev == os.stat("/proc").st_dev
+    return kernels or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
 
 
 def _print_any_name() -> None:

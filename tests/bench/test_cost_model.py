@@ -160,6 +160,9 @@ def test_a_sweep_continues_where_it_stopped_and_remembers_refusals(tmp_path):
         path.write_text("\n".join([nonsense, *lines]) + "\n")
         with pytest.raises(SweepError, match="line 1"):
             list(read_points(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SweepError, match=r"sweep\.jsonl is no sweep: 'utf-8' codec"):
+        list(read_points(path))
 
 
 def test_a_killed_sweep_continues(tmp_path):

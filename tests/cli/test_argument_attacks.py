@@ -179,6 +179,7 @@ def test_any_argument_gives_a_result_or_one_line(name, place, request):
 @pytest.mark.parametrize("arguments", [
     ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
     ["bisect"], ["numerics", "--seed", "-1"], ["numerics", "--captured", ""],
+    ["train", "--data", "/proc/kmsg"], ["bench", "--fit", "/proc/self/status"],
     ["numerics", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
     ["--no-such-option"],
 ])  # fmt: skip

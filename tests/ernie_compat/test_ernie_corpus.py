@@ -99,3 +99,8 @@ def test_no_text_is_refused_by_name(tmp_path, make):
         path.mkdir()
     with pytest.raises(CorpusError, match="here"):
         load_corpus([path])
+
+
+def test_files_of_proc_are_empty_as_they_say_because_reading_some_never_ends():
+    with pytest.raises(CorpusError, match="no text in /proc/self/status"):
+        load_corpus(["/proc/self/status"])
