@@ -105,6 +105,21 @@ def require_matching_arrays(
     )
 
 
+def require_finite_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Check that arrays of numbers out of `path` hold no NaN and no infinity.
+
+    Raises:
+        CheckpointError: naming the first array that does.
+    """
+    for name, array in arrays.items():
+        count = int(array.size - np.isfinite(array).sum())
+        words = (
+            f"checkpoint {path}, array {name!r}: {count} of {array.size} values are not finite; "
+        )
+        way_out = "resume from an earlier copy, or go on with --allow-nonfinite"
+        expect(count == 0, CheckpointError, words + way_out)
+
+
 def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     # Asked first, because "there is no checkpoint yet" and "it is damaged" call for other remedies.
     expect(os.path.lexists(path), CheckpointError, f"no checkpoint at {path}")

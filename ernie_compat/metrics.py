@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +18,10 @@ from sonicmoe.errors import SonicMoEError, expect
 from .checkpoint import partial_of
 from .model_config import smoothing_window
 
+logger = logging.getLogger("sonicmoe")
+
 GAP_TAIL = 0.25
-
-
+DAMAGED_SUFFIX = ".damaged"
 _NO_RECORD = (
     *(ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
@@ -152,6 +155,31 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
     return [record for record in records if up_to_step is None or record.step <= up_to_step]
+
+
+def continued_metrics(path: Path, step: int, keeps: bool) -> list[StepRecord]:
+    """The records with which a run at `step` continues. Where some of its steps have none, because
+    the file was damaged, the rank that `keeps` files says so and keeps this one beside.
+
+    Raises:
+        MetricsError: see `read_metrics`; or the file cannot be kept.
+    """
+    records = read_metrics(path, up_to_step=step)
+    missing = sorted(set(range(1, step + 1)) - {record.step for record in records})
+    if not (missing and keeps and path.exists()):
+        return records
+    kept = path.with_name(path.name + DAMAGED_SUFFIX)
+    try:
+        # A run that is resumed again still lacks these steps; what it wrote meanwhile is sound.
+        if not kept.exists():
+            shutil.copyfile(path, kept)
+    except OSError as error:
+        raise MetricsError(f"cannot write {kept}: {error.strerror}") from None
+    logger.warning(
+        "%s has no record of %d of the %d steps done, the first one step %d: curves and figures lack "
+        "them; the damaged file is kept as %s", path, len(missing), step, missing[0], kept
+    )  # fmt: skip
+    return records
 
 
 def expert_load(counts: np.ndarray) -> tuple[tuple[float, ...], ...]:

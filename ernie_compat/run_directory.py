@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
 
-from .metrics import read_metrics
+from .metrics import DAMAGED_SUFFIX, read_metrics
 from .saved_run import SavedRun
 from .trainer import CAPTURED_PATTERN, CHECKPOINT_NAME, METRICS_NAME
 
@@ -25,7 +25,10 @@ DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 # Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
-RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png")
+RUN_FILES = (
+    *(CHECKPOINT_NAME, METRICS_NAME, METRICS_NAME + DAMAGED_SUFFIX),
+    *(SUMMARY_NAME, "loss.png"),
+)
 # filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
 _NATIVE_ONLY: dict[str, Any] = (
     {"fallback_to_soft": False}

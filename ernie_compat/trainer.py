@@ -20,7 +20,7 @@ import numpy as np
 from sonicmoe.errors import SonicMoEError, expect
 from sonicmoe.npz import NpzError, read_npz
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, require_finite_arrays, save_checkpoint
 from .corpus import Corpus
 from .learner import Learner, make_learner
 from .memory import require_room
@@ -28,9 +28,9 @@ from .metrics import (
     MetricsFile,
     StepRecord,
     StepResult,
+    continued_metrics,
     expert_load,
     load_imbalance,
-    read_metrics,
     recorded_loss_gap,
 )
 from .model_config import RunConfig, smoothing_window
@@ -86,7 +86,12 @@ class Trainer:
 
     @classmethod
     def resume(
-        cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None
+        cls,
+        config: RunConfig,
+        corpus: Corpus,
+        directory: Path,
+        parallel: Parallel | None = None,
+        allow_nonfinite: bool = False,
     ) -> Trainer:
         """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for
         bit as if never stopped.
@@ -95,8 +100,8 @@ class Trainer:
         rounded in another order.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model, framework or
-                precision.
+            CheckpointError: no checkpoint, a damaged one, one of another model, framework or
+                precision, or, unless `allow_nonfinite`, one with a NaN or an infinity.
         """
         path = directory / CHECKPOINT_NAME
         # The header alone is read first, so that a run that cannot be resumed is refused before a
@@ -113,10 +118,13 @@ class Trainer:
             # `save` puts the learner's name before those of its arrays.
             own = [key for key in arrays if key.startswith(f"{name}/")]
             learner.load_state({key.removeprefix(f"{name}/"): arrays[key] for key in own})
+        if not allow_nonfinite:
+            require_finite_arrays(path, arrays)
         trainer.step = SavedRun.from_header(path, header).step
         # The metrics may be ahead of the checkpoint, because they are written after every step.
         # Those later steps are done again, so their records are left out.
-        trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
+        metrics = directory / METRICS_NAME
+        trainer.records = continued_metrics(metrics, trainer.step, keeps=trainer.writes)
         return trainer
 
     def train(

@@ -53,7 +53,12 @@ def read_npz(
             expect(whole, NotNpzError, "it is no .npz file, or its end is missing")
             with zipfile.ZipFile(file) as archive:
                 members = _members(archive)
-                return {name: _read_array(archive, members[name]) for name in wanted(members)}
+                chosen = {name: members[name] for name in wanted(members)}
+                # A compressed member of a few bytes may announce, and deliver, any size, and so
+                # may many members together.
+                size = sum(info.file_size for info in chosen.values())
+                expect(size <= host_memory(), NpzError, "its arrays are larger than the memory")
+                return {name: _read_array(archive, info) for name, info in chosen.items()}
     except NpzError:
         raise
     except OSError as error:
@@ -127,8 +132,6 @@ def _read_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             NpzError,
             f"{info.filename!r} has {there} bytes of data, and its header says {size}",
         )
-        # A compressed member of a few bytes may announce, and deliver, any size.
-        expect(size <= host_memory(), NpzError, f"{info.filename!r} is larger than the memory")
         data = np.empty(size, dtype=np.uint8)
         filled = 0
         while filled < size and (chunk := member.read(min(_CHUNK, size - filled))):

@@ -8,8 +8,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -159,6 +160,12 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     help="Continue the run in --out from its checkpoint; options not given keep their saved values.",
 )
 @click.option(
+    "--allow-nonfinite",
+    is_flag=True,
+    default=None,
+    help="Let --resume continue from a checkpoint that has a NaN or an infinity, which is refused without it.",
+)
+@click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the run that --out holds. Without it, or --resume, a directory that holds a run is refused.",
@@ -246,7 +253,9 @@ def _run(
         # The ranks join here: from now on one that ends leaves the others waiting for it.
         tokens = config.tokens_per_rank(layout.world_size)
         parallel = make_parallel(config.framework, layout, tokens)
-        start = Trainer.resume if resume else Trainer.start
+        start: Callable[..., Trainer] = Trainer.start
+        if resume:
+            start = partial(Trainer.resume, allow_nonfinite=given.get("allow_nonfinite", False))
         with Activity(f"importing {config.framework} and building the model", console):
             trainer = start(config, corpus, directory, parallel)
         # Not before the learners stand: an engine that is refused must cost no run.
@@ -267,6 +276,8 @@ def _refuse_contradictions(
         "--resume needs --out DIR, the directory of the run to continue": resume and out is None,
         "--resume continues the run in --out, and --overwrite removes it; needed: one of them":
             resume and overwrite,
+        "--allow-nonfinite is for a checkpoint to --resume from":
+            "allow_nonfinite" in given and not resume,
         "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for a new run":
             resume and not writes,
         "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them":

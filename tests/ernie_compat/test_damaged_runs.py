@@ -114,6 +114,19 @@ def test_resuming_a_foreign_checkpoint_is_one_line(run, tmp_path, kind):
     assert result.stdout == ""
 
 
+def test_a_checkpoint_with_a_nan_is_refused_by_name_and_continued_on_demand(run, tmp_path):
+    header, arrays = load_checkpoint(run / "checkpoint.npz")
+    del header["format"]
+    arrays[HEAD][0, 0] = float("nan")
+    save_checkpoint(tmp_path / "checkpoint.npz", header, arrays)
+    resume = ["train", "--resume", "--out", str(tmp_path)]
+    refused = CliRunner().invoke(main, resume)
+    assert refused.exit_code == 2 and refused.stderr.count(f"array '{HEAD}': 1 of") == 1
+    assert "--allow-nonfinite" in refused.stderr
+    # At its last step, so that it has nothing left to compute.
+    assert CliRunner().invoke(main, [*resume, "--allow-nonfinite"]).exit_code == 0
+
+
 @pytest.mark.parametrize("content", [NESTED, "", "null", "[]", "{", '{"step": 1}'])
 def test_a_header_that_is_no_object_is_refused(run, tmp_path, monkeypatch, content):
     monkeypatch.setattr("ernie_compat.checkpoint.json.dumps", lambda _: content)

@@ -11,6 +11,7 @@ from ernie_compat.metrics import (
     MetricsError,
     MetricsFile,
     StepRecord,
+    continued_metrics,
     expert_load,
     load_imbalance,
     loss_gap,
@@ -78,13 +79,20 @@ def test_metrics_file_round_trip_and_restart(tmp_path):
     assert [(item.step, item.loss) for item in read_metrics(path)] == [(1, 3.0), (2, 3.0), (3, 9.0)]
 
 
-def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
+def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, [record(1), record(2)]):
         pass
     whole = path.read_text()
     path.write_text(whole[:-40])
     assert [item.step for item in read_metrics(path)] == [1]
+    for damaged in (whole[:-40], whole[whole.index("\n") + 1 :]):  # half a line, a gap
+        path.write_text(damaged)
+        assert len(continued_metrics(path, 2, keeps=True)) == 1
+        kept = tmp_path / "metrics.jsonl.damaged"
+        assert caplog.messages[-1].endswith(f"kept as {kept}") and kept.read_text() == damaged
+        kept.unlink()
+    assert continued_metrics(path, 0, keeps=True) == [] and len(caplog.messages) == 2
     path.write_text("{}\n" + whole)
     with pytest.raises(MetricsError, match="line 1"):
         read_metrics(path)

@@ -239,6 +239,7 @@ def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(run, text)
         (["--out", "{file}"], "cannot be a directory"),
         (["--no-checkpoint", "--checkpoint-every", "5"], "--no-checkpoint writes none"),
         (["--resume", "--no-checkpoint", "--out", "{damaged}"], "is for a new run"),
+        (["--allow-nonfinite"], "is for a checkpoint to --resume from"),
         (["--resume", "--out", "{ended}"], "the metrics of 1 steps without a checkpoint, so there"),
         (["--capture", "0"], "capture_layers has 0; the MoE layers of this model are 1 to 1"),
         (["--capture", "1", "--capture", "2"], "capture_layers has 2; the MoE layers"),
