@@ -18,6 +18,9 @@ from .framework import framework_option
 from .refusals import OneLineCommand
 from .screen import Activity
 
+# Who runs the doctor suspects that something hangs, and silence would look like a hang too.
+PATIENCE_S = 1.0
+
 
 @click.command(cls=OneLineCommand)
 @framework_option("The framework to examine.")
@@ -41,7 +44,7 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     Compiles nothing without --self-test: where kernels are missing, their number and the command
     that compiles them stand in place of the self-test.
     """
-    with Activity("doctor") as doing:
+    with Activity("doctor", patience_s=PATIENCE_S) as doing:
         # Whoever asks for compiles is told about each of them, and others only if it takes long.
         progress = doing.say if self_test else doing.begin
         report = examine(framework, self_test=self_test, progress=progress)

@@ -85,8 +85,8 @@ class _Stage:
 
 
 class Activity:
-    """Work that may take long: a line every `PATIENCE_S` seconds, and at its end one with its
-    duration, where it took that long. A context manager.
+    """Work that may take long: a line every `patience_s` seconds, and at its end one with its
+    duration, where it took `PATIENCE_S`. A context manager.
 
         with Activity("numerics") as doing:
             doing.begin("measuring", total=3)
@@ -96,8 +96,11 @@ class Activity:
                 doing.advance()
     """
 
-    def __init__(self, name: str, console: Console | None = None) -> None:
+    def __init__(
+        self, name: str, console: Console | None = None, patience_s: float | None = None
+    ) -> None:
         """Nothing is said before the work begins; `name`: of the work, as the last line has it."""
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self.console = plain_console() if console is None else console
         self._name, self._started, self._stage = name, time.monotonic(), _Stage(name)
         self._ended = threading.Event()
@@ -141,7 +144,7 @@ class Activity:
             say_duration(self._name, self._started, self.console)
 
     def _print_lines(self) -> None:
-        while not self._ended.wait(PATIENCE_S):
+        while not self._ended.wait(self._patience_s):
             self.say(self._stage.line(time.monotonic() - self._started))
 
 

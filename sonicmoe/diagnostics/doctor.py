@@ -64,6 +64,7 @@ def examine(
     examine_variables(report, environ)
     examine_caches(report, config)
     name = choose_framework(report, framework)
+    progress(f"importing {name}")
     if name is not None and load_framework(report, name):
         # This import binds the package to the framework that was loaded.
         from . import doctor_engine

@@ -18,6 +18,7 @@ from racer import make_key
 
 import sonicmoe
 from sonicmoe import host
+from sonicmoe.cli import doctor as doctor_command
 from sonicmoe.cli.doctor import cache_line, doctor
 from sonicmoe.config import FLAGS, current_config
 from sonicmoe.diagnostics import doctor as doctor_module
@@ -109,7 +110,7 @@ def test_screen_shows_every_section(in_empty_cache):
         (warmed / f"{name}.json").write_text(json.dumps(record))
     result = run_here(SONIC_MOE_FP8_MODE="perf", COLUMNS="200")
     assert result.exit_code == 0, result.output
-    lines, words = result.output.splitlines(), " ".join(result.output.split())
+    lines, words = result.stdout.splitlines(), " ".join(result.stdout.split())
     assert lines[0] == f"sonicmoe {sonicmoe.__version__} from {ROOT / 'sonicmoe'}"
     headings = ("versions python", "framework torch (asked for)", "device", "engine", "cache")
     for heading in (*headings, "self-test", "healthy", str(in_empty_cache)):
@@ -221,6 +222,14 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypat
 
 
 @pytest.mark.usefixtures("in_empty_cache")
+def test_a_doctor_that_takes_long_says_what_it_does(monkeypatch):
+    assert doctor_command.PATIENCE_S <= 1
+    monkeypatch.setattr(doctor_command, "PATIENCE_S", 0.005)
+    lines = run_here("--json").stderr.splitlines()
+    assert {"self-test in bf16: 0 s so far", "self-test in fp8: 0 s so far"} <= set(lines)
+
+
+@pytest.mark.usefixtures("in_empty_cache")
 def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, tmp_path):
     ran = on_a_hopper_gpu(monkeypatch)
     log = tmp_path / "log"
@@ -231,10 +240,12 @@ def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, t
     found = json.loads(result.stdout)
     assert (found["kernels"], found["problems"]) == ({"needed": 2, "missing": []}, [])
     assert [precision for precision, _ in ran] == ["bf16", "fp8"]
-    said = result.stderr.splitlines()
+    first, *said = [line for line in result.stderr.splitlines() if not line.endswith(" so far")]
+    assert first == "importing torch"
     assert said[0].startswith("compiling 1 kernels in 1 processes")
     assert said[1].startswith("fake_2: built in ")
     assert said[2:] == ["self-test in bf16", "self-test in fp8"]
+    monkeypatch.setattr(doctor_command, "PATIENCE_S", 30.0)
     again = run_here()
     assert "2 of 2 of the self-test are compiled" in again.stdout and again.stderr == ""
     assert len(ran) == 4
