@@ -38,6 +38,7 @@ def run_sonic_moe(
     fp8_config: FP8Config | None = None,
     release_fp8_weights: bool = False,
     activation_type: ActivationType | str = ActivationType.SWIGLU,
+    sync_free_sizing: bool = False,
 ) -> Tensor:
     """`out[t] = sum_k topk_scores[t,k] * expert_{topk_indices[t,k]}(hidden_states[t])` over the
     slots with a local expert.
@@ -53,7 +54,8 @@ def run_sonic_moe(
             e4m3 `hidden_states` must not want one.
         topk_indices: int32 or int64 `[T, K]`, local expert ids; those outside 0..E-1, as -1, are no
             slot.
-        topk_scores: fp32 `[T, K]`. Its gradient is exactly 0 where there is no slot.
+        topk_scores: fp32 `[T, K]`, or bf16, which is converted. Its gradient is exactly 0 where
+            there is no slot.
         K, E: slots of a token, and local experts.
         w1, w2: `[E, 2I, H]` (gate and up rows in turns) and `[E, H, I]`, or `[E, H, 2I]` (gate half
             first) and `[E, I, H]`. Their shapes tell which, anew at each call. With `fp8`, copies
@@ -67,6 +69,7 @@ def run_sonic_moe(
         release_fp8_weights: free the FP8 copies that forwards alone read, after this one
             (`fleet.weight_copies`).
         activation_type: a gated member of `ActivationType`, its value, or a description of SiTU-GLU.
+        sync_free_sizing: changes nothing: no size here waits for the device.
 
     Returns:
         bf16 `[T, H]`; a token without a slot gets exact zeros.
@@ -129,7 +132,8 @@ class ExpertsOfACall(NamedTuple):
         fits = int(indices.shape[-1]) == self.topk
         need_shape(fits, "topk_indices", indices, f"[T, K] with K = {self.topk}")
         held = f"w1 and w2 hold {layer.experts} experts"
-        words = f"E is {self.experts}, and {held}; needed: as many local experts as weights"
+        needed = "as many local experts as weights, so no redundant slots as MoonEP has"
+        words = f"E is {self.experts}, and {held}; needed: {needed}"
         expect(self.experts == layer.experts, RoutingError, words)
         config = FP8Config() if self.config is None else self.config
         needed = "what _refresh_fp8_config() returns, or None"
@@ -138,6 +142,8 @@ class ExpertsOfACall(NamedTuple):
         x, x_scale, dx_to = _tokens_of(x, scale)
         source = combine_gradient(self.handle)
         copies = copies_of(self.w1, self.w2) if self.fp8 else None
+        if scores.dtype == torch.bfloat16:  # as some of Fleet's routers leave them
+            scores = scores.to(torch.float32)
         routing = (tokens_per_expert, indices, scores)
         return NodeArguments(node, x, *routing, x_scale, dx_to, source, copies)
 
@@ -154,7 +160,7 @@ def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: An
     words = f"topk_scores has shape {shapes[0]} and topk_indices {shapes[1]}; needed: one shape"
     expect(shapes[0] == shapes[1], ShapeError, words)
     need_dtype("topk_indices", indices, *INDEX_DTYPES)
-    need_dtype("topk_scores", scores, torch.float32)
+    need_dtype("topk_scores", scores, torch.float32, torch.bfloat16)
 
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:

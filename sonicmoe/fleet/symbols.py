@@ -54,7 +54,8 @@ _GEMM, _SITU = "quack_utils.blockscaled_fp8_gemm", "quack_utils.activation_situ"
 _ROUTED = "dispatched_indices dispatched_probs tokens_per_expert E"
 _RUN = (
     "hidden_states topk_indices topk_scores K E w1 w2 fp8 tokens_per_expert fp8_scale "
-    "fp8_combine_grad_handle fp8_config release_fp8_weights activation_type"
+    "fp8_combine_grad_handle fp8_config release_fp8_weights activation_type "
+    "sync_free_sizing"
 )
 _SCORES = "dispatched_probs dispatched_indices naept TK TK_padded E score_src_idx"
 

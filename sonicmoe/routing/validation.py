@@ -223,8 +223,10 @@ def host_counts_of(tokens_per_expert: Any, num_experts: int) -> tuple[int, ...] 
     if type(tokens_per_expert) is not list:
         if hasattr(tokens_per_expert, "tolist") and hasattr(tokens_per_expert, "shape"):
             # A GPU tensor counts as "not given": reading it would wait, and the indices say the
-            # same.
+            # same. Its shape costs nothing.
             if isinstance(tokens_per_expert, torch.Tensor) and is_cuda(tokens_per_expert):
+                fits = tuple(tokens_per_expert.shape) in {(0,), (num_experts,)}
+                need_shape(fits, "tokens_per_expert", tokens_per_expert, f"[{num_experts}]")
                 return None
             tokens_per_expert = tokens_per_expert.tolist()
         expect(

@@ -109,13 +109,15 @@ class Call:
     """One forward whose backward is still to come."""
 
     def __init__(
-        self, experts, p, *, counts=None, index_dtype=None, x=None, scores_grad=True, **given
-    ):
+        self, experts, p, *, counts=None, index_dtype=None, x=None, scores_grad=True,
+        scores_dtype=torch.float32, **given,
+    ):  # fmt: skip
         self.problem, self.x = p, x
         if x is None:
             self.x = tensor(p.x, torch.float32).to(experts.dtype)
             want_gradient(self.x, True)
-        self.scores = tensor(p.probs, torch.float32, grad=scores_grad)
+        self.scores = tensor(p.probs, torch.float32).to(scores_dtype)
+        want_gradient(self.scores, scores_grad)
         self.dout = tensor(p.dout, torch.float32).to(experts.dtype)
         indices = tensor(p.indices).to(index_dtype or torch.int64)
         topk, experts_here = p.indices.shape[1], p.num_experts

@@ -72,6 +72,20 @@ class TestTheCall:
         call = experts.call(counts=counts, index_dtype=dtype).backward()
         assert_same_bits(experts.result(call), usual.result(usual.call().backward()))
 
+    def test_scores_in_bf16_and_the_keyword_of_the_ring(self, problem, layout):
+        """As Fleet's routers and its newest ring dispatcher pass them."""
+        rounded = problem.but(probs=numpy(bf16(problem.probs)))
+        usual, experts = Experts(rounded, layout), Experts(rounded, layout)
+        call, wanted = (
+            experts.call(scores_dtype=torch.bfloat16, sync_free_sizing=True),
+            usual.call(),
+        )
+        found, wanted = call.backward(), wanted.backward()
+        assert_same([numpy(found.out), found.dx], [numpy(wanted.out), wanted.dx])
+        assert found.scores.grad.dtype == torch.bfloat16
+        assert_same([found.dprobs], [numpy(bf16(wanted.dprobs))])
+        assert_same(experts.gradients(), usual.gradients())
+
     @pytest.mark.parametrize("fp8", [False, True])
     def test_no_tokens(self, problem, layout, fp8):
         names = ("x", "indices", "probs", "dout")
@@ -404,10 +418,10 @@ def scores_of(problem):
         (ShapeError, r"topk_indices has shape \(37, 2\).* K = 4", lambda p: {"K": 4}),
         (ShapeError, r"topk_scores has shape \(36, 2\).* T = 37", lambda p: {"topk_scores": scores_of(p)[1:]}),
         (ShapeError, r"topk_scores has shape \(37, 1\) and", lambda p: {"topk_scores": scores_of(p)[:, :1]}),
-        (RoutingError, "E is 5, and w1 and w2 hold 4 experts", lambda p: {"E": 5}),
+        (RoutingError, "E is 5, and w1 and w2 hold 4 experts.*MoonEP", lambda p: {"E": 5}),
         (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": bf16(p.x)[None]}),
         (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": bf16(p.x)[:, :40]}),
-        (DTypeError, "topk_scores is bfloat16", lambda p: {"topk_scores": bf16(p.probs)}),
+        (DTypeError, "topk_scores is float16", lambda p: {"topk_scores": scores_of(p).to(torch.float16)}),
         (DTypeError, "topk_indices is float32", lambda p: {"topk_indices": scores_of(p)}),
         (DTypeError, "float8_e4m3fn and fp8_scale is None", lambda p: {"hidden_states": quantised(p.x).codes}),
         (DTypeError, "fp8_scale came with hidden_states in bfloat16", lambda p: {"fp8_scale": quantised(p.x).scale_inv}),

@@ -89,10 +89,11 @@ def test_the_call_of_every_micro_batch_has_nothing_else_and_fleets_defaults():
         for name, parameter in inspect.signature(run).parameters.items()
         if parameter.default is not parameter.empty
     }
-    off = {"fp8": False, "release_fp8_weights": False, "activation_type": ActivationType.SWIGLU}
+    off = dict.fromkeys(("fp8", "release_fp8_weights", "sync_free_sizing"), False)
+    off["activation_type"] = ActivationType.SWIGLU
     none = "tokens_per_expert", "fp8_scale", "fp8_combine_grad_handle", "fp8_config"
     assert defaults == off | dict.fromkeys(none)
-    assert len(inspect.signature(run).parameters) == 14
+    assert len(inspect.signature(run).parameters) == 15
 
 
 class TestModules:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.routing import validation
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.validation import check_dispatched_tokens, host_counts_of
 
@@ -94,6 +95,13 @@ class TestCounts:
         counts = host_counts_of([2.0, np.int32(0), np.float64(3)], 3)
         assert counts == (2, 0, 3)
         assert all(type(count) is int for count in counts)
+
+    def test_counts_on_a_gpu_are_not_read_but_counted(self, monkeypatch):
+        """More of them than experts are redundant slots, as MoonEP has."""
+        monkeypatch.setattr(validation, "is_cuda", lambda _: True)
+        assert host_counts_of(tensor(COUNTS), len(COUNTS)) is None
+        with pytest.raises(ShapeError, match=r"tokens_per_expert has shape \(4,\); needed: \[3\]"):
+            host_counts_of(tensor([1, 2, 3, 4]), 3)
 
 
 class TestContents:
