@@ -14,7 +14,7 @@ FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_m
 # file anew, and every process that a test starts would compile this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint docs docs-check pytest pytest-torch pytest-paddle core quick clean
+.PHONY: help demo test lint docs docs-check pytest pytest-torch pytest-paddle pytest-doors core quick clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed-demo ## train a small ERNIE-style MoE in FP8 beside ful
 # So both stages of tests run at once, and linters and core figures beside them. The tests through
 # Paddle print when they end, or the progress of the two would mix.
 test: $(VENV)/.installed-dev $(VENV)/.installed-tests ## everything that gates a change: lint, types, generated docs, tests, core figures against baselines.json
-	+$(MAKE) --no-print-directory -j 3 pytest-torch pytest-paddle lint docs-check core
+	+$(MAKE) --no-print-directory -j 3 pytest-torch pytest-paddle lint docs-check core pytest-doors
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .
@@ -51,6 +51,10 @@ pytest-paddle: $(VENV)/.installed-tests
 	    found=$$(mktemp); SONICMOE_TEST_FRAMEWORK=paddle $(PADDLE_PYTEST) > $$found 2>&1; code=$$?; \
 	    cat $$found; rm $$found; exit $$code; \
 	else echo "NOT RUN on this machine: the tests through Paddle's torch proxy, paddle is not installed"; fi
+
+pytest-doors: $(VENV)/.installed-tests ## the tests against torchtitan and Megatron-Core, in an environment on top of .venv
+	@if tools/ci/setup_env.sh doors; then $(VENV)/doors/bin/python -m pytest -n 1 tests/doors; \
+	else echo "NOT RUN on this machine: tests/doors, torchtitan and Megatron-Core cannot be installed"; fi
 
 core: $(VENV)/.installed-tests ## core figures against tools/ci/baselines.json; compile cache and processes have their tests in pytest
 	PYTHON=$(PY) tools/ci/run_core_tests.sh --fast $(addprefix --phase ,precision determinism layers quantisers memory calls)

@@ -163,7 +163,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+# The trainers of tests/doors, which have an environment of their own.
+TRAINERS = ("torchtitan", "megatron")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    missing = ", ".join(name for name in TRAINERS if not is_importable(name))
+    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        terminalreporter.write_line(f"NOT RUN here, but by `make pytest-doors`: tests of {missing}")
     reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     for reason in NEEDS.values():
         count = reasons[f"Skipped: {reason}"]

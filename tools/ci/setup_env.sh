@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs this package into it: tools/ci/setup_env.sh demo|tests|dev
+# With "doors": makes .venv/doors, which sees everything in .venv and has the trainers of tests/doors beside it.
 #
 # An interpreter that already has a CUDA build of PyTorch is used as it is: .venv sees its packages, and neither torch
 # nor paddle is downloaded. Any other machine gets the CPU packages pinned in pyproject.toml.
@@ -117,9 +118,29 @@ install_everything() {
     esac
 }
 
+# The trainers ask for older versions of what .venv has (huggingface_hub), and .venv must not move. An environment of
+# their own comes first on the module path, and takes torch and all the rest from .venv.
+make_doors() {
+    local doors=$venv/doors packages
+    packages=$("$venv_python" -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["doors"])')
+    [ "$(cat "$doors/.installed" 2>/dev/null)" = "$packages" ] && return
+    "$venv_python" -m venv --clear --without-pip "$doors" || fail "cannot make $doors"
+    printf 'import site; site.addsitedir("%s")\n' "$(site_packages)" >"$doors/lib/python3.$("$venv_python" -c 'import sys
+print(sys.version_info.minor)')/site-packages/below.pth"
+    # shellcheck disable=SC2086  # one word for each package
+    "$doors/bin/python" -m pip install --quiet --disable-pip-version-check $packages || fail "could not download: $packages"
+    echo "$packages" >"$doors/.installed"
+}
+
 case ${1:-} in
     demo | tests | dev) ;;
-    *) fail "usage: tools/ci/setup_env.sh demo|tests|dev" ;;
+    doors)
+        [ -f "$venv/.framework" ] || fail "make .venv first: tools/ci/setup_env.sh tests"
+        make_doors
+        exit
+        ;;
+    *) fail "usage: tools/ci/setup_env.sh demo|tests|dev|doors" ;;
 esac
 [ -f "$venv/.framework" ] || make_environment
 if [ "$(cat "$venv/.framework")" = torch ]; then
