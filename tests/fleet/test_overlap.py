@@ -172,6 +172,6 @@ class TestRefusals:
 
     def test_names_are_fleets(self, problem):
         steps = Steps(Experts(problem), problem)
-        steps.scores = steps.scores.to(torch.bfloat16)
-        with pytest.raises(DTypeError, match="topk_scores is bfloat16"):
+        steps.scores = steps.scores.to(torch.float16)
+        with pytest.raises(DTypeError, match="topk_scores is float16"):
             steps.forward()
