@@ -133,7 +133,7 @@ def launches(
     z, dz = _random(rows, n1), _random(rows, n1)
     y1, y1s = _random(rows, inner), _random(rows, inner)
     y2, dx = _random(rows, weights.hidden_size), _random(rows, weights.hidden_size)
-    kernels, stream = kernels_for(x, settings), current_stream(x)
+    kernels, stream = kernels_for(x, settings, weights), current_stream(x)
     products = HopperProducts(routing, weights, kernels, settings, None, stream)
     nothing = WeightTarget.stacked(None, weights.num_experts, weights.layout)
 

@@ -67,7 +67,7 @@ class Bf16Engine(PlainEngine):
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
         if _is_hopper(device_name(x)):
-            kernels = bf16_sm90.kernels_for(x, settings, weights.intermediate_size)
+            kernels = bf16_sm90.kernels_for(x, settings, weights)
             sums, stream = partial(_row_sums, routing), current_stream(x)
             yield bf16_sm90.HopperProducts(routing, weights, kernels, settings, sums, stream)
             return

@@ -8,7 +8,7 @@ is a plain one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,14 @@ from ..observe import stage, tap
 from ..routing.backends import arch_of
 from ..routing.combine import sum_to_slots
 from .border import check_weights
+from .expert_matrices import ExpertMatrices, may_stay_apart
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
 from .products import Products, bias_sums, empty_rows, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
-from .wgrad_destinations import ADDED, WRITTEN, Destinations
+from .wgrad_destinations import ADDED, MAX_DESTINATIONS, WRITTEN, Destinations
 
 Tensor = torch.Tensor
 _TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum
@@ -39,11 +40,14 @@ _BYTES, _ITEMS = 16, 8
 
 
 class Kernels(NamedTuple):
-    """The loaded modules of the passes to the tokens."""
+    """The loaded modules of the passes to the tokens. matrices: makes of addresses, rows and columns of
+    `ExpertMatrices` what the kernels take, once; None where weights are stacked.
+    """
 
     gemm: Any
     dgated: Any
     rows: Any
+    matrices: Callable[[tuple[int, ...], int, int], Any] | None
 
 
 class Wgrad(NamedTuple):
@@ -55,20 +59,23 @@ class Wgrad(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def kernels_on(
-    device: str, activation: Any, parameters: Any, dtype: str, rows_first: bool
+    device: str, activation: Any, parameters: Any, dtype: str, rows_first: bool, separate: bool
 ) -> Kernels:
     """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
     arch = arch_of(device)
-    sources = bf16_sources(arch, activation, parameters, dtype, rows_first)
+    sources = bf16_sources(arch, activation, parameters, dtype, rows_first, separate)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
-    return Kernels(gemm, dgated, expert_rows_module(arch))
+    # Of addresses that stay, as parameters' do, maps are encoded once.
+    kept = functools.lru_cache(maxsize=MAX_DESTINATIONS)
+    matrices = kept(gemm.expert_matrices) if separate else None
+    return Kernels(gemm, dgated, expert_rows_module(arch), matrices)
 
 
-def kernels_for(tokens: Tensor, settings: EngineSettings, inner: int) -> Kernels:
-    """Those of these tokens; inner: I."""
+def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
+    """Those of these tokens and weights."""
     own = settings.activation, settings.activation_parameters
-    first = gathers_first(inner)
-    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype), first)
+    form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
+    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype), *form)
 
 
 @functools.lru_cache(maxsize=16)
@@ -80,11 +87,16 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
 
 
 def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
-    """The user's weights where they lie. Three kinds are copied: a tensor for each expert, which become
-    one; weights of another dtype than the computation's; and those that the copy engine cannot read.
-    ShapeError where sizes do not fit together.
+    """The user's weights where they lie. Three kinds are copied: weights of another dtype than the
+    computation's, those that the copy engine cannot read, and more than `MOST` experts with tensors
+    of their own. ShapeError where sizes do not fit together.
     """
-    w1, w2 = (_stacked(side, source.compute_dtype) for side in (source.up, source.down))
+    sides = source.up, source.down
+    w1, w2 = (
+        map(ExpertMatrices, sides)
+        if _stay_apart(source)
+        else (_stacked(side, source.compute_dtype) for side in sides)
+    )
     b1, b2 = (
         None if bias is None else aligned(bias.to(torch.float32)) for bias in (source.b1, source.b2)
     )
@@ -113,6 +125,17 @@ def _check_shapes(
     given: list[Any] = [None if s is None else _Shaped(s) for s in (*native, *biases)]
     up, down, b1, b2 = given
     check_weights(up, down, b1, b2, activation)
+
+
+def _stay_apart(source: WeightSource) -> bool:
+    """Whether these are a tensor of each expert that the kernels can read."""
+    if isinstance(source.up, StackedMatrices) or isinstance(source.down, StackedMatrices):
+        return False
+    dtype, wanted = source.up[0].dtype, source.compute_dtype
+    fits = may_stay_apart(len(source.up), dtype) and wanted in (None, dtype)
+    inner = int(source.up[0].shape[-1]), int(source.down[0].shape[-1])
+    aligned_rows = all(size % _ITEMS == 0 for size in inner)
+    return fits and aligned_rows and not any(at % _BYTES for at in source.pointers)
 
 
 def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -147,6 +170,13 @@ class HopperProducts(Products):
     def _launch(self) -> tuple[int, int]:
         return self.settings.gemm_num_sms, self.stream
 
+    def _operand(self, weight: Any) -> Any:
+        """A weight as the kernels take it."""
+        if not isinstance(weight, ExpertMatrices):
+            return weight
+        assert self.kernels.matrices is not None
+        return self.kernels.matrices(weight.addresses, *weight.shape[1:])
+
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """Tokens as `up` and `dgated` take them."""
         if not gathers_first(self.weights.intermediate_size):
@@ -159,8 +189,8 @@ class HopperProducts(Products):
         weights, routing = self.weights, self.routing
         layout = weights.layout.transposed, self._halves
         rows = routing.row_token, routing.padded_offsets
-        given = self._rows_of(x)
-        self.kernels.gemm.up(given, weights.w1, *layout, weights.b1, *rows, z, y1, *self._launch)
+        given, w1 = self._rows_of(x), self._operand(weights.w1)
+        self.kernels.gemm.up(given, w1, *layout, weights.b1, *rows, z, y1, *self._launch)
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
@@ -174,7 +204,8 @@ class HopperProducts(Products):
 
     def _plain(self, a: Tensor, b: Any, transposed: bool, bias: Tensor | None, out: Tensor) -> None:
         offsets = self.routing.padded_offsets
-        self.kernels.gemm.grouped_gemm(a, b, transposed, bias, offsets, out, *self._launch)
+        matrices = self._operand(b)
+        self.kernels.gemm.grouped_gemm(a, matrices, transposed, bias, offsets, out, *self._launch)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
         """Partial sums `[tiles, R]`."""
@@ -184,8 +215,9 @@ class HopperProducts(Products):
         layout = weights.layout.transposed, self._halves
         rows = routing.row_prob, routing.row_token, routing.padded_offsets
         outputs = dz, y1s, partials
+        w2 = self._operand(weights.w2_dgrad)
         self.kernels.dgated.dgated(
-            self._rows_of(dout), weights.w2_dgrad, *layout, z, *rows, *outputs, *self._launch
+            self._rows_of(dout), w2, *layout, z, *rows, *outputs, *self._launch
         )
         return partials
 

@@ -19,6 +19,7 @@ from ..refusals import need_dtype, need_shape
 from ..routing.metadata import RoutingMetadata
 from .activations import pre_activation_width
 from .capabilities import EngineRecord, format_problem
+from .expert_matrices import tensors_of
 from .interface import EngineWeights
 from .settings import EngineSettings
 from .tokens import TOKEN_DTYPES, PendingWgrad, Saved, Tokens, token_format
@@ -119,7 +120,7 @@ def check_forward(
             f"{settings.recipe and settings.recipe.name!r}; needed: weights from prepare_weights with these settings"
         )
     # One comparison for the usual case. The list that names every tensor is made for an error only.
-    w1, anchor = w1.bytes if quantised else w1, routing.held[0]
+    w1, anchor = tensors_of(w1)[0], routing.held[0]
     if not (same_device(given, anchor) and same_device(given, w1)):
         require_same_device([("x", given), ("routing", anchor), ("weights", w1)])
 

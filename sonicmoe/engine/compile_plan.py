@@ -33,13 +33,13 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[CompileJob, ...]:
     """Every distinct compile job that a run of `spec` under `config` (default: the one in force)
-    needs, with and without biases.
+    needs, with and without biases, with stacked weights and with those of each expert apart.
     """
     settings = config or current_config()
     jobs: list[CompileJob] = []
-    # Whether a model has biases is seen in its weights, which a warm-up does not have.
-    for bias in (False, True):
-        workload = replace(_workload(spec, settings), bias=bias)
+    # Both are seen in a model's weights, which a warm-up does not have.
+    for bias, separate in itertools.product((False, True), repeat=2):
+        workload = replace(_workload(spec, settings), bias=bias, separate=separate)
         # The first one that can: `auto` runs no other.
         able = (r for r in _engines(settings) if _reason(r, workload, spec.arch) is None)
         for record in itertools.islice(able, 1):

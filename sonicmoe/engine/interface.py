@@ -27,6 +27,7 @@ from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from .capabilities import RECORDS, EngineRecord
+from .expert_matrices import ExpertMatrices
 from .gradient_memory import WeightTarget
 from .settings import EngineSettings, GradientTarget
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets, native_buffer
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+EngineWeight = Tensor | BlockScaledTensor | ExpertMatrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +69,9 @@ class EngineWeights:
     """Weights as one engine reads them, made by `Engine.refresh`, valid until the user's weights
     change.
 
-    w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe. The
-    `_dgrad` pair is the same logical matrices as backward reads them (the same objects when the
-    recipe shares buffers).
+    w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe, or
+    `ExpertMatrices` where the engine reads a matrix of each expert. The `_dgrad` pair is the same
+    logical matrices as backward reads them (the same objects when the recipe shares buffers).
     b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
     layout: how plain weights and b1 lie, where the engine reads them in another layout than the
         native one.
@@ -77,10 +79,10 @@ class EngineWeights:
     native: the engine's handle of these very tensors, once it made one.
     """
 
-    w1: Tensor | BlockScaledTensor
-    w2: Tensor | BlockScaledTensor
-    w1_dgrad: Tensor | BlockScaledTensor
-    w2_dgrad: Tensor | BlockScaledTensor
+    w1: EngineWeight
+    w2: EngineWeight
+    w1_dgrad: EngineWeight
+    w2_dgrad: EngineWeight
     b1: Tensor | None = None
     b2: Tensor | None = None
     layout: WeightLayout = NATIVE

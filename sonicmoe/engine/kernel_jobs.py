@@ -41,8 +41,8 @@ def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     if arch == SM90.name:
         settings = workload.settings
         own = settings.activation, settings.activation_parameters
-        first = gathers_first(workload.intermediate_size)
-        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype, first).values()
+        form = gathers_first(workload.intermediate_size), workload.separate
+        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype, *form).values()
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

@@ -13,8 +13,9 @@ from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
 from ..layouts import WeightSource
 from .border import check_weights
 from .capabilities import require
+from .expert_matrices import tensors_of
 from .interface import EngineWeights
-from .products import ProductsEngine, plain_operand
+from .products import ProductsEngine
 from .settings import EngineSettings, Workload
 from .tokens import Tokens
 
@@ -40,7 +41,7 @@ class PlainEngine(ProductsEngine):
     def _check_kinds(self, weights: EngineWeights, settings: EngineSettings) -> None:
         """Refuse weights of another dtype, size or device than this engine computes."""
         record = self.record
-        w1, w2 = plain_operand(weights.w1), plain_operand(weights.w2)
+        w1, w2 = (tensors_of(weight)[0] for weight in (weights.w1, weights.w2))
         dtypes = [dtype_name(weight.dtype) for weight in (w1, w2)]
         expect(
             dtypes[0] == dtypes[1] and dtypes[0] in record.dtypes,
@@ -80,7 +81,7 @@ class PlainEngine(ProductsEngine):
         return is_cuda(weight)
 
     def _check_tokens(self, x: Tokens, weights: EngineWeights) -> None:
-        w1 = plain_operand(weights.w1)
+        w1 = tensors_of(weights.w1)[0]
         expect(
             x.dtype == w1.dtype,
             DTypeError,

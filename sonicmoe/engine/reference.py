@@ -24,6 +24,7 @@ from .capabilities import REFERENCE
 from .interface import (
     Engine,
     EngineSettings,
+    EngineWeight,
     EngineWeights,
     GradientTargets,
     PendingWgrad,
@@ -32,7 +33,6 @@ from .interface import (
     token_dtype,
 )
 from .reference_operands import (
-    Operand,
     experts_with_rows,
     gather_rows,
     operand,
@@ -236,7 +236,7 @@ def _dgated(
 
 def _grouped(
     rows: Tensor,
-    weight: Operand,
+    weight: EngineWeight,
     routing: RoutingMetadata,
     *,
     transpose_weight: bool,

@@ -114,8 +114,10 @@ class GradientTarget(Enum):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be computed, as far as it decides which engine can. Sizes and dtype are those of
-    the experts and their tokens.
+    """What is to be computed, as far as it decides which engine can, and with which kernels. Sizes and
+    dtype are those of the experts and their tokens.
+
+    separate: each expert has weights of its own, and not a part of stacked ones.
     """
 
     settings: EngineSettings
@@ -123,4 +125,5 @@ class Workload:
     intermediate_size: int
     dtype: str = "bfloat16"
     bias: bool = False
+    separate: bool = False
     tokens: TokenFormat = TokenFormat.PLAIN

@@ -20,7 +20,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch
 
 from ..config import SonicMoEConfig
 from ..enums import ActivationType, ZCode, is_glu
-from ..layouts import WeightLayout
+from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..quant.recipes import RECIPES, rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
@@ -129,13 +129,15 @@ class Problem:
         engine: Engine,
         targets: Callable[[], GradientTargets] | None = None,
         tokens: tuple[Tokens, Tokens] | None = None,
+        layout: WeightLayout = NATIVE,
     ) -> Results:
         """Forward and backward; weight gradients are added to ones, and these taken off again.
 
-        targets: makes what they are added to, instead of accumulators.
+        targets: makes what they are added to, instead of accumulators. layout: of the weights, which
+        an engine may read as they lie.
         """
         x, dout = tokens or (self.x, self.dout)
-        weights = self._weights(engine)
+        weights = self._weights(engine, layout)
         out, saved = engine.forward(x, self.routing, weights, self.settings)
         assert saved is not None
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
@@ -181,8 +183,14 @@ class Problem:
         up, down = made
         return kind(up, down)
 
-    def _weights(self, engine: Engine) -> Any:
-        return engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, self.settings)
+    def _weights(self, engine: Engine, layout: WeightLayout = NATIVE) -> Any:
+        w1, w2 = layout.user_w1(self.w1), layout.user_w2(self.w2)
+        b1 = None if self.b1 is None else layout.user_b1(self.b1)
+        source = WeightSource.stacked(w1, w2, b1, self.b2, layout)
+        if self.workload.separate:
+            up, down = ([matrix.clone() for matrix in side] for side in (source.up, source.down))
+            source = replace(source, up=up, down=down)
+        return engine.refresh(source, self.settings)
 
 
 def _indices(rng: np.random.Generator) -> Array:
@@ -233,7 +241,9 @@ def cases(problem: Problem, engine: Engine) -> Iterator[tuple[Case, Results]]:
 def _target_cases(
     problem: Problem, engine: Engine, wanted: Results
 ) -> Iterator[tuple[Case, Results]]:
-    """Into the parameters' own memory, in every layout that the engine adds or writes to."""
+    """Weights in every layout, and gradients into the parameters' own memory in the layouts that the
+    engine adds or writes to.
+    """
     halves = (False, True) if is_glu(problem.settings.activation) else (False,)
     # Every layout is one launch more. Together they cost less than loading the kernels.
     for transposed, split_half, stacked in itertools.product((False, True), halves, (False, True)):
@@ -241,20 +251,23 @@ def _target_cases(
         where = [name for name, is_so in vars(layout).items() if is_so] + ["stacked"] * stacked
         for kind, words in _KINDS.items():
             make = functools.partial(problem.parameters, kind, layout, stacked)
-            if _adds_to(problem, engine, make()):
+            if _adds_to(problem, engine, make(), layout):
                 name = f"gradients into {words} ({', '.join(where) or 'native'})"
-                yield Case(name, functools.partial(problem.train, targets=make)), wanted
+                train = functools.partial(problem.train, targets=make, layout=layout)
+                yield Case(name, train), wanted
 
 
 _KINDS = {ParameterTargets: "main_grad", FreshTargets: "fresh memory"}
 
 
-def _adds_to(problem: Problem, engine: Engine, targets: ParameterTargets) -> bool:
+def _adds_to(
+    problem: Problem, engine: Engine, targets: ParameterTargets, layout: WeightLayout
+) -> bool:
+    reason = engine.problem_of(targets, problem.settings, layout)
     if isinstance(targets, FreshTargets):
-        writes = engine.writes_gradients(problem.settings, problem.device)
-        return writes and engine.problem_of(targets, problem.settings) is None
+        return engine.writes_gradients(problem.settings, problem.device) and reason is None
     sizes = problem.n1, problem.hidden, problem.inner, problem.device
-    reasons = targets.problem(*sizes) or engine.problem_of(targets, problem.settings)
+    reasons = targets.problem(*sizes) or reason
     return GradientTarget.MAIN_GRAD in engine.record.gradients and reasons is None
 
 
@@ -312,7 +325,13 @@ def _problem(
     return f"two equal calls differ in {differing[0]}" if differing else None
 
 
-SIZES = ("hidden_size", "intermediate_size", "dtype", "bias")  # and what else they depend on
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "dtype",
+    "bias",
+    "separate",
+)  # and what else they depend on
 
 
 def workload_of(record: dict[str, Any]) -> Workload:

@@ -44,11 +44,12 @@ class Choices:
         activation_parameters: ActivationParameters,
         hidden: int,
         inner: int,
+        separate: bool = False,
     ) -> None:
-        """Nothing is chosen yet; `hidden`, `inner`: H and I."""
+        """Nothing is chosen yet; `hidden`, `inner`: H and I; `separate`: as in `Workload`."""
         self.config = config
         self._layer = activation, activation_parameters
-        self._sizes = hidden, inner
+        self._sizes, self._separate = (hidden, inner), separate
         # A configuration, and what it means.
         self._meaning: tuple[Any, ...] = (None,)
         self._engines: list[tuple[Any, Chosen]] = []
@@ -85,7 +86,9 @@ class Choices:
         for known, chosen in self._engines:
             if known == key:
                 return chosen
-        workload = Workload(settings, *self._sizes, token_dtype, tokens=tokens)
+        workload = Workload(
+            settings, *self._sizes, token_dtype, separate=self._separate, tokens=tokens
+        )
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
         settings = choice.settings or settings

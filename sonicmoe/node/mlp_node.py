@@ -9,6 +9,7 @@ import torch
 
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
+from ..engine.expert_matrices import may_stay_apart
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -194,7 +195,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         self.activation_type = activation
         self.activation_parameters = layer_parameters(activation, activation_parameters)
         sizes = self.hidden_size, self.intermediate_size
-        self._choices = Choices(config, activation, self.activation_parameters, *sizes)
+        separate = state.parameters.are_separate and may_stay_apart(
+            self.n_experts, state.parameters.parameters()[0].dtype
+        )
+        self._choices = Choices(config, activation, self.activation_parameters, *sizes, separate)
         # Settings that contradict each other are refused here and not in the first step.
         resolved, _ = self._choices.settings()
         state.gradients.overwriting.check(resolved.first_backward)

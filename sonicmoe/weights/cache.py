@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..interop import plain_ops
@@ -73,13 +74,17 @@ class Reading:
         # Backward's pair is there to the end, and its shapes are those of the native matrices.
         held = self.weights.w1_dgrad, self.weights.w2_dgrad
         with plain_ops():
-            w1, w2 = (
-                dequantize(w) if isinstance(w, BlockScaledTensor) else w.to(torch.float32)
-                for w in held
-            )
+            w1, w2 = map(_values, held)
             # Block-scaled weights are native.
             layout = self.weights.layout
             return layout.native_w1(w1), layout.native_w2(w2)
+
+
+def _values(weight: Tensor | BlockScaledTensor | ExpertMatrices) -> Tensor:
+    if isinstance(weight, BlockScaledTensor):
+        return dequantize(weight)
+    plain = weight.stacked() if isinstance(weight, ExpertMatrices) else weight
+    return plain.to(torch.float32)
 
 
 class PreparedWeights:
@@ -153,7 +158,5 @@ class PreparedWeights:
     def lend(self) -> None:
         """A forward that starts now reads the weights as they are, without their source."""
         assert self.weights is not None
-        held = self.weights.w2_dgrad
-        anchor = held.bytes if isinstance(held, BlockScaledTensor) else held
-        self._streams.enter(anchor)
+        self._streams.enter(tensors_of(self.weights.w2_dgrad)[0])
         self._streams.leave()

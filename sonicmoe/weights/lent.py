@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import EngineWeights
 from ..interop import data_ptr, holds_memory, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor
@@ -41,15 +42,22 @@ def lent_by(
     # Block-scaled weights are memory of the engine's own.
     if isinstance(weights.w1, BlockScaledTensor) or isinstance(weights.w2, BlockScaledTensor):
         return None, weights
-    plain = [weights.w1, weights.w2]
-    # An address is enough: the first of a projection lies where all of it begins.
+    plain = tensors_of(weights.w1), tensors_of(weights.w2)
+    # An address is enough: the first of a projection lies where all of it begins, and of separate
+    # matrices all are the user's, or none.
     firsts = data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])
-    lent = [w for w in plain if data_ptr(w) in firsts]
+    lent = [tensor for each in plain if data_ptr(each[0]) in firsts for tensor in each]
     if not lent:
         return None, weights
     if is_cuda(lent[0]):
         return LentWeights(lent), weights
     # Nothing on a host shows a write between a forward and its backward, so these read a copy.
     with plain_ops():
-        w1, w2 = (w.clone() for w in plain)
+        w1, w2 = map(_copied, (weights.w1, weights.w2))
     return None, EngineWeights(w1, w2, w1, w2, layout=weights.layout)
+
+
+def _copied(weight: Tensor | ExpertMatrices) -> Tensor | ExpertMatrices:
+    if isinstance(weight, ExpertMatrices):
+        return ExpertMatrices([tensor.clone() for tensor in weight.tensors])
+    return weight.clone()

@@ -42,9 +42,11 @@ class ExpertParameters(ABC):
     activation: decides whether up has two halves.
     layout: how each parameter lies.
     has_biases: whether gradients of biases follow those of the weights.
+    are_separate: whether each expert has weights of its own.
     """
 
     has_biases = False
+    are_separate = False
 
     def __init__(self, activation: ActivationType) -> None:
         """Subclasses check the parameters."""
@@ -148,6 +150,8 @@ class PerExpertParameters(ExpertParameters):
         experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
         num_experts, hidden_size, intermediate_size: what the weights must match.
     """
+
+    are_separate = True
 
     def __init__(
         self,

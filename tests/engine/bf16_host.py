@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 from engine.host_gemms import Bf16Gemms, Bf16Rows
-from engine.host_hopper_gemms import HopperDestination, HopperGemms
+from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrices
 
 from sonicmoe.engine import bf16, bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
@@ -41,9 +41,9 @@ class Launches:
         made.calls = self.calls
         return made
 
-    def hopper(self, device, activation, parameters, dtype, rows_first):
+    def hopper(self, device, activation, parameters, dtype, rows_first, separate):
         made = HopperGemms(activation, parameters, self.calls, self.lent)
-        return bf16_sm90.Kernels(made, made, made)
+        return bf16_sm90.Kernels(made, made, made, HostMatrices if separate else None)
 
     def wgrad(self, device, dtype):
         made = HopperGemms(ActivationType.SWIGLU, (), self.calls, self.lent)

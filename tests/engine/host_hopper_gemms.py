@@ -4,6 +4,7 @@ compute, in plain tensor operations, of the same arguments.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import torch
@@ -54,10 +55,11 @@ class HopperGemms:
 
     def products(self, a, b, transposed, bias, padded_offsets):
         """`(rows, fp32 sums)` of each expert that has rows: `a_e b_e^T + bias_e`."""
-        assert int(b.shape[0]) + 1 == len(padded_offsets)
+        matrices = readable(b) if isinstance(b, torch.Tensor) else b.read(a.dtype)
+        assert len(matrices) + 1 == len(padded_offsets)
         for e, (first, end) in enumerate(itertools.pairwise(padded_offsets.tolist())):
             if end > first:
-                matrix = readable(b)[e].float()
+                matrix = matrices[e].float()
                 sums = a[first:end].float() @ (matrix if transposed else matrix.T)
                 yield slice(first, end), sums if bias is None else sums + bias[e]
 
@@ -122,6 +124,22 @@ class HopperGemms:
             assert tuple(product.shape) == destination.size
             if count or destination.output is not WgradOutput.ADD_F32:
                 destination.put(e, turned(product.T, destination.split).T)
+
+
+class HostMatrices:
+    """What `expert_matrices` is told."""
+
+    def __init__(self, addresses, rows, columns):
+        assert columns % 8 == 0 and all(address % 16 == 0 for address in addresses)
+        self.addresses, self.size = addresses, (rows, columns)
+
+    def read(self, dtype):
+        rows, columns = self.size
+        memory = ctypes.c_byte * (rows * columns * dtype.itemsize)
+        return [
+            torch.frombuffer(memory.from_address(at), dtype=dtype).reshape(self.size)
+            for at in self.addresses
+        ]
 
 
 class HopperDestination(Destination):

@@ -55,6 +55,19 @@ def user_shapes(layout, n1=2 * I):
     return [shape[::-1] if layout.transposed else shape for shape in shapes]
 
 
+def apart(source):
+    """The same weights, a tensor for each expert."""
+    up, down = ([matrix.clone() for matrix in side] for side in (source.up, source.down))
+    return replace(source, up=up, down=down)
+
+
+def results(case, source):
+    """Of a forward and a backward to the tokens."""
+    weights = OURS.refresh(source, case.settings)
+    out, saved = OURS.forward(case.x, case.routing, weights, case.settings)
+    return (out, *OURS.backward_dx(case.dout, saved, weights)[:2])
+
+
 def stacked(layout, shape, fill, dtype=FP32):
     tensor = torch.full((E, *shape), fill, dtype=dtype)
     return WeightTarget.stacked(tensor, E, layout)
@@ -133,12 +146,28 @@ class TestWeights:
         weights = OURS.refresh(WeightSource.stacked(part, w2), EngineSettings())
         assert weights.w1.data_ptr() == part.data_ptr()
 
-    def test_of_a_tensor_for_each_expert_are_stacked(self):
-        whole = case_in(FUSED).source
-        apart = replace(whole, up=list(whole.up), down=list(whole.down))
-        weights = OURS.refresh(apart, EngineSettings())
-        assert torch.equal(weights.w1, whole.up.stacked) and weights.layout == FUSED
-        assert torch.equal(weights.w2, whole.down.stacked)
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_of_a_tensor_for_each_expert_are_read_where_they_lie(self, layout):
+        case = case_in(layout)
+        source = apart(case.source)
+        weights = OURS.refresh(source, case.settings)
+        assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
+        assert weights.w1.tensors == tuple(source.up) and weights.w2.tensors == tuple(source.down)
+        for wanted, found in zip(results(case, case.source), results(case, source), strict=True):
+            assert torch.equal(found, wanted)
+
+    def test_of_a_tensor_for_each_expert_are_stacked_where_the_kernels_cannot_read_them(self):
+        """fp32, an odd address, more experts than a launch has maps."""
+        source = apart(case_in(FUSED, bias=False).source)
+        odd = torch.zeros(I * H + 1, dtype=BF16)[1:].view(I, H)
+        for other in (
+            replace(source, compute_dtype=torch.float16),
+            replace(source, down=[odd, *source.down[1:]]),
+            replace(source, up=source.up * 62, down=source.down * 62),
+        ):
+            weights = OURS.refresh(other, EngineSettings())
+            assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
+            assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
 
     def test_in_fp32_are_rounded(self):
         case = case_in(HALVES)

@@ -66,8 +66,13 @@ def compiled():
     kinds += [(kind, own, "bfloat16") for kind, own in OWN.items()]
     kinds += [(kind, (), "float16") for kind in (SWIGLU, GELU)]
     own = [source for kind in kinds for source in bf16_sources(ARCH, *kind).values()]
-    for kind in (SWIGLU, OAI, GELU):
-        own += bf16_sources(ARCH, kind, rows_first=True).values()
+    forms = [(first, separate) for first in (False, True) for separate in (False, True)]
+    own += [
+        source
+        for kind in (SWIGLU, OAI, GELU)
+        for first, separate in forms[1:]
+        for source in bf16_sources(ARCH, kind, rows_first=first, separate=separate).values()
+    ]
     build([*cuda_sources(ARCH), expert_rows_source(ARCH), *engine_sources(ARCH, SWIGLU), *own])
     with no_compile():
         yield
@@ -90,11 +95,16 @@ def case_of(shape=SHAPES[0], **options):
     return make_case(tokens, **sizes, empty=empty, **options)
 
 
-def lying(case, layout):
-    """The weights of a case in a layout, as the engine reads them."""
+def lying(case, layout, separate=False):
+    """The weights of a case in a layout, as the engine reads them; `separate`: in a tensor for each
+    expert.
+    """
     w1, w2, b1, b2 = case.weights
     b1 = None if b1 is None else layout.user_b1(b1)
     source = WeightSource.stacked(layout.user_w1(w1), layout.user_w2(w2), b1, b2, layout=layout)
+    if separate:
+        up, down = ([matrix.clone() for matrix in side] for side in (source.up, source.down))
+        source = replace(source, up=up, down=down)
     return OURS.refresh(source, EngineSettings(activation=case.activation))
 
 
@@ -114,17 +124,17 @@ WIDE = (300, 264, 8200, 3, 2)
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "activation", "bias"),
-    pairwise([*SHAPES, WIDE], LAYOUTS, [SWIGLU, OAI, GELU], [False, True]),
+    ("shape", "layout", "activation", "bias", "separate"),
+    pairwise([*SHAPES, WIDE], LAYOUTS, [SWIGLU, OAI, GELU], [False, True], [False, True]),
     ids=ids,
 )
-def test_the_same_numbers_in_every_layout(shape, layout, activation, bias):
+def test_the_same_numbers_in_every_layout(shape, layout, activation, bias, separate):
     """Bits of everything but dx, whose products add up gate and up in another order."""
     layout = fits_activation(layout, activation)
     case = case_of(shape, activation=activation, bias=bias)
     settings = EngineSettings(activation=activation)
     wanted = run(case, OURS, settings)
-    weights = lying(case, layout)
+    weights = lying(case, layout, separate)
     fill_free_memory(0xFF)
     out, saved = OURS.forward(case.x, case.routing(), weights, settings)
     dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
@@ -142,6 +152,8 @@ def test_weights_are_read_where_they_lie():
         w1, w2 = layout.user_w1(case.weights[0]), layout.user_w2(case.weights[1])
         weights = OURS.refresh(WeightSource.stacked(w1, w2, layout=layout), EngineSettings())
         assert weights.w1.data_ptr() == w1.data_ptr() and weights.w2.data_ptr() == w2.data_ptr()
+        apart = lying(case, layout, separate=True)
+        assert len(apart.w1.tensors) == len(apart.w2.tensors) == case.num_experts
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def in_bf16(activation: ActivationType, rows_first: bool = False) -> tuple[CudaS
     return tuple(bf16_sources("sm_90a", activation, own, rows_first=rows_first).values())[:2]
 
 
+SEPARATE = tuple(bf16_sources("sm_90a", SWIGLU, separate=True).values())[:2]
 WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
@@ -68,6 +69,7 @@ VARIANTS = (
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
     *in_bf16(OAI),
     *in_bf16(SWIGLU, rows_first=True),
+    *SEPARATE,
     *bf16_sources("sm_90a", GELU, dtype="float16").values(),
 )
 OTHERS = (

@@ -72,11 +72,13 @@ def bf16_sources(
     parameters: ActivationParameters = (),
     dtype: str = "bfloat16",
     rows_first: bool = False,
+    separate: bool = False,
 ) -> dict[str, CudaSource]:
     """The GEMMs in the dtype of the tokens, "bfloat16" or "float16", by name: "bf16_gemm" exports
     `up` and `grouped_gemm`, "bf16_dgated" `dgated`, "bf16_wgrad" `wgrad` and `wgrad_destination`.
     Sizes, layouts and the order of gate and up are launch arguments. rows_first:
-    `gathers_first` of the layer.
+    `gathers_first` of the layer. separate: weights are a matrix of each expert, of which "bf16_gemm"
+    exports `expert_matrices`, in the place of one tensor.
     """
     half: dict[str, int | str] = {"FP16": 1} if dtype == "float16" else {}
     gate: dict[str, int | str] = {
@@ -85,6 +87,8 @@ def bf16_sources(
     }
     if rows_first:
         gate["ROWS_FIRST"] = 1
+    if separate:
+        gate["SEPARATE_WEIGHTS"] = 1
     # A weight gradient knows no activation, so all models share its artefact.
     own = {"bf16_gemm": {**gate, **half}, "bf16_dgated": {**gate, **half}, "bf16_wgrad": half}
     return {

@@ -1,4 +1,5 @@
-// Entry point of the BF16 dgated GEMM: dy1 = dout * W2 and every gradient that follows from it.
+// Entry point of the BF16 dgated GEMM: dy1 = dout * W2 and every gradient that follows from it. w2 is
+// a tensor [E, ..], or, built with SEPARATE_WEIGHTS, `expert_matrices` of the same matrices.
 #include "bf16_dgated_epilogue.cuh"
 #include "bf16_launch.hpp"
 
@@ -11,7 +12,7 @@ namespace {
 // and partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. dz may lie
 // where z lies. Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at
 // most; 0: all.
-void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, TensorView z,
+void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
             TensorView y1s, TensorView partials, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
@@ -36,7 +37,7 @@ void dgated(TensorView dout, TensorView w2, bool transposed, bool halves, Tensor
       << "dout has " << dout.size(0) << " rows, of " << rows;
   HalfMaps maps{};
   if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
-  maps.b[0] = weights.map(0, inner);
+  weights.map_parts(1, maps);
   maps.c = matrix_map(y1s_data, rows, inner, sm90::kGroupRows, 2);
   maps.d = parts_map(dz_data, rows, n1, parts, sm90::kGroupRows);
   maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);

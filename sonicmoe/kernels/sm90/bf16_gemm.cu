@@ -1,4 +1,5 @@
-// Entry points of the BF16 forward and dgrad GEMMs.
+// Entry points of the BF16 forward and dgrad GEMMs. Weights are tensors [E, ..], or, built with
+// SEPARATE_WEIGHTS, `expert_matrices` of the same matrices.
 #include "bf16_launch.hpp"
 
 namespace sonicmoe {
@@ -12,7 +13,7 @@ namespace {
 // of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
 // if their tokens were zeros. Rows at and behind padded_offsets[E] are not written.
 // multiprocessors: how many at most; 0: all.
-void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<TensorView> b1,
+void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<TensorView> b1,
         TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
         Optional<TensorView> y1, int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
@@ -30,10 +31,9 @@ void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<Tens
   TVM_FFI_ICHECK(kGathers || x.size(0) >= rows) << "x has " << x.size(0) << " rows, of " << rows;
   HalfMaps maps{};
   if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
-  const bool split = halves && has_gate();
-  maps.b[0] = split ? weights.map(0, inner) : weights.map(0, weights.n);
-  if (split) maps.b[1] = weights.map(inner, inner);
-  if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, split ? 2 : 1, sm90::kGroupRows);
+  const int64_t parts = halves && has_gate() ? 2 : 1;
+  weights.map_parts(parts, maps);
+  if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, parts, sm90::kGroupRows);
   if (e.store_y) maps.c = matrix_map(y_data, rows, inner, sm90::kGroupRows, 2);
   with_gate(halves, [&](auto gate, auto order) {
     using Epilogue = sm90::Activate<decltype(gate), decltype(order)::value>;
@@ -45,7 +45,7 @@ void up(TensorView x, TensorView w1, bool transposed, bool halves, Optional<Tens
 
 // out [R, N] = a * b^T + bias, a [R, K] in expert order, b [E, N, K], or [E, K, N] where it is
 // `transposed`, bias fp32 [E, N] or None. Rows at and behind padded_offsets[E] are not written.
-void grouped_gemm(TensorView a, TensorView b, bool transposed, Optional<TensorView> bias,
+void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<TensorView> bias,
                   TensorView padded_offsets, TensorView out, int64_t multiprocessors,
                   int64_t stream) {
   const int64_t rows = a.size(0);
@@ -58,7 +58,7 @@ void grouped_gemm(TensorView a, TensorView b, bool transposed, Optional<TensorVi
   if (rows == 0) return;
   HalfMaps maps{};
   maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
-  maps.b[0] = weights.map(0, weights.n);
+  weights.map_parts(1, maps);
   maps.c = matrix_map(data, rows, weights.n, sm90::kGroupRows, 2);
   const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<false, true, sm90::StoreHalf>
                                          : sm90::bf16_grouped_gemm<false, false, sm90::StoreHalf>;
@@ -70,3 +70,6 @@ void grouped_gemm(TensorView a, TensorView b, bool transposed, Optional<TensorVi
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(up, sonicmoe::up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, sonicmoe::grouped_gemm);
+#ifdef SEPARATE_WEIGHTS
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_matrices, sonicmoe::expert_matrices);
+#endif

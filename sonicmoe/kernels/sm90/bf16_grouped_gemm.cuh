@@ -56,9 +56,18 @@ struct HalfParams : RowGroups {
   int k;
 };
 
-// A; B, or its gate and its up rows where they are loaded apart; outputs; z.
+// Whether the weights are a matrix for each expert, wherever it lies, or one tensor of all experts.
+#ifdef SEPARATE_WEIGHTS
+constexpr bool kSeparate = true;
+constexpr int kMapsOfB = 244;  // an expert's; more are no parameter of a kernel
+#else
+constexpr bool kSeparate = false;
+constexpr int kMapsOfB = 2;  // B, or its gate and its up rows where they are loaded apart
+#endif
+
+// A, B, outputs, z.
 struct HalfMaps {
-  CUtensorMap a, b[2], c, d, z;
+  CUtensorMap a, b[kMapsOfB], c, d, z;
 };
 
 // Loads half number `half` of this tile's columns of B. With kSplitsColumns a tile has 128 gate
@@ -67,16 +76,18 @@ template <bool kBByColumns, bool kSplitsColumns>
 __device__ __forceinline__ void load_half_of_b(const HalfMaps& maps, uint64_t* full, uint8_t* stage,
                                                const OutputTile& tile, int half, int k,
                                                uint16_t receivers) {
-  const CUtensorMap* map = &maps.b[kSplitsColumns ? half : 0];
+  const int part = kSplitsColumns ? half : 0;
+  const CUtensorMap* map = &maps.b[kSeparate ? tile.expert : part];
+  const int last = kSeparate ? part : tile.expert;
   const int column = kSplitsColumns ? tile.col / 2 : tile.col + half * (kTileN / 2);
   uint8_t* to = stage + half * kBytesHalfB;
   if constexpr (kBByColumns) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2 / kBlockColumns; ++i)
       tma_load_3d_multicast(map, full, to + i * kColumnBlockBytes, column + i * kBlockColumns, k,
-                            tile.expert, receivers);
+                            last, receivers);
   } else {
-    tma_load_3d_multicast(map, full, to, k, column, tile.expert, receivers);
+    tma_load_3d_multicast(map, full, to, k, column, last, receivers);
   }
 }
 
@@ -256,6 +267,7 @@ template <bool kGather, bool kBByColumns, class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     bf16_grouped_gemm(const __grid_constant__ HalfMaps maps, const __grid_constant__ HalfParams p,
                       const __grid_constant__ typename Epilogue::Params e) {
+  static_assert(sizeof(maps) + sizeof(p) + sizeof(e) <= 32764);  // of one launch
   HalfStorage& s = half_storage();
   init_half_storage(s, kGather ? kProducerThreads : 0);
   if (threadIdx.x < kProducerThreads) {

@@ -4,8 +4,8 @@
 
 #include <tvm/ffi/optional.h>
 
-#include "../host/tensor_map.hpp"
 #include "bf16_epilogues.cuh"
+#include "bf16_weights.hpp"
 #include "cluster_launch.hpp"
 
 // X(name of the ActivationType, struct of its formula, whether it has a gate). A module is compiled
@@ -28,15 +28,8 @@ namespace sonicmoe {
 
 using sm90::GateOrder;
 using sm90::Half;
-using sm90::HalfMaps;
 using sm90::HalfParams;
 using tvm::ffi::Optional;
-
-#ifdef FP16
-constexpr DLDataTypeCode kHalfCode = kDLFloat;
-#else
-constexpr DLDataTypeCode kHalfCode = kDLBfloat;
-#endif
 
 // Whether `up` and `dgated` gather their tokens. A module that is built with ROWS_FIRST takes rows
 // in expert order instead: where many column tiles read a row, gathering it once costs less.
@@ -75,51 +68,6 @@ inline Half* checked_half(const TensorView& tensor, const char* name, DLDevice d
                           int64_t elements) {
   return aligned_16(checked<Half>(tensor, name, kHalfCode, 16, device, elements), name);
 }
-
-// Weights as B of a GEMM: [E, N, K], or [E, K, N] where they lie transposed. They are read where the
-// caller has them: the last axis is contiguous, and the other strides are any multiples of 16 bytes.
-struct HalfWeights {
-  const char* data;
-  int64_t experts, n, k;
-  int64_t expert_stride, stride;  // elements from one expert, and one row, to the next
-  bool by_columns;                // N is contiguous
-
-  HalfWeights(const TensorView& w, bool transposed, const char* name, DLDevice device) {
-    TVM_FFI_ICHECK(w.ndim() == 3) << name << " has " << w.ndim() << " axes; needed: 3";
-    TVM_FFI_ICHECK(w.device().device_type == kDLCUDA && w.device().device_id == device.device_id)
-        << name << " is not on the device of the tokens";
-    TVM_FFI_ICHECK(is_type(w, kHalfCode, 16)) << name << " has another dtype than the tokens";
-    experts = w.size(0), n = w.size(transposed ? 2 : 1), k = w.size(transposed ? 1 : 2);
-    by_columns = transposed;
-    expert_stride = w.stride(0), stride = w.stride(1);
-    data = static_cast<const char*>(w.data_ptr()) + w.byte_offset();
-    const bool fits = w.stride(2) == 1 && (w.size(1) == 1 || stride % 8 == 0) &&
-                      (experts == 1 || expert_stride % 8 == 0) &&
-                      reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    TVM_FFI_ICHECK(fits) << name << " [" << experts << ", " << w.size(1) << ", " << w.size(2)
-                         << "] has strides " << w.stride(0) << ", " << w.stride(1) << ", "
-                         << w.stride(2)
-                         << "; needed: 1 in the last axis and multiples of 8 in the others, from a "
-                            "multiple of 16 bytes on";
-    TVM_FFI_ICHECK(n > 0 && k > 0 && n < (int64_t(1) << 31) && k < (int64_t(1) << 31))
-        << name << " has no elements, or too many";
-  }
-
-  // A map of `columns` of the N columns, from number `first` on.
-  CUtensorMap map(int64_t first, int64_t columns) const {
-    const int64_t rows = by_columns ? k : columns, across = by_columns ? columns : k,
-                  offset = by_columns ? first : first * stride,
-                  next = experts > 1 ? expert_stride : (rows * stride + 7) / 8 * 8;
-    const auto box_rows =
-        static_cast<cuuint32_t>(by_columns ? sm90::kHalfTileK : sm90::kTileN / 2);
-    const Boxes<3> boxes{
-        {static_cast<cuuint64_t>(across), static_cast<cuuint64_t>(rows),
-         static_cast<cuuint64_t>(experts)},
-        {static_cast<cuuint64_t>(2 * stride), static_cast<cuuint64_t>(2 * next)},
-        {sm90::kBlockColumns, box_rows, 1}};
-    return tensor_map(data + 2 * offset, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
-  }
-};
 
 // z or dz [R, columns], whose columns are `parts` parts; `box_rows` rows and 64 columns a box.
 inline CUtensorMap parts_map(const void* data, int64_t rows, int64_t columns, int64_t parts,
