@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import idle, median_us
 
-from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.capabilities import BF16
-from sonicmoe.engine.expert_rows import ExpertRows
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType

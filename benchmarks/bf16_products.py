@@ -134,14 +134,14 @@ def launches(
     y1, y1s = _random(rows, inner), _random(rows, inner)
     y2, dx = _random(rows, weights.hidden_size), _random(rows, weights.hidden_size)
     kernels, stream = kernels_for(x, settings, weights), current_stream(x)
-    products = HopperProducts(routing, weights, kernels, settings, stream)
+    products = HopperProducts(routing, weights, kernels, settings, None, stream)
     nothing = WeightTarget.stacked(None, weights.num_experts, weights.layout)
 
     def wgrad(up: WeightTarget, down: WeightTarget) -> Launch:
         halves = weights.layout.split_half
         pending = PendingWgrad(settings, routing, x, dout, dz, y1s, halves)
         wanted = type(targets)(up, down)
-        return lambda: add_gradients(pending, wanted)
+        return lambda: add_gradients(pending, wanted, None)
 
     return {
         "up": lambda: products.up(x, z, y1),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from ..enums import is_glu
 from ..interop import IS_PADDLE, current_stream, device_name, dtype_name, is_cuda, plain_ops
 from ..kernels.quack_gemm import (
     GroupedGemms,
+    expert_rows_module,
     grouped_gemms,
     launching_on,
 )
@@ -25,7 +28,6 @@ from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
-from .expert_rows import ExpertRows
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mlp_shape
@@ -66,7 +68,8 @@ class Bf16Engine(PlainEngine):
     ) -> Iterator[Products]:
         if _is_hopper(device_name(x)):
             kernels = bf16_sm90.kernels_for(x, settings, weights)
-            yield bf16_sm90.HopperProducts(routing, weights, kernels, settings, current_stream(x))
+            sums, stream = partial(_row_sums, routing), current_stream(x)
+            yield bf16_sm90.HopperProducts(routing, weights, kernels, settings, sums, stream)
             return
         # Tiles depend on these two, and on no number of tokens: a batch of another size compiles
         # nothing.
@@ -81,7 +84,8 @@ class Bf16Engine(PlainEngine):
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         if _is_hopper(device_name(pending.dz)):
-            bf16_sm90.add_gradients(pending, targets)
+            sums = partial(_column_sums, pending.routing)
+            bf16_sm90.add_gradients(pending, targets, sums)
             return
         places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
         if routing.num_rows == 0 or not places.are_wanted:
@@ -134,6 +138,70 @@ class Bf16Engine(PlainEngine):
 def _is_hopper(device: str) -> bool:
     """Whether the GEMMs on this device, by name, are our own."""
     return device != "cpu" and gpu_of(device).arch == SM90.name
+
+
+def _row_sums(
+    routing: RoutingMetadata, partials: Tensor, dout: Tensor, b2: Tensor | None
+) -> Tensor:
+    return ExpertRows.of(routing).sum_partials(partials, dout, b2)
+
+
+def _column_sums(
+    routing: RoutingMetadata, values: Tensor, sums: Tensor, *, weight: Tensor | None
+) -> None:
+    ExpertRows.of(routing).add_columns(values, sums, weight=weight)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """The rows of each expert as the kernels want them, made on the device.
+
+    The GEMMs run over padded rows: they know an expert as the rows between two neighbouring
+    offsets, which cannot skip padding, and a tile has 128 rows anyway. A padding row gathers what
+    its expert's last true row gathers, with probability 0: it is finite wherever the expert's own
+    rows are, its dz and y1s are zeros, and no index is out of bounds.
+
+    cu_rows int32 `[E+1]`; gather_index int32 `[R]`, a token in every row; native: the module of
+    the row kernels.
+    """
+
+    cu_rows: Tensor
+    gather_index: Tensor
+    stream: int
+    native: Any
+
+    @classmethod
+    def of(cls, routing: RoutingMetadata) -> ExpertRows:
+        device = routing.row_token.device
+        # int32, because the GEMMs take 32-bit offsets; the metadata's are int64.
+        cu_rows = torch.empty((routing.num_experts + 1,), dtype=torch.int32, device=device)
+        gather_index = torch.empty((routing.num_rows,), dtype=torch.int32, device=device)
+        stream = current_stream(routing.row_token)
+        native = expert_rows_module(gpu_of(device_name(routing.row_token)).arch)
+        counts, ends = routing.expert_counts, routing.padded_offsets
+        native.index_rows(routing.row_token, counts, ends, gather_index, cu_rows, stream)
+        return cls(cu_rows, gather_index, stream, native)
+
+    def sum_partials(self, partials: Tensor, dout: Tensor, b2: Tensor | None) -> Tensor:
+        """fp32 `[R]`: partials `[R, tiles]` summed, plus `<dout, b2>` of each row where there is a
+        bias; one launch.
+        """
+        out = torch.empty((int(partials.shape[0]),), dtype=torch.float32, device=partials.device)
+        bias = partials if b2 is None else b2  # without a bias that argument is not read
+        self.native.row_sums(
+            partials, dout, self.gather_index, bias, self.cu_rows, out, b2 is not None, self.stream
+        )
+        return out
+
+    def add_columns(self, values: Tensor, accumulator: Tensor, *, weight: Tensor | None) -> None:
+        """`accumulator[e]` += column sums of the expert's rows: of tokens gathered and weighted, or
+        of row values; one launch.
+        """
+        gathered = weight is not None
+        unread = self.gather_index if weight is None else weight
+        self.native.column_sums(
+            values, self.gather_index, unread, self.cu_rows, accumulator, gathered, self.stream
+        )
 
 
 @dataclass(frozen=True, eq=False)

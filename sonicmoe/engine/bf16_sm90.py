@@ -25,7 +25,6 @@ from ..routing.backends import arch_of
 from ..routing.combine import sum_to_slots
 from .border import check_weights
 from .expert_matrices import ExpertMatrices, may_stay_apart
-from .expert_rows import ExpertRows
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
 from .products import Products, bias_sums, empty_rows, plain_operand, shown_in_turns, write_zeros
@@ -153,10 +152,14 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HopperProducts(Products):
-    """Every argument is named in the `.cu` files of `kernels/sm90`."""
+    """Every argument is named in the `.cu` files of `kernels/sm90`.
+
+    row_sums_of: sums partial sums and `<dout, b2>` of every row.
+    """
 
     kernels: Kernels
     settings: EngineSettings
+    row_sums_of: Any
     stream: int
 
     @property
@@ -225,7 +228,8 @@ class HopperProducts(Products):
 
     def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
         of_rows = partials.transpose(0, 1).contiguous()
-        return ExpertRows.of(self.routing).sum_partials(of_rows, dout, self.weights.b2)
+        sums: Tensor = self.row_sums_of(of_rows, dout, self.weights.b2)
+        return sums
 
     def shown(self, name: str, operand: Tensor) -> Tensor:
         if name in ("z", "dz") and self._halves:
@@ -233,8 +237,11 @@ class HopperProducts(Products):
         return tap(name, operand)
 
 
-def add_gradients(pending: PendingWgrad, targets: GradientTargets) -> None:
-    """`backward_dw` of operands that are there."""
+def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: Any) -> None:
+    """`backward_dw` of operands that are there.
+
+    column_sums: `ExpertRows.add_columns` of these rows; called only where there are biases.
+    """
     late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     if pending.routing.num_rows == 0:
         if late is not None:
@@ -250,9 +257,8 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets) -> None:
     targets.adding = True
     if sums is not None:
         db1, db2 = sums
-        rows = ExpertRows.of(pending.routing)
-        rows.add_columns(plain_tokens(pending.dout), db2, weight=pending.routing.row_prob)
-        rows.add_columns(plain_operand(pending.dz), db1, weight=None)
+        column_sums(plain_tokens(pending.dout), db2, weight=pending.routing.row_prob)
+        column_sums(plain_operand(pending.dz), db1, weight=None)
         targets.add_biases(db1, db2, split_half=pending.split_half)
     if late is not None:
         # dz is larger than y1s, and its memory is free for dw2.

@@ -29,9 +29,8 @@ from ..quant.gpu import QuantizedWeights
 from ..quant.mx import MxTensor, MxWeights
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
-from .bf16 import Bf16Engine, launch_scope
+from .bf16 import Bf16Engine, ExpertRows, launch_scope
 from .bf16_gradients import Destinations
-from .expert_rows import ExpertRows
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mx_shape

@@ -13,13 +13,12 @@ default; `sonicmoe_fp8` is FP8 always.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..enums import ActivationType
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
@@ -27,7 +26,7 @@ from ..interop import parse_version
 from ..layouts import WeightLayout
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
-from .oai_gate import OAI, OAI_CONSTANTS, OAI_DEFAULTS, has_oai_gate
+from .gates import Found, activation_of
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -41,32 +40,7 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "sonicmoe_fp8": True,
 }
 
-_GATED = {"silu": ActivationType.SWIGLU, "gelu": ActivationType.GEGLU, "relu": ActivationType.REGLU}
-_PLAIN = {
-    "silu": ActivationType.SILU,
-    "gelu": ActivationType.GELU,
-    "relu": ActivationType.RELU,
-    "relu2": ActivationType.RELU_SQ,
-}
 _NEEDED = "models take registered experts implementations from transformers 5.7 on"
-# transformers instantiates these for `hidden_act`; tanh approximations of GELU are other classes,
-# or say so in an attribute.
-_ACTIVATION_CLASSES = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELU": "gelu",
-    "GELUActivation": "gelu",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}
-# A model may hold the function itself instead of a module (LFM2-MoE). Compared by identity: a
-# function of the same name, or one with other arguments bound, may compute something else.
-_ACTIVATION_FUNCTIONS = (
-    (nn.functional.silu, "silu"),
-    (nn.functional.gelu, "gelu"),
-    (nn.functional.relu, "relu"),
-    (torch.relu, "relu"),
-)
 
 
 def register() -> None:
@@ -128,7 +102,7 @@ def unsupported_reason(experts: nn.Module) -> str | None:
     """
     weights = [getattr(experts, name, None) for name in _weight_names(experts)]
     found = _verdict(experts, _moe_module()._default_apply_gate, weights)
-    return None if isinstance(found, ActivationType) else found
+    return found if isinstance(found, str) else None
 
 
 def _implementation(experts: nn.Module) -> str | None:
@@ -152,62 +126,26 @@ def _not_in_force(name: str) -> str | None:
     )
 
 
-def _verdict(
-    experts: nn.Module, standard_gate: Any, weights: Sequence[Any]
-) -> ActivationType | str:
-    """The engine's activation that equals this module's, or why the engine cannot compute the
-    module, in words that name its class.
+def _verdict(experts: nn.Module, standard_gate: Any, weights: Sequence[Any]) -> Found | str:
+    """The engine's activation that equals this module's, with its parameters, or why the engine
+    cannot compute the module, in words that name its class.
 
     standard_gate: the `_apply_gate` of experts that compute act(gate) * up. weights: those of
     `_weight_names`.
     """
     kind = type(experts).__name__
-    activation = _activation(experts, standard_gate)
-    if not isinstance(activation, ActivationType):
-        return f"{kind} has {activation}"
     if getattr(experts, "has_post_expert_norm", False):
         return f"{kind} normalises the output of every expert (has_post_expert_norm)"
+    found = activation_of(experts, standard_gate)
+    if isinstance(found, str):
+        return f"{kind} has {found}"
     for name, weight in zip(_weight_names(experts), weights, strict=True):
         # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
             return f"{kind} has no weight {name}"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"{kind} has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
-    return activation
-
-
-def _activation(experts: nn.Module, standard_gate: Any) -> ActivationType | str:
-    """The engine's activation that equals the one of this module, or what it has instead."""
-    if not _own_gate(experts, standard_gate):
-        known = _GATED if getattr(experts, "has_gate", True) else _PLAIN
-        act = getattr(experts, "act_fn", None)
-        found = known.get(_activation_name(act))
-        return found or f"the activation {_described(act)}; needed: one of {sorted(known)}"
-    # A class that overrides `_apply_gate` computes something of its own. The name of its activation
-    # then says nothing.
-    if not has_oai_gate(type(experts), _is_split_half(experts)):
-        return "a gate of its own (_apply_gate); the engine computes act(gate) * up, and GPT-OSS's"
-    other = _other_constants(experts)
-    if not other:
-        return OAI
-    return f"{_listed(other)} in GPT-OSS's gate; needed: {_listed(OAI_DEFAULTS)}"
-
-
-def _listed(constants: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in constants.items())
-
-
-def _own_gate(experts: nn.Module, standard_gate: Any) -> bool:
-    gated = getattr(experts, "has_gate", True)
-    # Looked up on the class: a function of an instance is a bound method, which is never the same
-    # object.
-    return gated and getattr(type(experts), "_apply_gate", None) is not standard_gate
-
-
-def _other_constants(experts: nn.Module) -> dict[str, Any]:
-    """The constants of the module's gate that differ from the engine's."""
-    found = {name: getattr(experts, name, ours) for name, ours in OAI_CONSTANTS.items()}
-    return {name: value for name, value in found.items() if value != OAI_CONSTANTS[name]}
+    return found
 
 
 def _is_split_half(experts: nn.Module) -> bool:
@@ -230,11 +168,10 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         # and no device memory.
         names = _weight_names(self)
         given: list[Any] = [getattr(self, name, None) for name in names]
-        activation = _verdict(self, standard_gate, given)
-        if not isinstance(activation, ActivationType):
-            raise LayoutError(
-                f"the sonicmoe experts implementation cannot run this model: {activation}"
-            )
+        found = _verdict(self, standard_gate, given)
+        if isinstance(found, str):
+            raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {found}")
+        activation, parameters = found
         up, down, *biases = [_local(weight) for weight in given]
         up_bias, down_bias = biases or (None, None)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
@@ -250,6 +187,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             up_bias,
             down_bias,
             activation,
+            parameters=parameters,
             layout=_layout(self),
             use_fp8=use_fp8,
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
@@ -274,26 +212,6 @@ def _weight_names(experts: nn.Module) -> tuple[str, ...]:
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     biases = (f"{up}_bias", "down_proj_bias") if getattr(experts, "has_bias", False) else ()
     return (up, "down_proj", *biases)
-
-
-def _activation_name(act: Any) -> str:
-    """The activation's name in the tables above, or "" for one that is in none of them."""
-    for function, name in _ACTIVATION_FUNCTIONS:
-        if act is function:
-            return name
-    # `approximate` is an attribute of torch.nn.GELU; other activations have none and count as
-    # exact.
-    tanh = getattr(act, "approximate", "none") != "none"
-    return "" if tanh else _ACTIVATION_CLASSES.get(type(act).__name__, "")
-
-
-def _described(act: Any) -> str:
-    """The class of an activation, or the function that it is."""
-    if isinstance(act, nn.Module) or act is None:
-        return type(act).__name__
-    name = getattr(act, "__qualname__", None)
-    # Functions that are not written in Python may have no module.
-    return ".".join(filter(None, (act.__module__, name))) if name else repr(act)
 
 
 def _is_experts(module: nn.Module) -> bool:

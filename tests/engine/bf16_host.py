@@ -55,8 +55,7 @@ def launches_fixture(request, monkeypatch):
     """Every test runs over both kinds of GEMMs, unless it asks for one."""
     found = Launches(request.param)
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
-    for module in (bf16, bf16_sm90):
-        monkeypatch.setattr(module, "ExpertRows", Bf16Rows)
+    monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
     # Of quack-kernels.
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))

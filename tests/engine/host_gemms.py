@@ -1,5 +1,5 @@
 """The GEMMs and row kernels of engines `bf16` and `mxfp8` on the host: what `kernels.quack_gemm`,
-`kernels.mx_gemm` and `ExpertRows` compute on a GPU, in plain tensor operations.
+`kernels.mx_gemm` and `bf16.ExpertRows` compute on a GPU, in plain tensor operations.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def decoded(codes, atoms):
 
 
 class MxRows:
-    """As `ExpertRows`, of the padded rows."""
+    """As `bf16.ExpertRows`, of the padded rows."""
 
     def __init__(self, routing):
         self.cu_rows = routing.padded_offsets.to(torch.int32)

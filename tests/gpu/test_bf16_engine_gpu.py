@@ -20,8 +20,7 @@ from gpu.engine_cases import (
 from gpu.engine_contract import PlainEngineContract
 
 from sonicmoe.engine import bf16
-from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.expert_rows import ExpertRows
+from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources, quack_gemm
 from sonicmoe.kernels.quack_gemm import (

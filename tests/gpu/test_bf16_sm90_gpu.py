@@ -37,8 +37,7 @@ from gpu.gradient_memory import (
 )
 from pairwise import pairwise
 
-from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.expert_rows import ExpertRows
+from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings, FreshTargets
 from sonicmoe.enums import ActivationType, is_glu

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, built from their configurations."""
+"""Tiny random models, built from their configurations; `experts_walk` has the experts of every one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    Ernie4_5_MoeConfig,
     GptOssConfig,
-    Lfm2MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
@@ -35,20 +33,6 @@ def _deepseek(layers: int) -> DeepseekV3Config:
     )  # fmt: skip
 
 
-def _ernie(layers: int) -> Ernie4_5_MoeConfig:
-    return Ernie4_5_MoeConfig(
-        **COMMON, num_hidden_layers=layers + 1, moe_layer_start_index=1, moe_intermediate_size=40,
-        moe_num_experts=EXPERTS, moe_k=2, moe_num_shared_experts=1,
-    )  # fmt: skip
-
-
-def _lfm2(layers: int) -> Lfm2MoeConfig:
-    return Lfm2MoeConfig(
-        **COMMON, num_hidden_layers=layers + 1, num_dense_layers=1, moe_intermediate_size=40, num_experts=EXPERTS,
-        layer_types=["full_attention", "conv", "full_attention"][: layers + 1], rope_parameters=PLAIN_ROPE,
-    )  # fmt: skip
-
-
 FAMILIES = {
     "qwen3-moe": lambda layers: Qwen3MoeConfig(
         **COMMON,
@@ -62,8 +46,6 @@ FAMILIES = {
     ),
     "olmoe": lambda layers: OlmoeConfig(**COMMON, num_hidden_layers=layers, num_experts=EXPERTS),
     "deepseek-v3": _deepseek,
-    "ernie-4.5-moe": _ernie,
-    "lfm2-moe": _lfm2,
     "gpt-oss": lambda layers: GptOssConfig(
         **COMMON,
         num_hidden_layers=layers,
@@ -114,6 +96,17 @@ def run(model: torch.nn.Module, implementation: str, seed: int = 1) -> dict[str,
     output.loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": output.logits.detach(), **gradients}
+
+
+def run_experts(experts, implementation, x, ids, weights, dout):
+    """out of one experts module, dx, the gradient of the routing weights, and every parameter's."""
+    experts.config._experts_implementation = implementation
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = experts(x, ids, weights)
+    assert not out._is_view()
+    wanted = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    gradients = torch.autograd.grad(out, list(wanted.values()), dout)
+    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
 
 
 def errors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -1,0 +1,220 @@
+"""A gate is recognised by what it computes, and refused where that is something else, or where it
+reads what could change unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate, use_experts_implementation
+from transformers.models.beam.modeling_beam import BeamExperts
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.inkling2.modeling_inkling2 import Inkling2SoftcappedSwiGLU
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import LayoutError
+from sonicmoe.integrations import gates
+from sonicmoe.integrations.transformers import check_model, register, unsupported_reason
+
+A = ActivationType
+NO_LIMIT = ("limit", 2.0**126)
+softcaps = SimpleNamespace(mlp_gate_softcap=3.0, mlp_up_softcap=20.0)
+
+
+def make(act="silu", *, gate=None, has_gate=True, pairs=False, norm=False, **attributes):
+    """Experts with this activation, and a gate of their own where there is one."""
+    body = {} if gate is None else {"_apply_gate": gate}
+    kind = type("Experts", (Experts,), body)
+    arrangement = {"is_concatenated": not pairs, "has_gate": has_gate, "has_post_expert_norm": norm}
+    experts = use_experts_implementation(**arrangement)(kind)(SimpleNamespace(), act)
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+    return experts
+
+
+class Experts(nn.Module):
+    def __init__(self, config, act):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 32, 16))
+        self.up_proj = nn.Parameter(torch.zeros(2, 16, 16))
+        self.down_proj = nn.Parameter(torch.zeros(2, 16, 16))
+        self.act_fn = ACT2FN[act] if isinstance(act, str) else act
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise NotImplementedError
+
+
+def oai(gate=GptOssExperts._apply_gate, pairs=True, alpha=1.702, limit=7.0, **others):
+    return make(gate=gate, pairs=pairs, alpha=alpha, limit=limit, **others)
+
+
+def gate_of_halves(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return GptOssExperts._apply_gate(self, torch.stack([gate, up], -1).flatten(-2))
+
+
+def gate_of_its_configuration(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    limit = self.config.swiglu_limit
+    return self.act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def with_configuration(experts, **numbers):
+    experts.config = SimpleNamespace(**numbers)
+    return experts
+
+
+RECOGNISED = {
+    "silu": (lambda: make("silu"), (A.SWIGLU, ())),
+    "gelu": (lambda: make("gelu"), (A.GEGLU, ())),
+    "relu": (lambda: make("relu"), (A.REGLU, ())),
+    "gelu_new": (lambda: make("gelu_new"), (A.GEGLU_TANH, ())),
+    "gelu_pytorch_tanh": (lambda: make("gelu_pytorch_tanh"), (A.GEGLU_TANH, ())),
+    "functions": (lambda: make(functional.silu), (A.SWIGLU, ())),
+    "functions of C": (lambda: make(torch.relu), (A.REGLU, ())),
+    "arguments bound to a function": (lambda: make(partial(functional.gelu, approximate="tanh")), (A.GEGLU_TANH, ())),
+    "silu without a gate": (lambda: make("silu", has_gate=False), (A.SILU, ())),
+    "relu2 without a gate": (lambda: make("relu2", has_gate=False), (A.RELU_SQ, ())),
+    "no gate, though there is one": (lambda: make("relu2", gate=GptOssExperts._apply_gate, has_gate=False), (A.RELU_SQ, ())),
+    "GPT-OSS": (oai, (A.SWIGLU_OAI, ())),
+    "GPT-OSS's gate in halves": (lambda: oai(gate=gate_of_halves, pairs=False), (A.SWIGLU_OAI, ())),
+    "other numbers": (lambda: oai(alpha=1.5, limit=3), (A.SWIGLU_OAI, (("alpha", 1.5), ("limit", 3.0)))),
+    "no limit": (lambda: oai(limit=math.inf), (A.SWIGLU_OAI, (NO_LIMIT,))),
+    "a limit beyond everything": (lambda: oai(limit=1e30), (A.SWIGLU_OAI, (("limit", 1e30),))),
+    "DeepSeek-V4": (lambda: make(gate=DeepseekV4Experts._apply_gate, limit=7.5), (A.SWIGLU_CLAMP, (("limit", 7.5),))),
+    "DeepSeek-V4 without a limit": (lambda: make(gate=DeepseekV4Experts._apply_gate, limit=math.inf), (A.SWIGLU, ())),
+    "Beam": (lambda: make("gelu", gate=BeamExperts._apply_gate), (A.GEGLU, ())),
+    "softcaps of a submodule": (
+        lambda: make(Inkling2SoftcappedSwiGLU(softcaps), gate=lambda self, z: self.act_fn(*z.chunk(2, -1))),
+        (A.SITU_GLU, (("beta", 3.0), ("linear_beta", 20.0))),
+    ),
+    "a limit of the configuration": (
+        lambda: with_configuration(make(gate=gate_of_its_configuration), swiglu_limit=4.0, hidden_size=8),
+        (A.SWIGLU_CLAMP, (("limit", 4.0),)),
+    ),
+    "clamps behind the activation that are none": (lambda: make(gate=Step3p7Experts._apply_gate, limit=math.inf), (A.SWIGLU, ())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECOGNISED)
+def test_activations_are_recognised(case):
+    make_experts, wanted = RECOGNISED[case]
+    experts = make_experts()
+    assert gates.activation_of(experts, _default_apply_gate) == wanted
+    assert unsupported_reason(experts) is None
+
+
+def gate_without_one(self, gate_up):
+    gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2]
+    return up.clamp(-self.limit, self.limit) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def gate_of_other_columns(self, gate_up):
+    gates, ups = gate_up[..., ::2].flip(-1), gate_up[..., 1::2]
+    return GptOssExperts._apply_gate(self, torch.stack([gates, ups], -1).flatten(-2))
+
+
+def gate_clamped_from_below(self, gate_up):
+    return GptOssExperts._apply_gate(self, gate_up.clamp(min=-self.limit))
+
+
+def gate_with_other_gradients(self, gate_up):
+    value = GptOssExperts._apply_gate(self, gate_up)
+    return value.detach() + (gate_up[..., ::2] - gate_up[..., ::2].detach())
+
+
+def gate_that_reads_more(self, gate_up):
+    return GptOssExperts._apply_gate(self, gate_up) * self.num_experts
+
+
+def with_own_gate(experts):
+    experts._apply_gate = partial(GptOssExperts._apply_gate, experts)
+    return experts
+
+
+class Clipped(nn.Module):
+    def forward(self, x):
+        return functional.silu(x).clamp(max=1000.0)
+
+
+class Listed(nn.SiLU):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+
+REFUSED = {
+    "norm behind every expert": (lambda: make(norm=True), "normalises the output of every expert"),
+    "another activation": (lambda: make("mish"), "the activation MishActivation, tried .* equals one of swiglu, geglu"),
+    "a function": (lambda: make(torch.tanh), "activation .*tanh, tried"),
+    "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation, tried"),
+    "SiLU to 1000": (lambda: make(Clipped()), "activation Clipped, tried"),
+    "a parameter": (lambda: make(nn.PReLU(init=0.0)), r"activation PReLU, .*no attribute 'weight'"),
+    "chance": (lambda: make(nn.Sequential(nn.SiLU(), nn.Dropout(0.5))), "activation Sequential, tried"),
+    "what may change": (lambda: make(Listed()), "activation Listed, .*may change unseen"),
+    "no activation": (lambda: make(None), "activation None"),
+    "halves under a module that declares pairs": (lambda: oai(gate=gate_of_halves), "a gate of its own, tried"),
+    "no 1 added to up": (lambda: oai(gate=gate_without_one), r"with the numbers \[1.702, 7.0\]"),
+    "gates of other columns": (lambda: oai(gate=gate_of_other_columns), "a gate of its own, tried"),
+    "one more clamp": (lambda: oai(gate=gate_clamped_from_below), "a gate of its own, tried"),
+    "other gradients": (lambda: oai(gate=gate_with_other_gradients), "a gate of its own, tried"),
+    "a gate that reads its module": (lambda: oai(gate=gate_that_reads_more, num_experts=1), "'num_experts'"),
+    "a limit that is no number": (lambda: oai(limit=None), "no attribute 'limit'"),
+    "clamps behind the activation": (lambda: make(gate=Step3p7Experts._apply_gate, limit=7.0), r"numbers \[7.0\]"),
+    "a gate of the instance": (lambda: with_own_gate(oai()), "an _apply_gate of this instance"),
+    "8-bit weights": (lambda: make(down_proj=nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), False)), "down_proj in"),
+    "no weight": (lambda: make(gate_up_proj=None), "no weight gate_up_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_class_and_the_reason(case):
+    make_experts, reason = REFUSED[case]
+    experts, words = make_experts(), f"Experts .*{reason}"
+    register()
+    with pytest.raises(LayoutError, match=words):
+        check_model(experts)
+    experts.config._experts_implementation = "sonicmoe"
+    with pytest.raises(LayoutError, match=f"cannot run this model: {words}"):
+        experts(torch.zeros(1, 16), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
+
+
+def test_what_changes_is_tried_again(monkeypatch):
+    experts = oai()
+    assert gates.activation_of(experts, _default_apply_gate) == (A.SWIGLU_OAI, ())
+    experts.limit = 2.0
+    assert gates.activation_of(experts, _default_apply_gate) == (A.SWIGLU_OAI, (("limit", 2.0),))
+    monkeypatch.setattr(type(experts), "_apply_gate", gate_without_one)
+    assert "a gate of its own, tried" in unsupported_reason(experts)
+    dropout = make(nn.Sequential(nn.SiLU(), nn.Dropout(0.5))).eval()
+    assert unsupported_reason(dropout) is None
+    assert "Sequential" in unsupported_reason(dropout.train())
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "inference", "compiled"])
+def test_the_first_trial_may_come_from_inside_anything(way):
+    """A checkpoint counts the tensors that its forward saves, and inference keeps no gradients."""
+    register()
+    experts = oai()
+    experts.config._experts_implementation = "sonicmoe"
+    x, ids, weights = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    gates._recognised.cache_clear()
+    if way == "checkpoint":
+        checkpoint(experts, x, ids, weights, use_reentrant=False).sum().backward()
+    elif way == "inference":
+        with torch.inference_mode(), torch.autocast("cpu"):
+            experts(x, ids, weights)
+    else:
+        torch._dynamo.reset()
+        torch.compile(experts, fullgraph=True, backend="aot_eager")(x, ids, weights)
+    assert gates._recognised.cache_info().misses == 1

@@ -1,0 +1,63 @@
+"""Every class of experts in the installed transformers equals its eager forward here, in FP8 too, or
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from integrations.experts_walk import (
+    EXPERTS,
+    HIDDEN,
+    decorated,
+    section,
+    small_experts,
+)
+from integrations.hf_models import errors, run_experts
+
+from sonicmoe.integrations.transformers import unsupported_reason
+from sonicmoe.interop import parse_version
+
+TOKENS, TOPK = 128, 2
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+BEGIN, END = "<!-- made by tests/integrations/experts_walk.py -->\n\n", "\n\n<!-- end -->"
+EXACT = 1e-5  # measured: 5e-7
+FP8 = 0.075  # measured: 6.9 %, what 3 mantissa bits leave
+# Every other class runs. What transformers adds is equal, or joins this list with its reason.
+REFUSED = {"MuseSparkExperts": "normalises the output of every expert"}
+
+
+def batch(spread=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, TOKENS, HIDDEN, generator=generator)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, TOPK, generator=generator)
+    return (spread * x).to(dtype), ids, weights.to(dtype), dout.to(dtype)
+
+
+@pytest.mark.parametrize("name", decorated())
+def test_every_class_equals_eager_or_is_refused_by_name(name):
+    experts = small_experts(decorated()[name])
+    if name in REFUSED:
+        assert REFUSED[name] in unsupported_reason(experts)
+        return
+    # Many pre-activations lie beyond every clamp.
+    far = batch(spread=8.0)
+    found = errors(run_experts(experts, "sonicmoe", *far), run_experts(experts, "eager", *far))
+    assert max(found.values()) <= EXACT, found
+    exact = run_experts(copy.deepcopy(experts).double(), "eager", *batch(dtype=torch.float64))
+    found = errors(run_experts(experts, "sonicmoe_fp8", *batch()), exact)
+    assert max(found.values()) <= FP8, found
+
+
+def test_the_page_has_what_was_found():
+    """`PYTHONPATH=.:tests python -m integrations.experts_walk` prints the section."""
+    shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    version = transformers.__version__
+    if parse_version(version) < parse_version(shown.split()[1]):
+        pytest.skip(f"the page is about a newer transformers than {version}")
+    assert shown == section()
