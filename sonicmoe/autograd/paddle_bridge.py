@@ -218,3 +218,7 @@ def apply(call: DifferentiableCall, inputs: Sequence[Any], parameters: Sequence[
     if not call.attaches_parameters:
         parameters = [_Unattached(parameter) for parameter in parameters]
     return _CallPyLayer.apply(call, len(inputs), *inputs, *parameters)
+
+
+def refuse_transforms(tensors: Sequence[Any]) -> None:
+    """Paddle has no forward mode for operations that run eagerly."""

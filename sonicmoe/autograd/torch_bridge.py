@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..engine.interface import Saved
 from .protocol import DifferentiableCall, refuse_second_derivative
@@ -135,7 +136,26 @@ def apply_function(
     return apply_now(*leading, *given, *parameters)
 
 
+def refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
+    """Raise where one of these is under a transform of `torch.func` or carries a tangent. Every
+    operation of this package calls it: one that autograd does not see would return a tangent of 0.
+    """
+    if not _is_transforming() and forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and (
+            _is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
+        ):
+            raise NotImplementedError(
+                "sonicmoe's operations have a backward alone: no tangents (torch.func.jvp, jacfwd, "
+                "torch.autograd.forward_ad) and no vmap or grad of torch.func; needed: "
+                "loss.backward() or torch.autograd.grad, and in place of vmap one call on tokens "
+                "whose leading axes are the batch ([B, T, H]; for the node [B*T, H])"
+            )
+
+
 # What `torch.autograd.Function.apply` calls in PyTorch 2.11 and 2.13. A version that names them
 # otherwise goes the longer way, through `apply` itself.
 _unwrap: Any = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
 _is_transforming: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor

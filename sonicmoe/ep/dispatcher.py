@@ -240,6 +240,7 @@ class Dispatcher:
         # is to be quantised still needs an operation whose backward does it.
         if not handle.transport.moves and handle.gradient is None:
             return out
+        autograd.refuse_transforms((out,))
         if grad_enabled() and requires_grad(out):
             return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
         with plain_ops():
@@ -251,6 +252,7 @@ class Dispatcher:
 
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
+        autograd.refuse_transforms((x, topk_weights))
         if any(forms):
             self.transport.check_quantised(int(x.shape[1]))
         call = DispatchCall(self.transport, ids.contiguous(), forms, self.side)

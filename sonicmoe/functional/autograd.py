@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..autograd.torch_bridge import apply_function
+from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import STACKED, is_awaited, is_heard
@@ -68,6 +68,7 @@ def expert_mlp(
         return compiled_expert_mlp(
             x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
         )
+    refuse_transforms(differentiable)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face).fitted(x, weights)

@@ -260,6 +260,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
         arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies)
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
+        autograd.refuse_transforms(inputs)
         with self._choices.scope():
             call = call_on(inputs, arrived, self._state, self._choices)
             # Outside autograd nothing is saved for a backward that cannot come.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_cases import EXPERTS, source
+from torch.autograd import forward_ad
 
 from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher, select
 from sonicmoe.ep.collective import CollectiveTransport
@@ -281,6 +282,18 @@ def test_frozen_inputs(frozen):
         (received.x.float().sum() + received.probs.sum()).backward()
         assert (x.grad is None) == (frozen == "x")
         assert (weights.grad is None) == (frozen == "weights")
+
+
+def test_tangents_that_autograd_would_not_see_are_refused():
+    library = Recording(0)
+    x = bf16(library.arrays["x"])
+    ids, weights = (torch.from_numpy(library.arrays[name]) for name in ("topk_idx", "topk_weights"))
+    dispatcher = Dispatcher(DeepEPTransport(8, Group(), library))
+    received = dispatcher.dispatch(x, ids, weights)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="a backward alone"):
+        dispatcher.dispatch(forward_ad.make_dual(x, x), ids, weights)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="a backward alone"):
+        dispatcher.combine(forward_ad.make_dual(received.x, received.x), received.handle)
 
 
 def test_local_dispatch_moves_nothing():

@@ -209,6 +209,35 @@ def test_second_derivatives_are_refused():
         torch.autograd.functional.hessian(lambda x: moe(x)[0].square().sum(), x)
 
 
+def weights_with_tangents(moe, x):
+    weights = {name: weight.detach() for name, weight in moe.named_parameters()}
+    return torch.func.jvp(
+        lambda given: torch.func.functional_call(moe, given, (x,))[0], (weights,), (weights,)
+    )
+
+
+def dual(moe, x):
+    with torch.autograd.forward_ad.dual_level():
+        return moe(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("gradients", [True, False], ids=["enabled", "no_grad"])
+def test_forward_mode_is_refused_and_not_silently_zero(trains, gradients):
+    moe, x = make_layer().requires_grad_(trains), make_tokens(19, 32)
+    for transformed in (
+        lambda: torch.func.jvp(lambda x: moe(x)[0], (x,), (torch.ones_like(x),)),
+        lambda: torch.func.jacfwd(lambda x: moe(x)[0])(x),
+        lambda: torch.func.vmap(lambda x: moe(x)[0])(torch.stack([x, x])),
+        lambda: weights_with_tangents(moe, x),
+        lambda: dual(moe, x),
+    ):
+        with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="in place of vmap one call"):  # fmt: skip
+            transformed()
+    with torch.autograd.forward_ad.dual_level():
+        moe(x)
+
+
 def test_gradient_of_any_stride():
     moe, (x, _) = make_layer(), batch()
     wide = make_tokens(19, 64, seed=5)

@@ -21,6 +21,9 @@ from weights.freed_memory import free
 
 from sonicmoe.errors import LayoutError
 
+if not IS_PADDLE:
+    from torch.autograd import forward_ad
+
 every_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 only_torch = pytest.mark.skipif(IS_PADDLE, reason="PyTorch has it")
@@ -38,6 +41,12 @@ def gradients_of(call, inputs):
     import paddle
 
     return paddle.grad(call.out, inputs, grad_outputs=[call.dout], allow_unused=True)
+
+
+def dual(run, x):
+    with forward_ad.dual_level():
+        run(x)  # no tangent, no refusal
+        return run(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 class TestAskedFor:
@@ -82,7 +91,7 @@ class TestAskedFor:
 
     @only_torch
     @every_flush
-    @pytest.mark.parametrize("how", ["vmap", "grad", "jvp"])
+    @pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "dual"])
     def test_transforms_that_need_more_than_a_backward_are_refused(self, flush, how):
         layer = made(flush)
         call = layer.call(x_grad=False)
@@ -94,9 +103,12 @@ class TestAskedFor:
             "vmap": lambda: torch.func.vmap(run)(torch.stack([call.x, call.x])),
             "grad": lambda: torch.func.grad(lambda x: run(x).sum())(call.x),
             "jvp": lambda: torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),)),
+            "dual": lambda: dual(run, call.x),
         }
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            transforms[how]()
+        # Without gradients autograd would not see the call, and the tangent would be 0.
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with context, pytest.raises(NotImplementedError, match="have a backward alone"):
+                transforms[how]()
         layer.node.step()
         assert not layer.has_gradients()
 
