@@ -1,10 +1,11 @@
 """Engine weights of the stacked tensors that callers pass to every call. Each is found by the
-parameter, and is dropped with it.
+parameter's memory, and is dropped with it.
 
-A view is a new tensor object at every call. So what is kept belongs to the parameter that the view
-was made of. It is stored under the view's geometry, and remembers in which memory the weights were:
+A view is a new tensor object at every call. So what is kept belongs to the memory of the parameter
+that the view was made of. It is stored under the view's geometry, and remembers in which memory all
+of the weights were:
 
-    parameter (weak) ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
+    memory of w1 (weak) ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
 
 Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
 once, and the engine weights go with the parameter.
@@ -33,10 +34,10 @@ if IS_PADDLE:
         "sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
-# `StorageWeakRef` names an allocation without keeping it. The dictionary compares tensors by
+# `StorageWeakRef` names an allocation without keeping it. The dictionary compares its keys by
 # identity, because `==` of tensors is elementwise.
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
@@ -57,11 +58,11 @@ class _Kept:
         return any(map(StorageWeakRef.expired, self.memory))
 
 
-# By parameter (`_owner`), then by geometry.
-_kept = WeakTensorKeyDictionary()
+# By `_owner`, then by geometry.
+_kept = WeakIdKeyDictionary()
 # Engine weights that a CUDA graph reads, which holds addresses and no reference: they stay as long
-# as the parameter, whatever replaces them in `_kept`.
-_captured = WeakTensorKeyDictionary()
+# as the parameter's memory, whatever replaces them in `_kept`.
+_captured = WeakIdKeyDictionary()
 
 
 def read_weights(
@@ -76,8 +77,8 @@ def read_weights(
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
 
-    Only codes of an engine that looks for writes on the device are kept, while w1, or the parameter
-    that it is a view of, lives and the storage stays the same. docs/design.md, "Stale weights", has
+    Only codes of an engine that looks for writes on the device are kept, while the memory of w1
+    lives and stays the same. docs/design.md, "Stale weights", has
     the events that make such an engine quantise whatever it finds. `forget` announces a write that
     its sample may miss. Nothing is kept of
 
@@ -117,33 +118,35 @@ def read_weights(
         # read.
         _captured.setdefault(owner, set()).add(reading.weights)
     if not is_ours:
-        room = owner.numel() // max(1, w1.numel())
+        room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
         _keep(owner, geometry, _Kept(place, prepared, _memory(weights)), room)
     return reading
 
 
 def forget(w1: Tensor) -> None:
-    """Drop what was prepared from these weights, and from every other view of the same tensor."""
+    """Drop what was prepared from these weights, and from every other view of their memory."""
     _kept.pop(_owner(w1), None)
 
 
-def _owner(w1: Tensor) -> Tensor:
-    """The tensor that entries are stored under: the parameter that `w1` is a view of, else `w1`
-    itself.
+def _owner(w1: Tensor) -> Tensor | torch.UntypedStorage:
+    """What entries are stored under: the memory of the parameter that `w1` is, or is a view of, else
+    `w1` itself.
 
     Only a plain `Parameter` counts, because flattened and distributed ones are refilled without
-    moving their version counter.
+    moving their version counter. Its memory stands for it, because `torch.utils.swap_tensors`
+    refuses tensors that somebody refers to weakly.
     """
     # `torch.Tensor._base` is the tensor that a view was made of, None for a tensor of its own.
-    return w1._base if type(w1._base) is torch.nn.Parameter else w1
+    parameter = w1 if w1._base is None else w1._base
+    return parameter.untyped_storage() if type(parameter) is torch.nn.Parameter else w1
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _keep(owner: Tensor, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
-    """`room`: how many such views fit side by side into the owner."""
+def _keep(owner: Any, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
+    """`room`: how many such views fit side by side into the memory."""
     entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
     # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
     # the youngest.

@@ -35,7 +35,7 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.weights import stacked_cache
-from sonicmoe.weights.stacked_cache import _kept, read_weights
+from sonicmoe.weights.stacked_cache import _kept, _owner, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
 OPTIMIZERS = {
@@ -72,7 +72,7 @@ def write(weight):
 
 def kept_codes(moe):
     """A weak reference to the codes of its only entry."""
-    (kept,) = _kept[moe.c_fc.weight].values()
+    (kept,) = _kept[_owner(moe.c_fc.weight)].values()
     return weakref.ref(kept.prepared.weights.w1.codes)
 
 
@@ -191,13 +191,35 @@ class TestKeptCodes:
         expected = other(x, **FP8)[0]
         moe.load_state_dict(other.state_dict(), assign=assign)
         assert torch.equal(moe(x, **FP8)[0], expected)
-        assert following.events == ["made", "made", "made" if assign else "remade"]
+        # Assigned, the parameters lie in the other layer's memory, whose codes are there already.
+        assert following.events == ["made", "made"] + ["remade"] * (not assign)
+
+    @pytest.mark.parametrize("how", ["swap_tensors", "to", "load_state_dict"])
+    def test_swapped_parameters(self, how, following, moe, x, monkeypatch):
+        """`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly."""
+        other = make_layer(seed=7)
+        moe(x, **FP8)
+        codes = kept_codes(moe)
+        monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+        if how == "swap_tensors":
+            for name, parameter in other.named_parameters():
+                torch.utils.swap_tensors(moe.get_parameter(name), parameter)
+        elif how == "load_state_dict":
+            moe.load_state_dict(other.state_dict())
+        else:
+            moe.to(torch.bfloat16)
+            moe.to(torch.float32)
+        del other
+        gc.collect()
+        # `load_state_dict` copies into the same memory, whose codes are quantised anew.
+        assert (codes() is None) == (how != "load_state_dict")
+        assert torch.equal(moe(x, **FP8)[0], without_cache(moe, x, module))
 
     def test_a_switch_of_the_precision_drops_them(self, following, moe, x):
         moe(x, **FP8)
-        assert len(_kept[moe.c_fc.weight]) == 1
+        assert len(_kept[_owner(moe.c_fc.weight)]) == 1
         read(ReferenceEngine(), moe.c_fc.weight, moe.c_proj.weight, EngineSettings())
-        assert not _kept[moe.c_fc.weight]
+        assert not _kept[_owner(moe.c_fc.weight)]
 
     @pytest.mark.parametrize("face", [module, whole_layer])
     def test_they_die_with_the_parameter(self, face, following, x):
@@ -213,7 +235,7 @@ class TestKeptCodes:
         size = len(pickle.dumps(moe))
         moe(x, **FP8)
         assert len(pickle.dumps(moe)) == size
-        assert copy.deepcopy(moe).c_fc.weight not in _kept
+        assert _owner(copy.deepcopy(moe).c_fc.weight) not in _kept
         assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
 
     @pytest.mark.parametrize("contiguous", [True, False])
@@ -298,7 +320,7 @@ class TestWhoseTheyAre:
         for start in range(38):
             part = buffer[start : start + 2]
             assert torch.allclose(dequantize(read(engine, part, w2).w1), part.detach(), atol=0.3)
-        assert len(_kept[buffer]) == 20, "as many as fit side by side"
+        assert len(_kept[_owner(buffer)]) == 20, "as many as fit side by side"
 
     def test_strides_are_part_of_what_a_weight_is(self):
         """A square matrix and its transpose share address, shape and version."""
@@ -321,7 +343,7 @@ class TestWhoseTheyAre:
         with torch.inference_mode():
             anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64)
         read(engine, *anonymous)
-        assert anonymous[0] not in _kept
+        assert _owner(anonymous[0]) not in _kept
 
     def test_a_graph_keeps_what_it_reads(self, following, monkeypatch, x):
         """A captured graph holds addresses only: other settings for the same weights must not free
@@ -400,7 +422,7 @@ class TestAnEngineThatDoesNotLook:
         before = moe(x, **options)[0]
         moe.get_parameter(name).data.mul_(-1.5)
         after = moe(x, **options)[0]
-        assert len(prepared) == 2 and not _kept.get(moe.c_fc.weight)
+        assert len(prepared) == 2 and not _kept.get(_owner(moe.c_fc.weight))
         assert not torch.equal(before, after)
         assert torch.equal(after, without_cache(moe, x, **options))
 
