@@ -38,7 +38,7 @@ class DifferentiableCall(ABC):
     def attaches_parameters(self) -> bool:
         """Whether the parameters are inputs of the autograd node, so that the framework fires their
         hooks at the end of each backward. False: the call adds their gradients, now or later, and
-        sees to their hooks. The PyTorch bridge attaches them always.
+        sees to their hooks.
         """
         return True
 

@@ -40,7 +40,10 @@ class _CallFunction(torch.autograd.Function):
         saved = None
         try:
             saved = _take_saved(ctx)
-            reached, collected = asked_for([node for node, _ in following[ctx.num_inputs :]])
+            # Parameters that are no inputs of the node are the call's affair.
+            reached, collected = None, False
+            if ctx.call.attaches_parameters:
+                reached, collected = asked_for([node for node, _ in following[ctx.num_inputs :]])
             of_inputs, of_parameters = ctx.call.backward(
                 gradients,
                 saved,
@@ -58,7 +61,7 @@ class _CallFunction(torch.autograd.Function):
         # and their "gradients" are the two None below.
         wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
         kept = [g if want else None for g, want in zip(of_inputs, wanted, strict=True)]
-        return (None, None, *kept, *of_parameters)
+        return (None, None, *kept, *(of_parameters if ctx.call.attaches_parameters else ()))
 
 
 def _save(ctx: Any, call: DifferentiableCall, num_inputs: int, saved: Saved | None) -> None:
@@ -116,7 +119,8 @@ def apply(
     """The outputs of `call` on `inputs`, under autograd."""
     # Parameters are arguments for the graph's sake: the output requires a gradient even where x and
     # probs are frozen, and the hooks of each parameter fire once per backward.
-    return apply_function(_CallFunction, (call, len(inputs)), inputs, parameters)
+    attached = parameters if call.attaches_parameters else ()
+    return apply_function(_CallFunction, (call, len(inputs)), inputs, attached)
 
 
 def apply_function(

@@ -52,6 +52,8 @@ class Destinations(NamedTuple):
             raise ConfigError(f"gradient targets are {type(targets).__name__}")
         # Here and not at the launches: when the second one is refused, the first has added already.
         problem = problem_of(targets, gemms)
+        if targets.has_biases:
+            problem = problem or "gradients of biases go to accumulators"
         if problem is not None:
             raise ConfigError(f"the {gemms} GEMMs cannot add to these parameters: {problem}")
         up, down = targets.up, targets.down

@@ -156,13 +156,12 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             # Every product is made before the first is added: who runs out of memory in between
             # must find the sums as they were.
-            products = []
+            products, of_biases = [], None
             # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
             # because out = sum p * (y2 + b2).
-            if "db1" in targets.named():
+            if targets.has_biases:
                 weighted = gather_rows(values_of(dout), routing) * routing.row_prob.unsqueeze(-1)
-                products += [("db2", _sums_of_rows(weighted, routing))]
-                products += [("db1", _sums_of_rows(dz, routing))]
+                of_biases = _sums_of_rows(dz, routing), _sums_of_rows(weighted, routing)
                 del weighted
             # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
             # are made, so the two never exist together.
@@ -175,6 +174,8 @@ class ReferenceEngine(Engine):
             right, left = wgrad_operands(("x", x), ("dz", dz), routing, settings, dtype)
             products += [("dw1", _products(left, right, routing, targets, "dw1"))]
             targets.adding = True
+            if of_biases is not None:
+                targets.add_biases(*of_biases, split_half=False)
             for name, of_experts in products:
                 for expert, product in of_experts:
                     targets.add(name, expert, product)
@@ -283,9 +284,12 @@ def _show_total(name: str, targets: GradientTargets) -> None:
             targets.replace(name, shown)
 
 
-def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> list[tuple[int, Tensor]]:
-    """Over the true rows of every expert that has any."""
-    return [(expert, rows[true].sum(0)) for expert, true in _true_rows(routing)]
+def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> Tensor:
+    """`[E, N]`: over the true rows of every expert."""
+    sums = torch.zeros((routing.num_experts, int(rows.shape[1])), device=rows.device)
+    for expert, true in _true_rows(routing):
+        sums[expert] = rows[true].sum(0)
+    return sums
 
 
 def _true_rows(routing: RoutingMetadata) -> list[tuple[int, slice]]:

@@ -165,11 +165,14 @@ class ParameterTargets(GradientTargets):
 
     up: of dw1, matrices `[N1, H]` or `[H, N1]`. down: of dw2, `[H, I]` or `[I, H]`.
     footprint: see `recognise`.
+    biases: memory of db1 `[E, N1]`, as the rows of `up` lie, and db2 `[E, H]`, where the layer has
+        biases; None for one that is frozen.
     """
 
     up: WeightTarget
     down: WeightTarget
     footprint: Footprint | None = None
+    biases: tuple[Tensor | None, Tensor | None] | None = None
 
     def recognise(self, last: Footprint | None) -> Footprint:
         """Look where the memory lies, and take over what was found out about `last` where it is the
@@ -201,12 +204,31 @@ class ParameterTargets(GradientTargets):
         )
 
     def named(self) -> dict[str, Tensor]:
-        return {
+        weights = {
             name if weight.is_stacked else f"{name}[{index}]": tensor
             for name, weight in self._weights()
             for index, tensor in enumerate(weight.tensors)
             if tensor is not None
         }
+        biases = zip(("db1", "db2"), self.biases or (None, None), strict=True)
+        return {**weights, **{name: tensor for name, tensor in biases if tensor is not None}}
+
+    @property
+    def has_biases(self) -> bool:
+        return self.biases is not None
+
+    def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
+        assert self.biases is not None
+        into1, into2 = self.biases
+        if into1 is not None:
+            lies, wanted = WeightLayout(split_half=split_half), self.up.layout
+            same = split_half == wanted.split_half
+            self._leave(into1, db1 if same else wanted.user_b1(lies.native_b1(db1)))
+        if into2 is not None:
+            self._leave(into2, db2)
+
+    def _leave(self, memory: Tensor, sums: Tensor) -> None:
+        memory.add_(sums)
 
     def wants(self, name: str) -> bool:
         weight = self.up if name == "dw1" else self.down
@@ -306,12 +328,10 @@ class FreshTargets(ParameterTargets):
     the gradients: the fp32 sums are rounded once, as they leave the GEMM. Or it is a `main_grad`
     that this backward writes.
 
-    biases: memory of db1 and db2, where the layer has biases; None for one that is frozen.
     make_down: takes the memory of dw2, for an engine that frees the operands of dw1 before
         (`Engine.frees_dw1_first`); others never get it.
     """
 
-    biases: tuple[Tensor | None, Tensor | None] | None = None
     make_down: Callable[[], WeightTarget] | None = None
 
     @classmethod
@@ -322,30 +342,15 @@ class FreshTargets(ParameterTargets):
     @classmethod
     def like(cls, targets: ParameterTargets) -> FreshTargets:
         """Of the same memory, with what is known of it."""
-        return cls(targets.up, targets.down, targets.footprint)
+        return cls(targets.up, targets.down, targets.footprint, targets.biases)
 
     def take_down(self) -> None:
         """Take the memory of dw2, if it was put off."""
         if self.make_down is not None:
             self.down, self.make_down = self.make_down(), None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        biases = [memory for memory in self.biases or () if memory is not None]
-        return (*super().tensors(), *biases)
-
-    @property
-    def has_biases(self) -> bool:
-        return self.biases is not None
-
-    def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
-        assert self.biases is not None
-        into1, into2 = self.biases
-        if into1 is not None:
-            lies, wanted = WeightLayout(split_half=split_half), self.up.layout
-            same = split_half == wanted.split_half
-            into1.copy_(db1 if same else wanted.user_b1(lies.native_b1(db1)))
-        if into2 is not None:
-            into2.copy_(db2)
+    def _leave(self, memory: Tensor, sums: Tensor) -> None:
+        memory.copy_(sums)
 
     def of_parameters(self, count: int) -> list[Tensor | None]:
         """The memory of each of so many parameters, which is a part of one tensor where experts have

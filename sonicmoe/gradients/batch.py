@@ -23,7 +23,7 @@ from ..engine.interface import (
 )
 from ..engine.targets import WeightTarget
 from ..errors import LayoutError
-from ..interop import IS_PADDLE, device_name, device_of, empty, plain_ops
+from ..interop import IS_PADDLE, device_name, device_of, empty, plain_ops, writes_of
 from ..weights.parameters import ExpertParameters
 from .destinations import check_main_grads
 
@@ -114,12 +114,38 @@ def stand_ins_for(parameters: Sequence[Tensor], trained: Sequence[bool]) -> dict
         for index, parameter in enumerate(parameters)
         if marked[index] and trained[index] and hasattr(parameter, "main_grad")
     }
+    return {index: _zeros_like(parameters[index]) for index in found.values()}
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    """Zeros that all parameters of its kind share, because the hooks of a whole layer may run at the end
+    of its backward, when each would hold memory of its own.
+    """
     # Zeros and not unwritten memory: a hook that adds `.grad` all the same must add nothing.
-    return {index: torch.zeros_like(parameters[index]) for index in found.values()}
+    kind = tuple(parameter.shape), parameter.dtype, device_name(parameter)
+    held = _zeros.get(kind)
+    if held is None or writes_of(held[0]) != held[1]:  # somebody has written them
+        made = torch.zeros_like(parameter)
+        held = _zeros[kind] = made, writes_of(made)
+    # Another tensor over the memory, which autograd may keep as `.grad` without a copy.
+    return held[0].detach()
+
+
+_zeros: dict[Any, tuple[Tensor, int]] = {}
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether the parameter has a `main_grad`, or makes one when it is asked."""
+    return hasattr(parameter, "main_grad") or hasattr(parameter, "get_main_grad")
 
 
 def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list[Any]:
     """`main_grad` of each parameter that wants a gradient, or `ABSENT`; None of the others."""
+    # Megatron-FSDP takes the memory back after each reduction, so it is asked for at each backward.
+    if any(map(hasattr, parameters, repeat("get_main_grad"))):
+        for parameter in compress(parameters, trained):
+            if hasattr(parameter, "get_main_grad"):
+                parameter.main_grad = parameter.get_main_grad()  # type: ignore[attr-defined]
     # The presence of the attribute decides and not its value: a framework that sets `main_grad =
     # None` wants an fp32 gradient there.
     if all(trained):

@@ -55,6 +55,7 @@ from .batch import (
     direct_batch,
     direct_problem,
     fresh_targets,
+    has_main_grad,
     is_among,
     main_grads_of,
     stand_ins_for,
@@ -159,7 +160,7 @@ class GradientSink:
         """Refuse to give gradients to a caller who wants none accumulated, where they would be
         added to `main_grad` or wait for `step()`.
         """
-        if self.way is FlushMode.STEP or any(map(_has_main_grad, compress(parameters, trained))):
+        if self.way is FlushMode.STEP or any(map(has_main_grad, compress(parameters, trained))):
             raise RuntimeError(
                 "torch.autograd.grad or paddle.grad was asked for the gradient of an expert weight, "
                 "and this node adds it to main_grad or keeps it for step(); nothing was added; "
@@ -365,17 +366,13 @@ class GradientSink:
         if all(map(_IS_LEAF, parameters)):
             return
         for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-            ends_here = self.way is FlushMode.STEP or _has_main_grad(parameter)
+            ends_here = self.way is FlushMode.STEP or has_main_grad(parameter)
             if wanted and ends_here and not parameter.is_leaf:
                 raise LayoutError(
                     f"{self._layer.name_of(index)} is the result of an operation (a "
                     "parametrization, functional_call), which its gradient must be passed on to; "
                     "needed: a parameter without main_grad and flush='auto', or a leaf"
                 )
-
-
-def _has_main_grad(parameter: Tensor) -> bool:
-    return hasattr(parameter, "main_grad")
 
 
 _NO_WRITES: AbstractContextManager[None] = nullcontext()

@@ -35,7 +35,7 @@ from ..interop import (
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
 from ..refusals import need_dtype, need_shape, need_type
-from ..routing.validation import check_dispatched_tokens, check_indices_and_probs
+from ..routing.validation import check_dispatched_tokens, check_indices_and_probs, check_sorted
 from ..weights.copies import WeightCopies
 
 Tensor = torch.Tensor
@@ -55,8 +55,10 @@ class GradientSource(Protocol):
 
 
 class Arrivals(NamedTuple):
-    """What comes to one call beside its tokens x; see `SonicMoEMlpNode.forward`. is_stepped: the
-    caller runs the backward.
+    """What comes to one call beside its tokens x; see `SonicMoEMlpNode.forward`.
+
+    is_stepped: the caller runs the backward. is_sorted: x is in expert order; the counts of its rows
+    stand in place of the indices, and probs are `[T]`, or None for 1.
     """
 
     tokens_per_expert: Any
@@ -67,9 +69,14 @@ class Arrivals(NamedTuple):
     dout_source: GradientSource | None = None
     copies: WeightCopies | None = None
     is_stepped: bool = False
+    is_sorted: bool = False
+    biases: tuple[Tensor, Tensor] | None = None
 
     def _check(self, x: Any, experts: int, hidden: int) -> None:
         """Refuse what does not fit a layer of E and H, without reading device memory."""
+        if self.is_sorted:
+            self._check_sorted(x, experts, hidden)
+            return
         # First, because the outputs of other dispatch modes deserve a message of their own; the
         # general checks would call them a wrong shape.
         check_dispatched_tokens(x, self.indices, self.probs, self.tokens_per_expert, self.x_scale)
@@ -99,6 +106,13 @@ class Arrivals(NamedTuple):
             needed = "what make_copies() returned, or None"
             need_type("copies", self.copies, WeightCopies, needed)
 
+    def _check_sorted(self, x: Any, experts: int, hidden: int) -> None:
+        require_framework_tensor(x, "x")
+        need_shape(len(x.shape) == 2 and int(x.shape[1]) == hidden, "x", x, f"[T, {hidden}]")
+        check_sorted(self.indices, int(x.shape[0]), self.probs)
+        need_shape(int(self.indices.shape[0]) == experts, "counts", self.indices, (experts,))
+        require_same_device([("x", x), ("counts", self.indices)])
+
     def form(self, x: Tensor) -> tuple[str, TokenFormat]:
         """`(dtype that the tokens stand for, their format)`."""
         if self.x_scale is None:
@@ -108,9 +122,14 @@ class Arrivals(NamedTuple):
 
     def inputs(self, x: Tensor, experts: int, hidden: int) -> tuple[Tensor, ...]:
         """The inputs of `MlpCall.forward`, of arguments that fit a layer of E and H. The first gets
-        the gradient of the tokens.
+        the gradient of the tokens, and biases come last.
         """
         self._check(x, experts, hidden)
+        return (*self._tokens(x), *(self.biases or ()))
+
+    def _tokens(self, x: Any) -> tuple[Tensor, ...]:
+        if self.is_sorted and self.probs is None:
+            return (x.contiguous(),)
         # Outside the call, so that autograd records the copy and gives the caller's x its gradient.
         if self.x_scale is None:
             return x.contiguous(), self.probs

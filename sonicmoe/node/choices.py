@@ -74,12 +74,13 @@ class Choices:
         device: str,
         token_dtype: str,
         tokens: TokenFormat = TokenFormat.PLAIN,
+        bias: bool = False,
     ) -> Chosen:
         """The engine for such tokens on that device, ready to run; one that was asked for by name
         and cannot run this raises. The log says which at its first choice.
         """
         config, settings = self.settings()
-        key = (device, config, settings, token_dtype, tokens)
+        key = (device, config, settings, token_dtype, tokens, bias)
         # Asking for packages and devices takes longer than a launch. Several answers are kept,
         # because calls may differ from one to the next; a list, because configuration and settings
         # are equal by identity nearly always, and their hash takes longer than that.
@@ -87,7 +88,7 @@ class Choices:
             if known == key:
                 return chosen
         workload = Workload(
-            settings, *self._sizes, token_dtype, separate=self._separate, tokens=tokens
+            settings, *self._sizes, token_dtype, bias, separate=self._separate, tokens=tokens
         )
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)

@@ -11,6 +11,8 @@ added: by then `main_grad` may be another tensor.
     backward ── offer(down) ──► taken: the schedule runs it, then fires the hooks
              └─ offer(up) ────► left:  added now, then the hooks are fired here
 
+Megatron-Core's schedule takes all gradients of a backward at once (`WgradStore`).
+
 **Queued.** Their kernels fill every multiprocessor, so a collective launched behind them would wait
 for them. An autograd hook therefore launches them after the operation that takes dx, which is
 normally the combine. They are added in the order of the backwards, so sums have the same bits as
@@ -24,6 +26,7 @@ without the queue. On a host nothing runs beside anything, so the backward adds 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import compress
@@ -34,7 +37,7 @@ import torch
 from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, PendingWgrad
 from ..errors import LayoutError
-from ..gradients.batch import Batch
+from ..gradients.batch import Batch, has_main_grad
 from ..gradients.sink import GradientSink
 from ..interop import is_cuda, requires_grad
 from ..out_of_memory import advising
@@ -63,8 +66,13 @@ class WgradWork(NamedTuple):
     settings: EngineSettings
     parameters: Sequence[Tensor]
 
-    def offer(self, offer: WgradOffer, trained: Sequence[bool], pending: PendingWgrad) -> None:
+    def offer(
+        self, offer: WgradOffer | WgradStore, trained: Sequence[bool], pending: PendingWgrad
+    ) -> None:
         """Offer the gradients of those weights that `trained` marks, and add now what is left."""
+        if isinstance(offer, WgradStore):
+            offer.put(self, trained, pending)
+            return
         left = [False] * len(trained)
         # The down-projection first: a backward through two operations would come to it first.
         positions = range(len(trained) - 1, -1, -1)
@@ -77,9 +85,11 @@ class WgradWork(NamedTuple):
             if left[position]:
                 fire_hooks(self.parameters[position])
 
-    def add(self, trained: list[bool], pending: PendingWgrad) -> None:
-        """Add the gradients of weights that are no inputs of the autograd node to `main_grad`."""
-        if not all(hasattr(weight, "main_grad") for weight in compress(self.parameters, trained)):
+    def add(self, trained: list[bool], pending: PendingWgrad) -> list[Tensor | None]:
+        """Add the gradients of weights that are no inputs of the autograd node to `main_grad`. Returns
+        what their `.grad` is to be for the hooks that take it, None where these need none.
+        """
+        if not all(map(has_main_grad, compress(self.parameters, trained))):
             raise LayoutError(
                 "main_grad of an expert weight was removed between the forward and the addition of "
                 "its gradient; needed: the attribute, which may be None"
@@ -93,7 +103,7 @@ class WgradWork(NamedTuple):
         ):
             batch = self.sink.open(self.engine, self.settings, self.parameters, trained, dout)
             self.sink.add(self.engine, pending, batch)
-            self.sink.close(batch)
+            return self.sink.close(batch)
 
     def add_to(self, batch: Batch, pending: PendingWgrad) -> None:
         """Add the gradients of a backward that is over to what it opened."""
@@ -137,6 +147,39 @@ class OfferedWgrad:
         # Another copy, so that a run that found no memory may be repeated.
         self._work.add(trained, copy.copy(self._pending))
         self._pending = None
+
+
+class WgradStore:
+    """The weight gradients of backwards whose schedule asks for them later, all of one backward at a
+    time. Each keeps its operands alive until it was run.
+    """
+
+    def __init__(self) -> None:
+        """Nothing waits."""
+        self._waiting: deque[tuple[WgradWork, list[bool], PendingWgrad]] = deque()
+
+    def __reduce__(self) -> tuple[type[WgradStore], tuple[()]]:
+        """A copy has no backward behind it."""
+        return WgradStore, ()
+
+    def put(self, work: WgradWork, trained: Sequence[bool], pending: PendingWgrad) -> None:
+        """Keep the gradients of a backward that is over."""
+        self._waiting.append((work, list(trained), pending))
+
+    def run(self) -> None:
+        """Add the gradients of the oldest backward that waits, if one does, and give each weight the
+        `.grad` that its hooks look for. Running out of memory adds nothing, and it still waits.
+        """
+        if not self._waiting:
+            return
+        work, trained, pending = self._waiting[0]
+        # A copy, because an engine lets go of operands that it has used up.
+        for weight, gradient in zip(
+            work.parameters, work.add(trained, copy.copy(pending)), strict=True
+        ):
+            if gradient is not None:
+                weight.grad = gradient
+        self._waiting.popleft()
 
 
 def fire_hooks(weight: Tensor) -> None:

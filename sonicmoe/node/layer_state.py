@@ -10,14 +10,14 @@ import torch
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode, member_of
 from ..errors import ConfigError
-from ..gradients.batch import Batch
+from ..gradients.batch import Batch, has_main_grad
 from ..gradients.sink import GradientSink
 from ..interop import requires_grad
 from ..log import log_once
 from ..observe import NODE
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
-from .late_wgrad import WgradOffer, WgradQueue
+from .late_wgrad import WgradOffer, WgradQueue, WgradStore
 from .questions import Questions
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ class LayerState:
         # clearing all come before they exist.
         self.gradients = GradientSink(parameters, FlushMode.STEP if split_wgrad else way)
         self.wgrad_queue = WgradQueue() if split_wgrad else None
-        self.offers: Callable[[], WgradOffer | None] | None = None
+        self.offers: Callable[[], WgradOffer | WgradStore | None] | None = None
         self.face = NODE
         self.questions = Questions()
 
@@ -78,7 +78,9 @@ class LayerState:
         self.questions.at_backward(batch.added, waiting)
         return batch
 
-    def offer_for(self, parameters: Sequence[Tensor], runs_without: bool) -> WgradOffer | None:
+    def offer_for(
+        self, parameters: Sequence[Tensor], runs_without: bool
+    ) -> WgradOffer | WgradStore | None:
         """To whom a call offers its weight gradients; None: they are complete when the backward
         returns, and the weights are inputs of its autograd node.
 
@@ -88,7 +90,7 @@ class LayerState:
         if offer is None or not runs_without:
             return None
         trained = filter(requires_grad, parameters)
-        if all(hasattr(parameter, "main_grad") for parameter in trained):
+        if all(map(has_main_grad, trained)):
             return offer
         log_once(
             logging.WARNING,

@@ -12,7 +12,7 @@ import torch
 
 from ..autograd import DifferentiableCall
 from ..config import SonicMoEConfig, active_config
-from ..engine.interface import Engine, EngineSettings, Saved, Tokens
+from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved, Tokens
 from ..errors import DTypeError, ShapeError, expect
 from ..gradients.batch import Batch
 from ..gradients.destinations import add_to_grad
@@ -28,11 +28,14 @@ from ..interop import (
 from ..observe import BackwardBegins, BackwardDone, ExpertCall, ForwardDone, emit, is_awaited, stage
 from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, is_fp8, to_bfloat16
-from ..routing.build import build_routing
+from ..routing.build import build_routing, build_sorted_routing
+from ..routing.ids import ids_of_sorted
+from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
 from .arrivals import Arrivals, GradientSource, gradient_from, tokens_among
+from .biases import Biases
 from .choices import Choices
-from .late_wgrad import WgradOffer, WgradWork, fire_hooks
+from .late_wgrad import WgradOffer, WgradStore, WgradWork, fire_hooks
 from .layer_state import LayerState
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class MlpCall(DifferentiableCall):
     reading: the engine weights as this forward read them. This reference keeps them alive until the
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
+    indices: `[T, K]`, or, where is_sorted, the counts `[E]` of rows in expert order.
     num_inputs: of the differentiable call; see `forward`.
     wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
         autograd node. None: to nobody.
@@ -69,9 +73,11 @@ class MlpCall(DifferentiableCall):
     tokens_per_expert: Any
     validate: bool
     dequantises: bool = False
+    is_sorted: bool = False
+    biases: Biases | None = None
     num_inputs: int = 2
     dout_source: GradientSource | None = None
-    wgrad_offer: WgradOffer | None = None
+    wgrad_offer: WgradOffer | WgradStore | None = None
 
     @property
     def releases_saved(self) -> bool:
@@ -83,44 +89,60 @@ class MlpCall(DifferentiableCall):
 
     def explain(self, error: Exception, during: str) -> None:
         """Advice where memory ran out."""
-        raise_with_advice(error, during, self.settings, self.indices)
+        raise_with_advice(error, during, self.settings, None if self.is_sorted else self.indices)
 
     def run(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """`forward` outside autograd."""
-        with advising("forward", self.settings, self.indices):
+        with advising("forward", self.settings, inputs[0]):
             return self.forward(inputs, save=save)
 
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in
-        FP8, and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. The
-        gradient of the tokens belongs to the first input, whichever it is. The caller has
+        FP8, and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. Rows in
+        expert order may come without probabilities, as `(x,)`. Biases stand behind all of these.
+        The gradient of the tokens belongs to the first input, whichever it is. The caller has
         activated `config`.
         """
-        probs = inputs[1]
+        if self.biases is not None:
+            inputs = inputs[:-2]
+        probs = inputs[1] if len(inputs) > 1 else None
         with plain_ops():  # once: inside, autocast costs nothing more
             x = self._tokens(inputs)
             with stage("routing"):
-                routing = build_routing(
-                    self.indices,
-                    probs,
-                    self.state.sizes[0],
-                    self.tokens_per_expert,
-                    alignment=self.settings.row_alignment,
-                    validate=self.validate,
-                    is_checked=True,
-                )
-            out, saved = self.engine.forward(
-                x, routing, self.reading.weights, self.settings, save=save
-            )
+                routing = self._route(int(inputs[0].shape[0]), probs)
+            weights = self._weights()
+            out, saved = self.engine.forward(x, routing, weights, self.settings, save=save)
         # Asked before the event is built, so that a run without observers pays one read of a
         # global.
         if is_awaited():
-            emit(ForwardDone(self._described(), x, probs, out, saved))
+            given = self._probs_in_slots(int(out.shape[0]), probs)
+            emit(ForwardDone(self._described(int(out.shape[0])), x, given, out, saved))
         return out, saved
+
+    def _route(self, rows: int, probs: Tensor | None) -> RoutingMetadata:
+        alignment, validate = self.settings.row_alignment, self.validate
+        if self.is_sorted:
+            counted = self.indices, rows, probs, self.tokens_per_expert
+            return build_sorted_routing(*counted, alignment=alignment, validate=validate)
+        assert probs is not None
+        return build_routing(
+            self.indices,
+            probs,
+            self.state.sizes[0],
+            self.tokens_per_expert,
+            alignment=alignment,
+            validate=validate,
+            is_checked=True,
+        )
+
+    def _weights(self) -> EngineWeights:
+        """The engine's, with the biases of this call."""
+        weights = self.reading.weights
+        return weights if self.biases is None else self.biases.beside(weights)
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
-        if len(inputs) == 2:
+        if len(inputs) <= 2:
             return x
         tokens = checked_tokens(x.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.dequantises else tokens
@@ -143,7 +165,7 @@ class MlpCall(DifferentiableCall):
             with self.config.activate(), plain_ops():
                 dout = gradient_from(self.dout_source, gradients[0], self.engine, self.settings)
         if is_awaited():
-            emit(BackwardBegins(self._described(), dout, saved))
+            emit(BackwardBegins(self._described(int(anchor_of(dout).shape[0])), dout, saved))
         trained = list(map(requires_grad, self.parameters))
         if reached is not None:
             # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight
@@ -155,21 +177,25 @@ class MlpCall(DifferentiableCall):
             # An engine that updates in place may have overwritten the weights of this forward. It
             # is refused here, before anything is added.
             self.reading.check_current()
-            dx, dprobs, returned, batch = self._compute(dout, like, saved, trained, collected)
+            dx, dprobs, of_biases, returned, batch = self._compute(
+                dout, like, saved, trained, collected
+            )
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
             left = partial(self._weight_gradients, returned, batch)
-            emit(BackwardDone(self._described(), dx, dprobs, left))
+            emit(BackwardDone(self._described(int(dx.shape[0])), dx, dprobs, left))
         if self.state.wgrad_queue is not None:
             # Last, because everything that the caller's stream needs for dx must be launched before
             # weight gradients fill the GPU.
             self.state.wgrad_queue.launch_after(following)
-        return (dx, dprobs, *(None,) * (self.num_inputs - 2)), returned
+        of_inputs = dx, dprobs.reshape([-1]) if self.is_sorted else dprobs, None, None
+        given = self.num_inputs - len(of_biases)
+        return (*of_inputs[:given], *of_biases), returned
 
     def _compute(
         self, dout: Tokens, like: Tensor, saved: Saved, trained: list[bool], collected: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor | None], Batch | None]:
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], list[Tensor | None], Batch | None]:
         state, batch = self.state, None
         state.gradients.overwriting.begin(self.config.resolve().first_backward, self.parameters)
         # Memory first: a backward that runs out of it must not have added anything yet.
@@ -177,30 +203,42 @@ class MlpCall(DifferentiableCall):
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
             batch = state.open(self.engine, self.settings, self.parameters, trained, like)
-        dx, dprobs, pending = self.engine.backward_dx(dout, saved, self.reading.weights)
+        dx, dprobs, pending = self.engine.backward_dx(dout, saved, self._weights())
         returned: list[Tensor | None] = [None] * len(trained)
+        of_biases: tuple[Tensor | None, ...] = () if self.biases is None else (None, None)
         if batch is not None:
+            if self.biases is not None:
+                self.biases.expect_gradients(batch.targets)
             if state.wgrad_queue is None:
                 state.gradients.add(self.engine, pending, batch)
             else:
                 # Queued, so that dx need not wait for them.
                 state.wgrad_queue.submit(self._work(), pending, batch)
+            if self.biases is not None:
+                of_biases = self.biases.take_gradients(batch.targets)
             returned = state.gradients.close(batch)
         elif self.wgrad_offer is not None:
             self._work().offer(self.wgrad_offer, trained, pending)
-        return dx, dprobs, returned, batch
+        return dx, dprobs, of_biases, returned, batch
 
     def _work(self) -> WgradWork:
         about = self.engine, self.settings, self.parameters
         return WgradWork(self.state.gradients, self.config, *about)
 
-    def _described(self) -> ExpertCall:
+    def _probs_in_slots(self, rows: int, probs: Tensor | None) -> Tensor:
+        """`[T, K]`, for those who observe the call."""
+        if probs is None:
+            probs = torch.ones([rows], dtype=torch.float32, device=self.indices.device)
+        return probs.reshape([rows, 1]) if self.is_sorted else probs
+
+    def _described(self, rows: int) -> ExpertCall:
+        indices = ids_of_sorted(self.indices, rows) if self.is_sorted else self.indices
         # Half of them are of the up-projection, whether there are two or two of every expert.
         half = len(self.parameters) // 2
         return ExpertCall(
             self.engine.name,
             self.settings,
-            self.indices,
+            indices,
             self._native_weights,
             self.reading.values,
             {"w1": self.parameters[:half], "w2": self.parameters[half:]},
@@ -209,9 +247,10 @@ class MlpCall(DifferentiableCall):
         )
 
     def _native_weights(self) -> NativeWeights:
+        biases = (None, None) if self.biases is None else self.biases.native()
         if all(map(holds_memory, self.parameters)):
-            return (*self.state.parameters.native(), None, None)
-        return (*self.reading.values(), None, None)
+            return (*self.state.parameters.native(), *biases)
+        return (*self.reading.values(), *biases)
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], batch: Batch | None
@@ -236,8 +275,9 @@ def call_on(
     """One forward of these inputs with everything that it and its backward need; inside the scope
     of `choices`.
     """
-    x = tokens_among(inputs)
-    chosen = choices.engine(device_name(x), *arrived.form(x))
+    x = tokens_among(inputs[:-2] if arrived.biases is not None else inputs)
+    bias = arrived.biases is not None
+    chosen = choices.engine(device_name(x), *arrived.form(x), bias)
     engine, settings = chosen.engine, chosen.settings
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
@@ -245,6 +285,10 @@ def call_on(
     with advising("forward", settings):
         reading = state.weights.read(engine, settings, parameters, arrived.copies)
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
+    biases = None
+    if arrived.biases is not None:
+        frozen = not any(map(requires_grad, parameters))
+        biases = Biases.of(arrived.biases, state.parameters.layout, frozen)
     return MlpCall(
         state=state,
         config=active_config(),
@@ -256,6 +300,8 @@ def call_on(
         tokens_per_expert=arrived.tokens_per_expert,
         validate=chosen.validates,
         dequantises=chosen.dequantises,
+        is_sorted=arrived.is_sorted,
+        biases=biases,
         num_inputs=len(inputs),
         dout_source=arrived.dout_source,
         wgrad_offer=state.offer_for(parameters, runs_without),

@@ -19,8 +19,15 @@ from ..enums import (
     member_of,
 )
 from ..errors import ConfigError, LayoutError, expect
-from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
+from ..interop import (
+    grad_enabled,
+    holds_memory,
+    is_cuda,
+    require_framework_tensor,
+    requires_grad,
+)
 from ..layouts import NATIVE
+from ..refusals import need_shape
 from ..weights.copies import WeightCopies
 from ..weights.parameters import PerExpertParameters
 from ..weights.stacked import FusedParameters, StackedWeight
@@ -221,6 +228,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         dx_to: Any = None,
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -244,6 +252,8 @@ class SonicMoEMlpNode(NodeUpkeep):
             copies: FP8 copies of the weights (`make_copies`), which are read in place of the
                 parameters, also where the memory of these has been freed. Where the engine that is
                 chosen computes without FP8, the parameters themselves are read.
+            biases: b1 `[E, N1]`, in the order of the weights' rows, and b2 `[E, H]`, which p weights
+                as it does the rest. Autograd gets their gradients.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -258,7 +268,34 @@ class SonicMoEMlpNode(NodeUpkeep):
         NaN in a token makes that token's rows NaN and no other token's.
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        arrived = Arrivals(*routed, x_scale, dx_to, dout_source, copies)
+        return self._run(x, Arrivals(*routed, x_scale, dx_to, dout_source, copies, biases=biases))
+
+    __call__ = forward
+
+    def forward_sorted(
+        self,
+        x: Tensor,
+        counts: Tensor,
+        probs: Tensor | None = None,
+        tokens_per_expert: Any = None,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`forward` of rows that a dispatcher has sorted by expert, one slot each.
+
+        Args:
+            x: `[T, H]`. Rows beyond the sum of the counts are not read, and get zeros.
+            counts: int32 or int64 `[E]`, on the device of x.
+            probs: fp32 `[T]`; None where the caller applies them, before or after.
+            tokens_per_expert: the counts on the host, where it knows them: they size the rows.
+            biases: as of `forward`.
+
+        Errors are those of `forward`, and of `build_sorted_routing`.
+        """
+        arrived = Arrivals(tokens_per_expert, counts, probs, is_sorted=True, biases=biases)
+        return self._run(x, arrived)
+
+    def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
+        self._check_biases(arrived.biases)
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)
         with self._choices.scope():
@@ -269,7 +306,21 @@ class SonicMoEMlpNode(NodeUpkeep):
                 return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
             return call.run(inputs, save=False)[0]
 
-    __call__ = forward
+    def _check_biases(self, biases: tuple[Tensor, Tensor] | None) -> None:
+        if biases is None:
+            return
+        b1, b2 = biases
+        (experts, n1, hidden), _ = self._state.parameters.native_shapes()
+        for name, bias, shape in (("b1", b1, (experts, n1)), ("b2", b2, (experts, hidden))):
+            require_framework_tensor(bias, name)
+            need_shape(tuple(bias.shape) == shape, name, bias, shape)
+        expect(
+            self._state.wgrad_queue is None and self._state.offers is None,
+            ConfigError,
+            "biases came to a node whose weight gradients are put off (split_wgrad, or a schedule's "
+            "hook), and theirs are complete when a backward returns; needed: a node that puts off "
+            "none",
+        )
 
     def forward_step(
         self,

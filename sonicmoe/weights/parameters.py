@@ -3,6 +3,7 @@
 | arrangement | up | down | adapter |
 |---|---|---|---|
 | ERNIE's, Fleet's modules | E of `[H, 2I]`, gate first | E of `[I, H]` | `PerExpertParameters` |
+| Megatron-Core's | E of `[2I, H]`, gate first | E of `[H, I]` | `numbered.NumberedParameters` |
 | fused | `[E, H, 2I]`, gate first | `[E, I, H]` | `stacked.FusedParameters` |
 | native | `[E, 2I, H]`, in turns | `[E, H, I]` | `stacked.FusedParameters` |
 | one or the other, by turns | | | `stacked.PairParameters` |
@@ -142,7 +143,51 @@ def _weights_of(experts: Sequence[Any]) -> list[Tensor]:
     return weights
 
 
-class PerExpertParameters(ExpertParameters):
+class SeparateParameters(ExpertParameters):
+    """A parameter of each expert and projection: those of the up-projections, then the others."""
+
+    are_separate = True
+
+    def __init__(
+        self, activation: ActivationType, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> None:
+        super().__init__(activation)
+        width = pre_activation_width(intermediate_size, activation)
+        self._count, hidden = int(num_experts), int(hidden_size)
+        self._native_shapes = (
+            (self._count, width, hidden),
+            (self._count, hidden, int(intermediate_size)),
+        )
+
+    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of the constructor, which has checked the weights against them. Every backward asks."""
+        return self._native_shapes
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        # A tuple, because `WeightSource.anchor` recognises one faster than it recognises a class.
+        weights, experts = tuple(parameters or self.parameters()), self._count
+        return WeightSource(weights[:experts], weights[experts:], self.layout)
+
+    def user_gradients(
+        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One per expert and projection."""
+        weights, experts = parameters or self.parameters(), self._count
+        for index, weight in enumerate(weights):
+            is_down = index >= experts
+            sums = (native.dw2 if is_down else native.dw1)[index % experts]
+            yield weight, (self.layout.user_w2 if is_down else self.layout.user_w1)(sums), sums
+
+    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+        """A matrix of each expert."""
+        experts = self._count
+        return ParameterTargets(
+            WeightTarget.per_expert(memory[:experts], self.layout),
+            WeightTarget.per_expert(memory[experts:], self.layout),
+        )
+
+
+class PerExpertParameters(SeparateParameters):
     """ERNIE / Fleet modules: `expert.up_gate_proj.weight [H, 2I]` (split-half, gate first) and
     `expert.down_proj.weight [I, H]`.
 
@@ -150,8 +195,6 @@ class PerExpertParameters(ExpertParameters):
         experts: modules in local-id order; `None` entries (experts of other ranks) are skipped.
         num_experts, hidden_size, intermediate_size: what the weights must match.
     """
-
-    are_separate = True
 
     def __init__(
         self,
@@ -161,14 +204,12 @@ class PerExpertParameters(ExpertParameters):
         intermediate_size: int,
         activation: ActivationType,
     ) -> None:
-        super().__init__(activation)
-        width = pre_activation_width(intermediate_size, activation)
+        super().__init__(activation, num_experts, hidden_size, intermediate_size)
+        _, width, _ = self._native_shapes[0]
         self._shapes = ((hidden_size, width), (intermediate_size, hidden_size))
         self._given = experts
         self._seen = list(experts)
         self._experts = self._checked(_local(experts), num_experts)
-        count, hidden = int(num_experts), int(hidden_size)
-        self._native_shapes = (count, width, hidden), (count, hidden, int(intermediate_size))
 
     def _checked(self, local: list[Any], num_experts: int) -> list[Any]:
         # A rank without experts would have no weight from which to tell device and dtype.
@@ -210,33 +251,6 @@ class PerExpertParameters(ExpertParameters):
     def name_of(self, index: int) -> str:
         expert, is_down = index % len(self._experts), index >= len(self._experts)
         return f"experts[{expert}].{'down_proj' if is_down else 'up_gate_proj'}.weight"
-
-    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of the constructor, which has checked the weights against them. Every backward asks."""
-        return self._native_shapes
-
-    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        # A tuple, because `WeightSource.anchor` recognises one faster than it recognises a class.
-        weights, experts = tuple(parameters or self.parameters()), len(self._experts)
-        return WeightSource(weights[:experts], weights[experts:], self.layout)
-
-    def user_gradients(
-        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """One per expert and projection."""
-        weights, experts = parameters or self.parameters(), len(self._experts)
-        for index, weight in enumerate(weights):
-            is_down = index >= experts
-            sums = (native.dw2 if is_down else native.dw1)[index % experts]
-            yield weight, (self.layout.user_w2 if is_down else self.layout.user_w1)(sums), sums
-
-    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
-        """A matrix of each expert."""
-        experts = len(self._experts)
-        return ParameterTargets(
-            WeightTarget.per_expert(memory[:experts], self.layout),
-            WeightTarget.per_expert(memory[experts:], self.layout),
-        )
 
 
 def check_memory(parameters: Sequence[Tensor]) -> None:

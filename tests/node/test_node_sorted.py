@@ -1,0 +1,180 @@
+"""Rows that a dispatcher has sorted, biases as inputs, and the parameters, memory and schedule of
+Megatron-Core's layers, against the same layer of plain operations under autograd.
+"""
+
+from __future__ import annotations
+
+import pytest
+from framework import IS_PADDLE, torch
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
+from sonicmoe.node.late_wgrad import WgradStore
+from sonicmoe.node.layer_state import LayerState
+from sonicmoe.node.mlp_node import SonicMoEMlpNode
+from sonicmoe.weights.numbered import NumberedParameters
+
+pytestmark = pytest.mark.skipif(IS_PADDLE, reason="Megatron-Core runs on PyTorch")
+
+E, H, I, T = 3, 8, 16, 13
+COUNTS = [4, 0, 7]  # two rows belong to nobody
+SWIGLU = ActivationType.SWIGLU
+
+
+class Case:
+    """A layer, one batch, and what plain operations make of it."""
+
+    def __init__(self, activation=SWIGLU, biased=False, probs=True):
+        torch.manual_seed(3)
+        self.gated = activation is SWIGLU
+        self.up, self.down = torch.nn.Module(), torch.nn.Module()
+        for expert in range(E):
+            for module, shape in ((self.up, ((1 + self.gated) * I, H)), (self.down, (H, I))):
+                weight = torch.nn.Parameter(torch.randn(shape) * 0.3)
+                module.register_parameter(f"weight{expert}", weight)
+        self.weights = [*self.up.parameters(), *self.down.parameters()]
+        self.x, self.counts = torch.randn(T, H), torch.tensor(COUNTS)
+        self.probs = torch.rand(T) if probs else None
+        shapes = ((E, (1 + self.gated) * I), (E, H)) if biased else ()
+        self.biases = tuple(torch.randn(shape) for shape in shapes)
+        self.inputs = [t for t in (self.x, self.probs, *self.biases) if t is not None]
+        for tensor in self.inputs:
+            tensor.requires_grad_()
+        self.activation, self.dout = activation, torch.randn(T, H)
+
+    def node(self, store=None, **options):
+        modules, sizes = (self.up, self.down), (E, H, I)
+        state = LayerState(NumberedParameters(*modules, sizes, self.activation, **options))
+        state.offers = None if store is None else lambda: store
+        return SonicMoEMlpNode.over(state, self.activation)
+
+    def run(self, node):
+        return node.forward_sorted(self.x, self.counts, self.probs, biases=self.biases or None)
+
+    def plain(self):
+        rows = []
+        for expert, part in enumerate(self.x[: sum(COUNTS)].split(COUNTS)):
+            z = part @ self.weights[expert].T
+            z = z + self.biases[0][expert] if self.biases else z
+            gate, up = z.chunk(2, -1) if self.gated else (z, 1.0)
+            act = torch.nn.functional.silu(gate) if self.gated else torch.relu(gate) ** 2
+            y = (act * up) @ self.weights[E + expert].T
+            rows.append(y + self.biases[1][expert] if self.biases else y)
+        out = torch.cat([*rows, torch.zeros(T - sum(COUNTS), H)])
+        return out if self.probs is None else out * self.probs.unsqueeze(-1)
+
+    def wanted(self):
+        """Gradients of the inputs, then of the weights; zeros where nothing reaches one."""
+        wanted = [*self.inputs, *self.weights]
+        found = torch.autograd.grad(self.plain(), wanted, self.dout, allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def close(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ])
+@pytest.mark.parametrize(("biased", "probs"), [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_equals_plain_operations(activation, biased, probs, main_grad):
+    case = Case(activation, biased, probs)
+    for weight in case.weights if main_grad else ():
+        weight.main_grad = torch.zeros_like(weight)
+    with torch.no_grad():
+        case.x[sum(COUNTS) :] = float("nan")  # nobody reads rows that belong to nobody
+    node = case.node()
+    out = case.run(node)
+    close([out], [case.plain()])
+    out.backward(case.dout)
+    of_weights = [weight.main_grad if main_grad else weight.grad for weight in case.weights]
+    close([*(tensor.grad for tensor in case.inputs), *of_weights], case.wanted())
+    if main_grad:
+        assert all(weight.grad is None for weight in case.weights)
+
+
+def test_gradients_go_through_autograd_by_name():
+    case = Case()
+    for weight in case.weights:
+        weight.main_grad = torch.full_like(weight, 7.0)
+    case.run(case.node(through_autograd=True)).backward(case.dout)
+    close([weight.grad for weight in case.weights], case.wanted()[2:])
+    assert all((weight.main_grad == 7.0).all() for weight in case.weights)
+
+
+def test_a_schedule_runs_the_gradients_of_whole_backwards_in_order():
+    case, store, fired = Case(), WgradStore(), []
+    for weight in case.weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+        weight.register_post_accumulate_grad_hook(fired.append)
+    node = case.node(store)
+    for _ in range(2):
+        case.run(node).backward(case.dout)
+    assert not fired
+    assert all((weight.main_grad == 0).all() for weight in case.weights)
+    wanted = case.wanted()[2:]
+    for times in (1, 2, 2):  # the third finds nothing
+        store.run()
+        close([weight.main_grad for weight in case.weights], [times * dw for dw in wanted])
+    assert all(weight.grad_added_to_main_grad for weight in case.weights)
+    assert all((weight.grad == 0).all() for weight in case.weights)
+    with pytest.raises(ConfigError, match="biases came to a node whose weight gradients are put"):
+        node.forward_sorted(case.x, case.counts, biases=(torch.zeros(E, 2 * I), torch.zeros(E, H)))
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+def test_memory_is_asked_for_at_each_backward(put_off):
+    """Megatron-FSDP's words: a getter, and writing in place of adding."""
+    case, store = Case(), WgradStore() if put_off else None
+    asked = []
+    for weight in case.weights:
+
+        def get(weight=weight):
+            asked.append(weight)
+            return torch.full_like(weight, float("nan"))
+
+        weight.get_main_grad, weight.overwrite_main_grad = get, True
+    node = case.node(store)
+    for times in (1, 2):
+        case.run(node).backward(case.dout)
+        if store is not None:
+            store.run()
+        assert len(asked) == times * len(case.weights)
+        close([weight.main_grad for weight in case.weights], case.wanted()[2:])
+
+
+def test_stand_ins_share_memory_and_stay_zero():
+    case = Case()
+    for weight in case.weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    node = case.node()
+    case.run(node).backward(case.dout)
+    up = case.weights[:E]
+    assert len({weight.grad.data_ptr() for weight in up}) == 1
+    up[0].grad.fill_(5.0)  # somebody writes where others look
+    for weight in case.weights:
+        weight.grad = None
+    case.run(node).backward(case.dout)
+    assert all((weight.grad == 0).all() for weight in case.weights)
+
+
+def test_bad_arguments_are_named():
+    case = Case()
+    node = case.node()
+    with pytest.raises(RoutingError, match="counts sum to 14 rows and there are 13"):
+        node.forward_sorted(case.x, torch.tensor([7, 0, 7]))
+    with pytest.raises(ShapeError, match=r"counts has shape \(2,\)"):
+        node.forward_sorted(case.x, torch.tensor([4, 7]))
+    with pytest.raises(DTypeError, match="probs is float64"):
+        node.forward_sorted(case.x, case.counts, torch.rand(T, dtype=torch.float64))
+    with pytest.raises(ShapeError, match=r"b2 has shape \(3, 7\)"):
+        node.forward_sorted(case.x, case.counts, biases=(torch.zeros(E, 2 * I), torch.zeros(E, 7)))
+    for weight in case.weights:
+        weight.requires_grad_(False)
+    biases = torch.zeros(E, 2 * I), torch.zeros(E, H, requires_grad=True)
+    with pytest.raises(ConfigError, match="biases train and none of their weights does"):
+        node.forward_sorted(case.x, case.counts, biases=biases)
+    case.down.weight1 = torch.nn.Parameter(torch.randn(I, H))
+    with pytest.raises(ShapeError, match=r"down.weight1 has shape \(16, 8\); needed: \[H, I\]"):
+        node.forward_sorted(case.x, case.counts)
