@@ -24,8 +24,10 @@ from ..diagnostics.cases import (
 )
 from ..diagnostics.golden_stages import TENSORS
 from ..diagnostics.json_data import plain
+from ..diagnostics.step_dump import StepSettings
 from ..enums import ZCode
 from ..quant.recipes import RECIPES, Fp8Recipe
+from .activation import activation_options
 from .framework import framework_option, load_framework
 from .refusals import Location, OneLineCommand
 from .screen import Activity, print_table
@@ -87,6 +89,7 @@ def _sizes(command: Any) -> Any:
     help="Inputs of a real call (.npz); may be repeated.",
 )
 @_sizes
+@activation_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @framework_option("Runs the reference engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -97,6 +100,8 @@ def numerics(
     dispatch: tuple[str, ...],
     against: str,
     captured: tuple[Path, ...],
+    activation: str,
+    parameters: tuple[tuple[str, float], ...],
     seed: int,
     framework: str,
     as_json: bool,
@@ -114,12 +119,13 @@ def numerics(
     codes = [code for code in ZCode if not z or code.value in z]
     # Sizes that no layer has, and files that hold no call, are refused before the import.
     problem = Sizes(**sizes)
+    layer = StepSettings.of(activation=activation, activation_parameters=dict(parameters))
     from_files = [load_case(path) for path in captured]
     load_framework(framework)
     with Activity("numerics") as doing:
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
         # A generator, so that one case at a time is in memory.
-        cases = (make_case(kind, problem, seed) for kind in kinds)
+        cases = (make_case(kind, problem, seed, layer) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
         bar = BASELINES[against]
         results = measure(from_files, cases, len(kinds), recipes, codes, ways, bar, doing)

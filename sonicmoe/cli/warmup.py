@@ -16,7 +16,6 @@ from rich.table import Table
 from ..architectures import DEFAULT_ARCH, chosen_arch
 from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan
-from ..enums import ActivationType
 from ..host import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
 from ..jit.errors import PackError
@@ -26,6 +25,7 @@ from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
+from .activation import activation_options
 from .refusals import Location, OneLineCommand
 from .screen import Activity
 
@@ -48,14 +48,7 @@ MOST = 2**31 - 1
     show_default=True,
     help="Dtype of the tokens.",
 )
-@click.option(
-    "--activation", type=click.Choice([member.value for member in ActivationType]),
-    default=ActivationType.SWIGLU.value, show_default=True, help="The expert's activation.",
-)  # fmt: skip
-@click.option(
-    "--activation-parameter", "parameters", multiple=True, metavar="NAME=VALUE",
-    help="A number of the activation that the layers set (limit=7); give it again for another one.",
-)  # fmt: skip
+@activation_options
 @click.option(
     "--arch",
     show_default=f"that of this host's GPUs, and {DEFAULT_ARCH} where it has none",
@@ -89,7 +82,7 @@ def warmup(
     precision: str,
     dtype: str,
     activation: str,
-    parameters: tuple[str, ...],
+    parameters: tuple[tuple[str, float], ...],
     arch: str | None,
     jobs: int | None,
     cache_dir: Path | None,
@@ -114,9 +107,10 @@ def warmup(
     for name, size in sizes.items():
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
-    own = tuple(map(_read_parameter, parameters))
     arch = chosen_arch(arch, capabilities_of_host())
-    spec = ModelSpec(experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, own)
+    spec = ModelSpec(
+        experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, parameters
+    )
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
@@ -135,18 +129,6 @@ def warmup(
         held = [artefact for artefact in found if artefact is not None]
         _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
-
-
-def _read_parameter(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    # Whether the activation has such a parameter is asked where the model is made.
-    try:
-        return name, float(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}; needed: NAME=VALUE, for example limit=7",
-            param_hint="--activation-parameter",
-        ) from None
 
 
 def _refuse_beside_unpack(ctx: click.Context, allowed: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..enums import ZCode
+from ..enums import ZCode, is_glu
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
 from ..quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
@@ -74,6 +74,7 @@ BASELINES = {
 
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0
+_DEFAULTS = StepSettings()
 _FP64 = 8  # the bytes of a number while a case is generated
 
 
@@ -134,9 +135,10 @@ def round_to_bf16(values: Array) -> Array:
     return np.where(np.isfinite(exact), rounded.view(np.float32), exact)
 
 
-def make_case(kind: str, sizes: Sizes, seed: int) -> StepDump:
-    """A case of one of `DATA_KINDS`; the same bits for the same arguments. Weights have variance 1
-    / fan_in before heavy tails. ConfigError for another kind.
+def make_case(kind: str, sizes: Sizes, seed: int, settings: StepSettings = _DEFAULTS) -> StepDump:
+    """A case of one of `DATA_KINDS`, of experts with the activation of `settings`; the same bits for
+    the same arguments. Weights have variance 1 / fan_in before heavy tails. ConfigError for another
+    kind.
     """
     expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
     # numpy's generator, so that both frameworks and every device get the same case.
@@ -156,14 +158,15 @@ def make_case(kind: str, sizes: Sizes, seed: int) -> StepDump:
             matrix[:, channels] *= OUTLIER_GAIN
     scores = rng.random((sizes.tokens, sizes.experts))
     weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
+    width = sizes.intermediate * (2 if is_glu(settings.activation_type) else 1)
     made = StepDump(
         kind,
-        StepSettings(),
+        settings,
         x=x,
         # The K experts with the smallest random scores: distinct, and uniformly chosen.
         indices=np.argsort(scores, axis=1)[:, : sizes.topk],
         probs=weights / weights.sum(1, keepdims=True),
-        w1=draw(sizes.experts, 2 * sizes.intermediate, sizes.hidden) / math.sqrt(sizes.hidden),
+        w1=draw(sizes.experts, width, sizes.hidden) / math.sqrt(sizes.hidden),
         w2=draw(sizes.experts, sizes.hidden, sizes.intermediate) / math.sqrt(sizes.intermediate),
         dout=dout,
     )

@@ -38,8 +38,8 @@ from sonicmoe.diagnostics.numerics import (
     run_recipe,
     score,
 )
-from sonicmoe.diagnostics.step_dump import DumpError, save_dump
-from sonicmoe.enums import ZCode
+from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, save_dump
+from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.quant.recipes import RECIPES
 
@@ -168,6 +168,47 @@ def test_square_blocks_of_32_are_no_worse_than_mxfp8(kind):
     (coarser,) = evaluate(case, [iso32], [ZCode.E4M3], against=mxfp8)
     if kind == "gaussian":
         assert any(words.startswith("dw1 ") for words in coarser.failures)
+
+
+GATES = [member for member, record in ACTIVATIONS.items() if record.gated]
+
+
+def rmse(found, wanted):
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.value)
+def test_gates_stay_within_7_5_percent_but_for_reglu(gate):
+    """SwiGLU's bars are tighter than others can meet: SiTU-GLU's caps bend the slope where z is.
+
+    ReLU has a kink there. FP8 operands leave z an error of 3.7 %. So z has the wrong sign in atan(0.037) / pi of all
+    places, and ReLU's slope is wrong there, whatever the recipe and the code of z.
+    """
+    case = make_case("gaussian", SMALL, 0, StepSettings.of(activation=gate.value))
+    if gate is not ActivationType.REGLU:
+        (result,) = evaluate(case, [DEFAULT_RECIPE], [DEFAULT_Z])
+        errors = [one.overall for one in result.scores.values()]
+        assert max(error.rmse for error in errors) <= 0.075
+        assert max(error.ratio for error in errors) <= BASELINE.slack
+        return
+    wanted = golden_tensors(case)["dw1"]
+    for recipe, code in ((DEFAULT_RECIPE, DEFAULT_Z), (RECIPES["deepseek-v3"], ZCode.BF16)):
+        found = run_recipe(case, recipe, code)["dw1"]
+        assert rmse(found[:, 1::2], wanted[:, 1::2]) < RMSE_BARS["dw1"]
+        wrong_signs = math.hypot(RMSE_BARS["dw1"], math.sqrt(math.atan(0.037) / math.pi / 0.5))
+        assert rmse(found[:, 0::2], wanted[:, 0::2]) == pytest.approx(wrong_signs, rel=0.05)
+
+
+def test_the_command_takes_an_activation():
+    options = ["--recipe", "dx256", "--z", "bf16", *TINY_OPTIONS]
+    clamped = ["--activation", "swiglu_clamp", "--activation-parameter"]
+    plain, far, near = (
+        measured(*options, *own)[0]["tensors"]["dx"]["rmse"]
+        for own in ([], [*clamped, "limit=100"], [*clamped, "limit=1"])
+    )
+    assert plain == far < near
+    refused = run(*options, "--activation-parameter", "limit=1")
+    assert refused.exit_code != 0 and "swiglu has []" in refused.output
 
 
 def test_the_command_says_what_is_compared_with():
