@@ -11,8 +11,10 @@ import torch
 
 from ..engine.interface import EngineWeights, GradientTargets, NativeBuffer, ParameterTargets
 from ..errors import ConfigError, expect
-from ..interop import requires_grad
+from ..interop import require_framework_tensor, requires_grad
 from ..layouts import WeightLayout
+from ..refusals import need_shape
+from ..weights.parameters import ExpertParameters
 
 Tensor = torch.Tensor
 
@@ -26,16 +28,25 @@ class Biases(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
     @classmethod
-    def of(cls, given: tuple[Tensor, Tensor], layout: WeightLayout, frozen: bool) -> Biases:
-        """Of the caller's tensors, which may be part of a graph; `frozen`: no weight trains."""
-        expect(
-            not (frozen and any(map(requires_grad, given))),
-            ConfigError,
-            "the experts' biases train and none of their weights does; needed: a weight that "
-            "trains, because the gradients of biases are summed with those of the weights",
-        )
+    def of(
+        cls, given: tuple[Tensor, Tensor], layer: ExpertParameters, frozen: bool, puts_off: bool
+    ) -> Biases:
+        """Of the caller's tensors, which may be part of a graph. `frozen`: no weight trains; `puts_off`:
+        weight gradients may be complete after their backward only.
+        """
+        (experts, n1, hidden), _ = layer.native_shapes()
+        for name, bias, width in zip(("b1", "b2"), given, (n1, hidden), strict=True):
+            require_framework_tensor(bias, name)
+            need_shape(tuple(bias.shape) == (experts, width), name, bias, (experts, width))
+        trained = any(map(requires_grad, given))
+        because = "the gradients of biases are summed with those of the weights"
+        words = f"the experts' biases train and none of their weights does, and {because}"
+        expect(not (frozen and trained), ConfigError, f"{words}; needed: a weight that trains")
+        words = "biases came to a node that puts off weight gradients (split_wgrad, a schedule)"
+        needed = "a node that puts off none"
+        expect(not puts_off, ConfigError, f"{words}, and {because}; needed: {needed}")
         b1, b2 = (bias.detach().to(torch.float32) for bias in given)
-        return cls(b1, b2, layout, (given[0].dtype, given[1].dtype))
+        return cls(b1, b2, layer.layout, (given[0].dtype, given[1].dtype))
 
     def native(self) -> tuple[Tensor, Tensor]:
         """In the native order."""

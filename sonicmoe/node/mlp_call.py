@@ -288,7 +288,8 @@ def call_on(
     biases = None
     if arrived.biases is not None:
         frozen = not any(map(requires_grad, parameters))
-        biases = Biases.of(arrived.biases, state.parameters.layout, frozen)
+        puts_off = state.wgrad_queue is not None or state.offers is not None
+        biases = Biases.of(arrived.biases, state.parameters, frozen, puts_off)
     return MlpCall(
         state=state,
         config=active_config(),

@@ -19,15 +19,8 @@ from ..enums import (
     member_of,
 )
 from ..errors import ConfigError, LayoutError, expect
-from ..interop import (
-    grad_enabled,
-    holds_memory,
-    is_cuda,
-    require_framework_tensor,
-    requires_grad,
-)
+from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
 from ..layouts import NATIVE
-from ..refusals import need_shape
 from ..weights.copies import WeightCopies
 from ..weights.parameters import PerExpertParameters
 from ..weights.stacked import FusedParameters, StackedWeight
@@ -295,7 +288,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         return self._run(x, arrived)
 
     def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
-        self._check_biases(arrived.biases)
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)
         with self._choices.scope():
@@ -305,22 +297,6 @@ class SonicMoEMlpNode(NodeUpkeep):
             if wanted and grad_enabled():
                 return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
             return call.run(inputs, save=False)[0]
-
-    def _check_biases(self, biases: tuple[Tensor, Tensor] | None) -> None:
-        if biases is None:
-            return
-        b1, b2 = biases
-        (experts, n1, hidden), _ = self._state.parameters.native_shapes()
-        for name, bias, shape in (("b1", b1, (experts, n1)), ("b2", b2, (experts, hidden))):
-            require_framework_tensor(bias, name)
-            need_shape(tuple(bias.shape) == shape, name, bias, shape)
-        expect(
-            self._state.wgrad_queue is None and self._state.offers is None,
-            ConfigError,
-            "biases came to a node whose weight gradients are put off (split_wgrad, or a schedule's "
-            "hook), and theirs are complete when a backward returns; needed: a node that puts off "
-            "none",
-        )
 
     def forward_step(
         self,

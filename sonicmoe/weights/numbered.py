@@ -30,7 +30,7 @@ class NumberedParameters(SeparateParameters):
         self,
         up: Any,
         down: Any,
-        sizes: tuple[int, int, int],
+        sizes: Sequence[int],
         activation: ActivationType,
         *,
         names: tuple[str, str] = ("up", "down"),

@@ -119,7 +119,7 @@ def test_a_schedule_runs_the_gradients_of_whole_backwards_in_order():
         close([weight.main_grad for weight in case.weights], [times * dw for dw in wanted])
     assert all(weight.grad_added_to_main_grad for weight in case.weights)
     assert all((weight.grad == 0).all() for weight in case.weights)
-    with pytest.raises(ConfigError, match="biases came to a node whose weight gradients are put"):
+    with pytest.raises(ConfigError, match="biases came to a node that puts off"):
         node.forward_sorted(case.x, case.counts, biases=(torch.zeros(E, 2 * I), torch.zeros(E, H)))
 
 

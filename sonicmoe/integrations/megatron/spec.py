@@ -1,0 +1,59 @@
+"""Layer specifications with the engine's experts: `ModuleSpec` (0.16) and builders (0.19)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from ...errors import LayoutError, expect
+from .dispatcher import SonicMoELayer
+from .experts import SonicExperts
+
+
+def use_sonicmoe(spec: Any, **options: Any) -> Any:
+    """A copy of `spec` whose MoE layers have the engine's experts.
+
+    Args:
+        spec: of a transformer layer, of a block of layers, or of an MoE layer, as
+            `get_gpt_layer_local_spec`, `get_gpt_layer_with_transformer_engine_spec`,
+            `get_gpt_decoder_block_spec` and `get_moe_module_spec` return them.
+        options: fields of `SonicMoEConfig` for every such layer, such as `fp8_mode="perf"`.
+
+    Raises:
+        LayoutError: there is no MoE layer in it. Unknown options raise where the model is built.
+    """
+    made = copy.deepcopy(spec)
+    kind = getattr(spec, "__name__", type(spec).__name__)
+    needed = "a spec of an MoE layer, or of layers that have one (num_experts)"
+    words = f"spec is {kind}, and no MoE layer is in it; needed: {needed}"
+    expect(_replace_in(made, options) > 0, LayoutError, words)
+    return made
+
+
+def _replace_in(spec: Any, options: dict[str, Any]) -> int:
+    """Replace the experts of every MoE layer below; returns how many there were."""
+    is_partial = isinstance(spec, functools.partial)
+    module = spec.func if is_partial else getattr(spec, "module", None)
+    submodules = (
+        spec.keywords.get("submodules") if is_partial else getattr(spec, "submodules", spec)
+    )
+    if isinstance(module, type) and issubclass(module, MoELayer):
+        submodules.experts = _experts(is_partial, options)
+        # A class of the user's own keeps its dispatcher.
+        if module is MoELayer and is_partial:
+            spec.__setstate__((SonicMoELayer, spec.args, spec.keywords, spec.__dict__))
+        elif module is MoELayer:
+            spec.module = SonicMoELayer
+        return 1
+    below = getattr(submodules, "layer_specs", None) or [getattr(submodules, "mlp", None)]
+    return sum(_replace_in(each, options) for each in below if each is not None)
+
+
+def _experts(is_builder: bool, options: dict[str, Any]) -> Any:
+    if is_builder:
+        return functools.partial(SonicExperts, **options)
+    return ModuleSpec(module=SonicExperts, params=options)

@@ -1,0 +1,94 @@
+"""What Megatron-Core asks of a GPU, of apex or of DeepEP, where there are none. Each stand-in has its
+reason. None touches the experts, nor the dispatchers between two exchanges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.dummy
+from types import SimpleNamespace
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.nn.functional as exchange
+
+# Its functions are decorated with torch.compile, which would start a C++ compiler for each.
+torch._dynamo.config.disable = True
+# Memory is made on this device without a question.
+torch.cuda.current_device = lambda: "cpu"
+torch.cuda.synchronize = lambda *_: None
+
+
+class _Stream:
+    """The alltoall dispatcher copies counts to the host on a stream of its own."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+_STREAM = _Stream()
+torch.cuda.Stream = lambda *_, **__: _STREAM
+torch.cuda.current_stream = lambda *_: _STREAM
+torch.cuda.stream = lambda _: contextlib.nullcontext()
+
+# After the above, because these modules ask for the device as they are imported.
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+
+# The tracker of random states has states of CUDA devices only.
+tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+# 0.16.1 defines this name only where Transformer Engine is installed, and reads it anywhere.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+# Writers of a checkpoint are forked, and threads of PyTorch do not survive a fork.
+filesystem_async.mp = SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
+# apex has the GEMM by which stock layers add to main_grad.
+layers._grad_accum_fusion_available = True
+layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+    wgrad_gemm_accum_fp32=lambda x, dy, main_grad: main_grad.addmm_(dy.T, x)
+)
+
+
+def _as_list(tensor, as_numpy=False, record_stream=False):
+    """On a host the splits of an exchange stay tensors, which gloo does not take."""
+    return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+token_dispatcher.maybe_move_tensor_to_cpu = _as_list
+
+
+# DeepEP, by exchanges of everything: all ranks have equally many tokens.
+
+
+def _fused_dispatch(x, indices, probs, num_experts, group, **_):
+    all_x, all_probs = (torch.cat(exchange.all_gather(t.contiguous(), group)) for t in (x, probs))
+    all_ids = [torch.empty_like(indices) for _ in range(group.size())]
+    dist.all_gather(all_ids, indices, group)
+    experts = num_experts // group.size()
+    ids = torch.cat(all_ids) - group.rank() * experts
+    here = (ids >= 0) & (ids < experts)
+    rows = here.any(1).nonzero().squeeze(1)
+    ids = torch.where(here, ids, -1)[rows]
+    # DeepEP leaves zeros where an id is -1.
+    probs = torch.where(ids >= 0, all_probs[rows], 0.0)
+    counts = torch.bincount(ids[ids >= 0], minlength=experts)
+    return all_x[rows], ids, probs, counts, (rows, int(all_x.shape[0]))
+
+
+def _fused_combine(rows, group, handle, **_):
+    places, count = handle
+    whole = rows.new_zeros(count, rows.shape[1]).index_add(0, places, rows)
+    return exchange.all_reduce(whole, group=group).chunk(group.size())[group.rank()], None
+
+
+token_dispatcher.fused_dispatch = _fused_dispatch
+token_dispatcher.fused_combine = _fused_combine
+token_dispatcher.set_deepep_num_sms = lambda _: None

@@ -1,0 +1,52 @@
+"""A small GPT MoE of the real Megatron-Core on two gloo ranks with expert parallelism 2: our experts
+against stock ones, under each dispatcher, and checkpoints that one saves and the other loads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import worlds
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank has printed."""
+    root = tmp_path_factory.mktemp("megatron")
+    variables = worlds.torchrun_variables(2)
+    for each in variables:
+        each["PYTHONPATH"] = f"{worlds.environment()['PYTHONPATH']}:{HERE}"
+    outputs = worlds.run_world(lambda _: (HERE / "megatron_worker.py", root), variables)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def close(found, wanted, tolerance):
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=tolerance)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
+def test_losses_and_gradients_are_those_of_stock_experts(ranks, dispatcher):
+    for results in ranks:
+        close(results[f"{dispatcher} ours"], results[f"{dispatcher} stock"], 1e-5)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("autograd", 1e-5), ("late", 1e-5), ("fp8", 0.02)])
+def test_other_ways_of_gradients_and_fp8_train_alike(ranks, name, tolerance):
+    """`autograd`: without gradient_accumulation_fusion. `late`: with delay_wgrad_compute."""
+    for results in ranks:
+        close(results[name], results["alltoall stock"], tolerance)
+        assert name != "fp8" or results[name] != results["alltoall ours"]
+
+
+def test_checkpoints_are_exchanged_and_another_shape_is_named(ranks):
+    """Every model above began with what stock experts have saved."""
+    for results in ranks:
+        assert results["exchanged"]
+        assert results["allreduce"] == [False]
+        assert "(2, 4, 256, 32)) tensor for key" in results["wrong shape"]
+        assert results["wrong shape"].endswith("experts.linear_fc1.weight")
