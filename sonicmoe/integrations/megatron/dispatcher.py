@@ -42,7 +42,16 @@ class RowsDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
         return hidden_states
 
 
-class SonicMoELayer(MoELayer):  # type: ignore[misc]
+class _EqualToStock(type(MoELayer)):  # type: ignore[misc]
+    """A layer of 0.16 passes its process groups on to the classes that it lists, found by `==`."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is MoELayer
+
+    __hash__ = type.__hash__
+
+
+class SonicMoELayer(MoELayer, metaclass=_EqualToStock):  # type: ignore[misc]
     """Megatron's MoE layer; over DeepEP, with `RowsDispatcher`."""
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
