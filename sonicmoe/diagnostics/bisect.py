@@ -179,7 +179,8 @@ class _Judge:
     def __init__(self, step: StepDump, layout: RowLayout) -> None:
         self._step, self._layout, self._expected = step, layout, golden_stages(step, layout)
         self.standards: dict[str, Array] = {}
-        self._stage_bar, self._row_bar = PLAIN_BARS if step.settings.recipe is None else FP8_BARS
+        self._quantised = step.settings.recipe is not None
+        self._stage_bar, self._row_bar = FP8_BARS if self._quantised else PLAIN_BARS
 
     def comparable(self, run: StageRun) -> dict[str, StageValue]:
         """The stages of a run in the shapes of the golden. Engines show what they have: a stage of
@@ -218,7 +219,7 @@ class _Judge:
             if name == "routing":
                 faults += self._routing(run.routing)
             elif name in values:
-                stats[name], found = self._stage(name, values[name])
+                stats[self._shown(name)], found = self._stage(name, values[name])
                 faults += found
         harmless: tuple[str, ...] = ()
         # NaN in padding rows is a fault only if it went further: engines that read no padding need
@@ -231,7 +232,7 @@ class _Judge:
             run.engine,
             stats,
             faults[0] if faults else None,
-            tuple(name for name in stages if name != "routing" and name not in values),
+            tuple(self._shown(one) for one in stages if one != "routing" and one not in values),
             tuple(dict.fromkeys(fault.stage for fault in faults)),
             run.error,
             harmless,
@@ -302,7 +303,11 @@ class _Judge:
     def _fault(self, name: str, kind: str, index: tuple[int, ...], what: str) -> Fault:
         place, caller = self._place(name, index), self._step.caller
         called = None if caller is None else caller.called(name, place.expert)
-        return Fault(name, kind, place, what, called)
+        return Fault(self._shown(name), kind, place, what, called)
+
+    def _shown(self, name: str) -> str:
+        """The name of a stage in a report: operands of a step without FP8 are no FP8 codes."""
+        return name if self._quantised else name.replace("_fp8", "_read")
 
     def _routing(self, found: dict[str, Array]) -> list[Fault]:
         # All engines share the builder of the routing, so only the contract can judge it. The first

@@ -14,25 +14,26 @@ from .stage_stats import StageStats
 if TYPE_CHECKING:
     from .bisect import Report
 
-WIDTH = 160
+WIDTH = 100
 # What to do about inputs that other modules made.
 _OUTSIDE = {
     "x": "it came from before the experts: look for the first module whose output is not finite; where a gradient "
     "was bad first, torch.autograd.detect_anomaly() names the line of its forward (PyTorch)",
     "dout": "it came from outside the experts, from the side of the loss: torch.autograd.detect_anomaly() names the line "
     "of the forward whose backward returned it first (PyTorch)",
+    "probs": "they came from before the experts: look at the router, its weights and its logits",
 }
 
 
 def stage_table(report: Report) -> Table:
     """One row per stage in the order in which they run; the first wrong one stands out."""
     columns = (
-        "stage", "total", "finite", "NaN", "inf", "first bad", "min", "max", "saturated",
-        "underflow", "cosine to fp64", "rel. RMSE",
+        "stage", "total", "finite", "NaN", "inf", "first\nbad", "min", "max", "satu-\nrated",
+        "under-\nflow", "cosine\nto fp64", "rel.\nRMSE",
     )  # fmt: skip
     layer = f" of {report.layer}" if report.layer else ""
     title = f"{report.step}{layer} on engine {report.engine}"
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name, stats in report.stats.items():
         first = report.fault is not None and name == report.fault.stage
         # Red is the cause, yellow are stages that it has spread to.
@@ -91,7 +92,8 @@ def text_of(report: Report) -> str:
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False, no_color=True)
     console.print(stage_table(report))
     assert isinstance(console.file, io.StringIO)
-    return "\n".join([*verdict(report), console.file.getvalue().rstrip()])
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "\n".join([*verdict(report), *lines])
 
 
 def _figure(value: float, form: str) -> str:

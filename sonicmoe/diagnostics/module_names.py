@@ -37,6 +37,18 @@ def caller_of(call: ExpertCall) -> Caller:
     return Caller({**tokens, **weights}, module or _common_module(owned))
 
 
+def parameters_behind(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names of the parameters that the weights of a module may be computed from, with this rank's
+    part: its own, and those of adapters around it (PEFT keeps what it wraps as `base_layer`).
+    """
+    owners = _Owners([])
+    while adapter := owners.wrapper_of(module, "base_layer"):
+        module = adapter
+    prefix = owners.path_of(module)
+    for name, parameter in module.named_parameters():
+        yield f"{prefix}.{name}".lstrip("."), _local(parameter)
+
+
 def shares_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same tensor, or views of the same memory."""
     if one is other:
@@ -92,6 +104,11 @@ class _Owners:
         """The name of a module, empty where it is not known or the outermost."""
         paths = self._paths(module, ())
         return min(paths, key=_outermost, default="").removesuffix(".")
+
+    def wrapper_of(self, module: Any, name: str) -> Any:
+        """The module that keeps this one under that name, or None."""
+        above = self._above.get(id(module), [])
+        return next((parent for parent, own in above if own == name), None)
 
     def _paths(self, module: Any, below: tuple[int, ...]) -> Iterator[str]:
         """What stands before the name of the module's parameters, ending in a dot."""

@@ -14,12 +14,21 @@ import numpy as np
 import torch
 
 from ..errors import SonicMoEError
-from ..interop import device_name, holds_memory
-from ..observe import BackwardBegins, BackwardDone, CallEvent, ExpertCall, ForwardDone, observing
+from ..interop import IS_PADDLE, device_name, holds_memory
+from ..observe import (
+    FACES,
+    BackwardBegins,
+    BackwardDone,
+    CallEvent,
+    ExpertCall,
+    ForwardDone,
+    observing,
+)
 from ..quant.tokens import anchor_of
 from .bisect import Report, bisect
 from .bisect_report import text_of
 from .capture import step_of_backward, step_of_forward
+from .module_names import parameters_behind
 from .step_dump import StepDump, save_dump
 
 logger = logging.getLogger("sonicmoe")
@@ -137,6 +146,7 @@ class _Watcher:
             f"{called}{layer} is not finite (engine {engine}, {step.name} since detection began)",
             text_of(report),
         ]
+        lines += _about_adapters(report, call)
         lines += _about_copies(step, call)
         if report.fault is None and len(lines) == 2:
             lines.append(
@@ -168,6 +178,21 @@ def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:
         f"the engine computed on FP8 copies of {' and '.join(old)} that are older than the weights: "
         "call invalidate_caches() after a write through .data, or by an optimizer that is no torch.optim.Optimizer"
     ]
+
+
+def _about_adapters(report: Report, call: ExpertCall) -> list[str]:
+    """A line where a weight that is not finite is computed from others, as adapters do: the
+    parameter under its own name may be sound.
+    """
+    stage = "" if report.fault is None else report.fault.stage
+    if IS_PADDLE or call.module is None or stage not in call.weights:
+        return []
+    behind = parameters_behind(call.module)
+    bad = [name for name, parameter in behind if not all_finite(parameter)]
+    own = str(getattr(FACES[call.face], stage))
+    if not bad or any(f".{name}".endswith(f".{own}") for name in bad):
+        return []
+    return [f"{own} is computed from parameters that are not finite: {', '.join(bad)}"]
 
 
 def _are_finite(weights: Sequence[Tensor]) -> bool:

@@ -123,7 +123,7 @@ SIZES = Sizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
 FUSED = {
     # dz and y1s themselves are the operands of wgrad.
     EngineName.HOPPER: {"dy1", "wgrad_dz", "wgrad_y1s"},
-    EngineName.BF16: {"dy1", "x_fp8", "dout_fp8", "dz_fp8", *WGRAD_OPERANDS},
+    EngineName.BF16: {"dy1", "x_read", "dout_read", "dz_read", *WGRAD_OPERANDS},
     EngineName.REFERENCE: set(),
 }
 

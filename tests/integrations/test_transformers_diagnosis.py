@@ -101,6 +101,7 @@ def test_tokens_probabilities_and_the_gradient():
     text = str(found(lambda: step(model)))
     assert "of model.layers.1.mlp.experts is not finite" in text
     assert "first bad: input probs = top_k_weights at expert" in text
+    assert "came from before the experts: look at the router" in text
 
     model = build(FAMILIES["qwen3-moe"](LAYERS), "sonicmoe")
     spoil(model.model.layers[1].post_attention_layernorm.weight, 5)
@@ -136,9 +137,21 @@ def test_a_weight_that_is_computed_has_the_name_of_its_attribute(implementation,
     report = bisect(written, "reference")
     assert report.healthy and report.missing == ()
     spoil(experts.parametrizations.gate_up_proj.original, 5, 60, 3)
-    line = fault_of(found(lambda: step(model)))
+    error = found(lambda: step(model))
     named = "model.layers.1.mlp.experts.gate_up_proj at expert 5, row "
-    assert line.startswith(f"first bad: input w1 = {named}")
+    assert fault_of(error).startswith(f"first bad: input w1 = {named}")
+    original = "model.layers.1.mlp.experts.parametrizations.gate_up_proj.original"
+    assert str(error).endswith(f"gate_up_proj is computed from parameters that are not finite: {original}")  # fmt: skip
+
+
+def test_an_adapter_is_named_in_place_of_the_sound_base_weight():
+    peft = pytest.importorskip("peft")
+    model = build(FAMILIES["qwen3-moe"](2), "sonicmoe")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=targets))
+    name = next(n for n, _ in model.named_parameters() if "layers.1" in n and "lora_A" in n)
+    spoil(model.get_parameter(name), 1, 3)
+    assert str(found(lambda: step(model))).endswith(f"parameters that are not finite: {name}")
 
 
 @pytest.fixture
