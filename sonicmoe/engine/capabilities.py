@@ -253,7 +253,16 @@ def lost_on_gpus(workload: Workload) -> str | None:
         if not others:
             return f"a GPU computes it without FP8 ({'; '.join(reasons)})"
         reasons += others
-    return f"a GPU computes it in plain tensor operations, which are slow ({'; '.join(reasons)})"
+    why = f"{'; '.join(reasons)}{remedy(workload)}"
+    return f"a GPU computes it in plain tensor operations, which are slow ({why})"
+
+
+def remedy(workload: Workload | None) -> str:
+    """What makes kernels take these tokens, to be put behind the reasons why none does; empty where
+    that is not in their dtype alone.
+    """
+    wrong = workload is not None and workload.dtype == "float32"
+    return "; needed: a model in bfloat16, or autocast to it" if wrong else ""
 
 
 def _without_kernels(workload: Workload) -> list[str]:

@@ -23,6 +23,7 @@ from .capabilities import (
     lost_on_gpus,
     missing_tool,
     problem,
+    remedy,
 )
 from .cold_start import compile_missing
 from .hopper import HopperEngine
@@ -185,7 +186,8 @@ def _automatic(device: str, arch: str, workload: Workload | None) -> EngineChoic
         if name is not None:
             reason = f"{problems}; {RECORDS[name].gemms}, without FP8"
             return EngineChoice(ENGINES[name](), reason, falls_back=True, settings=settings)
-    return EngineChoice(ReferenceEngine(), f"{problems}; {plain}", falls_back=True)
+    reason = f"{problems}; {plain}{remedy(workload)}"
+    return EngineChoice(ReferenceEngine(), reason, falls_back=True)
 
 
 def _first_able(

@@ -250,6 +250,15 @@ class TestLines:
         line = f"engine {choice.engine.name} on cuda:0: {choice.reason}"
         assert self.told(caplog, choice) == [(level, line)]
 
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_experts_in_fp32_are_told_what_to_do(self, hopper, fp8):
+        workload = replace(WORKLOAD if fp8 else PLAIN, dtype="float32")
+        choice = choose_engine("cuda:0", workload=workload)
+        assert choice.engine.name == "reference" and choice.falls_back
+        assert choice.reason.endswith("; needed: a model in bfloat16, or autocast to it")
+        assert ("needed" in (choose_engine("cpu", workload=workload).on_gpus or "")) == fp8
+        assert "needed" not in choose_engine("cuda:0", workload=PLAIN).reason
+
     def test_two_reasons_to_fall_back_are_two_lines(self, hopper, caplog):
         first, second, *_ = BEYOND_HOPPER.values()
         choices = (choose_engine("cuda:0", workload=workload) for workload in (first, second))
