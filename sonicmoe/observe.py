@@ -152,6 +152,7 @@ def observing(observer: Observer) -> Iterator[None]:
 NODE, FLEET = "node", "PaddleFleet"
 MOE, TOPK, TRIPLES, STACKED = "MoE", "top-k layer", "general routing", "expert_mlp"
 GATED_EXPERTS, PLAIN_EXPERTS = "transformers, gated", "transformers, not gated"
+GROUPED_EXPERTS, GPT_OSS_EXPERTS = "torchtitan", "torchtitan, GPT-OSS"
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,16 @@ FACES: Mapping[str, Face] = {
             b2="down_proj_bias", indices="top_k_index", scores="top_k_weights",
         )
         for face, up in ((GATED_EXPERTS, "gate_up_proj"), (PLAIN_EXPERTS, "up_proj"))
+    },
+    **{
+        face: Face(
+            x="x_RD", probs="topk_scores_BLK", w1=w1, w2=w2, b1="mlp1_bias_EG", b2="mlp2_bias_ED",
+            indices="topk_expert_ids_BLK", scores="topk_scores_BLK",
+        )
+        for face, w1, w2 in (
+            (GROUPED_EXPERTS, "w13", "w2_EDF"),
+            (GPT_OSS_EXPERTS, "mlp1_weight_EGD", "mlp2_weight_EDF"),
+        )
     },
 }  # fmt: skip
 

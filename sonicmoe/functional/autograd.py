@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import STACKED, is_awaited, is_heard
+from ..weights.stacked_cache import Weights
 from .call import Origin, Plan, backward, forward, make_plan
-from .compiled import compiled_expert_mlp
+from .compiled import expert_operator
 
 Tensor = torch.Tensor
 
@@ -55,24 +57,61 @@ def expert_mlp(
     Inside `torch.compile` the call is one custom operator, under the configuration in force when
     the graph is compiled.
     """
-    weights = (w1, w2, b1, b2)
-    differentiable = (x, probs, *weights)
-    # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
-    # tokens.
-    save = not inference and torch.is_grad_enabled()
-    save = save and any([t is not None and t.requires_grad for t in differentiable])
-    layout = layout or WeightLayout()
+    weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
+    save = not inference and _is_differentiated(x, probs, weights)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
     if torch.compiler.is_compiling():
-        return compiled_expert_mlp(
-            x, indices, probs, weights, activation, parameters, layout, use_fp8, save, face
-        )
-    refuse_transforms(differentiable)
+        # Imported here, because that module loads the compiler, which takes a second or more.
+        from .graph_constants import plan_number
+
+        # Asked for while the compiler traces: the number becomes a constant of the graph, and names
+        # the configuration of that moment.
+        of_layout = layout.transposed, layout.split_half
+        number = plan_number(activation.value, parameters, *of_layout, use_fp8, face)
+        return expert_operator(x, indices, probs, weights, number, save)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters, face).fitted(x, weights)
-    origin = Origin(indices, module)
+    plan = make_plan(activation, layout, use_fp8, parameters, face)
+    return _run(plan, x, probs, weights, Origin(indices, module), save)
+
+
+def planned_mlp(
+    plan: Plan,
+    number: int,
+    x: Tensor,
+    routes: Tensor,
+    probs: Tensor | None,
+    weights: Weights,
+    module: object,
+) -> Tensor:
+    """`expert_mlp` under a plan that was made before, of which `number_of` gave the number.
+
+    routes: indices `[T, K]`, with fp32 probs `[T, K]`; or, where x `[T, H]` is in expert order, the
+    counts `[E]` of its rows, with fp32 probs `[T]`, or None where the caller multiplies the output
+    himself. Rows beyond the sum of the counts are not read; their output and gradient are zeros.
+    """
+    save = _is_differentiated(x, probs, weights)
+    # Selective checkpointing keeps the outputs of operators that it knows by name. It is a dispatch
+    # mode, to which the engines' launches show nothing.
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return expert_operator(x, routes, probs, weights, number, save)
+    return _run(plan, x, probs, weights, Origin(routes, module), save)
+
+
+def _is_differentiated(x: Tensor, probs: Tensor | None, weights: Weights) -> bool:
+    # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
+    # tokens.
+    given = (x, probs, *weights)
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
+
+
+def _run(
+    plan: Plan, x: Tensor, probs: Tensor | None, weights: Weights, origin: Origin, save: bool
+) -> Tensor:
+    differentiable = (x, probs, *weights)
+    refuse_transforms(differentiable)
+    plan = plan.fitted(x, weights)
     if not save:
         return forward(plan, x, probs, weights, origin, save=False)[0]
     out: Tensor = apply_function(_ExpertMlp, (plan, origin), differentiable)
@@ -96,7 +135,7 @@ class _ExpertMlp(torch.autograd.Function):
         plan: Plan,
         origin: Origin,
         x: Tensor,
-        probs: Tensor,
+        probs: Tensor | None,
         *weights: Any,
     ) -> Tensor:
         """Run the engine, and keep its tensors through `save_for_backward`."""
@@ -109,7 +148,7 @@ class _ExpertMlp(torch.autograd.Function):
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
-        ctx.plan = plan
+        ctx.plan, ctx.shape_of_probs = plan, None if probs is None else probs.shape
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
@@ -142,5 +181,7 @@ class _ExpertMlp(torch.autograd.Function):
             origin=origin,
         )
         dx = dx.view(dout.shape)
-        of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
+        # Probabilities of rows in expert order have one axis.
+        of_probs = dprobs.view(ctx.shape_of_probs) if probs_wanted else None
+        of_tokens = dx if x_wanted else None, of_probs
         return (None, None, *of_tokens, *gradients)

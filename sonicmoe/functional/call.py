@@ -41,7 +41,9 @@ from ..observe import (
     is_awaited,
 )
 from ..out_of_memory import advising
-from ..routing.build import build_routing
+from ..refusals import need_shape
+from ..routing.build import build_routing, build_sorted_routing
+from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
 from ..weights.stacked import PassedParameters
@@ -58,6 +60,7 @@ class Plan:
     """Everything static about a call: hashable, fit to be a constant of a compiled graph.
 
     face: a key of `observe.FACES`, for those who observe the call.
+    is_own: made of a configuration of the layer's own, whatever is in force around a call.
     """
 
     config: SonicMoEConfig
@@ -67,6 +70,7 @@ class Plan:
     engine: EngineName
     validate: bool
     face: str = STACKED
+    is_own: bool = False
     _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
     _passed: dict[Any, PassedParameters] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -195,7 +199,8 @@ def check_use_fp8(use_fp8: object) -> None:
 class Origin:
     """Where the experts' tokens and weights come from, for those who observe the call.
 
-    indices: int `[T, K]`; None where the routing that was made of them stands for them.
+    indices: int `[T, K]`, or the counts `[E]` of rows in expert order; None where the routing that
+        was made of them stands for them.
     module: whose attributes the weights are; None where unknown.
     """
 
@@ -224,7 +229,7 @@ def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
 def forward(
     plan: Plan,
     x: Tensor,
-    probs: Tensor,
+    probs: Tensor | None,
     weights: Weights,
     origin: Origin,
     *,
@@ -234,37 +239,70 @@ def forward(
     """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
     needs, and the weights as the engine read them.
 
-    static_rows: see `build_routing`.
+    static_rows, and probs of None: see `route`.
     """
     rows = rows_of(x)
     # The configuration of the call, because a graph or a thread of autograd has no other.
     with plan.config.activate(), advising("forward", plan.settings, rows):
-        routing = route(plan, origin, probs, int(weights[0].shape[0]), static_rows=static_rows)
+        sizes = int(rows.shape[0]), int(weights[0].shape[0])
+        routing = route(plan, origin, probs, sizes, static_rows=static_rows)
         engine = plan.choose(rows, weights)
         reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
         out, saved = engine.forward(rows, routing, reading.weights, plan.settings, save=save)
         # Asked before anything is built, so that a run without observers pays one read of a global.
         if is_awaited():
+            origin, probs = _in_slots(origin, probs, sizes[0])
             call = _described(plan, engine, reading, weights, origin)
             emit(ForwardDone(call, rows, probs, out, saved))
     return in_shape_of(x, out), saved, reading
 
 
 def route(
-    plan: Plan, origin: Origin, probs: Tensor, experts: int, *, static_rows: bool = False
+    plan: Plan,
+    origin: Origin,
+    probs: Tensor | None,
+    sizes: tuple[int, int],
+    *,
+    static_rows: bool = False,
 ) -> RoutingMetadata:
-    """As `build_routing`, whose messages then name the face's arguments."""
-    assert origin.indices is not None
+    """As `build_routing`, whose messages then name the face's arguments, or `build_sorted_routing`
+    of counts. sizes: T and E. probs: None where the caller multiplies rows in expert order himself.
+    """
+    (tokens, experts), routes = sizes, origin.indices
+    assert routes is not None
+    alignment, validate = plan.settings.row_alignment, plan.validate
+    if routes.dim() == 1:
+        need_shape(tuple(routes.shape) == (experts,), "counts", routes, (experts,))
+        return build_sorted_routing(
+            *(routes, tokens, probs),
+            alignment=alignment,
+            validate=validate,
+            static_rows=static_rows,
+        )
+    assert probs is not None
     face = FACES[plan.face]
     return build_routing(
-        origin.indices,
+        routes,
         probs,
         experts,
-        alignment=plan.settings.row_alignment,
-        validate=plan.validate,
+        alignment=alignment,
+        validate=validate,
         static_rows=static_rows,
         names=(face.indices, face.scores),
     )
+
+
+def _in_slots(origin: Origin, probs: Tensor | None, tokens: int) -> tuple[Origin, Tensor]:
+    """Indices and probabilities `[T, 1]` of rows in expert order, for those who observe the call;
+    others as they are.
+    """
+    counts = origin.indices
+    if counts is not None and counts.dim() == 1:
+        origin = Origin(ids_of_sorted(counts, tokens), origin.module)
+        probs = probs if probs is not None else torch.ones(tokens, device=counts.device)
+        probs = probs.reshape(tokens, 1)
+    assert probs is not None
+    return origin, probs
 
 
 def backward(
@@ -294,8 +332,12 @@ def backward(
         else:
             engine = plan.choose(tokens, reading.weights)
             reading.check_current()
-        call = _described(plan, engine, reading, given, origin) if is_awaited() else None
-        if call is not None:
+        call = None
+        if is_awaited():
+            # The routing stands for the counts.
+            is_sorted = origin.indices is not None and origin.indices.dim() == 1
+            origin = Origin(None, origin.module) if is_sorted else origin
+            call = _described(plan, engine, reading, given, origin)
             emit(BackwardBegins(call, dout, saved))
         dx, dprobs, gradients = _differentiate(
             plan, engine, dout, saved, reading.weights, dtypes, trained

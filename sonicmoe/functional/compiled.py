@@ -14,10 +14,9 @@ import torch
 from ..autograd import refuse_second_derivative
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import EngineSettings, Saved
-from ..enums import ActivationParameters, ActivationType, ZCode
+from ..enums import ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
-from ..layouts import WeightLayout
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import num_rows_bound
 from ..weights.stacked_cache import Weights
@@ -27,36 +26,23 @@ Tensor = torch.Tensor
 TensorSpec = tuple[tuple[Any, ...], torch.dtype]
 
 
-def compiled_expert_mlp(
-    x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
-    weights: Weights,
-    activation: ActivationType,
-    parameters: ActivationParameters,
-    layout: WeightLayout,
-    use_fp8: bool | None,
-    save: bool,
-    face: str,
+def expert_operator(
+    x: Tensor, routes: Tensor, probs: Tensor | None, weights: Weights, number: int, save: bool
 ) -> Tensor:
-    """`expert_mlp` inside a graph, which raises at run time under another `SonicMoEConfig`."""
-    # Imported here, because that module loads the compiler, which takes a second or more.
-    from .graph_constants import plan_number
+    """`expert_mlp` as one operator: inside a graph, or where a dispatch mode looks at operators.
 
-    # Asked for while the compiler traces: the number becomes a constant of the graph, and names the
-    # configuration of that moment.
-    number = plan_number(
-        activation.value, parameters, layout.transposed, layout.split_half, use_fp8, face
-    )
-    out: Tensor = _expert_mlp(x, indices, probs, *weights, number, save)[0]
+    routes: indices `[T, K]`, or counts `[E]` of rows in expert order. number: of the plan. Unless
+    that is the layer's own, the operator raises at run time under another `SonicMoEConfig`.
+    """
+    out: Tensor = _expert_mlp(x, routes, probs, *weights, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
 @torch.library.custom_op("sonicmoe::expert_mlp", mutates_args=())
 def _expert_mlp(
     x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
+    routes: Tensor,
+    probs: Tensor | None,
     w1: Tensor,
     w2: Tensor,
     b1: Tensor | None,
@@ -70,7 +56,7 @@ def _expert_mlp(
     plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
-    plan, origin = plan.fitted(x, weights), Origin(indices)
+    plan, origin = plan.fitted(x, weights), Origin(routes)
     out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
@@ -89,12 +75,13 @@ def _expert_mlp(
 
 
 @_expert_mlp.register_fake
-def _(x: Tensor, indices: Tensor, probs: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
     weights, (plan_number, save) = arguments[:4], arguments[4:]
     plan, w1 = plan_of(int(plan_number)).fitted(x, weights), weights[0]
-    slots = indices.shape[0] * indices.shape[1]
+    # Rows in expert order are one slot each.
+    slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
     saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in specs)
@@ -105,8 +92,8 @@ def _(x: Tensor, indices: Tensor, probs: Tensor, *arguments: Any) -> tuple[Tenso
 def _expert_mlp_backward(
     dout: Tensor,
     x: Tensor,
-    indices: Tensor,
-    probs: Tensor,
+    routes: Tensor,
+    probs: Tensor | None,
     w1: Tensor,
     w2: Tensor,
     b1: Tensor | None,
@@ -118,18 +105,20 @@ def _expert_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(dx, dprobs, dw1, dw2, db1, db2)`; a gradient that is not wanted is empty."""
     weights = (w1, w2, b1, b2)
-    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(indices)
+    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes)
+    tokens = rows_of(x.detach())
     with plan.config.activate():
         # Built again from the same indices, which gives the same tensors: the alternative is five
         # more outputs of the forward operator that live until backward.
-        routing = route(plan, origin, probs, int(w1.shape[0]), static_rows=True)
+        sizes = int(tokens.shape[0]), int(w1.shape[0])
+        routing = route(plan, origin, probs, sizes, static_rows=True)
     # The same contents as in eager mode, with x from the graph's saved tensors and z from the
     # forward's outputs.
     z_saved = _restore_z(plan.settings, z, scales)
     dx, dprobs, gradients = backward(
         plan,
         dout,
-        Saved(plan.settings, routing, rows_of(x.detach()), z_saved),
+        Saved(plan.settings, routing, tokens, z_saved),
         # Autograd has compared the versions of the saved weights, so these are the forward's.
         None,
         tuple(None if weight is None else weight.dtype for weight in weights),
@@ -140,19 +129,21 @@ def _expert_mlp_backward(
     dw1, dw2, db1, db2 = (
         x.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
+    dprobs = x.new_empty(0) if probs is None else dprobs.view(probs.shape)
     return in_shape_of(x, dx), dprobs, dw1, dw2, db1, db2
 
 
 @_expert_mlp_backward.register_fake
 def _(
-    dout: Tensor, x: Tensor, indices: Tensor, probs: Tensor, *arguments: Any
+    dout: Tensor, x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *weights, _z, _scales, _plan_number, wgrad = arguments
     gradients = [
         weight.new_empty(weight.shape) if wgrad and weight is not None else x.new_empty(0)
         for weight in weights
     ]
-    return x.new_empty(x.shape), probs.new_empty(probs.shape), *gradients
+    dprobs = x.new_empty(0) if probs is None else probs.new_empty(probs.shape)
+    return x.new_empty(x.shape), dprobs, *gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -167,7 +158,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    # The nine inputs: x, indices, probs, w1, w2, b1, b2, then two numbers.
+    # The nine inputs: x, routes, probs, w1, w2, b1, b2, then two numbers.
     wanted = ctx.needs_input_grad[:7]
     # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
@@ -238,7 +229,7 @@ def _check_config(plan: Plan) -> None:
     """
     # Nothing is activated, or activation recompute runs on a thread of autograd's own, where the
     # caller's configuration is not seen.
-    if active_config() == SonicMoEConfig():
+    if plan.is_own or active_config() == SonicMoEConfig():
         return
     settings = plan.settings
     wanted = make_plan(

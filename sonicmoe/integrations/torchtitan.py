@@ -1,0 +1,298 @@
+"""torchtitan 0.3: overrides that put the engine under its routed experts.
+
+    --override.imports 'sonicmoe.integrations.torchtitan.routed_experts={"fp8_mode": "perf"}'
+
+Fields of `SonicMoEConfig` are the keyword arguments. docs/torchtitan.md says what is honoured.
+
+Legend, as torchtitan has it: T tokens, K slots per token, R rows in expert order, E experts of this
+rank, D model dimension, F expert dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.tools.utils import device_type
+
+from ..config import SonicMoEConfig
+from ..engine.select import choose_engine
+from ..engine.settings import Workload
+from ..enums import ActivationType, EngineName, layer_parameters
+from ..errors import ConfigError, EngineUnavailableError, LayoutError, expect
+from ..functional.autograd import planned_mlp
+from ..functional.call import Plan, make_plan, number_of
+from ..layouts import NATIVE
+from ..log import log_once
+from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS
+from ..refusals import need_shape
+from ..weights.stacked_cache import Weights
+
+Tensor = torch.Tensor
+Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
+
+
+class _OnEngine(nn.Module):
+    """What both kinds of experts do on the engine, before their own class."""
+
+    def _prepare(self, config: Any, plan: Plan, bias: bool) -> None:
+        """Take the plan; EngineUnavailableError where no engine takes the sizes."""
+        # The number stands for the plan in graphs, which hold numbers and tensors only.
+        self._plan, self._number = plan, number_of(plan)
+        self._sizes = config.dim, config.hidden_dim, bias
+        _check_sizes(plan, *self._sizes)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """As the stock module; the part of F that tensor parallelism leaves must suit an engine."""
+        super().parallelize(parallel_dims)  # type: ignore[misc]
+        parts = 1 if parallel_dims.ep_enabled else parallel_dims.tp
+        dim, hidden_dim, bias = self._sizes
+        _check_sizes(self._plan, dim, hidden_dim // parts, bias)
+
+    def _weights(self) -> Weights:
+        """This rank's weights in the native layout, of which torchtitan's are views."""
+        raise NotImplementedError
+
+    def forward(
+        self, x_RD: Tensor, num_tokens_per_expert_E: Tensor, topk: Topk | None = None
+    ) -> Tensor:
+        """Rows in expert order and their counts, which are not multiplied with scores; or tokens
+        `[T, D]` and, as `topk`, where they go: then the output is the sum over K.
+        """
+        routes, probs = num_tokens_per_expert_E, None
+        if topk is not None:
+            routes, probs = topk[0], topk[1].float()
+        # The stock module multiplies in bfloat16, whatever it is given.
+        of_plan = self._plan, self._number
+        out = planned_mlp(*of_plan, x_RD.bfloat16(), routes, probs, self._weights(), self)
+        return out.type_as(x_RD)
+
+
+class SonicGroupedExperts(_OnEngine, GroupedExperts):
+    """`GroupedExperts` with gate and up in one parameter `w13 [E, F, 2, D]`, whose memory is that of
+    the native `[E, 2F, D]`. Its state dict has the stock names.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """options: fields of `SonicMoEConfig`."""
+
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config) -> None:
+        """The stock parameters, gate and up in one."""
+        super().__init__(config)
+        del self.w1_EFD, self.w3_EFD
+        shape = config.num_experts, config.hidden_dim, 2, config.dim
+        self.w13 = nn.Parameter(torch.empty(shape))
+        self.register_state_dict_post_hook(_split)
+        self.register_load_state_dict_pre_hook(_stack)
+        self._prepare(config, _plan(config.options, ActivationType.SWIGLU, GROUPED_EXPERTS), False)
+
+    def _weights(self) -> Weights:
+        return _local(self.w13).flatten(1, 2), _local(self.w2_EDF), None, None
+
+
+class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
+    """`GptOssGroupedExperts`, whose parameters are native already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        """options: fields of `SonicMoEConfig`."""
+
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config) -> None:
+        """The stock parameters."""
+        super().__init__(config)
+        limit = {"limit": config.swiglu_limit}
+        plan = _plan(config.options, ActivationType.SWIGLU_OAI, GPT_OSS_EXPERTS, limit)
+        self._prepare(config, plan, True)
+
+    def _weights(self) -> Weights:
+        names = "mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED"
+        w1, w2, b1, b2 = (_local(getattr(self, name)) for name in names)
+        # Tensor parallelism sums the outputs of its ranks, and each adds its share of the bias. The
+        # stock module leaves the gradient whole, too.
+        parts = self._sizes[1] // w2.shape[-1]
+        return w1, w2, b1, ScaleBiasForward.apply(b2, parts, b2.dtype) if parts > 1 else b2
+
+
+class SonicRoutedExperts(RoutedExperts):
+    """`RoutedExperts` that sorts no token where all experts are on this rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """The same fields."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """As the stock module."""
+        if not self._is_local():
+            given = topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            return super().forward(x_BLD, *given)
+        topk = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
+        x_TD = x_BLD.flatten(0, 1)
+        return self.inner_experts(x_TD, num_local_tokens_per_expert_E, topk).view(x_BLD.shape)
+
+    def _is_local(self) -> bool:
+        # Any other dispatcher may do something of its own on one rank too, such as padding.
+        dispatcher = self.token_dispatcher
+        known = type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
+        return known and getattr(dispatcher, "ep_mesh", None) is None
+
+
+class SonicSelectiveAC(SelectiveAC):
+    """`SelectiveAC` that keeps what the experts computed, as it keeps the products of others."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """The same fields."""
+
+    def get_save_ops(self) -> set[Any]:
+        """The stock operators and ours."""
+        return {*super().get_save_ops(), torch.ops.sonicmoe.expert_mlp.default}
+
+
+@override(target=RoutedExperts.Config, description="sonicmoe engine; tokens sorted only under EP")
+def routed_experts(config: Any, **options: Any) -> Any:
+    """Replace experts, and with them the way to them where EP is 1."""
+    inner = _on_engine(config.inner_experts, options)
+    if inner is config.inner_experts:
+        return config
+    if type(config) is not RoutedExperts.Config:
+        return dataclasses.replace(config, inner_experts=inner)
+    return derive(config, SonicRoutedExperts.Config, inner_experts=inner)
+
+
+@override(target=GroupedExperts.Config, description="sonicmoe engine; any dispatcher")
+def grouped_experts(config: Any, **options: Any) -> Any:
+    """Replace experts alone, beside an override of their dispatcher."""
+    return _on_engine(config, options)
+
+
+@override(target=SelectiveAC.Config, exact=True, description="keeps the outputs of sonicmoe")
+def selective_ac(config: Any) -> Any:
+    """Add the experts to what selective activation checkpointing keeps."""
+    return derive(config, SonicSelectiveAC.Config)
+
+
+def _on_engine(config: Any, options: Mapping[str, Any]) -> Any:
+    """The configuration of the same experts on the engine; those of classes that it does not know
+    stay as they are.
+    """
+    _check_options(options)
+    kind = type(config)
+    if kind is GptOssGroupedExperts.Config:
+        return derive(config, SonicGptOssGroupedExperts.Config, options=dict(options))
+    if kind is GroupedExperts.Config:
+        made = derive(config, SonicGroupedExperts.Config, options=dict(options))
+        made.param_init = _fused_initialisers(config.param_init)
+        if config.sharding_config is not None:
+            made.sharding_config = _fused_shardings(config.sharding_config)
+        return made
+    if kind not in (SonicGroupedExperts.Config, SonicGptOssGroupedExperts.Config):
+        words = "experts of class %s stay as they are: sonicmoe knows GroupedExperts and GptOssGroupedExperts"
+        log_once(logging.WARNING, words, kind.__qualname__.removesuffix(".Config"))
+    return config
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [flag.name for flag in dataclasses.fields(SonicMoEConfig)]
+    for name in options:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        words = f"option {name!r} of the sonicmoe override is no field of SonicMoEConfig{hint}"
+        expect(name in known, ConfigError, words)
+
+
+def _plan(
+    options: Mapping[str, Any],
+    activation: ActivationType,
+    face: str,
+    parameters: Mapping[str, float | None] | None = None,
+) -> Plan:
+    """Of these options, and for others of the environment."""
+    with SonicMoEConfig(**options).activate():
+        own = layer_parameters(activation, parameters)
+        return dataclasses.replace(make_plan(activation, NATIVE, None, own, face), is_own=True)
+
+
+def _check_sizes(plan: Plan, dim: int, hidden_dim: int, bias: bool) -> None:
+    """Raise where only the reference engine would be left on a GPU, which is no engine to train on."""
+    # A job may be looked at where it does not run.
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    workload = Workload(plan.settings, dim, hidden_dim, "bfloat16", bias)
+    with plan.config.activate():
+        choice = choose_engine(device, plan.engine, workload)
+    left = choice.falls_back and choice.name is EngineName.REFERENCE
+    words = f"no engine takes experts of dim {dim} and hidden_dim {hidden_dim}: {choice.reason}"
+    expect(not left, EngineUnavailableError, words)
+
+
+def _local(weight: Any) -> Tensor:
+    """This rank's part of a DTensor."""
+    # A view of a temporary tensor, of which the caches keep nothing: a write to the DTensor does not
+    # show in the version of its part.
+    return weight.to_local()[:] if isinstance(weight, DTensor) else weight
+
+
+def _split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """`w13` as the stock w1 (gate) and w3 (up), when a state dict was made."""
+    w13 = state.pop(f"{prefix}w13")
+    state[f"{prefix}w1_EFD"] = w13[:, :, 0].contiguous()
+    state[f"{prefix}w3_EFD"] = w13[:, :, 1].contiguous()
+
+
+def _stack(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The reverse, before a state dict is loaded."""
+    names = [f"{prefix}w1_EFD", f"{prefix}w3_EFD"]
+    there = [name for name in names if name in state]
+    if not there:
+        return
+    words = f"the checkpoint has {there[0]} alone; needed: {' and '.join(names)}"
+    expect(there == names, LayoutError, words)
+    experts, hidden_dim, _, dim = module.w13.shape
+    needed = experts, hidden_dim, dim
+    for name in names:
+        need_shape(tuple(state[name].shape) == needed, name, state[name], needed)
+    state[f"{prefix}w13"] = torch.stack([state.pop(name) for name in names], 2)
+
+
+def _fused_initialisers(stock: dict[str, Callable[..., Any]] | None) -> Any:
+    """Each half of `w13` keeps its own: up is often drawn as the down-projection is."""
+    if stock is None:
+        return None
+    rest = dict(stock)
+    gate, up = rest.pop("w1_EFD"), rest.pop("w3_EFD")
+
+    def initialise(w13: Tensor) -> None:
+        gate(w13[:, :, 0])
+        up(w13[:, :, 1])
+
+    return {**rest, "w13": initialise}
+
+
+def _fused_shardings(stock: Any) -> Any:
+    """Experts and F are the first two axes of `w13` as they are of w1 and w3."""
+    rest = dict(stock.state_shardings)
+    w1, _ = rest.pop("w1_EFD"), rest.pop("w3_EFD")
+    return dataclasses.replace(stock, state_shardings={**rest, "w13": w1})
