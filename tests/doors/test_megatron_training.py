@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import processes
 import pytest
 import worlds
 
@@ -50,3 +51,11 @@ def test_checkpoints_are_exchanged_and_another_shape_is_named(ranks):
         assert results["allreduce"] == [False]
         assert "(2, 4, 256, 32)) tensor for key" in results["wrong shape"]
         assert results["wrong shape"].endswith("experts.linear_fc1.weight")
+
+
+def test_the_benchmark_runs_and_its_contestants_compute_alike():
+    done = processes.of_checkout("benchmarks/doors_bench.py", "--quick", "--rounds=1")
+    assert done.returncode == 0, done.stderr
+    errors = {line.split()[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[1:]}
+    assert list(errors) == ["SequentialMLP", "bf16", "fp8"]
+    assert errors["bf16"] <= errors["SequentialMLP"] < 0.01 < errors["fp8"] < 0.1
