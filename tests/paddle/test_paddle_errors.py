@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from ernie import (
+    FP8,
     Pending,
     bind_main_grads,
     make_batch,
@@ -16,10 +17,11 @@ from ernie import (
     make_node,
     paddle,
     run,
+    weights_of,
 )
 from framework import numpy, tensor
 
-from sonicmoe.errors import DTypeError, FrameworkError, RoutingError, ShapeError
+from sonicmoe.errors import FrameworkError, LayoutError, RoutingError, ShapeError
 from sonicmoe.interop import check_paddle_version
 
 
@@ -47,24 +49,6 @@ def call(node, batch, **changes):
 def refused(error, *words):
     """`pytest.raises` that wants every word in the message."""
     return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words))
-
-
-# Others are refused under either framework in tests/node/test_node_border.py, routing arguments in
-# tests/routing/test_routing_validation.py, experts in tests/weights/test_parameters.py.
-X_CASES = {
-    "dict": (lambda x: {"data": x, "scale": x}, DTypeError, ["x is a dict", "FP8 dispatch"]),
-    "int32": (lambda x: tensor(x.astype(np.int32)), DTypeError, ["x is int32", "bfloat16"]),
-    "3-D": (lambda x: tensor(x[None]), ShapeError, ["x has shape (1, 40, 32)"]),
-    "None": (lambda x: None, TypeError, ["x must be a paddle tensor", "NoneType"]),
-}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("case", X_CASES)
-def test_tokens(node, batch, case, grad):
-    make, error, words = X_CASES[case]
-    with refused(error, *words), paddle.set_grad_enabled(grad):
-        call(node, batch, x=make(batch.x))
 
 
 def test_a_refused_call_leaves_no_trace(batch):
@@ -142,22 +126,6 @@ def test_tokens_that_were_written_before_backward_are_refused(write):
     call(node, batch, x=fresh).sum().backward()
 
 
-def test_gradients_of_inputs_alone_add_nothing_to_the_weights():
-    experts, batch = make_experts(), make_batch()
-    node = make_node(experts)
-    mains = bind_main_grads(experts)
-    exact = run(node, batch)
-    node.step()
-    for main in mains:
-        main.zero_()
-    for name, wanted in (("x", exact.dx), ("probs", exact.dprobs)):
-        waiting = Pending(node, batch)
-        (gradient,) = paddle.grad(waiting.out, getattr(waiting, name), tensor(batch.dout))
-        assert np.array_equal(numpy(gradient), wanted)
-    node.step()
-    assert not any(main.any() for main in mains)
-
-
 @pytest.mark.parametrize("free", ["_clear_data", "_clear_to_zero_allocation"])
 def test_tokens_that_were_freed_before_backward_are_named(node, batch, free):
     """Old nodes kept no x, and models free the dispatched tokens behind them."""
@@ -177,3 +145,21 @@ def test_a_node_in_a_static_graph_is_refused(node, batch):
     # Paddle raises the error again with the traced lines above it, in the same class.
     with pytest.raises(FrameworkError, match=r"x is a value of a static graph, .*to_static"):
         traced(tensor(batch.x), tensor(batch.indices), tensor(batch.probs))
+
+
+def test_weights_without_a_device_are_named():
+    """Paddle takes no such tensor into a graph; without one nobody asks it for its device."""
+    experts = make_experts(dtype="bfloat16")
+    node = make_node(experts, FP8, "auto")
+    batch, copies = make_batch(), node.make_copies()
+
+    def call(*arguments):
+        return node(*arguments, copies=copies)
+
+    wanted = numpy(Pending(node, batch, dtype="bfloat16", call=call).out)
+    weights_of(experts)[3]._clear_data()
+    with pytest.raises(LayoutError, match=r"weight 3 of the experts .* needed: _clear_to_zero"):
+        Pending(node, batch, dtype="bfloat16", call=call)
+    with paddle.no_grad():
+        found = Pending(node, batch, dtype="bfloat16", call=call).out
+    assert np.array_equal(numpy(found), wanted)

@@ -20,6 +20,7 @@ from ernie import (
 )
 from framework import numpy, tensor
 from paddle.distributed.fleet.utils import recompute
+from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
@@ -74,29 +75,23 @@ def same_bits(first, second):
     return all(np.array_equal(a, b, equal_nan=False) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("flush", ["auto", "step"])
-def test_recompute_gives_the_same_bits_and_accumulates_once(name, reentrant, flush):
+@pytest.mark.parametrize(
+    ("name", "reentrant", "flush", "together"),
+    pairwise(CONFIGS, REENTRANT, ["auto", "step"], [False, True]),
+    ids=str,
+)
+def test_recompute_gives_the_same_bits_and_accumulates_once(name, reentrant, flush, together):
     batches = [
         make_batch(seed=1),
         make_batch(0),
         make_batch(seed=2, only=[2]),
         make_batch(seed=3, only=[]),
     ]
-    plain, plain_calls = outcome(CONFIGS[name], batches, flush=flush)
-    again, calls = outcome(CONFIGS[name], batches, flush=flush, reentrant=reentrant)
+    options = {"flush": flush, "together": together}
+    plain, plain_calls = outcome(CONFIGS[name], batches, **options)
+    again, calls = outcome(CONFIGS[name], batches, reentrant=reentrant, **options)
     assert same_bits(plain, again)
     assert calls == plain_calls == [4] * 6
-
-
-@pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["precise", "fp8 mem"])
-def test_recompute_with_several_forwards_outstanding(name, reentrant):
-    batches = [make_batch(seed=s) for s in range(3)]
-    plain, _ = outcome(CONFIGS[name], batches, together=True)
-    again, calls = outcome(CONFIGS[name], batches, reentrant=reentrant, together=True)
-    assert same_bits(plain, again) and calls == [3] * 6
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
@@ -137,14 +132,8 @@ def test_reentrant_first_pass_keeps_nothing(monkeypatch):
 
 @pytest.fixture
 def saved_z(monkeypatch):
-    """Weak references to every z an engine kept for backward, and their number alive when wgrad
-    starts.
-    """
-    references, alive_at_wgrad = [], []
-    forward, backward_dw = ReferenceEngine.forward, ReferenceEngine.backward_dw
-
-    def alive():
-        return sum(reference() is not None for reference in references)
+    """How many of the z that an engine kept for backward are alive."""
+    references, forward = [], ReferenceEngine.forward
 
     def spy_forward(self, *args, **kwargs):
         out, saved = forward(self, *args, **kwargs)
@@ -152,29 +141,8 @@ def saved_z(monkeypatch):
             references.append(weakref.ref(getattr(saved.z, "bytes", saved.z)))
         return out, saved
 
-    def spy_backward_dw(self, *args):
-        alive_at_wgrad.append(alive())
-        return backward_dw(self, *args)
-
     monkeypatch.setattr(ReferenceEngine, "forward", spy_forward)
-    monkeypatch.setattr(ReferenceEngine, "backward_dw", spy_backward_dw)
-    return references, alive, alive_at_wgrad
-
-
-@pytest.mark.parametrize(
-    "name,kept", [("fp8", 1), ("fp8 mem", 0), ("precise", 1), ("precise stagewise", 0)]
-)
-def test_stagewise_memory_drops_z_before_wgrad(name, kept, saved_z):
-    _, alive, alive_at_wgrad = saved_z
-    pending = Pending(
-        make_node(make_experts(dtype=dtype_of(CONFIGS[name])), CONFIGS[name]),
-        make_batch(),
-        dtype=dtype_of(CONFIGS[name]),
-    )
-    assert alive() == 1
-    pending.backward()
-    assert alive_at_wgrad == [kept]
-    assert alive() == 0
+    return lambda: sum(reference() is not None for reference in references)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 mem"])
@@ -183,22 +151,15 @@ def test_recompute_keeps_no_z_between_the_passes(name, reentrant, saved_z):
     """Everything kept goes through `save_for_backward`: a tensor on the context would survive
     recompute's discarding.
     """
-    _, alive, _ = saved_z
     node, batch = make_node(make_experts(), CONFIGS[name]), make_batch()
 
     def call(x, counts, ids, probs):
         return recompute(lambda x, p: node(x, counts, ids, p), x, probs, use_reentrant=reentrant)
 
     pending = Pending(node, batch, dtype="bfloat16", call=call)
-    assert alive() == 0
+    assert saved_z() == 0
     pending.backward()
-    assert alive() == 0
-
-
-def test_recompute_z_keeps_no_z(saved_z):
-    references, _, _ = saved_z
-    outcome(CONFIGS["fp8 recompute_z"], [make_batch()])
-    assert not references
+    assert saved_z() == 0
 
 
 def test_a_router_that_changes_its_mind_in_recompute_is_refused():
