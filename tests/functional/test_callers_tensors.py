@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import callers_tensors
 import pytest
-from callers_tensors import FACES, SPELLINGS, check_face, check_node, given, spelled, untouched
+from callers_tensors import FACES, SPELLINGS, check_face, given, spelled, untouched
 from framework import torch
 from functional.layer_golden import assert_same_bits, make_layer, make_tokens, run_layer
-
-from sonicmoe import SonicMoEConfig
 
 CALLS = [
     (face, fp8) for face in FACES for fp8 in (False, True) if not (fp8 and face == "MoE, plain")
@@ -21,15 +19,6 @@ CALLS = [
 @pytest.mark.parametrize(("face", "fp8"), CALLS)
 def test_calls_leave_their_callers_tensors_alone(face, fp8, spelling):
     check_face(face, given("cpu", spelling), fp8)
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize(
-    "options", [{}, {"flush": "step"}, {"flush": "backward"}, {"split_wgrad": True}], ids=str
-)
-@pytest.mark.parametrize("mode", ["off", "perf", "mem"])
-def test_the_node_writes_main_grad_alone(mode, options, spelling):
-    check_node(given("cpu", spelling), SonicMoEConfig(fp8_mode=mode), **options)
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])

@@ -99,12 +99,6 @@ def test_one_graph_serves_every_batch(options):
     assert counter.frame_count == 1
 
 
-def test_no_batch():
-    moe, (x, dout) = make_layer(), batch(0)
-    out, _, gradients = run_compiled(moe, x, dout)
-    assert out.shape == (0, 32) and not gradients["c_fc.weight"].any()
-
-
 def test_every_layer_of_a_deep_model_uses_its_own_weights():
     """Layers share one code object, and past the compiler's limit of graphs per code object a full
     graph is refused.
@@ -132,20 +126,6 @@ def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, optio
         for y, loss in ((out, aux), (expected, expected_aux))
     )
     torch.testing.assert_close(*gradients)
-
-
-@WAYS
-def test_evaluation_differentiates_like_training(backend, options, saves):
-    moe, (x, dout) = make_layer(bias=True).eval(), batch()
-    assert_close(
-        run_compiled(moe, x, dout, backend, **options),
-        run_layer(moe.train(), x, dout, **options),
-        1e-6,
-    )
-    layer = compiled(moe.eval(), backend)
-    with torch.no_grad():
-        assert not layer(x, **options)[0].requires_grad
-    assert saves == [True, True, False]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -208,25 +188,6 @@ def test_trains_like_the_eager_layer(backend, options, optimizer):
         # Both run the same operations in the same order: equal bits under every instruction set.
         torch.testing.assert_close(weight, eager[name], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, start[name]), f"{name} never trained"
-
-
-@pytest.mark.parametrize("how", ["in place", "load_state_dict", "invalidate"])
-def test_changed_weights_are_seen(how):
-    moe, (x, _) = make_layer(bias=True), batch()
-    layer = compiled(moe)
-    before = layer(x, **FP8)[0]
-    if how == "in place":
-        with torch.no_grad():
-            moe.c_proj.weight.mul_(-1.5)
-    elif how == "load_state_dict":
-        moe.load_state_dict(make_layer(bias=True, seed=9).state_dict())
-    else:
-        moe.c_fc.weight.data.mul_(-1.5)
-        moe.invalidate_caches()
-    fresh = make_layer(bias=True, seed=3)
-    fresh.load_state_dict(moe.state_dict())
-    after = layer(x, **FP8)[0]
-    assert not torch.equal(after, before) and torch.equal(after, fresh(x, **FP8)[0])
 
 
 @MODES

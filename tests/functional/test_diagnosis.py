@@ -234,17 +234,6 @@ def test_an_argument_is_named(argument, call, halves, fp8):
     assert fault_of(error).startswith(text)
 
 
-@pytest.mark.parametrize(("call", "halves", "fp8"), pairwise(CALLS, HALVES, [False, True]))
-def test_captured_bisected_measured(call, halves, fp8, path):
-    x = make_tokens(30, H).requires_grad_()
-    with captured_calls("call") as cases:
-        call(x, weights(), concat_layout=halves, use_fp8=fp8).sum().backward()
-    (case,) = cases
-    save_dump(path, case)
-    said_by("bisect", path)
-    measured(path)
-
-
 @pytest.mark.parametrize("call", CALLS)
 class TestFunctional:
     def test_a_parameter_is_named(self, call):

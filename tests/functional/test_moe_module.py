@@ -5,7 +5,6 @@ activation checkpointing is in test_checkpointing.py.
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 
 import numpy as np
@@ -409,31 +408,6 @@ def test_refused_under_a_configuration(config, error, words):
         moe.router.weight[1, 3] = float("nan")
     with SonicMoEConfig(**config).activate(), pytest.raises(error, match=words):
         moe(x)
-
-
-@pytest.mark.parametrize(
-    ("inner", "dtype", "words"),
-    [
-        (48, torch.bfloat16, "computes it without FP8 (not hopper: H is 64 and I is 48, and"),
-        (64, torch.float16, "computes it without FP8 (not hopper: tokens are float16, and it"),
-        (48, torch.float16, "and it takes bfloat16; not hopper: H is 64 and I is 48, and it needs"),
-        (64, torch.bfloat16, None),
-    ],
-)
-def test_fp8_that_no_gpu_computes_is_said_once(inner, dtype, words, caplog):
-    moe = MoE(4, 2, 64, inner).to(dtype)
-    x = torch.randn(8, 64).to(dtype)
-    with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-        moe(x)
-        assert not caplog.records, "without FP8 a GPU computes the same"
-        for _ in range(2):
-            moe(x, use_fp8=True)
-        said = [record.message for record in caplog.records]
-        assert len(said) == (words is not None), said
-        assert words is None or (words in said[0] and "cpu emulates FP8, but" in said[0])
-        with SonicMoEConfig(engine="reference").activate():
-            moe(x, use_fp8=True)
-    assert len(caplog.records) == len(said)
 
 
 def test_an_unknown_argument_is_named_before_a_missing_one():

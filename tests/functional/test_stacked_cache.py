@@ -29,7 +29,6 @@ from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.functional import softmax_topk_layer
 from sonicmoe.functional.call import Plan
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
@@ -439,27 +438,6 @@ class TestAnEngineThatDoesNotLook:
         with torch.no_grad():
             expected.c_proj.weight.mul_(-1.5)
         assert torch.equal(after, expected(x, **options)[0])
-
-    @MODES
-    @pytest.mark.parametrize("kind", ["parameters", "views"])
-    def test_rearranged_weights(self, kind, options):
-        """Split-half weights are interleaved for the engine: the copy must follow its source."""
-        moe, (x, _) = make_layer(bias=True), batch()
-        weights = (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
-        given = weights if kind == "parameters" else [weight.view_as(weight) for weight in weights]
-        halves = WeightLayout(split_half=True)
-        activation = moe.activation_function
-        for _ in range(3):
-            own = x, moe.router.weight, given, 2, activation
-            out = softmax_topk_layer(*own, layout=halves, **options)[0]
-            copies = (
-                weight if weight.dim() == 2 else weight.detach().clone() for weight in views(moe)
-            )
-            own = x, moe.router.weight, *copies, 2, None, activation
-            fresh = moe_TC_softmax_topk_layer(*own, concat_layout=True, **options)[0]
-            assert torch.equal(out, fresh)
-            write(moe.c_fc.weight)
-            write(moe.c_fc.bias)
 
     def test_autocast_casts_plain_weights_only(self, monkeypatch):
         """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters

@@ -12,7 +12,6 @@ import pytest
 import torch
 from gpu.device import LONG, captured, compiled_beforehand
 from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
-from torch.utils.checkpoint import checkpoint
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe import SonicMoEConfig
@@ -114,15 +113,6 @@ def test_the_bits_of_a_layer_that_keeps_its_memory(arrangement, setup, release):
     assert_same_bits(outstanding(layer, copies=copies, before_backward=then), wanted)
     assert not any(map(holds_memory, layer.weights))
     layer.check_strangers()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recompute(use_reentrant):
-    """Activation checkpointing runs the forward again, in the backward."""
-    wanted = outstanding(DirectLayer(FP8, "native"))
-    layer, copies = freed_layer()
-    through = partial(checkpoint, use_reentrant=use_reentrant)
-    assert_same_bits(outstanding(layer, copies=copies, through=through), wanted)
 
 
 class TestMemory:

@@ -16,13 +16,12 @@ import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
 from gpu.device import compiled_beforehand, fill_free_memory
-from gpu.hopper_step import E, H, I, K, layer
+from gpu.hopper_step import E, H, I, K
 from node.direct_layers import DirectLayer, Setup
 from node.sentinel_layers import memory_full_of
 
-from sonicmoe import MoE, SonicMoEConfig
+from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import OutOfMemoryError
-from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
@@ -293,38 +292,6 @@ def test_a_gpu_that_is_full(case):
     del held
 
 
-@pytest.mark.parametrize("fails_at", range(0, 40, 4))
-def test_moe_on_a_full_gpu(fails_at):
-    """The PyTorch face keeps nothing between calls but prepared weights."""
-
-    def run(fails_at):
-        torch.manual_seed(0)
-        moe = MoE(E, K, H, I, std=0.1).to("cuda", torch.bfloat16)
-        x = layer().batch()[0].detach().requires_grad_()
-
-        def step():
-            moe.zero_grad()
-            x.grad = None
-            out, loss = moe(x, use_fp8=True)
-            (out.float().square().mean() + loss).backward()
-            return [out.detach(), x.grad, *(p.grad for p in moe.parameters())]
-
-        allocations = Allocations(fails_at)
-        if fails_at is not None:
-            try:
-                with allocations:
-                    step()
-            except torch.cuda.OutOfMemoryError:
-                pass
-            else:
-                assert not allocations.failed
-        return step()
-
-    with FP8.activate():
-        for got, want in zip(run(fails_at), run(None), strict=True):
-            assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_memory_full_of_nan_changes_no_bit(case):
     """Every tensor that is allocated without being written is NaN, or 0xFF bytes, and so is what
@@ -347,35 +314,3 @@ def test_the_memory_of_every_scratch_is_poisoned():
     with memory_full_of(True, "cuda"):
         made = empty((4096,), torch.uint8, torch.device("cuda", 0))
         assert bool((made == 0xFF).all())
-
-
-@pytest.mark.parametrize(("case", "place"), [("fp8, step", "in the node"), ("fp8", "in main_grad")])
-def test_an_engine_that_fails_between_its_additions_is_told_apart(monkeypatch, case, place):
-    """Not for want of memory: the sums are incomplete, and step() says so."""
-    run, add = Run(case), GradientSink.add
-    x, indices, probs, dout = run.batches[0]
-
-    def torn(store, engine, pending, targets):
-        backward_dw = type(engine).backward_dw
-
-        def fail(self, pending, targets):
-            backward_dw(self, pending, targets)
-            targets.adding = True
-            raise RuntimeError("an illegal memory access")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(engine), "backward_dw", fail)
-            add(store, engine, pending, targets)
-
-    out = run.node(x, None, indices, probs)
-    with monkeypatch.context() as patch:
-        patch.setattr(GradientSink, "add", torn)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            out.backward(dout)
-    with pytest.raises(RuntimeError, match=f"left a part of them {place}"):
-        run.node.step()
-    run.node.discard_grads()
-    run.node.step()
-    # Experts without tokens have no part in either case.
-    left = any(bool(weight.main_grad.any()) for weight in run.weights)
-    assert left == (place == "in main_grad")

@@ -1,5 +1,6 @@
 """Gradients that go straight into `main_grad` on the GPU engines: the bits of step mode in memory of
-every kind, CUDA graphs, streams, recompute, memory that runs out or is poisoned, and two ranks.
+every kind, CUDA graphs, streams, recompute and two ranks. test_faults_gpu.py has memory that runs
+out or is poisoned.
 """
 
 from __future__ import annotations
@@ -9,23 +10,19 @@ from itertools import product
 
 import pytest
 import torch
-from faults import FULL_GPU, Allocations
 from gpu.device import (
     LONG,
     captured,
     compiled_beforehand,
-    fill_free_memory,
     start_two_ranks,
     waiting_is_an_error,
 )
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
-from node.sentinel_layers import memory_full_of
 from worlds import TESTS, finish
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache
-from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
 
@@ -63,20 +60,6 @@ compiled = compiled_beforehand(
 @pytest.mark.parametrize("memory", MEMORY)
 def test_the_bits_of_step_mode(setup, arrangement, memory):
     layers.check_same_bits_as_step_mode(setup, arrangement, memory)
-
-
-@pytest.mark.parametrize(
-    ("setup", "arrangement", "memory"),
-    [(*setup, memory) for setup, memory in zip(SETUPS.values(), MEMORY, strict=True)],
-    ids=[f"{name}, {memory}" for name, memory in zip(SETUPS, MEMORY, strict=True)],
-)
-def test_several_micro_batches(setup, arrangement, memory):
-    layers.check_several_micro_batches(setup, arrangement, memory)
-
-
-@every_setup
-def test_frozen_experts(setup, arrangement):
-    layers.check_frozen(setup, arrangement)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -244,36 +227,6 @@ class TestStreams:
             found.append([gradient.clone() for gradient in layer.main_grads])
         assert_same_bits(*reversed(found))
         layer.check_strangers()
-
-
-@every_setup
-@pytest.mark.parametrize("memory", ["slices", "none"])
-def test_memory_full_of_nan_changes_no_bit(setup, arrangement, memory):
-    found = []
-    for nan in (False, True):
-        with memory_full_of(nan, "cuda"):
-            fill_free_memory(0xFF if nan else 0)
-            layer = layer_of(setup, arrangement, memory)
-            found.append(layer.step(0, 1))
-            layer.check_strangers()
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in found[0])
-    assert_same_bits(*found)
-
-
-@pytest.mark.parametrize(
-    ("setup", "arrangement"),
-    [*SETUPS.values(), (MEM, "per_expert"), (STAGEWISE, "native")],
-    ids=[*SETUPS, "fp8, mem", "bf16, stagewise"],
-)
-@pytest.mark.parametrize("memory", ["slices", "none"])
-def test_every_allocation_may_fail(setup, arrangement, memory):
-    """Nothing was added then, and the next step has the bits of one without the fault."""
-
-    def allocations(number):
-        release_scratch()  # or a later run would have fewer
-        return Allocations(number, FULL_GPU)
-
-    layers.check_failed_allocations(setup, arrangement, memory, allocations)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -144,40 +144,6 @@ def test_main_grads(own, tokens, flags):
     assert node.gradient_bytes == 0
 
 
-@pytest.mark.parametrize(("own", "tokens"), [(False, 300), (True, 300), (True, 0)])
-def test_the_first_backward_writes(own, tokens):
-    """Two micro-batches a step over NaN, and nobody clears anything."""
-    x, ids, probs, dout = batch(tokens)
-    found = []
-    for config in (FP8, SonicMoEConfig(**FP8.given() | {"first_backward": "overwrite"})):
-        node, made = node_and_weights(own, torch.bfloat16, config)
-        overwrites = config is not FP8
-        for parameter in made:
-            value = float("nan") if overwrites else 0.0
-            parameter.main_grad = torch.full_like(parameter, value, dtype=torch.float32)
-        for _ in range(2 if overwrites else 1):
-            for _ in range(2):
-                node(x, None, ids, probs).backward(dout)
-            node.step()
-        found.append([parameter.main_grad for parameter in made])
-    assert equal(*found)
-
-
-def test_experts_that_share_a_parameter_are_summed(both):
-    x, ids, probs, dout = batch(300)
-
-    def step():
-        w1, w2 = (w.detach() for w in weights(WeightLayout(True, True), torch.bfloat16))
-        experts = [Expert(up.clone(), down.clone()) for up, down in zip(w1, w2, strict=True)]
-        shared = experts[0].up_gate_proj.weight
-        for expert in experts:
-            expert.up_gate_proj.weight = shared
-        SonicMoEMlpNode(experts, E, H, I, config=FP8)(x, None, ids, probs).backward(dout)
-        return [shared.grad, *(expert.down_proj.weight.grad for expert in experts)]
-
-    assert equal(*both(step))
-
-
 def test_no_accumulators_are_made():
     """Beside bf16 gradients of 24 MiB there is no room for fp32 ones of 48 MiB."""
     experts, hidden, inner = 8, 1024, 512

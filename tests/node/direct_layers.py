@@ -205,44 +205,11 @@ def check_same_bits_as_step_mode(setup, arrangement, memory):
     assert all(was in (None, address) for was, address in zip(held, now, strict=True))
 
 
-def check_several_micro_batches(setup, arrangement, memory):
-    """The fp32 sums in another order; the same bits in every run."""
-    wanted = DirectLayer(setup, arrangement, flush="step").step(0, 1, 2)
-    layers = [DirectLayer(setup, arrangement, memory) for _ in range(2)]
-    first, again = (layer.step(0, 1, 2) for layer in layers)
-    assert_same_bits(first, again)
-    assert_same_bits(first[:9], wanted[:9])
-    for got, want in zip(first[9:], wanted[9:], strict=True):
-        assert relative(got, want) <= 1e-6
-    layers[0].check_strangers()
-
-
 def check_recompute(setup, arrangement, use_reentrant):
     """Either way of activation checkpointing gives the bits of a plain run."""
     wanted = DirectLayer(setup, arrangement).step(0, 1)
     through = partial(checkpoint, use_reentrant=use_reentrant)
     assert_same_bits(DirectLayer(setup, arrangement).step(0, 1, through=through), wanted)
-
-
-def check_frozen(setup, arrangement):
-    """Of one that trains and one that does not, only the first is added to; nothing is made for the
-    other.
-    """
-    wanted = DirectLayer(setup, arrangement).step(0)
-    layer = DirectLayer(setup, arrangement)
-    frozen = layer.weights[:: 3 if arrangement == "per_expert" else 2]
-    for weight in frozen:
-        weight.requires_grad_(False)
-        weight.main_grad = None
-    layer.run(layer.batch(0))
-    layer.node.step()
-    gradients = wanted[3:]
-    for weight, want in zip(layer.weights, gradients, strict=True):
-        if any(weight is other for other in frozen):
-            assert weight.main_grad is None
-        else:
-            assert torch.equal(weight.main_grad, want)
-    layer.check_strangers()
 
 
 def check_stacked_nodes(setup, arrangement, flush="auto"):
@@ -261,34 +228,3 @@ def check_stacked_nodes(setup, arrangement, flush="auto"):
     for index, got in enumerate(layer.main_grads):
         parts = torch.stack([each.main_grads[index] for each in alone])
         assert relative(got, parts.double().sum(0)) <= 1e-6
-
-
-def check_failed_allocations(setup, arrangement, memory, allocations):
-    """Whichever allocation of a direct backward fails, nothing was added, and the step after that
-    has the bits of an undisturbed one. `allocations` makes a counter that may fail one.
-    """
-
-    def attempt(fails_at):
-        layer, counter = DirectLayer(setup, arrangement, memory), allocations(fails_at)
-        x, indices, probs, dout = layer.batch(0)
-        failed = False
-        try:
-            with counter:
-                layer.node(x, None, indices, probs).backward(dout)
-        except torch.cuda.OutOfMemoryError:
-            failed = True
-        assert failed == (fails_at is not None)
-        if failed:
-            held = [gradient for gradient in layer.main_grads if gradient is not None]
-            assert not any(bool(gradient.any()) for gradient in held), fails_at
-            assert memory != "none" or held == []
-            layer.step(0)
-        layer.node.step()
-        layer.check_strangers()
-        return layer.main_grads, counter.seen
-
-    attempt(None)  # makes what is made once per process
-    wanted, count = attempt(None)
-    assert count > 5
-    for number in range(count):
-        assert_same_bits(attempt(number)[0], wanted, number)

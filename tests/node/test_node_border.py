@@ -83,14 +83,6 @@ class TestConfiguration:
         with pytest.raises(RoutingError, match="token 11 names expert 1 twice"):
             layer.call(counts="none")
 
-    def test_unknown_flags_are_reported_with_a_suggestion(self, monkeypatch, caplog):
-        monkeypatch.setenv("SONIC_MOE_FP8_MODES", "perf")
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            Layer()
-            Layer()
-        assert len(caplog.records) == 1
-        assert "did you mean SONIC_MOE_FP8_MODE?" in caplog.records[0].getMessage()
-
     @pytest.mark.parametrize("mode", list(FlushMode), ids=lambda m: m.value)
     def test_flush_mode_by_name_or_member(self, mode):
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode

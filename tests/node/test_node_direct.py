@@ -13,7 +13,6 @@ from node.node_harness import (
     ARRANGEMENTS,
     CONFIGS,
     FLUSHES,
-    FP8,
     Layer,
     assert_equal,
     problems,
@@ -92,25 +91,6 @@ class TestDirect:
         wanted = golden(problem).dw1
         got = numpy(layer.weights[0].main_grad)
         assert relative_rmse(got, wanted[0] + wanted[1]) < 1e-5
-
-    def test_two_nodes_over_the_same_experts(self):
-        """Stacked layers that share their experts, and both are in one backward."""
-
-        def gradients(flush):
-            """When the backward is over, and after the nodes' `step()`."""
-            layer = Layer(flush=flush, main_grad=0.0)
-            first, other = layer.call(), layer.another_node(config=FP8)
-            second = other(first.out, None, first.indices, first.probs)
-            second.backward(first.dout)
-            held = [layer.gradients()]
-            for node in (layer.node, other):
-                node.step()
-            return [*held, layer.gradients()]
-
-        at_once, after = gradients("auto")
-        assert_equal(at_once, after)
-        for got, want in zip(after, gradients("step")[1], strict=True):
-            assert relative_rmse(got, want) < 1e-6
 
 
 LAST_WEIGHT = {

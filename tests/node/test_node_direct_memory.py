@@ -11,10 +11,8 @@ if IS_PADDLE:
     pytest.skip("written for PyTorch; test_node_direct.py has Paddle's", allow_module_level=True)
 
 import torch
-from faults import FULL_GPU, FULL_HOST, Allocations
 from node import direct_layers as layers
-from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
-from node.sentinel_layers import memory_full_of
+from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup
 from pairwise import pairwise
 from worlds import TESTS, run_world
 
@@ -38,41 +36,10 @@ def test_the_bits_of_step_mode(setup, arrangement, memory):
     layers.check_same_bits_as_step_mode(SETUPS[setup], arrangement, memory)
 
 
-@covered
-def test_several_micro_batches(setup, arrangement, memory):
-    layers.check_several_micro_batches(SETUPS[setup], arrangement, memory)
-
-
-@setups
-@arrangements
-def test_frozen_experts(setup, arrangement):
-    layers.check_frozen(setup, arrangement)
-
-
 @arrangements
 @pytest.mark.parametrize("flush", ["auto", "step"])
 def test_nodes_over_the_same_experts(arrangement, flush):
     layers.check_stacked_nodes(SETUPS["full"], arrangement, flush)
-
-
-@pytest.mark.parametrize(
-    ("arrangement", "memory", "text"),
-    [("per_expert", "slices", FULL_HOST), ("fused", "none", FULL_GPU)],
-)
-def test_every_allocation_may_fail(arrangement, memory, text):
-    layers.check_failed_allocations(
-        SETUPS["full"], arrangement, memory, lambda number: Allocations(number, text)
-    )
-
-
-@setups
-@memories
-def test_memory_full_of_nan_changes_no_bit(setup, memory):
-    found = []
-    for nan in (False, True):
-        with memory_full_of(nan, "cpu"):
-            found.append(DirectLayer(setup, "per_expert", memory).step(0, 1))
-    assert_same_bits(*found)
 
 
 def test_expanded_memory_is_refused():

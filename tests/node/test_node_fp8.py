@@ -279,13 +279,6 @@ class TestTokens:
         assert_equal(*(layer.gradients() for layer in layers))
         np.testing.assert_array_equal(alone.dprobs, usual.dprobs)
 
-    def test_inference_keeps_nothing(self, problem):
-        layer, x = bf16_layer(problem), quantised(problem.x)
-        trained = numpy(TokensCall(layer, x).out)
-        with torch.no_grad():
-            out = TokensCall(layer, x, dx_to=None).out
-        np.testing.assert_array_equal(numpy(out), trained)
-
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts the gradient of an e4m3 tensor")
 class TestPaddlesOwnGradient:

@@ -186,32 +186,6 @@ class TestCaches:
         assert all(after < before for before, after in itertools.pairwise(losses)), losses
 
 
-@configs
-def test_trains_like_single_experts_with_no_layout_switch_anywhere(config):
-    """Plain gradient descent on the parameters as they lie: the same bits as per-expert parameters,
-    step after step.
-    """
-    batches = problems(3)
-    fused, single = (
-        Layer(batches[0], arrangement=arrangement, config=config, main_grad=0.0)
-        for arrangement in ("fused", "per_expert")
-    )
-    for layer in (fused, single):
-        layer.outs = []
-        for batch in batches:
-            layer.outs.append(numpy(layer.step(batch).out))
-            with torch.no_grad():
-                for weight in layer.weights:
-                    weight.add_(weight.main_grad * tensor(np.float32(-0.05)))
-            layer.zero_main_grad()
-    assert_equal(fused.outs, single.outs)
-    assert not np.array_equal(fused.outs[0], numpy(fused.run(batches[0]).out))
-    for weight, experts in zip(
-        fused.weights, (single.weights[:4], single.weights[4:]), strict=True
-    ):
-        assert_equal(numpy(weight), map(numpy, experts))
-
-
 class TestParametersByName:
     """`(module, name)` in place of a tensor: what the module holds when a call begins."""
 

@@ -233,20 +233,6 @@ class TestMemory:
         calls[1].backward()
         assert [ref() is not None for ref in kept] == [False, False]
 
-    @pytest.mark.parametrize("config", [FP8, STAGEWISE], ids=["fp8", "stagewise"])
-    def test_stagewise_memory_drops_z_in_the_middle_of_the_backward(self, monkeypatch, config):
-        kept = self.codes_of_z(monkeypatch)
-        alive_at_dz, original = [], reference.operand
-
-        def spy(values, name, *rest):
-            if name == "dz":
-                alive_at_dz.append(kept[0]() is not None)
-            return original(values, name, *rest)
-
-        monkeypatch.setattr(reference, "operand", spy)
-        Layer(config=config).run()
-        assert alive_at_dz == [config is FP8]
-
     @pytest.mark.parametrize("frozen", [None, 1], ids=["all trained", "one frozen"])
     def test_separate_experts_share_what_an_engine_writes(self, monkeypatch, frozen):
         """Autograd takes the memory of each projection as it is: every `.grad` is a part of it."""
