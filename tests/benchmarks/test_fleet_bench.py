@@ -24,13 +24,12 @@ def layer(load, monkeypatch):
     return load("fleet_layer")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_figures(ranks):
-    command = [str(SCRIPT), "--device", "cpu", "--ranks", str(ranks), "--repeats", "1", "--json"]
+def test_figures():
+    command = [str(SCRIPT), "--device", "cpu", "--ranks", "2", "--repeats", "1", "--json"]
     process = processes.run(command, environment(), ROOT, timeout=240)
     assert process.returncode == 0, process.stderr
     figures = json.loads(process.stdout.splitlines()[-1])
-    assert figures["ranks"] == ranks and "host_us" not in figures
+    assert figures["ranks"] == 2 and "host_us" not in figures
     errors = figures["errors"]
     assert set(errors) == {"bf16 dispatch", "fp8 dispatch"}
     assert errors["fp8 dispatch"]["y"] == errors["bf16 dispatch"]["y"], "the same codes"

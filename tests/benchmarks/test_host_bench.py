@@ -45,10 +45,9 @@ def measure(artefacts, *options):
     "options",
     [
         ["--face", "node", "--face", "grad", "--face", "stacked"],
-        ["--flush", "step"],
         pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle),
     ],
-    ids=["direct", "accumulators", "paddle"],
+    ids=["direct", "paddle"],
 )
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     found = measure(artefacts, "--experts", "2", "--experts", "16", *options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -46,28 +45,6 @@ def test_torchaos_groups_are_padded(load):
     position, ends = torchao.padded_positions(sorted_ids, 3)
     assert ends.tolist() == [16, 16, 48] and ends.dtype == torch.int32
     assert position.tolist() == [0, 1, *range(16, 33), 48]
-
-
-def test_torchaos_product_between_sort_and_sum(load, monkeypatch):
-    experts = load("model_experts")
-    torchao = load("torchao_experts")
-
-    class Fake:
-        @staticmethod
-        def _to_fp8_rowwise_then_scaled_grouped_mm(rows, weight, offsets, **options):
-            assert options == {"pad_token_groups_for_grouped_mm": False}
-            out, start = torch.full((len(rows), weight.shape[2]), float("nan")), 0
-            for expert, end in enumerate(offsets.tolist()):
-                out[start:end] = rows[start:end].float() @ weight[expert].float()
-                start = end
-            return out.to(rows.dtype)
-
-    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", Fake)
-    assert torchao.register_torchao()
-    for row in (experts.ROWS[0], experts.ROWS[-1]):  # of one rank, and a share of eight
-        made = experts.Experts(experts.tiny(row), "cpu")
-        errors = experts.errors_of(made, made.module(torchao.TORCHAO))
-        assert 0 < max(errors.out, errors.dx, errors.dweights) < 0.01
 
 
 @pytest.mark.parametrize("options", [(), ("--compile", "--checkpoint")])

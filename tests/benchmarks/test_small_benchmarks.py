@@ -20,12 +20,6 @@ def test_small_batches_need_a_gpu(run):
     assert said.strip() == "Error: this needs an NVIDIA Hopper GPU"
 
 
-def test_settings_have_a_row_each(run):
-    figures = json.loads(run("settings_bench", "--device", "cpu", "--rounds", "1", "--json"))
-    assert next(iter(figures)) == "swiglu, z int8" and "situ_glu, z bf16" in figures
-    assert all(row["forward"] > 0 and row["backward"] > 0 for row in figures.values())
-
-
 def test_gradients_that_live_once(run, tmp_path):
     found = tmp_path / "figures.json"
     said = run("main_grad_bench", "--check", "--rounds", "1", "--json", found)
@@ -39,26 +33,6 @@ def test_gradients_that_live_once(run, tmp_path):
         assert list(direct["steps"]) == list(step["steps"]) == ["1", "3"]
         assert min(*direct["steps"].values(), *step["steps"].values()) > 0
         assert 0 < direct["host"] < step["host"], "step() has nothing to hand over"
-
-
-def test_gradients_of_two_ways_that_differ_are_not_timed(load, monkeypatch):
-    from sonicmoe.engine.targets import ParameterTargets
-
-    bench, add = load("main_grad_bench"), ParameterTargets.add
-
-    def wrong(self, name, expert, gradient):
-        add(self, name, expert, gradient * (1 + 1e-3))
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    variant = bench.Variant(bench.EngineName.REFERENCE, "perf")
-    experts = bench.Experts(bench.TINY[0], "own", variant, "cpu")
-    batches = bench.rotating_batches(bench.TINY[0], "cpu")
-    for count in (1, 3):
-        bench.compare(experts, batches, count)
-    monkeypatch.setattr(ParameterTargets, "add", wrong)
-    for count in (1, 3):
-        with pytest.raises(RuntimeError, match="gradients of the two ways differ by"):
-            bench.compare(experts, batches, count)
 
 
 def test_freed_weights_are_counted(run, tmp_path):
@@ -80,23 +54,6 @@ def test_freed_weights_are_counted(run, tmp_path):
         "freed, iso_weight": (0, one, one),
     }
     assert all(way["event"] > 0 and way["step"] > 0 for way in ways.values())
-
-
-def test_freed_weights_whose_gradients_differ_end_it(load, monkeypatch):
-    bench = load("freed_weights_bench")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    event = bench.Step.event
-
-    def wrong(self):
-        event(self)
-        for copies in self._copies:
-            if copies is not None:
-                copies.weights.w1.scale_inv.mul_(1.001)
-
-    monkeypatch.setattr(bench.Step, "event", wrong)
-    variant = bench.Variant(bench.EngineName.REFERENCE, "perf")
-    with pytest.raises(RuntimeError, match="gradients of 'freed' and 'kept' differ"):
-        bench.measure(bench.TINY[0], variant, "cpu", 1, 1)
 
 
 def test_the_table_of_a_shared_gpu_shows_when_both_are_done(load):

@@ -29,9 +29,10 @@ def results(framework, world, world_results):
     return world_results(framework, world)
 
 
-def each_world(test):
-    in_both = pytest.mark.parametrize("framework", ["torch", PADDLE])(test)
-    return pytest.mark.parametrize("world", [2, 4])(in_both)
+each_world = pytest.mark.parametrize(
+    ("framework", "world"),
+    [("torch", 2), ("torch", 4), pytest.param("paddle", 2, marks=pytest.mark.paddle)],
+)
 
 
 @cache

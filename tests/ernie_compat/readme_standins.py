@@ -181,26 +181,3 @@ class Rig:
         twin.node.step()
         twin.optimizer.step()
         return twin.weights()
-
-
-def run_as(trainer, rig, batches):
-    """One optimizer step as the README's table has it for this trainer."""
-    if trainer == "formers":
-        made = Trainer(rig.model, rig.optimizer, rig.reduce)
-        callback = TrainerCallback()
-        callback.on_optimizer_end = lambda *arguments, **kwargs: rig.node.step()
-        made.add_callback(callback)
-        made.train(batches)
-    elif trainer == "pipeline":
-        PipelineParallel(rig.model, rig.reduce).train_batch(batches, rig.optimizer)
-        rig.node.step()
-    else:
-        for batch in batches:
-            rig.model(batch).backward()
-            if trainer == "bubbles":
-                rig.node.finish_wgrad()
-        if trainer != "forgotten":
-            rig.node.step()
-            rig.reduce()
-        rig.optimizer.step()
-        rig.optimizer.clear_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from small_run import run_program, run_python
+from small_run import run_program
 from worlds import ROOT
 
 README = (ROOT / "ernie_compat" / "README.md").read_text(encoding="utf-8")
@@ -172,10 +172,6 @@ after = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
 assert not np.array_equal(fresh, after)
 """,
 }
-PREPARE = """
-import paddle
-paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-"""
 HELPERS = """
 import json, logging, warnings
 from types import SimpleNamespace
@@ -210,143 +206,6 @@ def test_every_snippet_runs_and_does_what_it_says():
         parts += [BEFORE.get(name, ""), code, AFTER[name]]
     parts.append('print(json.dumps([line for line in lines if "docs/gradients.md" in line]))')
     assert run_program("\n".join(parts)) == []
-
-
-# The rows of the table that put weight gradients off, which no snippet of the page does: the trainer,
-# and whether it is refused.
-ROWS = {"own": False, "bubbles": False, "formers": True, "pipeline": True}
-
-
-# What the table of trainers says of each. It runs behind the page, in the same process.
-TABLE = """
-from sonicmoe.errors import ConfigError
-from sonicmoe.node import questions
-batches = make_batches(3)
-wanted = Rig("step").wanted(batches)
-for trainer, refused in ROWS.items():
-    rig = Rig(split_wgrad=True)
-    lines.clear()
-    try:
-        run_as(trainer, rig, batches)
-        assert not refused, trainer
-    except RuntimeError as error:
-        assert refused and "while gradients of" in str(error), (trainer, error)
-    assert not [line for line in lines if "docs/gradients.md" in line], (trainer, lines)
-    if not refused:
-        same(rig.weights(), wanted)
-        assert rig.reduced > 0, trainer
-try:
-    Rig(split_wgrad=True, flush="backward")
-    raise SystemExit("split_wgrad took flush='backward'")
-except ConfigError:
-    pass
-# A forgotten step(). Where gradients are handed over, experts train on.
-for flush, trains in (("auto", True), ("step", False)):
-    rig = Rig(flush, main_grad=None)
-    before = rig.weights()
-    questions._asked.clear()
-    lines.clear()
-    for _ in range(2 if trains else questions.BACKWARDS + 1):
-        run_as("forgotten", rig, batches[:1])
-    assert trains != np.array_equal(rig.weights()[0], before[0]), flush
-    assert trains != any("step() never came" in line for line in lines), lines
-"""
-# What the page says of Paddle and leaves the process whole.
-PAGE = """
-from readme_standins import *
-from sonicmoe.ernie_compat import SonicMoEMlpNode
-rig = Rig("auto")
-x, ids, probs = make_batches(1)[0]
-assert float(rig.node(x, None, ids + EXPERTS + 1, probs).abs().max()) == 0
-assert any("the output is zeros" in line for line in lines), lines
-x.stop_gradient = False
-rows = x * 1
-out = rig.node(rows, None, ids, probs)
-rows._clear_to_zero_allocation()
-try:
-    out.sum().backward()
-    raise SystemExit("x that was freed was read")
-except OSError as error:
-    assert "RuntimeError: x was freed between this node's forward and its backward" in str(error)
-assert "node" not in rig.model.state_dict() and len(rig.model.state_dict()) == 2 * EXPERTS
-loss = paddle.exp(rig.node(x, None, ids, probs)).mean()
-paddle.grad(loss, [x], retain_graph=True)
-loss.backward()
-
-# An optimizer that does not read main_grad trains no expert, and a line says so.
-w1, w2 = paddle.create_parameter([2, 8, 12], "float32"), paddle.create_parameter([2, 6, 8], "float32")
-for w in (w1, w2):
-    w.main_grad = None
-node = SonicMoEMlpNode.from_fused(w1, w2)
-call = paddle.ones([3, 8]), None, paddle.zeros([3, 1], "int64"), paddle.ones([3, 1])
-before, adamw = w1.numpy().copy(), paddle.optimizer.AdamW(1e-2, parameters=[w1, w2])
-for _ in range(10):
-    node(*call).sum().backward()
-    node.step()
-    adamw.step()
-    adamw.clear_grad()
-assert float(w1.main_grad.abs().sum()) > 0 and (before == w1.numpy()).all()
-assert any("expert weight gradients are added straight into main_grad" in line for line in lines)
-assert any("no optimizer clears main_grad" in line for line in lines), lines
-for w in (w1, w2):
-    w.main_grad = w.main_grad.astype("bfloat16")
-try:
-    node(*call).sum().backward()
-    raise SystemExit("a main_grad in bf16 was taken")
-except OSError as error:
-    assert "DTypeError: weight1.main_grad is bfloat16; needed: float32" in str(error), error
-
-# Names of Paddle's own optimizer state count up in a process.
-def layer():
-    built = paddle.nn.Linear(4, 4)
-    return built, paddle.optimizer.AdamW(1e-2, parameters=built.parameters())
-def trains(built, optimizer):
-    before = built.weight.numpy().copy()
-    built(paddle.ones([2, 4])).sum().backward()
-    optimizer.step()
-    return bool((before != built.weight.numpy()).any())
-first, second = layer(), layer()
-assert trains(*first)
-second[1].set_state_dict(first[1].state_dict())
-try:
-    trains(*second)
-    raise SystemExit("state of another parameter was taken")
-except Exception as error:
-    assert "Optimizer set error" in str(error) and "should in state dict" in str(error), error
-"""
-
-
-@pytest.mark.trained
-@pytest.mark.paddle
-def test_what_the_page_says_of_paddle_is_so_and_trainers_of_its_table_train_alike():
-    program = f"{PREPARE}{HELPERS}{PAGE}\nROWS = {ROWS!r}\n{TABLE}\nprint(json.dumps('done'))"
-    assert run_program(program) == "done"
-
-
-ONCE = """
-from readme_standins import *
-from sonicmoe.errors import RoutingError
-rig = Rig("auto")
-x, ids, probs = make_batches(1)[0]
-try:
-    rig.node(x, None, ids + EXPERTS + 1, probs)
-except RoutingError:
-    print("refused")
-x.stop_gradient = False
-loss = paddle.exp(rig.node(x, None, ids, probs)).mean()
-loss.backward(retain_graph=True)
-print("once", flush=True)
-loss.backward()
-print("twice")
-"""
-
-
-@pytest.mark.paddle
-def test_a_backward_runs_once_and_ids_are_refused_where_the_variable_is_set():
-    set_first = "import os\nos.environ['SONIC_MOE_VALIDATE_DISPATCH'] = '1'\n"
-    result = run_python(["-c", set_first + PREPARE + ONCE])
-    # Should Paddle mend the second backward, the page has a paragraph less.
-    assert result.stdout == "refused\nonce\n" and result.returncode != 0, result.stderr
 
 
 def test_named_files_exist():

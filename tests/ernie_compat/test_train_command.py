@@ -21,7 +21,6 @@ from small_run import SIZE_OPTIONS, run_train, write_text
 from worlds import ROOT, environment
 
 from ernie_compat.checkpoint import load_checkpoint, read_header
-from ernie_compat.gap_runs import read_run
 from ernie_compat.metrics import StepRecord, read_metrics
 from ernie_compat.precision import node_config
 from ernie_compat.saved_run import SavedRun
@@ -101,6 +100,7 @@ def after_three_steps(out, act, is_running):
     act()
 
 
+@pytest.mark.parametrize("whole", ["torch"], indirect=True)
 def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
     whole, tmp_path
 ):
@@ -119,9 +119,6 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     metrics = out / "metrics.jsonl"
     assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
 
-    assert load_checkpoint(out / "checkpoint.npz")[1]
-    if whole.framework == "paddle":
-        return
     resumed = invoke("--resume", "--out", str(out))
     assert resumed.exit_code == 0, resumed.stderr
     assert f"resuming after step {step}" in resumed.stderr and "differs" not in resumed.stderr
@@ -132,21 +129,6 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     records = [read_metrics(path / "metrics.jsonl") for path in (out, whole.out)]
     assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
     assert_captured(out)
-
-
-def test_a_run_without_checkpoints_leaves_its_figures(whole, tmp_path):
-    """Neither writing checkpoints nor capturing changes a bit."""
-    if whole.framework != "torch":
-        pytest.skip("this process holds PyTorch; what is written is the same")
-    out = tmp_path / "run"
-    result = invoke(*whole.options, "--no-checkpoint", "--out", str(out))
-    assert result.exit_code == 0, result.stderr
-    assert not list(out.glob("*checkpoint*")) and "checkpoint.npz" not in result.stdout
-    assert ", without a checkpoint" in result.stderr
-    assert json.loads((out / "summary.json").read_text())["checkpoint"] is None
-    records = [read_metrics(path / "metrics.jsonl") for path in (out, whole.out)]
-    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
-    assert read_run(out).signed_gap == read_run(whole.out).signed_gap
 
 
 class Directory:
@@ -339,19 +321,6 @@ def test_a_resumed_run_finds_its_text_by_itself(run, text, monkeypatch):
         line = assert_refused(result, words)
         assert line.endswith("to continue on another text, give --data")
     assert run.saved_step == 3
-
-
-def test_the_summary_names_what_ran(run):
-    result = run.start("--compare", steps=2)
-    assert result.exit_code == 0, result.stderr
-    ran = "experts in fp8 on engine reference, compared with fp32 on engine reference"
-    assert ran in result.stderr
-    assert "fp8 on reference  (full precision: fp32 on reference)" in result.stdout
-    summary = run.summary
-    found = [summary[name] for name in ("engine_used", "against", "engine_full_precision")]
-    assert found == ["reference", "fp32", "reference"]
-    assert summary["seconds_per_step"] > 0 and summary["seconds_per_step_full_precision"] > 0
-    assert summary["loss_end_full_precision"] > 0 and summary["loss_gap"] > 0
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(run):

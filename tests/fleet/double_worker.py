@@ -38,10 +38,6 @@ def main(rank, directory):
             sent = fleet.fused_a2a.get_buffer(group).sent_bytes
             results |= {f"{form}/{name}": value for name, value in found.items()}
             results[f"{form}/sent"] = np.array(sent)
-            for name, shard in layer.sharded_state_dict().items():
-                key = f"{form}/saved/{name.rpartition('.')[2]}"
-                results[key] = cases.as_numpy(shard.local_tensor)
-                results[f"{key}/place"] = np.array([shard.global_shape, shard.global_offset])
     np.savez(directory / f"{rank}.npz", **results)
 
 

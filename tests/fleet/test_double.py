@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import double_cases as cases
-import numpy as np
 import paddle
 import pytest
 from fleet.double import model
-from fleet.double.optimizer import ShardingOptimizer
 
 # Plain Paddle rounds its result alone, our engines what they keep between GEMMs too.
 BOUNDS = {None: 8e-3, "e4m3": 0.085}
@@ -48,35 +46,6 @@ def test_gradients_over_micro_batches(fleet, form):
         bound *= 8
     for name, value in wanted.items():
         assert cases.relative(found[name], value) <= bound, (form, name)
-
-
-def test_layouts_change_in_place(fleet):
-    layer = layer_of(fleet, cases.config_of(fleet))
-    experts = layer.grouped_gemm_experts
-    ShardingOptimizer(layer.parameters())
-    w1, w2 = experts.weight1, experts.weight2
-    paddle.assign(paddle.to_tensor(cases.values(3, *w1.shape)), output=w1.main_grad)
-    paddle.assign(paddle.to_tensor(cases.values(4, *w2.shape)), output=w2.main_grad)
-    held = [w1, w2, w1.main_grad, w2.main_grad]
-    before = [(t.data_ptr(), t.shape, cases.as_numpy(t)) for t in held]
-    experts.convert_weights_to_sonic_layout()
-    turned = np.stack(np.split(before[0][2].transpose(0, 2, 1), 2, 1), 2).reshape(4, 128, 128)
-    assert np.array_equal(cases.as_numpy(w1), turned) and w2.shape == [4, 128, 64]
-    assert np.array_equal(cases.as_numpy(w2.main_grad), before[3][2]), "stays as it is"
-    assert not np.array_equal(cases.as_numpy(w1.main_grad), before[2][2])
-    experts.convert_weights_to_grouped_layout()
-    for tensor, (address, shape, array) in zip(held, before, strict=True):
-        assert tensor.data_ptr() == address and tensor.shape == shape
-        assert np.array_equal(cases.as_numpy(tensor), array)
-
-
-def test_without_storage_only_the_shape_changes(fleet):
-    experts = layer_of(fleet, cases.config_of(fleet)).grouped_gemm_experts
-    for weight in experts.parameters():
-        weight._clear_to_zero_allocation()
-    experts.convert_weights_to_sonic_layout()
-    assert experts.weight1.shape == [4, 128, 128] and experts.weight2.shape == [4, 128, 64]
-    assert not any(weight._is_initialized() for weight in experts.parameters())
 
 
 @pytest.mark.parametrize("fp8", [None, "e4m3"])
@@ -173,21 +142,3 @@ def test_deferred_weight_gradients(fleet, order):
     for name in ("weight1", "weight2"):
         found = cases.as_numpy(getattr(experts, name).main_grad)
         assert cases.relative(found, wanted[name]) <= BOUNDS["e4m3"]
-
-
-def test_checkpoint_layouts(fleet):
-    """Grouped, whatever layout the experts are in at the time."""
-    for form, shapes in (
-        ("deepep", {"weight1": [512, 128], "weight2": [256, 128]}),
-        ("allgather", {"weight1": [4, 128, 2, 64], "weight2": [4, 64, 128]}),
-    ):
-        layer = layer_of(fleet, cases.config_of(fleet, moe_token_dispatcher_type=form))
-        experts = layer.grouped_gemm_experts
-        before = [cases.as_numpy(weight) for weight in experts.parameters()]
-        cases.run(layer, cases.micro_batches(1))
-        assert experts._is_sonic()
-        saved = layer.sharded_state_dict()
-        found = [saved[f"grouped_gemm_experts.{name}"].local_tensor for name in shapes]
-        assert [tensor.shape for tensor in found] == list(shapes.values())
-        for tensor, array in zip(found, before, strict=True):
-            assert np.array_equal(cases.as_numpy(tensor).ravel(), array.ravel())

@@ -98,32 +98,3 @@ def test_two_layers_on_one_pair_of_parameters(fleet):
     for name in ("weight1", "weight2"):
         assert np.array_equal(both[0][name], lone[name])
         assert cases.relative(both[1][name], 2 * lone[name]) < 1e-6
-
-
-def test_hooks_see_every_micro_batch_once(fleet):
-    """Reductions that overlap the backward count the hooks of a weight, and read `main_grad`."""
-    layer = layer_of(fleet, **FP8)
-    seen = {"weight1": [], "weight2": []}
-    for name, parameter in layer.grouped_gemm_experts.named_parameters():
-        parameter._register_backward_hook(
-            lambda *_, p=parameter, n=name: seen[n].append(float(p.main_grad.abs().sum()))
-        )
-    cases.run(layer, cases.micro_batches(2))
-    for sums in seen.values():
-        assert len(sums) == 2 and 0 < sums[0] < sums[1]
-
-
-def test_old_copies_are_refused(fleet):
-    """Copies that an optimizer has outrun, on weights that hold no memory any more."""
-    from sonicmoe.errors import StaleWeightsError
-    from sonicmoe.fleet.layer import weights_changed
-
-    layer = layer_of(fleet, **FP8)
-    experts = layer.grouped_gemm_experts
-    experts.quant_weight()
-    cases.run(layer, cases.micro_batches(1))
-    weights_changed(experts.weight1, experts.weight2)
-    for weight in experts.parameters():
-        weight._clear_to_zero_allocation()
-    with pytest.raises(StaleWeightsError):
-        layer(cases.leaf(cases.micro_batches(1)[0][0]))

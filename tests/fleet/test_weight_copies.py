@@ -20,7 +20,6 @@ from weights.freed_memory import free, holds_memory
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
-from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.layer import known_layer, weights_changed
 from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
@@ -87,17 +86,6 @@ class TestOrderOfEvents:
         others = [line for line in caplog.messages if not line.startswith(again)]
         assert not [line for line in others if "step()" in line or "weights" in line]
 
-    @each_format
-    def test_two_layers_share_the_events(self, form):
-        """The second layer's quantisation clears all caches, and the first layer's copies stay."""
-        batches = problems(2)
-        experts = [FleetExpert(batch, form) for batch in batches]
-        for expert in experts:
-            expert.step_begin()
-        for expert, batch in zip(experts, batches, strict=True):
-            expert.forward(batch).backward()
-        assert copies_of(*experts[0].weights) is not copies_of(*experts[1].weights)
-
     def test_codes_stay_the_same_while_the_layout_changes(self, quantised):
         copies = copies_of(*quantised.weights)
         first, second = numpy(copies.weights.w1.bytes), numpy(copies.weights.w2.bytes)
@@ -126,28 +114,6 @@ class TestOrderOfEvents:
             assert [buffer() for buffer in buffers] == [None, None]
         finally:
             gc.enable()
-
-
-@pytest.mark.skipif(not IS_PADDLE, reason="the hook needs Paddle")
-@each_format
-def test_weight_gradients_that_a_pipeline_puts_off(form, request):
-    """They are added when the copies are gone and the layout is another one again."""
-    batches = problems(2)
-    wanted = FleetExpert(batches[0])
-    for batch in batches:
-        wanted.call(batch, fp8=True).backward()
-    expert, tasks = FleetExpert(batches[0], form), request.getfixturevalue("tasks")
-    expert.micro_batches = len(batches)
-    expert.step_begin()
-    calls = [expert.forward(batch) for batch in batches]
-    for call in calls:
-        call.backward()
-    assert len(tasks) == 2 * len(batches)
-    expert.clear_fp8_weights()
-    for run in tasks:
-        run()
-    expert.to_layout("grouped")
-    assert same_bits(expert.gradients(), wanted.gradients())
 
 
 class TestStaleness:
@@ -278,39 +244,6 @@ class TestPayload:
 
 
 class TestRelease:
-    def outstanding(self, form, caplog, **given):
-        batch = make_problem()
-        expert = FleetExpert(batch, form)
-        expert.step_begin()
-        copies = copies_of(*expert.weights)
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            calls = [
-                expert.call(batch, fp8=True, release_fp8_weights=last, **given)
-                for last in (False, True, True)[: 2 if form == "1x32" else 3]
-            ]
-        return expert, copies, calls
-
-    @pytest.mark.parametrize(
-        ("form", "recomputes", "said"),
-        [
-            ("1x32", False, None),
-            ("32x32", False, "are kept: forward and backward read the same buffers"),
-            ("1x32", True, "recompute z"),
-        ],
-    )
-    def test_forwards_order_goes_after_the_last_forward_or_the_log_says_why_not(
-        self, form, recomputes, said, caplog
-    ):
-        config = FP8Config()
-        config.recompute_z = recomputes
-        expert, copies, calls = self.outstanding(form, caplog, fp8_config=config)
-        assert copies.is_released is (said is None)
-        assert {weight.fp8 is None for weight in expert.weights} == {said is None}
-        assert all(weight.transposed_fp8 is not None for weight in expert.weights)
-        for call in calls:
-            call.backward()
-        assert caplog.text.count(said or "kept") == (said is not None)
-
     def test_copies_that_the_engine_made_are_its_own(self, caplog):
         expert = FleetExpert(make_problem(), "1x32")
         with caplog.at_level(logging.INFO, logger="sonicmoe"):

@@ -1,6 +1,6 @@
 """Gradients that go straight into `main_grad` on the GPU engines: the bits of step mode in memory of
-every kind, CUDA graphs, streams, recompute and two ranks. test_faults_gpu.py has memory that runs
-out or is poisoned.
+every kind, CUDA graphs, streams and recompute. test_faults_gpu.py has memory that runs out or is
+poisoned.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from gpu.device import (
     LONG,
     captured,
     compiled_beforehand,
-    start_two_ranks,
     waiting_is_an_error,
 )
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
-from worlds import TESTS, finish
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.jit import default_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -227,15 +224,3 @@ class TestStreams:
             found.append([gradient.clone() for gradient in layer.main_grads])
         assert_same_bits(*reversed(found))
         layer.check_strangers()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_reduce_what_one_would_have(tmp_path):
-    """The sum over ranks of a communication buffer that both have added to."""
-    worker = TESTS / "node" / "direct_ranks_worker.py"
-    cache = str(default_cache().root)
-    processes = start_two_ranks(worker, tmp_path, "hopper", SONIC_MOE_CACHE_DIR=cache)
-    for code, said, errors in finish(processes):
-        assert code == 0, errors[-3000:]
-        found = list(map(float, said.split()))
-        assert len(found) == 2 and max(found) <= 1e-6

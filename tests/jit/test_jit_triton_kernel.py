@@ -1,11 +1,9 @@
 """Triton kernels in the package's cache, compiled for a GPU that is not there."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from racers import NOT_RUN, environment
+from racers import NOT_RUN
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile
@@ -90,18 +88,3 @@ def test_other_triton_users_keep_their_cache(launches, warmed, monkeypatch, tmp_
     launch(1000, kernel=triton.jit(triton_sample.scale_add.fn, do_not_specialize=["num_tokens"]))
     assert sorted(path.name for path in (warmed / "cache" / "artefacts").iterdir()) == before
     assert list(tmp_path.rglob("*.cubin")) != []
-
-
-def test_interpreter_runs_the_same_kernel():
-    pytest.importorskip("torch")
-    program = (
-        "import torch, triton_sample\n"
-        "x, y = torch.arange(5.), torch.ones(5)\n"
-        "triton_sample.scale_add[(2,)](x, y, 2.0, 5, BLOCK=4)\n"
-        "assert y.tolist() == [1, 3, 5, 7, 9], y"
-    )
-    env = environment(TRITON_INTERPRET="1")
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

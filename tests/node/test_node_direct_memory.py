@@ -14,7 +14,6 @@ import torch
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup
 from pairwise import pairwise
-from worlds import TESTS, run_world
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import LayoutError
@@ -49,11 +48,3 @@ def test_expanded_memory_is_refused():
     weight.main_grad = torch.zeros(weight.shape[1]).expand(weight.shape)
     with pytest.raises(LayoutError, match="under which its elements overlap"):
         layer.run(layer.batch())
-
-
-def test_two_ranks_reduce_what_one_would_have(tmp_path):
-    worker = TESTS / "node" / "direct_ranks_worker.py"
-    outputs = run_world(lambda rank: [worker, rank, tmp_path, "reference"], [{}, {}])
-    for said in outputs:
-        found = list(map(float, said.split()))
-        assert len(found) == 2 and max(found) <= 1e-6

@@ -134,26 +134,6 @@ class Trainer:
         self.optimizer.clear_grad()
         return sum(losses)
 
-    def save(self):
-        """`name -> numpy`: parameters in the layout of checkpoints, masters and moments."""
-        shards = self.model.sharded_state_dict()
-        arrays = {
-            name: shard.local_tensor.astype("float32").numpy() for name, shard in shards.items()
-        }
-        for number, state in enumerate(self.optimizer.state()):
-            arrays[f"optimizer/{number}"] = state.numpy()
-        return arrays | {"steps": np.array(self.optimizer.steps)}
-
-    def load(self, arrays):
-        """What `save` returned."""
-        with paddle.no_grad():
-            for name, parameter in self.model.named_parameters():
-                value = paddle.to_tensor(arrays[name]).astype(parameter.dtype)
-                paddle.assign(value.reshape(parameter.shape), output=parameter)
-        count = len(arrays) - len(list(self.model.named_parameters())) - 1
-        state = [paddle.to_tensor(arrays[f"optimizer/{number}"]) for number in range(count)]
-        self.optimizer.take(state, int(arrays["steps"]))
-
     def _call(self, event):
         for callback in self.callbacks:
             getattr(callback, event)(

@@ -107,18 +107,6 @@ class ShardingOptimizer:
             fused.master.subtract_(self.lr * corrected[0] / (corrected[1].sqrt() + self.eps))
             fused.write()
 
-    def state(self):
-        """Masters and moments, buffer by buffer."""
-        held = self.fused.values()
-        return [tensor for fused in held for tensor in (fused.master, *fused.moments)]
-
-    def take(self, state, steps):
-        """What `state` returned, after so many steps."""
-        self.steps = steps
-        for number, fused in enumerate(self.fused.values()):
-            fused.master, *fused.moments = state[3 * number : 3 * number + 3]
-            self._keep_master(fused)
-
     @paddle.no_grad()
     def clear_grad(self):
         for fused in self.fused.values():

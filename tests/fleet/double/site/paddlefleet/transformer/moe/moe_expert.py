@@ -5,10 +5,6 @@ from contextlib import suppress
 import paddle
 import paddlefleet_ops
 from paddle import nn
-from paddle.distributed.flex_checkpoint.dcp.sharded_weight import (
-    build_sharded_state_dict,
-    shard_weight,
-)
 
 from .fusion_layer_utils import run_sonic_moe
 
@@ -192,28 +188,6 @@ class SonicMoEExpert(nn.Layer):
             self.weight1.fp8 = self.weight2.fp8 = None
         self._forward_counter += 1
         return hidden_states
-
-    def sharded_state_dict(self, structured_name_prefix=""):
-        """Grouped, whatever the layout is. Experts are shards of axis 0, stacked in rows; with
-        I/EP columns a rank, gate and up lie apart, so that both are contiguous over ranks.
-        """
-        self.convert_weights_to_grouped_layout()
-        w1, w2, axes = self.weight1, self.weight2, (0, 0)
-        if self.config.moe_token_dispatcher_type in ("allgather", "ringmoe"):
-            experts, hidden, _ = w1.shape
-            w1 = w1.reshape([experts, hidden, 2, self.intermediate_size_per_partition])
-            axes = (3, 1)
-        else:
-            w1, w2 = (weight.reshape([-1, weight.shape[-1]]) for weight in (w1, w2))
-        state = {"weight1": w1, "weight2": w2}
-        if self.ep_group is None:
-            return build_sharded_state_dict(state, None, structured_name_prefix)
-        return {
-            f"{structured_name_prefix}{name}": shard_weight(
-                f"{structured_name_prefix}{name}", weight, axis, self.ep_group
-            )
-            for (name, weight), axis in zip(state.items(), axes, strict=True)
-        }
 
 
 def _assign(tensor, value):
