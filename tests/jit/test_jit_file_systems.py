@@ -4,7 +4,6 @@ everywhere.
 
 import errno
 import json
-import os
 import threading
 
 import filelock
@@ -13,7 +12,6 @@ from late_files import LateFiles
 from racer import load, make_key
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit.errors import CacheUnwritableError
 from sonicmoe.jit.files import StoreFiles
 from sonicmoe.jit.place import Place, Trust
 
@@ -105,61 +103,6 @@ def test_disk_without_room_for_a_lock(field, mounts):
 
 
 # Injected faults
-
-
-class FailingFiles(StoreFiles):
-    """Raises `error` from one operation on paths below `root`."""
-
-    def __init__(self, root, operation, number):
-        self.root, self.operation, self.number = root, operation, number
-
-    def _check(self, operation, place):
-        if operation == self.operation and place.path.is_relative_to(self.root):
-            raise OSError(self.number, os.strerror(self.number), str(place))
-
-    def make_dir(self, folder):
-        self._check("make_dir", folder)
-        super().make_dir(folder)
-
-    def write_text(self, file, text):
-        self._check("write_text", file)
-        super().write_text(file, text)
-
-    def sync_tree(self, folder):
-        self._check("sync_tree", folder)
-        return super().sync_tree(folder)
-
-    def publish(self, source, target):
-        self._check("publish", source)
-        super().publish(source, target)
-
-
-@pytest.mark.parametrize("operation", ["make_dir", "write_text", "sync_tree", "publish"])
-@pytest.mark.parametrize(
-    "number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE]
-)
-def test_any_storage_fault_at_any_step_goes_to_the_node(
-    field, key, compiler, operation, number, caplog
-):
-    files = FailingFiles(field.root, operation, number)
-    cache = CompileCache(field.root, field.local, visibility_timeout_s=0.02, files=files)
-    artefact = cache.build(key, compiler(key))
-    assert load(artefact) == 4096 and artefact.path.is_relative_to(field.local)
-    assert errno.errorcode[number] in caplog.text and str(field.root) in caplog.text
-    assert cache.try_load(key) is not None
-    cache.build(make_key(2), compiler(make_key(2)))
-    assert caplog.text.count("compile cache") == 1, "explained once"
-    leftovers = field.root / "staging"
-    assert not leftovers.exists() or list(leftovers.iterdir()) == []
-
-
-def test_both_directories_failing_is_one_clear_error(field, key, compiler):
-    files = FailingFiles(field.folder, "make_dir", errno.ENOSPC)
-    cache = CompileCache(field.root, field.local, files=files)
-    with pytest.raises(CacheUnwritableError) as raised:
-        cache.build(key, compiler(key))
-    for part in (str(key), str(field.root), str(field.local), "ENOSPC", "SONIC_MOE_CACHE_DIR"):
-        assert part in str(raised.value)
 
 
 def test_rename_visible_late_is_waited_for(field):

@@ -20,8 +20,8 @@ import sonicmoe.jit.worker as worker_module
 import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig, current_config
-from sonicmoe.engine import capabilities, compile_plan
-from sonicmoe.engine.capabilities import BF16, RECORDS, TRITON, missing_package
+from sonicmoe.engine import capabilities
+from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
@@ -265,13 +265,6 @@ def test_fp8_has_no_bf16_kernels_unless_the_setting_asks_for_them(
     assert checked() == fp8 | plain
 
 
-def test_the_plan_does_not_depend_on_the_mode_in_force(set_flags):
-    usual = set(warm_up_plan(SPEC).jobs)
-    for mode in ("perf", "off"):
-        set_flags(SONIC_MOE_FP8_MODE=mode)
-        assert set(warm_up_plan(SPEC).jobs) == usual
-
-
 @pytest.mark.parametrize(("change", "config", "words"), [
     ({"H": 3080}, {}, "fp8: not hopper: H is 3080 and I is 1536, and it needs multiples of 16 and 64"),
     ({"I": 1504}, {}, "fp8: not hopper: H is 3072 and I is 1504"),
@@ -326,16 +319,6 @@ def test_gpus_before_hopper_are_given_triton_kernels():
     assert not any(name.startswith("triton") for name in names(warm_up_plan(SPEC)))
 
 
-def test_the_bf16_part_knows_its_activations(monkeypatch):
-    others = tuple(member for member in BF16.activations if member.value != "swiglu")
-    for record in (BF16, TRITON):
-        monkeypatch.setitem(RECORDS, record.name, replace(record, activations=others))
-    planned = warm_up_plan(SPEC)
-    why = "bf16: not bf16: the activation is 'swiglu', and it has ["
-    assert planned.left_out[-1].startswith(why)
-    assert not (BF16_KERNELS - {"bf16_wgrad"}) & names(planned)
-
-
 @pytest.mark.parametrize(("change", "words"), [
     ({"E": 0}, "E"), ({"H": -1}, "H"), ({"I": 1.5}, "I"), ({"dtype": "int8"}, "dtype"),
     ({"activation": "tanh"}, "activation"),
@@ -364,25 +347,6 @@ def test_in_process_nothing_is_compiled_for_a_cpu(tmp_path):
     assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
     named = type("Device", (), {"__str__": lambda self: "cpu"})()  # as a torch.device prints
     assert warmup_jit(8, 64, 64, device=named, cache_dir=tmp_path).kernels == ()
-
-
-@pytest.mark.parametrize(("options", "quantised", "precision"), [
-    ({}, {False, True}, "both"),
-    ({"config": SonicMoEConfig(recompute_z=True)}, {False, True}, "both"),
-    ({"config": SonicMoEConfig(fp8_mode="mem")}, {True}, "fp8"),
-    ({"config": SonicMoEConfig(fp8_mode="off")}, {False}, "bf16"),
-    ({"precision": "bf16", "config": SonicMoEConfig(fp8_mode="perf")}, {False}, "bf16"),
-])  # fmt: skip
-def test_in_process_plans_both_unless_the_configuration_or_the_caller_says_which(
-    options, quantised, precision, tmp_path, monkeypatch
-):
-    seen = []
-    monkeypatch.setattr(compile_plan, "EVERY_RUN", ())
-    for name, record in RECORDS.items():
-        jobs = lambda workload, arch: seen.append(workload.settings.recipe is not None) or ()  # noqa: E731
-        monkeypatch.setitem(RECORDS, name, replace(record, jobs=jobs))
-    report = warmup_jit(8, 64, 64, cache_dir=tmp_path, **options)
-    assert report.precision == precision and set(seen) == quantised
 
 
 def test_command_checks_without_compiling(own_caches):
@@ -481,13 +445,6 @@ def python(*arguments, **variables):
         [sys.executable, *arguments], env=environment(**variables), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-
-
-def test_command_reports_a_misspelt_flag(tmp_path):
-    asked = ["-m", "sonicmoe", "warmup", *DIMENSIONS, "--cache-dir", str(tmp_path), "--check"]
-    done = python(*asked, SONIC_MOE_FP8_MOD="perf")
-    words = "SONIC_MOE_FP8_MOD is ignored; did you mean SONIC_MOE_FP8_MODE?"
-    assert done.returncode == 1 and done.stderr.count(words) == 1
 
 
 def test_package_and_command_import_no_framework_and_no_compiler():
