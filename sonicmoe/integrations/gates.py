@@ -31,15 +31,17 @@ from ..errors import ConfigError
 
 Tensor = torch.Tensor
 Found = tuple[ActivationType, ActivationParameters]
-# What a module computes with: its class, its public attributes, and the same of its children. A
-# function in place of a module stands for itself.
+# What a module computes with: its class, its attributes of the names below, and the same of its
+# children. A function in place of a module stands for itself.
 Description = Any
 
-# What classes of experts, and their configurations, call the parameters of a gate. A gate that reads
-# another name is refused, with that name.
+# What a gate may read of experts and of their configuration, and what may be read of an activation.
+# Who reads another name is refused, with that name. These are lists, because torch.compile up to
+# 2.12 cannot trace a walk over all attributes.
 _PARAMETERS = (
     "limit", "swiglu_limit", "alpha", "swiglu_alpha", "mlp_gate_softcap", "mlp_up_softcap",
 )  # fmt: skip
+_OF_ACTIVATIONS = ("act", "approximate", "inplace", "precomputed_constant", "softcap", "limit")
 # Beside the bounds that a module names, and far beyond every bound that it may hide.
 _TICKS = (0.01, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 12.0, 40.0, 500.0, 3e4)
 _OVERFLOWS = 1e15  # products of what lies beyond
@@ -63,26 +65,29 @@ def activation_of(experts: nn.Module, standard_gate: Any) -> Found | str:
     if not gated or gate is standard_gate:
         return recognised(None, described(act), gated, True)
     halves = getattr(experts, "is_concatenated", True)
-    config = (nn.Module, _parameters(getattr(experts, "config", None)), ())
-    children = (("act_fn", described(act)), ("config", config))
-    return recognised(gate, (type(experts), _parameters(experts), children), True, halves)
+    kind, own = type(experts), _named(experts, _PARAMETERS)
+    children: tuple[Any, ...] = (("act_fn", described(act)),)
+    found = recognised(gate, (kind, own, children), True, halves)
+    config = getattr(experts, "config", None)
+    # Second, because a configuration takes long to answer, and few gates read it.
+    if isinstance(found, str) and config is not None:
+        children += (("config", (nn.Module, _named(config, _PARAMETERS), ())),)
+        found = recognised(gate, (kind, own, children), True, halves)
+    return found
 
 
 def described(module: Any) -> Description:
-    """Everything public that a module computes with, but for its tensors; anything else as it is."""
+    """What a module computes with; anything else as it is."""
     if not isinstance(module, nn.Module):
         return module
     # torch.compile traces this, and guards what it reads: lists and no generators.
-    public = [pair for pair in module.__dict__.items() if not pair[0].startswith("_")]
     children = [(name, described(child)) for name, child in module._modules.items()]
-    return type(module), tuple(public), tuple(children)
+    return type(module), _named(module, _OF_ACTIVATIONS), tuple(children)
 
 
-def _parameters(owner: object) -> tuple[tuple[str, float], ...]:
-    """The parameters of a gate that a module or a configuration names, where they are numbers."""
-    has = getattr(owner, "__dict__", {})
-    named = [(name, has[name]) for name in _PARAMETERS if name in has]
-    return tuple([pair for pair in named if isinstance(pair[1], int | float)])
+def _named(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    # Asked again for every name: of a `__dict__` that is held torch.compile guards every entry.
+    return tuple([(name, owner.__dict__[name]) for name in names if name in owner.__dict__])
 
 
 # torch.compile runs this while tracing and takes the answer as a constant: the trial is no part of
@@ -110,18 +115,21 @@ def _recognised(gate: Any, description: Description, gated: bool, halves: bool) 
 
 
 def _tried(gate: Any, description: Description, gated: bool, halves: bool) -> Found | str:
-    numbers = sorted(set(_numbers(description)))
     what = _what(gate, description)
+    numbers = sorted(set(_numbers(description)))
     z, dy1, scale = _points(numbers, gated)
     try:
-        y1, dz = _run(_as_function(gate, description, gated, halves), z, dy1)
+        ran = [
+            _run(_as_function(gate, _copy(description, training), gated, halves), z, dy1)
+            for training in (True, False)
+        ]
     # It is anybody's code.
     except Exception as error:
         return f"{what}, which fails on a copy that has its act_fn and parameters alone: {error!r}"
+    by_pair = scale.repeat_interleave(2, 1) if gated else scale
     for activation, parameters in _candidates(gated, numbers):
         wanted, gradient = activate_backward(z, dy1, activation, parameters)
-        by_pair = scale.repeat_interleave(2, 1) if gated else scale
-        if _same(y1, wanted, scale) and _same(dz, gradient, by_pair):
+        if all(_same(y1, wanted, scale) and _same(dz, gradient, by_pair) for y1, dz in ran):
             return activation, parameters
     names = ", ".join(member.value for member in ACTIVATIONS if is_glu(member) == gated)
     given = f" with the numbers {numbers}" if numbers else ""
@@ -154,15 +162,12 @@ def _run(function: Callable[[Tensor], Tensor], z: Tensor, dy1: Tensor) -> tuple[
     return y1.detach(), dz
 
 
-def _as_function(
-    gate: Any, description: Description, gated: bool, halves: bool
-) -> Callable[[Tensor], Tensor]:
-    """y1 of native z, as the module computes it."""
-    copy = _copy(description)
-    if not gated:
-        return copy  # type: ignore[no-any-return]
+def _as_function(gate: Any, copy: Any, gated: bool, halves: bool) -> Callable[[Tensor], Tensor]:
+    """y1 of native z, as the copy of a module computes it."""
 
     def function(z: Tensor) -> Tensor:
+        if not gated:
+            return copy(z)  # type: ignore[no-any-return]
         first, second = split_gate_up(z)
         if gate is None:
             return copy(first) * second  # type: ignore[no-any-return]
@@ -171,17 +176,18 @@ def _as_function(
     return function
 
 
-def _copy(description: Description) -> Any:
+def _copy(description: Description, training: bool) -> Any:
     if not isinstance(description, tuple):
         return description
     kind, values, children = description
     # Not the constructor of the class, which would make weights.
     copy = object.__new__(kind)
     nn.Module.__init__(copy)
+    copy.training = training
     for name, value in values:
         setattr(copy, name, value)
     for name, child in children:
-        setattr(copy, name, _copy(child))
+        setattr(copy, name, _copy(child, training))
     return copy
 
 
