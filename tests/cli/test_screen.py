@@ -13,7 +13,11 @@ from sonicmoe.cli import screen
 from sonicmoe.cli.screen import Activity, duration
 from sonicmoe.frameworks import choose
 
-PATIENCE = "from sonicmoe.cli import screen; screen.PATIENCE_S = 0.02"
+PATIENCE = """
+import importlib
+for name in ("screen", "doctor"):
+    importlib.import_module(f"sonicmoe.cli.{name}").PATIENCE_S = 0.02
+"""
 SO_FAR = r": (\d+ of \d+, )?\d+ s so far"
 
 
