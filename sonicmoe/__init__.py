@@ -19,8 +19,11 @@ if TYPE_CHECKING:
         count_cumsum,
         enable_quack_gemm,
         moe_general_routing_inputs,
+        moe_general_routing_inputs_fp8,
         moe_TC_softmax_topk_layer,
+        moe_TC_softmax_topk_layer_fp8,
     )
+    from .functional.ep import moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward
     from .moe import MoE
 
 _EXPORTS = {
@@ -31,7 +34,11 @@ _EXPORTS = {
     "count_cumsum": ".functional",
     "enable_quack_gemm": ".functional",
     "moe_TC_softmax_topk_layer": ".functional",
+    "moe_TC_softmax_topk_layer_fp8": ".functional",
+    "moe_ep_TC_softmax_topk_forward": ".functional.ep",
+    "moe_ep_general_routing_forward": ".functional.ep",
     "moe_general_routing_inputs": ".functional",
+    "moe_general_routing_inputs_fp8": ".functional",
 }
 
 __all__ = [
@@ -42,14 +49,18 @@ __all__ = [
     "count_cumsum",
     "enable_quack_gemm",
     "moe_TC_softmax_topk_layer",
+    "moe_TC_softmax_topk_layer_fp8",
+    "moe_ep_TC_softmax_topk_forward",
+    "moe_ep_general_routing_forward",
     "moe_general_routing_inputs",
+    "moe_general_routing_inputs_fp8",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'sonicmoe' has no attribute {name!r}")
-    if _EXPORTS[name] in {".moe", ".functional"}:
+    if _EXPORTS[name] not in {".config", ".enums"}:
         importlib.import_module(
             ".interop", __name__
         )  # where no framework is reachable, it says what to do

@@ -22,6 +22,7 @@ class KernelBackendMoE(Enum):
     scattermoe = "scattermoe"
     torch = "torch"
     sonicmoe = "sonicmoe"
+    sonicmoe_fp8 = "sonicmoe_fp8"
 
 
 class ActivationType(Enum):

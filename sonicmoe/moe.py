@@ -135,19 +135,24 @@ class MoE(nn.Module):
         hidden_states: Tensor,
         kernel_backend_moe: KernelBackendMoE | str = KernelBackendMoE.sonicmoe,
         is_inference_mode: bool = False,
+        prequant_fp8_weights: bool = False,
+        *,
         use_fp8: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
 
         Args:
             hidden_states: `[..., H]`.
-            kernel_backend_moe: `sonicmoe` (the engine) or `torch` (plain differentiable PyTorch,
-                for comparison), or its value.
-            is_inference_mode: keep nothing for a backward.
+            kernel_backend_moe: `sonicmoe` (the engine), `sonicmoe_fp8` (the same with
+                `use_fp8=True`) or `torch` (plain differentiable PyTorch, for comparison), or its
+                value.
+            is_inference_mode: keep nothing for a backward, and compute no loss.
+            prequant_fp8_weights: as upstream's scripts say it, with `sonicmoe_fp8`; decides
+                nothing, because FP8 copies of the weights always serve until the weights change.
             use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
 
         Returns:
-            `(output [..., H], aux_loss scalar)`.
+            `(output [..., H], aux_loss scalar)`; aux_loss is None with `is_inference_mode`.
 
         `eval()` changes nothing: gradients flow wherever autograd records, as in any module.
 
@@ -156,8 +161,8 @@ class MoE(nn.Module):
             TypeError: `hidden_states` is no tensor.
             ShapeError: its last axis is not H.
             DTypeError: tokens and router differ in dtype outside autocast.
-            ConfigError: `use_fp8` is none of True, False and None, or True with the plain PyTorch
-                backend.
+            ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
+                `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
         """
         require_framework_tensor(hidden_states, "hidden_states")
         shape = hidden_states.shape
@@ -168,7 +173,22 @@ class MoE(nn.Module):
         )
         # A member or its value: scripts written for upstream pass either.
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
-        if backend == KernelBackendMoE.sonicmoe.value:
+        fp8_only = backend == KernelBackendMoE.sonicmoe_fp8.value
+        expect(
+            prequant_fp8_weights is False or (fp8_only and prequant_fp8_weights is True),
+            ConfigError,
+            f"prequant_fp8_weights is {prequant_fp8_weights!r} and kernel_backend_moe {backend!r}; "
+            "needed: a bool, and True only with sonicmoe_fp8. use_fp8 is a keyword",
+        )
+        if fp8_only:
+            check_use_fp8(use_fp8)
+            expect(
+                use_fp8 is not False,
+                ConfigError,
+                "use_fp8 is False and kernel_backend_moe 'sonicmoe_fp8'; needed: True or None",
+            )
+            use_fp8 = True
+        if fp8_only or backend == KernelBackendMoE.sonicmoe.value:
             out, logits, counts = softmax_topk_layer(
                 hidden_states,
                 self.router.weight,
@@ -194,9 +214,9 @@ class MoE(nn.Module):
             out = out if len(shape) == 2 else out.reshape(shape).clone()
         else:
             raise EngineUnavailableError(
-                f"kernel_backend_moe={backend!r}; available: sonicmoe, torch"
+                f"kernel_backend_moe={backend!r}; available: sonicmoe, sonicmoe_fp8, torch"
             )
-        return out, switch_loss(logits, counts)
+        return out, None if is_inference_mode else switch_loss(logits, counts)
 
     @property
     def stream_id(self) -> int:

@@ -21,7 +21,7 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import DTypeError, ShapeError, expect
+from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor
 from ..layouts import WeightLayout
 from ..observe import TOPK, TRIPLES
@@ -33,10 +33,13 @@ from .triples import count_cumsum, frequency_of, triples_to_topk
 Tensor = torch.Tensor
 
 __all__ = [
+    "FP8BlockwiseTensor",
     "count_cumsum",
     "enable_quack_gemm",
     "moe_TC_softmax_topk_layer",
+    "moe_TC_softmax_topk_layer_fp8",
     "moe_general_routing_inputs",
+    "moe_general_routing_inputs_fp8",
 ]
 
 
@@ -94,8 +97,8 @@ def moe_TC_softmax_topk_layer(
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
         TypeError: x, router_w, w1 or w2 is no tensor.
     """
-    _check_tokens(x)
-    _check_router(router_w, x)
+    check_tokens(x)
+    check_router(router_w, x)
     _check_weights(w1, w2, int(router_w.shape[0]), "the rows of router_w")
     activation = member_of(ActivationType, activation_type, "activation_type")
     return softmax_topk_layer(
@@ -107,7 +110,7 @@ def moe_TC_softmax_topk_layer(
         softmax_over_topk=is_softmax_over_topk,
         norm_topk_probs=norm_topk_probs,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=_layout(activation, concat_layout),
+        layout=layout_of(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TOPK,
@@ -128,25 +131,29 @@ def softmax_topk_layer(
     """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory, and on tokens
     `[..., H]`, whose shape the output has; `options` of `expert_mlp`.
     """
-    experts = int(router_w.shape[0])
+    check_router_dtype(x, router_w)
+    # The router is an operation of the caller's: autograd, autocast and hooks see it as any other.
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    logits = torch.nn.functional.linear(tokens, router_w)
+    indices, probs = choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
+    out = expert_mlp(autocast(x), indices, probs, *weights, activation, **options)
+    return out, logits, frequency_of(indices.reshape(-1), int(router_w.shape[0]))
+
+
+def choose(
+    logits: Tensor, K: int, softmax_over_topk: bool, norm_topk_probs: bool
+) -> tuple[Tensor, Tensor]:
+    """fp32 logits `[T, E]` -> the chosen experts and their probabilities, both `[T, K]`.
+
+    Raises:
+        ShapeError: K is no integer in [1, E].
+    """
+    experts = int(logits.shape[-1])
     expect(
         isinstance(K, Integral) and not isinstance(K, bool) and 1 <= K <= experts,
         ShapeError,
         f"K is {K!r}; needed: 1 to {experts}, the number of experts",
     )
-    check_router_dtype(x, router_w)
-    # The router is an operation of the caller's: autograd, autocast and hooks see it as any other.
-    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    logits = torch.nn.functional.linear(tokens, router_w)
-    indices, probs = _choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
-    out = expert_mlp(autocast(x), indices, probs, *weights, activation, **options)
-    return out, logits, frequency_of(indices.reshape(-1), experts)
-
-
-def _choose(
-    logits: Tensor, K: int, softmax_over_topk: bool, norm_topk_probs: bool
-) -> tuple[Tensor, Tensor]:
-    """fp32 logits `[T, E]` -> the chosen experts and their probabilities, both `[T, K]`."""
     # A softmax keeps the order, so whatever it is over the experts are those of the K largest
     # logits.
     chosen, indices = torch.topk(logits, K, dim=-1)
@@ -204,7 +211,7 @@ def moe_general_routing_inputs(
             `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
-    _check_tokens(x)
+    check_tokens(x)
     require_framework_tensor(w2, "w2")
     experts = int(w2.shape[-1])
     _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
@@ -219,7 +226,7 @@ def moe_general_routing_inputs(
         *(w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         activation,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=_layout(activation, concat_layout),
+        layout=layout_of(activation, concat_layout),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TRIPLES,
@@ -227,12 +234,100 @@ def moe_general_routing_inputs(
     return out, frequency_of(expert_indices, experts)
 
 
-def _check_tokens(x: Tensor) -> None:
+class FP8BlockwiseTensor:
+    """Upstream's weights and tokens that were quantised before the call; here there are none."""
+
+    @classmethod
+    def to_weights(cls, x: Tensor) -> Any:
+        """Raises EngineUnavailableError, as its other constructors do."""
+        raise EngineUnavailableError(
+            "FP8BlockwiseTensor is not there: pass weights and tokens as they are. The engine "
+            "quantises tokens with the scales that its GEMMs read, and FP8 copies of weights serve "
+            "every call until the weights change"
+        )
+
+    to_activations = from_float = to_weights
+
+
+def moe_TC_softmax_topk_layer_fp8(
+    x: Tensor,
+    router_w: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    K: int,
+    activation_type: ActivationType | str,
+    is_softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    is_inference_mode: bool = False,
+    x_fp8: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_TC_softmax_topk_layer` with `use_fp8=True` on weights `w1 [E, N1, H]`, `w2 [E, H, I]`,
+    which is how upstream's function of this name has them.
+
+    Raises:
+        ConfigError: `x_fp8`, tokens that were quantised before the call, is not None.
+    """
+    return moe_TC_softmax_topk_layer(
+        x,
+        router_w,
+        *_from_native(w1, w2, x_fp8),
+        K,
+        None,
+        activation_type,
+        is_inference_mode,
+        is_softmax_over_topk,
+        norm_topk_probs,
+        use_fp8=True,
+    )
+
+
+def moe_general_routing_inputs_fp8(
+    x: Tensor,
+    router_scores: Tensor,
+    token_indices: Tensor,
+    expert_indices: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    E: int,
+    activation_type: ActivationType | str,
+    is_inference_mode: bool = False,
+    x_fp8: None = None,
+) -> tuple[Tensor, Tensor]:
+    """`moe_general_routing_inputs` with `use_fp8=True`; weights and `x_fp8` as in
+    `moe_TC_softmax_topk_layer_fp8`.
+    """
+    return moe_general_routing_inputs(
+        x,
+        router_scores,
+        token_indices,
+        expert_indices,
+        *_from_native(w1, w2, x_fp8),
+        E,
+        None,
+        activation_type,
+        is_inference_mode,
+        use_fp8=True,
+    )
+
+
+def _from_native(w1: Tensor, w2: Tensor, x_fp8: object) -> tuple[Tensor, None, Tensor, None]:
+    """Native weights as `(w1, b1, w2, b2)` of the functions above, by views."""
+    words = f"x_fp8 is {type(x_fp8).__name__}; needed: None, because the engine quantises x itself"
+    expect(x_fp8 is None, ConfigError, words)
+    for name, weight, axes in (("w1", w1, "[E, N1, H]"), ("w2", w2, "[E, H, I]")):
+        require_framework_tensor(weight, name)
+        need_shape(len(weight.shape) == 3, name, weight, axes)
+    return w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None
+
+
+def check_tokens(x: Tensor) -> None:
+    """Refuse what is no `[T, H]`."""
     require_framework_tensor(x, "x")
     need_shape(len(x.shape) == 2, "x", x, "[T, H]")
 
 
-def _check_router(router_w: Tensor, x: Tensor) -> None:
+def check_router(router_w: Tensor, x: Tensor) -> None:
+    """Refuse what is no router of these tokens."""
     require_framework_tensor(router_w, "router_w")
     hidden = int(x.shape[1])
     fits = len(router_w.shape) == 2 and router_w.shape[1] == hidden
@@ -258,7 +353,8 @@ def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 
-def _layout(activation: ActivationType, concat_layout: bool) -> WeightLayout:
+def layout_of(activation: ActivationType, concat_layout: bool) -> WeightLayout:
+    """Of stacked weights whose w1 has gate and up rows in turns, or in halves."""
     return WeightLayout(split_half=concat_layout and is_glu(activation))
 
 

@@ -92,6 +92,11 @@ def results(exchange):
         found |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
         found |= {f"in fp8/{name}": array for name, array in results_in_fp8(exchange).items()}
         found["bounds"] = np.array(refused_bounds(exchange))
+    if world == 2 and not framework.IS_PADDLE:
+        from ep_upstream import upstream_results
+
+        named = upstream_results(rank, world)
+        found |= {f"upstream/{name}": array for name, array in named.items()}
     if world == 2 and framework.IS_PADDLE:
         import main_grad_worker
 

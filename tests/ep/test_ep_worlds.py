@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ep_cases import EXPERTS, MATRICES, cases, joined, not_here, precision_of
 from ep_layer import run_layer
+from ep_upstream import MODES, case_of, run_upstream
 from framework import relative_rmse
 
 from sonicmoe.ep import LocalDispatcher
@@ -138,6 +139,23 @@ def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, ca
         assert mode != "deepep worst case" or len(ids) == world * 41
         assert np.array_equal(ids[:real], wanted["recv_idx"]) and (ids[real:] == -1).all()
         assert np.array_equal(probs[:real], wanted["recv_probs"]) and not probs[real:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_upstreams_functions_equal_one_process(world_results, mode):
+    """Which without ranks is `MoE`'s function on all experts: tests/functional."""
+    wanted = run_upstream(joined(cases(2)[case_of(mode)]), mode)
+    ranks = [
+        {name.removeprefix(f"upstream/{mode}/"): array for name, array in result.items()}
+        for result in world_results("torch", 2)
+    ]
+    for name, whole in wanted.items():
+        parts = [rank[name] for rank in ranks]
+        # Every rank has the sum of the router's gradient.
+        found = parts if name.endswith("drouter") else [np.concatenate(parts)]
+        for array in found:
+            assert array.shape == whole.shape and np.abs(whole).max() > 0, name
+            assert relative_rmse(array, whole) <= FP32_BOUND, name
 
 
 @pytest.mark.parametrize("framework", ["torch", PADDLE])

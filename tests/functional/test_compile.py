@@ -113,19 +113,13 @@ def test_every_layer_of_a_deep_model_uses_its_own_weights():
 
 @WAYS
 def test_inference_mode_cuts_the_graph_where_the_eager_layer_does(backend, options, saves):
-    """The experts' output requires no gradient; the router's, and with it the loss, still does."""
     moe, (x, _) = make_layer(), batch()
     layer, x = compiled(moe, backend), x.requires_grad_()
     (out, aux), (expected, expected_aux) = (
         f(x, is_inference_mode=True, **options) for f in (layer, moe)
     )
     assert saves == [False, False] and not out.requires_grad and not expected.requires_grad
-    assert torch.equal(out, expected)
-    gradients = (
-        torch.autograd.grad((x * y).sum() + loss, x)
-        for y, loss in ((out, aux), (expected, expected_aux))
-    )
-    torch.testing.assert_close(*gradients)
+    assert torch.equal(out, expected) and aux is None and expected_aux is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

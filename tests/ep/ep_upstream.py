@@ -1,0 +1,56 @@
+"""One rank's part of a layer through upstream's functions for expert parallelism; PyTorch only."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from ep_cases import EXPERTS, HIDDEN, TOPK, cases, expert_weights
+
+from sonicmoe import moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward
+from sonicmoe.distributed_utils import DispatchMode, RuntimeEPConfig
+
+MODES = (None, "AG_DISPATCH_TRITON", "RANK_DEDUP_DISPATCH_TRITON")
+
+
+def run_upstream(source, mode=None, rank=0, world=1):
+    """Everything that this rank sees of both functions, by name, in numpy."""
+    mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+    up, down = (torch.from_numpy(values[mine]).float() for values in expert_weights())
+    found = {}
+    for function in (moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward):
+        routed = function is moe_ep_general_routing_forward
+        x, scores = (torch.from_numpy(values).clone() for values in (source.x, source.weights))
+        router = torch.from_numpy(
+            np.random.default_rng(7).standard_normal((EXPERTS, HIDDEN), np.float32)
+        )
+        leaves = [x, scores if routed else router, up.clone(), down.clone()]
+        x, second, w1, w2 = (leaf.requires_grad_() for leaf in leaves)
+        if routed:
+            first, rest = (x, torch.from_numpy(source.ids), second), (EXPERTS,)
+        else:
+            first, rest = (x, second), (TOPK, EXPERTS)
+        config = mode and RuntimeEPConfig(world, TOPK, DispatchMode(mode))
+        weights = w1.permute(2, 1, 0), None, w2, None
+        y = function(*first, *weights, *rest, concat_layout=True, ep_config=config)
+        y.backward(torch.from_numpy(source.dout))
+        names = "dx", "dweights" if routed else "drouter", "up_gate", "down"
+        arrays = {"y": y.detach()} | dict(zip(names, [leaf.grad for leaf in leaves], strict=True))
+        found |= {f"{function.__name__}/{key}": value.numpy() for key, value in arrays.items()}
+    return found
+
+
+def upstream_results(rank, world):
+    """`run_upstream` by mode."""
+    sources = cases(world)
+    return {
+        f"{mode}/{name}": array
+        for mode in MODES
+        for name, array in run_upstream(
+            sources[case_of(mode)][rank], mode, rank=rank, world=world
+        ).items()
+    }
+
+
+def case_of(mode):
+    """Ranks have equally many tokens where every token goes to every rank."""
+    return "an expert without tokens" if mode == MODES[1] else "uneven"
