@@ -246,9 +246,9 @@ def launch_nothing() -> None:
     choice = EngineChoice(hopper.HopperEngine(), "measured without its kernels")
     choices.ready_engine = lambda *_: choice
     if framework_is_torch():
-        from sonicmoe.functional import call
+        from sonicmoe.functional import plan
 
-        call.ready_engine = lambda *_: choice
+        plan.ready_engine = lambda *_: choice
         answer_for_streams()
 
 

@@ -27,7 +27,7 @@ from gpu_timing import median_us
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.functional.call import make_plan
+from sonicmoe.functional.plan import make_plan
 from sonicmoe.layouts import WeightLayout
 
 FRACTIONS = (1.0, 0.5, 0.125)

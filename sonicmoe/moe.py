@@ -16,7 +16,7 @@ from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from .functional import check_router_dtype, softmax_topk_layer
-from .functional.call import check_use_fp8
+from .functional.plan import check_use_fp8
 from .interop import current_stream, require_framework_tensor
 from .observe import MOE
 from .weights.stacked_cache import forget

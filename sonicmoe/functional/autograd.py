@@ -13,8 +13,9 @@ from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
-from .call import Origin, Plan, backward, forward, make_plan
+from .call import Origin, backward, forward
 from .compiled import expert_operator
+from .plan import Plan, make_plan
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,8 @@ from ..interop import dtype_name
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import num_rows_bound
 from ..weights.stacked_cache import Weights
-from .call import Origin, Plan, backward, forward, in_shape_of, make_plan, plan_of, route, rows_of
+from .call import Origin, backward, forward, in_shape_of, route, rows_of
+from .plan import Plan, make_plan, plan_of
 
 Tensor = torch.Tensor
 TensorSpec = tuple[tuple[Any, ...], torch.dtype]

@@ -6,7 +6,7 @@ import torch
 
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from .call import make_plan, number_of
+from .plan import make_plan, number_of
 
 
 @torch.compiler.assume_constant_result

@@ -33,7 +33,7 @@ from ..engine.settings import Workload
 from ..enums import ActivationType, EngineName, layer_parameters
 from ..errors import ConfigError, EngineUnavailableError, LayoutError, expect
 from ..functional.autograd import planned_mlp
-from ..functional.call import Plan, make_plan, number_of
+from ..functional.plan import Plan, make_plan, number_of
 from ..layouts import NATIVE
 from ..log import log_once
 from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS

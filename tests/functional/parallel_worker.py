@@ -23,7 +23,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.functional.call import make_plan, number_of
+from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 RANKS, STEPS, H, I, E = 2, 3, 32, 48, 4

@@ -19,7 +19,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional import call
+from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layouts import WeightLayout
@@ -48,7 +48,7 @@ def on(launches, monkeypatch):
 
     def run(engine, step):
         chosen = EngineChoice(engine, "a test")
-        for module in (call, choices):
+        for module in (plan, choices):
             monkeypatch.setattr(module, "ready_engine", lambda *_: chosen)
         targets.clear()
         return step(), list(targets)

@@ -14,8 +14,8 @@ from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
-from sonicmoe.functional import call
-from sonicmoe.functional.call import make_plan, number_of
+from sonicmoe.functional import plan
+from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -234,7 +234,7 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
     moe, (x, _) = make_layer(), batch()
     program = torch.export.export(moe, (x,)).module()
     expected = program(x)[0]
-    monkeypatch.setattr(call, "_plans", {})  # as in a new process
+    monkeypatch.setattr(plan, "_plans", {})  # as in a new process
     with pytest.raises(
         ConfigError, match=r"no plan \d+ in this process: .* trace the layer once here before"
     ):

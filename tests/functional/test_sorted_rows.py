@@ -13,7 +13,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, RoutingError, ShapeError
 from sonicmoe.functional.autograd import expert_mlp, planned_mlp
-from sonicmoe.functional.call import make_plan, number_of
+from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.layouts import NATIVE
 from sonicmoe.observe import ForwardDone, observing
 

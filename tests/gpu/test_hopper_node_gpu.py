@@ -17,7 +17,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.enums import ActivationType
-from sonicmoe.functional import call
+from sonicmoe.functional import plan as call_plan
 from sonicmoe.gradients import destinations
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
@@ -71,7 +71,7 @@ def engine_lines(caplog):
 class TestChoice:
     @pytest.fixture(autouse=True)
     def undecided(self, caplog):
-        call._made.clear()  # plans of earlier tests have announced their engines
+        call_plan._made.clear()  # plans of earlier tests have announced their engines
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             yield
 

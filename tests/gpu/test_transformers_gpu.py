@@ -9,7 +9,7 @@ pytest.importorskip("transformers", minversion="5.7")
 
 from integrations.hf_models import FAMILIES, build, errors, run
 
-from sonicmoe.functional.call import Plan
+from sonicmoe.functional.plan import Plan
 from sonicmoe.integrations.transformers import register
 
 pytestmark = pytest.mark.gpu

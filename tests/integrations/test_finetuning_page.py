@@ -31,7 +31,7 @@ COUNT_COPIES = """
 import sys
 sys.path.insert(0, "tests")
 from functional.following import Following
-from sonicmoe.functional.call import Plan
+from sonicmoe.functional.plan import Plan
 following = Following()
 copies, Plan.choose = following.events, lambda *_: following
 """

@@ -23,7 +23,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.errors import FrameworkError
-from sonicmoe.functional.call import Plan
+from sonicmoe.functional.plan import Plan
 from sonicmoe.integrations.transformers import register
 
 T, K, E, H, I = 37, 3, 5, 32, 24

@@ -1,0 +1,166 @@
+"""What is decided before a call of the routed expert MLP and kept: its settings, and the engine for each
+kind of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import ResolvedConfig, SonicMoEConfig, active_config
+from ..engine.interface import Engine, EngineSettings, EngineWeights
+from ..engine.select import announce, ready_engine
+from ..engine.settings import Workload
+from ..enums import ActivationParameters, ActivationType, EngineName
+from ..errors import ConfigError
+from ..interop import device_name, dtype_name
+from ..layouts import WeightLayout
+from ..observe import STACKED
+from ..weights.stacked import PassedParameters
+from ..weights.stacked_cache import Weights
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about a call: hashable, fit to be a constant of a compiled graph.
+
+    face: a key of `observe.FACES`, for those who observe the call.
+    is_own: made of a configuration of the layer's own, whatever is in force around a call.
+    """
+
+    config: SonicMoEConfig
+    settings: EngineSettings
+    layout: WeightLayout
+    use_fp8: bool | None
+    engine: EngineName
+    validate: bool
+    face: str = STACKED
+    is_own: bool = False
+    _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _passed: dict[Any, PassedParameters] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
+        """The plan with settings that the engine for these tokens can compute: `auto` falls back
+        from FP8 to BF16, out loud.
+        """
+        return self._fit(x, weights).plan
+
+    def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
+        """The engine for these tokens and experts, which may be prepared already."""
+        return self._fit(x, weights).engine
+
+    def _fit(self, x: Tensor, weights: Weights | EngineWeights) -> _Fit:
+        if isinstance(weights, EngineWeights):
+            inner, bias = weights.intermediate_size, weights.b1 is not None
+        else:
+            inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
+        hidden = int(x.shape[-1])
+        # Decided once per kind of call: asking for packages and devices takes longer than a launch,
+        # and so does the hash of nested settings.
+        kind = x.device, x.dtype, hidden, inner, bias
+        found = self._fits.get(kind)
+        if found is None:
+            device = device_name(x)
+            workload = Workload(self.settings, hidden, inner, dtype_name(x.dtype), bias)
+            with self.config.activate():
+                choice = ready_engine(device, self.engine, workload)
+                announce(choice, device)
+            settings = choice.settings or self.settings
+            found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
+            # The fitted plan is asked for the engine as often as this one is for the plan.
+            self._fits[kind] = found.plan._fits[kind] = found
+        return found
+
+    def passed(
+        self, weights: EngineWeights, dtypes: tuple[torch.dtype | None, ...]
+    ) -> PassedParameters:
+        """Records of weights in these dtypes, which the engine read as `weights`. They hold no
+        tensor, so calls of the same kind share them.
+        """
+        key = weights.native_shapes, dtypes
+        found = self._passed.get(key)
+        if found is None:
+            found = PassedParameters(self.settings.activation, self.layout, *key)
+            self._passed[key] = found
+        return found
+
+
+class _Fit(NamedTuple):
+    """A plan that an engine can compute, and the engine."""
+
+    plan: Plan
+    engine: Engine
+
+
+def make_plan(
+    activation: ActivationType,
+    layout: WeightLayout,
+    use_fp8: bool | None,
+    parameters: ActivationParameters = (),
+    face: str = STACKED,
+) -> Plan:
+    """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode."""
+    check_use_fp8(use_fp8)
+    config = active_config()
+    resolved = config.resolve()
+    # By identity: a configuration resolves to the same object until the environment is read again.
+    # The plan that is kept beside it holds that object, so no other one can have its id.
+    key = id(resolved), activation, layout, use_fp8, parameters, face
+    made = _made.get(key)
+    if made is None:
+        # Replaced only where it differs, because a configuration of its own would be resolved anew.
+        of_call = resolved
+        if use_fp8 is not None and use_fp8 != resolved.fp8:
+            config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
+            of_call = config.resolve()
+        settings = EngineSettings.from_config(of_call, activation, parameters)
+        plan = Plan(
+            config, settings, layout, use_fp8, of_call.engine, of_call.validate_dispatch, face
+        )
+        if len(_made) >= MAX_PLANS:
+            _made.clear()
+        made = _made[key] = resolved, plan
+    return made[1]
+
+
+MAX_PLANS = 256
+_made: dict[Any, tuple[ResolvedConfig, Plan]] = {}
+_plans: dict[int, Plan] = {}
+
+
+def number_of(plan: Plan) -> int:
+    """The number that stands for `plan` in a compiled graph, which holds tensors and numbers only.
+
+    It is a digest of the plan and not a counter, because the compiler's caches keep graphs beyond
+    the process, and another process must give the same plan the same number.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    _plans[number] = plan
+    return number
+
+
+def plan_of(number: int) -> Plan:
+    """The plan that this process gave the number to; ConfigError where there is none."""
+    plan = _plans.get(number)
+    if plan is None:
+        raise ConfigError(
+            f"no plan {number} in this process: a program exported in another one names its "
+            "settings by this number and does not carry them; trace the layer once here before "
+            "(torch.compile or torch.export), with the same arguments and configuration"
+        )
+    return plan
+
+
+def check_use_fp8(use_fp8: object) -> None:
+    """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on."""
+    # By identity: 1 equals True, and every call asks.
+    if not (use_fp8 is None or use_fp8 is True or use_fp8 is False):
+        raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
