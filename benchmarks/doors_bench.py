@@ -89,14 +89,14 @@ def megatron_modules(sizes: Sizes, device: str) -> Iterator[tuple[str, torch.nn.
     )  # fmt: skip
     if device != "cpu":
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    plain = MLPSubmodules(layers.ColumnParallelLinear, None, layers.RowParallelLinear)
+    kinds = {"linear_fc1": layers.ColumnParallelLinear, "linear_fc2": layers.RowParallelLinear}
+    plain = MLPSubmodules(**kinds)
     yield "SequentialMLP", SequentialMLP(sizes.experts, config, plain, groups)
     config.gradient_accumulation_fusion = True
     if transformer_engine.HAVE_TE:
         grouped = MLPSubmodules(
-            transformer_engine.TEColumnParallelGroupedLinear,
-            None,
-            transformer_engine.TERowParallelGroupedLinear,
+            linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
+            linear_fc2=transformer_engine.TERowParallelGroupedLinear,
         )
         yield "TEGroupedMLP", TEGroupedMLP(sizes.experts, config, grouped, groups)
     for name, mode in (("bf16", "off"), ("fp8", "perf")):

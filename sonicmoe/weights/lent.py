@@ -5,11 +5,12 @@ already. Nothing else treats such weights apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
-from ..engine.interface import EngineWeights
+from ..engine.interface import EngineWeight, EngineWeights
 from ..interop import data_ptr, holds_memory, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor
 from .changes import versions_of
@@ -33,6 +34,24 @@ class LentWeights:
                 "reads them where they lie; its gradients would be wrong. Finish every backward "
                 "before the weights change"
             )
+
+
+def found_again(weights: EngineWeights) -> EngineWeights:
+    """The same weights for a backward. FSDP frees those of separate experts after the forward, and may
+    gather them at other addresses.
+    """
+    w1, w2 = map(_where_it_lies, (weights.w1, weights.w2))
+    if w1 is weights.w1 and w2 is weights.w2:
+        return weights
+    return replace(weights, w1=w1, w2=w2, w1_dgrad=w1, w2_dgrad=w2)
+
+
+def _where_it_lies(weight: EngineWeight) -> EngineWeight:
+    if not isinstance(weight, ExpertMatrices):
+        return weight
+    now = ExpertMatrices(weight.tensors)
+    # The object of the forward stays as it is, because later forwards may find it in the cache.
+    return weight if now.addresses == weight.addresses else now
 
 
 def lent_by(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..enums import ActivationType, is_glu
-from ..layouts import WeightLayout
+from ..layouts import WeightLayout, WeightSource
 from .parameters import SeparateParameters, check_parameter
 
 Tensor = torch.Tensor
@@ -58,6 +58,12 @@ class NumberedParameters(SeparateParameters):
             self._seen = held
         # A view has no `main_grad`, and passes its gradient on.
         return [weight.view_as(weight) for weight in held] if self._through_autograd else held
+
+    def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
+        """The parameters themselves: FSDP may give one other memory between a forward and its backward,
+        and a view of it stays where it was.
+        """
+        return super().source(self._seen)
 
     def _check(self, weights: Sequence[Tensor]) -> None:
         (_, *up), (_, *down) = self._native_shapes

@@ -1,12 +1,15 @@
-"""What Megatron-Core asks of a GPU, of apex or of DeepEP, where there are none. Each stand-in has its
-reason. None touches the experts, nor the dispatchers between two exchanges.
+"""What Megatron-Core asks of a GPU, of apex, of DeepEP or of Transformer Engine, where there are none.
+Each stand-in has its reason. None touches the experts, nor the dispatchers between two exchanges.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing.dummy
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -39,10 +42,12 @@ torch.cuda.current_stream = lambda *_: _STREAM
 torch.cuda.stream = lambda _: contextlib.nullcontext()
 
 # After the above, because these modules ask for the device as they are imported.
-from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core import tensor_parallel, utils  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.extensions import transformer_engine  # noqa: E402
 from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 # The tracker of random states has states of CUDA devices only.
 tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
@@ -92,3 +97,58 @@ def _fused_combine(rows, group, handle, **_):
 token_dispatcher.fused_dispatch = _fused_dispatch
 token_dispatcher.fused_combine = _fused_combine
 token_dispatcher.set_deepep_num_sms = lambda _: None
+
+
+# Transformer Engine, where stock experts have their parameters. All that names and cuts them in a
+# checkpoint is Megatron's, in a module that is imported once more as if there were one.
+
+
+class _GroupedLinear(torch.nn.Module):
+    fp8 = fp8_calibration = False
+    fp8_meta = {"fp8_checkpoint": False}  # noqa: RUF012
+
+    def __init__(self, num_gemms, in_features, out_features, *, bias, **_):
+        super().__init__()
+        self.num_gemms, self.use_bias = num_gemms, bias
+        for name, shape in (("weight", (out_features, in_features)), ("bias", (out_features,))):
+            for expert in range(num_gemms if bias or name == "weight" else 0):
+                self.register_parameter(f"{name}{expert}", torch.nn.Parameter(torch.randn(shape)))
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)  # as without FP8
+
+    def set_extra_state(self, state):
+        pass
+
+    def init_fp8_metadata(self, num_gemms):
+        pass
+
+
+class _Package:
+    """Finds a module of any name in it."""
+
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "transformer_engine":
+            return importlib.util.spec_from_loader(name, self, is_package=True)
+
+    def create_module(self, spec):
+        made = mock.MagicMock(__path__=[], GroupedLinear=_GroupedLinear)
+        made.pytorch.GroupedLinear = _GroupedLinear
+        return made
+
+    def exec_module(self, module):
+        pass
+
+
+@contextlib.contextmanager
+def grouped_linears():
+    """Megatron's column- and row-parallel layers over such parameters."""
+    spec = importlib.util.spec_from_file_location("with_engine", transformer_engine.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with (
+        mock.patch.object(utils, "_te_version", Version("2.10.0")),
+        mock.patch.dict(sys.modules, {spec.name: module}),
+        mock.patch.object(sys, "meta_path", [_Package(), *sys.meta_path]),
+    ):
+        spec.loader.exec_module(module)
+        yield module.TEColumnParallelGroupedLinear, module.TERowParallelGroupedLinear

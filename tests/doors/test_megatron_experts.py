@@ -9,20 +9,24 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import megatron_on_cpu  # noqa: F401  before anything of Megatron's
+import megatron_on_cpu  # before anything of Megatron's
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.activations import squared_relu
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.activations import fast_gelu, squared_relu
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
+from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError
 from sonicmoe.integrations.megatron import SonicExperts, SonicMoELayer, use_sonicmoe
 from sonicmoe.integrations.megatron.dispatcher import Routes
@@ -38,7 +42,9 @@ def group(size=1, rank=0):
 
 
 def groups(**others):
-    return SimpleNamespace(**{"ep": group(), "expt_tp": group(), "expt_dp": group()} | others)
+    names = "ep", "expt_tp", "expt_dp", "expt_gtp_remat"
+    found = {name: group() for name in names} | others
+    return SimpleNamespace(expt_dp_gtp_remat=found["expt_dp"], **found)
 
 
 def config_of(**changes):
@@ -59,17 +65,32 @@ def config_of(**changes):
 
 
 LATE = (
-    "fp8", "fp4", "activation_func_fp8_input_store", "fine_grained_activation_offloading",
+    "fp8", "fp4", "quant_recipe", "expert_gtp_weight_remat_size", "transformer_impl",
+    "overlap_moe_expert_parallel_comm", "use_te_activation_func", "activation_func_fp8_input_store", "fine_grained_activation_offloading",
     "offload_modules", "moe_mlp_glu_interleave_size", "delay_wgrad_compute", "moe_paged_stash",
     "moe_latent_size", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
 
 
-def built(kind, config, **options):
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def built(kind, config, among=None, **options):
     torch.manual_seed(5)
+    among = among or groups()
     if kind is SequentialMLP:
-        return kind(E, config, STOCK, groups())
-    return kind(E, config, pg_collection=groups(), **options)
+        return kind(E, config, STOCK, among)
+    if kind is TEGroupedMLP:
+        with megatron_on_cpu.grouped_linears() as (column, row):
+            return kind(E, config, MLPSubmodules(linear_fc1=column, linear_fc2=row), among)
+    return kind(E, config, pg_collection=among, **options)
 
 
 def stock_weights(experts, values):
@@ -93,6 +114,7 @@ def gradients_of(experts, given, dout):
 SAME = [
     {},
     {"activation_func": F.gelu},
+    {"activation_func": fast_gelu, "add_bias_linear": True},
     {"activation_func": F.relu, "gated_linear_unit": False},
     {"activation_func": squared_relu, "gated_linear_unit": False, "add_bias_linear": True},
     {"activation_func_clamp_value": 0.5, "add_bias_linear": True},
@@ -113,11 +135,18 @@ def test_computes_what_stock_experts_compute(changes):
             its.copy_(mine)
     rows, width = int(COUNTS.sum()), config.moe_latent_size or H
     x, dout, probs = torch.randn(rows, width), torch.randn(rows, width), torch.rand(rows)
-    close = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
-    close(gradients_of(ours, (x, probs), dout), gradients_of(stock, (x, probs), dout))
+    found, wanted = (gradients_of(each, (x, probs), dout) for each in (ours, stock))
     for mine, its in stock_weights(stock, ours):
+        found.append(mine.grad)
         # Nobody has told autograd of an expert without rows.
-        close(mine.grad, torch.zeros_like(its) if its.grad is None else its.grad)
+        wanted.append(torch.zeros_like(its) if its.grad is None else its.grad)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_gelu_of_transformer_engine_is_its_tanh_form():
+    config = config_of(activation_func=F.gelu, use_te_activation_func=True)
+    assert built(SonicExperts, config).node.activation_type is ActivationType.GEGLU_TANH
 
 
 def test_initial_values_come_from_the_methods_of_the_configuration():
@@ -182,6 +211,9 @@ REFUSED = {
     "glu_linear_offset 0.0": {"activation_func": quick_gelu},
     "clamp_value 3.0": {"activation_func": F.gelu, "activation_func_clamp_value": 3.0},
     "fp8 is 'hybrid', which is Transformer Engine's": {"fp8": "hybrid"},
+    "quant_recipe is 'mine', which is Transformer Engine's": {"quant_recipe": "mine"},
+    "expert_gtp_weight_remat_size is 2": {"expert_gtp_weight_remat_size": 2},
+    "transformer_impl is 'inference_optimized'": {"transformer_impl": "inference_optimized"},
     "fp4 is 'e2m1'": {"fp4": "e2m1"},
     "activation_func_fp8_input_store is True": {"activation_func_fp8_input_store": True},
     "moe_mlp_glu_interleave_size is 32": {"moe_mlp_glu_interleave_size": 32},
@@ -238,38 +270,138 @@ def test_state_dicts_have_transformer_engines_names():
         experts.load_state_dict(state)
 
 
+def entries_of(experts, apart, names=True):
+    """What `experts` say about each piece of a checkpoint."""
+    metadata = {"singleton_local_shards": apart, "dp_cp_group": group()}
+    found = []
+    for name, entry in experts.sharded_state_dict("mlp.experts.", (), metadata).items():
+        for piece in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
+            shapes = getattr(piece, "local_shape", ()), piece.global_shape, piece.global_offset
+            cut = getattr(piece, "axis_fragmentations", ()), getattr(piece, "prepend_axis_num", 0)
+            found.append((name if names else "", piece.key, *shapes, *cut, piece.replica_id))
+    return sorted(found)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "bias", "ep", "tp", "dp"),
+    [
+        (True, True, 1, 1, 2),
+        (True, False, 2, 2, 1),
+        (False, True, 2, 2, 2),
+        (False, False, 1, 1, 1),
+    ],
+)
+def test_checkpoints_are_cut_and_named_as_those_of_both_stock_experts(
+    gated, bias, ep, tp, dp, apart
+):
+    config = config_of(gated_linear_unit=gated, add_bias_linear=bias)
+    sizes = {"ep": ep, "expt_tp": tp, "expt_dp": dp}
+    among = groups(**{name: group(size, size - 1) for name, size in sizes.items()})
+    ours = built(SonicExperts, config, among)
+    grouped = built(TEGroupedMLP, config, among)
+    assert entries_of(ours, apart) == entries_of(grouped, apart)
+    assert list(ours.state_dict()) == list(grouped.state_dict())
+    if tp == 1:  # whose layers ask a real group to cut initial values
+        sequential = built(SequentialMLP, config, among)
+        assert entries_of(ours, apart, False) == entries_of(sequential, apart, False)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kinds", [(TEGroupedMLP, SonicExperts), (SonicExperts, TEGroupedMLP)])
+def test_checkpoints_of_grouped_experts_are_exchanged(kinds, tmp_path):
+    config = config_of(add_bias_linear=True)
+    saved, loads = (built(kind, config) for kind in kinds)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            torch.nn.init.normal_(parameter)
+    dist_checkpointing.save(saved.sharded_state_dict(), str(tmp_path))
+    loads.load_state_dict(dist_checkpointing.load(loads.sharded_state_dict(), str(tmp_path)))
+    for (name, one), (_, other) in zip(
+        saved.named_parameters(), loads.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_rows_leave_gradients_of_zero(fused):
+    """A rank that nobody sends a token to; its hooks must fire all the same."""
+    config = config_of(gradient_accumulation_fusion=fused, add_bias_linear=True)
+    experts, fired = built(SonicExperts, config), []
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    for counts in (
+        torch.zeros(E, dtype=torch.long),
+        Routes(torch.empty(0, 2, dtype=torch.long), None),
+    ):
+        fired.clear()
+        shape = (0,) if isinstance(counts, torch.Tensor) else (0, 2)
+        x = torch.empty(0, H, requires_grad=True)
+        out, _ = experts(x, counts, torch.empty(shape))
+        out.sum().backward()
+        assert out.shape == x.grad.shape == (0, H)
+        assert len(fired) == len(list(experts.parameters()))
+        assert all((p.grad == 0.0).all() and (p.main_grad == 0.0).all() for p in fired)
+
+
+@pytest.mark.parametrize("way", ["one expert", "routes", "quantised"])
+def test_rows_that_the_schedule_frees_are_kept(way):
+    """With `overlap_moe_expert_parallel_comm`, once the experts' forward is over."""
+    changes = {"fp8": "hybrid", "moe_token_dispatcher_type": "flex"} if way == "quantised" else {}
+    config = config_of(overlap_moe_expert_parallel_comm=True, **changes)
+    options = {"pg_collection": groups(), "fp8_mode": "off"}
+    experts = SonicExperts(1 if way == "one expert" else E, config, **options)
+    given = {"one expert": torch.tensor([9]), "quantised": COUNTS}
+    routes = Routes(torch.tensor([[0, 2, -1]]).expand(9, 3).contiguous(), None)
+    probs = torch.rand(9, 3) if way == "routes" else torch.rand(9)
+    found = []
+    for freed in (False, True):
+        torch.manual_seed(1)
+        x = torch.randn(9, H).requires_grad_()
+        out, _ = experts(x, given.get(way, routes), probs)
+        if freed:
+            x.data.fill_(float("nan"))  # which is what the next owner of the memory does
+        experts.zero_grad()
+        out.sum().backward()
+        found.append([x.grad, *(p.grad.clone() for p in experts.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 def test_specs_of_both_kinds_are_copied():
     """`ModuleSpec` of 0.16; builders, as 0.19 has them."""
     spec = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False)
-    made = use_sonicmoe(spec, fp8_mode="perf")
-    experts = made.submodules.mlp.submodules.experts
-    assert made.submodules.mlp.module is SonicMoELayer
+    layer = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=SequentialMLP))
+    made = use_sonicmoe(layer, fp8_mode="perf")
+    experts = made.submodules.experts
+    assert made.module is SonicMoELayer
     assert (experts.module, experts.params) == (SonicExperts, {"fp8_mode": "perf"})
-    assert spec.submodules.mlp.submodules.experts.module is SequentialMLP
+    assert layer.submodules.experts is SequentialMLP
     builder = functools.partial(MoELayer, submodules=MoESubmodules(experts=SequentialMLP))
     made = use_sonicmoe(builder, fp8_mode="perf")
     assert made.func is SonicMoELayer
     assert made.keywords["submodules"].experts.func is SonicExperts
     assert builder.func is MoELayer
-    block = SimpleNamespace(layer_specs=[spec, get_gpt_layer_local_spec()])
-    assert use_sonicmoe(block).layer_specs[0].submodules.mlp.module is SonicMoELayer
+    below = [get_gpt_layer_local_spec(), [spec], TransformerBlockSubmodules(layer_specs=[spec])]
+    for one in use_sonicmoe(below)[1][0], use_sonicmoe(below)[2].layer_specs[0]:
+        mlp = one.submodules.mlp
+        kind = mlp.func if isinstance(mlp, functools.partial) else mlp.module
+        assert kind is SonicMoELayer
+    with pytest.raises(LayoutError, match="spec of a MoELayer has no submodules"):
+        use_sonicmoe(ModuleSpec(MoELayer))
     with pytest.raises(LayoutError, match="no MoE layer is in it"):
         use_sonicmoe(get_gpt_layer_local_spec())
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_snippet_of_the_page_runs_and_every_link_of_it_leads_somewhere(caplog):
     page = ROOT / "docs" / "megatron.md"
     text = page.read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        parallel_state.initialize_model_parallel()
-        made: dict = {}
-        exec(snippet, made)
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    made: dict = {}
+    exec(snippet, made)
     assert all(type(layer.mlp.experts) is SonicExperts for layer in made["model"].decoder.layers)
     # 0.16 warns of layers that it does not know, and passes them no process groups.
     assert "Unknown MLP type" not in caplog.text

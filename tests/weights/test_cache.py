@@ -16,12 +16,15 @@ from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from node.node_harness import FP8 as FP8_CONFIG
 from weights.weight_sources import SOURCES, SWIGLU, expert_modules, per_expert_source, weight_arrays
 
+from sonicmoe.engine.expert_matrices import ExpertMatrices
+from sonicmoe.engine.interface import EngineWeights
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ZCode
 from sonicmoe.interop import data_ptr
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weights.layer import LayerWeights
+from sonicmoe.weights.numbered import NumberedParameters
 from sonicmoe.weights.parameters import PerExpertParameters
 
 PLAIN = EngineSettings()
@@ -282,6 +285,29 @@ class TestBackwardsThatAreLate:
         write(layer.parameters()[1], 2 * numpy(layer.parameters()[1]))
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*where they lie"):
             reading.check_current()
+
+    @pytorch_only
+    @pytest.mark.usefixtures("weights_on_a_gpu")
+    @pytest.mark.parametrize("through_autograd", [False, True])
+    def test_memory_that_was_gathered_elsewhere_is_found(self, through_autograd):
+        """Megatron-FSDP: other memory for a weight, whose former memory another layer has now."""
+        modules = torch.nn.Module(), torch.nn.Module()
+        for module, shape in zip(modules, ((8, 4), (4, 4)), strict=True):
+            module.weight0 = torch.nn.Parameter(torch.randn(shape))
+        options = {"through_autograd": through_autograd}
+        weights = LayerWeights(NumberedParameters(*modules, (1, 4, 4), SWIGLU, **options))
+        engine = ReferenceEngine()
+        engine.refresh = lambda source, *_: EngineWeights(*map(ExpertMatrices, (source.up, source.down) * 2))  # fmt: skip
+        reading = weights.read(engine, PLAIN)
+        held, former = reading.weights, reading.weights.w1.addresses
+        own = modules[0].weight0
+        values = own.detach().clone()
+        own.data.fill_(float("nan"))
+        own.data = values
+        reading.check_current()
+        assert reading.weights.w1.addresses == (data_ptr(values),) != former
+        assert torch.equal(reading.weights.w1[0], values)
+        assert held.w1.addresses == former  # a key of the cache has those
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from ...enums import is_glu
@@ -22,11 +23,12 @@ Tensor = torch.Tensor
 _NAMES = ("linear_fc1", "linear_fc2")
 
 
-class SonicExperts(MegatronModule):  # type: ignore[misc]
+class SonicExperts(TEGroupedMLP):  # type: ignore[misc]
     """The local experts, with the parameters and checkpoints of `TEGroupedMLP`:
     `linear_fc1.weight{i} [2F, H]` (gate rows, then up rows; `[F, H]` without a gate) and
-    `linear_fc2.weight{i} [H, F]`, and `bias{i}` of each with `add_bias_linear`. Transformer Engine
-    is not needed.
+    `linear_fc2.weight{i} [H, F]`, and `bias{i}` of each with `add_bias_linear`. It is one by class,
+    because Megatron-FSDP and upcycling ask who has such parameters, and has nothing else of it.
+    Transformer Engine is not needed.
 
     Args:
         num_local_experts, config, pg_collection: as Megatron passes them.
@@ -53,7 +55,7 @@ class SonicExperts(MegatronModule):  # type: ignore[misc]
         groups = pg_collection
         sizes = sizes_of(config, num_local_experts, groups.expt_tp.size())
         check_sizes(sizes, own, activation, config.add_bias_linear)
-        super().__init__(config=config)
+        MegatronModule.__init__(self, config=config)
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group = groups.ep, groups.expt_tp
         gated, late = is_glu(activation), puts_off(config)
@@ -107,6 +109,8 @@ class SonicExperts(MegatronModule):  # type: ignore[misc]
         self.linear_fc2()
         biases = self._biases() if self.config.add_bias_linear else None
         routes = tokens_per_expert if isinstance(tokens_per_expert, Routes) else None
+        if self._may_lose_rows(routes):
+            hidden_states = hidden_states.clone()
         weighed: Tensor | None = probs.to(torch.float32)
         if self.config.moe_apply_probs_on_input:
             hidden_states, weighed = _weigh(hidden_states, probs, routes), None
@@ -118,6 +122,16 @@ class SonicExperts(MegatronModule):  # type: ignore[misc]
         counts = tokens_per_expert.to(hidden_states.device, non_blocking=True)
         out = self.node.forward_sorted(hidden_states, counts, weighed, tokens_per_expert, biases)
         return out, None
+
+    def _may_lose_rows(self, routes: Routes | None) -> bool:
+        """Whether the schedule frees these rows, which the backward reads, after this forward. It
+        does that where the stock modules have a copy: of a permutation, or of a quantisation.
+        """
+        config = self.config
+        if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+            return False
+        quantised = config.fp8 and config.moe_token_dispatcher_type == "flex"
+        return bool(routes is not None or self.num_local_experts == 1 or quantised)
 
     def _biases(self) -> tuple[Tensor, Tensor]:
         """b1 `[E, N1]` and b2 `[E, H]`."""

@@ -4,6 +4,7 @@ grouped linear layers, and their entries of a checkpoint.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 Tensor = torch.Tensor
+# The process groups by which 0.19 cuts what FSDP2 has sharded already.
+_TAKES_GROUPS = "dp_group" in inspect.signature(apply_swiglu_sharded_factory).parameters
 
 
 class ExpertLinear(nn.Module):
@@ -149,13 +152,15 @@ class ExpertLinear(nn.Module):
             tp_group=self._groups.expt_tp,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        groups = {"tp_group": self._groups.expt_tp, "dp_group": metadata["dp_cp_group"]}
         for name in (*mine, "_extra_state"):
             entry = entries[key + name]
             fully = getattr(entry, "is_data_parallel_fully_shard", False)
             entry.replica_id = *entry.replica_id[:2], 0 if fully else self._groups.expt_dp.rank()
             if self._stride == 2 and name in mine:
                 # Gate rows and up rows apart, so that another number of ranks can load them.
-                entry = apply_swiglu_sharded_factory(entry, offsets, apart)
+                given = groups if _TAKES_GROUPS else {}
+                entry = apply_swiglu_sharded_factory(entry, offsets, apart, **given)
             # Transformer Engine's names: _extra_state, _extra_state1, ...
             yield name if name == "_extra_state" and expert == 0 else f"{name}{expert}", entry
 

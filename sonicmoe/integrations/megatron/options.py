@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.activations import squared_relu
+from megatron.core.activations import fast_gelu, squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from ...config import SonicMoEConfig
@@ -21,11 +21,13 @@ _F = torch.nn.functional
 _GATED = (
     (_F.silu, ActivationType.SWIGLU),
     (_F.gelu, ActivationType.GEGLU),
+    (fast_gelu, ActivationType.GEGLU_TANH),
     (_F.relu, ActivationType.REGLU),
 )
 _PLAIN = (
     (_F.silu, ActivationType.SILU),
     (_F.gelu, ActivationType.GELU),
+    (fast_gelu, ActivationType.GELU_TANH),
     (_F.relu, ActivationType.RELU),
     (squared_relu, ActivationType.RELU_SQ),
 )
@@ -83,10 +85,23 @@ def _refusals(config: Any, fp8: bool, asked: bool) -> Iterator[str]:
     for name, reason in _UNSERVED.items():
         if getattr(config, name, None):
             yield f"{name} is {getattr(config, name)!r}: {reason}"
-    if getattr(config, "fp8", None) and not asked:
+    for name in ("fp8", "quant_recipe"):
+        value = getattr(config, name, None)
+        if value and not asked:
+            yield (
+                f"{name} is {value!r}, which is Transformer Engine's, and experts here quantise as "
+                "fp8_mode says; needed: fp8_mode='perf', 'mem' or 'off' for the experts, by name"
+            )
+    shards = getattr(config, "expert_gtp_weight_remat_size", 1)
+    if shards > 1:
         yield (
-            f"fp8 is {config.fp8!r}, which is Transformer Engine's, and experts here quantise as "
-            "fp8_mode says; needed: fp8_mode='perf', 'mem' or 'off' for the experts, by name"
+            f"expert_gtp_weight_remat_size is {shards}: each rank has its experts' weights whole "
+            "here; needed: 1 (no expert_tensor_parallel_num_weight_shards)"
+        )
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        yield (
+            "transformer_impl is 'inference_optimized': its dispatcher sends tokens that nobody has "
+            "sorted; needed: 'transformer_engine' or 'local'"
         )
     if getattr(config, "activation_func_fp8_input_store", False) and not fp8:
         yield (
@@ -130,7 +145,10 @@ def activation_of(config: Any) -> tuple[ActivationType, ActivationParameters]:
     gated = config.gated_linear_unit
     if gated and config.activation_func is quick_gelu and offset == 1.0 and limit is not None:
         return ActivationType.SWIGLU_OAI, (("limit", float(limit)),)
-    found = dict(_GATED if gated else _PLAIN).get(config.activation_func)
+    function = config.activation_func
+    if function is _F.gelu and getattr(config, "use_te_activation_func", False):
+        function = fast_gelu  # Transformer Engine has the tanh form only
+    found = dict(_GATED if gated else _PLAIN).get(function)
     if gated and found is ActivationType.SWIGLU and limit is not None and offset == 0.0:
         return ActivationType.SWIGLU_CLAMP, (("limit", float(limit)),)
     # The stock experts read both only where there is a gate.
@@ -139,8 +157,8 @@ def activation_of(config: Any) -> tuple[ActivationType, ActivationParameters]:
     name = getattr(config.activation_func, "__name__", repr(config.activation_func))
     raise ConfigError(
         f"no engine has activation_func {name} with gated_linear_unit {gated}, "
-        f"activation_func_clamp_value {limit} and glu_linear_offset {offset}; needed: silu, gelu or "
-        "relu; squared_relu without a gate; with one also silu and a clamp value, or quick_gelu, a "
+        f"activation_func_clamp_value {limit} and glu_linear_offset {offset}; needed: silu, gelu, "
+        "fast_gelu or relu; squared_relu without a gate; with one also silu and a clamp value, or quick_gelu, a "
         "clamp value and an offset of 1"
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -18,9 +20,9 @@ def use_sonicmoe(spec: Any, **options: Any) -> Any:
     """A copy of `spec` whose MoE layers have the engine's experts.
 
     Args:
-        spec: of a transformer layer, of a block of layers, or of an MoE layer, as
-            `get_gpt_layer_local_spec`, `get_gpt_layer_with_transformer_engine_spec`,
-            `get_gpt_decoder_block_spec` and `get_moe_module_spec` return them.
+        spec: of an MoE layer, or of what has some below: a transformer layer, a block of layers or
+            of multi-token prediction, a hybrid stack. As `get_gpt_layer_local_spec`,
+            `get_gpt_decoder_block_spec` and `get_moe_module_spec` return them, and their like.
         options: fields of `SonicMoEConfig` for every such layer, such as `fp8_mode="perf"`.
 
     Raises:
@@ -38,19 +40,28 @@ def _replace_in(spec: Any, options: dict[str, Any]) -> int:
     """Replace the experts of every MoE layer below; returns how many there were."""
     is_partial = isinstance(spec, functools.partial)
     module = spec.func if is_partial else getattr(spec, "module", None)
-    submodules = (
-        spec.keywords.get("submodules") if is_partial else getattr(spec, "submodules", spec)
-    )
-    if isinstance(module, type) and issubclass(module, MoELayer):
-        submodules.experts = _experts(is_partial, options)
-        # A class of the user's own keeps its dispatcher.
-        if module is MoELayer and is_partial:
-            spec.__setstate__((SonicMoELayer, spec.args, spec.keywords, spec.__dict__))
-        elif module is MoELayer:
-            spec.module = SonicMoELayer
-        return 1
-    below = getattr(submodules, "layer_specs", None) or [getattr(submodules, "mlp", None)]
-    return sum(_replace_in(each, options) for each in below if each is not None)
+    if not (isinstance(module, type) and issubclass(module, MoELayer)):
+        return sum(_replace_in(each, options) for each in _parts(spec))
+    submodules = spec.keywords.get("submodules") if is_partial else spec.submodules
+    words = f"the spec of a {module.__name__} has no submodules; needed: MoESubmodules"
+    expect(submodules is not None, LayoutError, words)
+    submodules.experts = _experts(is_partial, options)
+    # A class of the user's own keeps its dispatcher.
+    if module is MoELayer and is_partial:
+        spec.__setstate__((SonicMoELayer, spec.args, spec.keywords, spec.__dict__))
+    elif module is MoELayer:
+        spec.module = SonicMoELayer
+    return 1
+
+
+def _parts(spec: Any) -> Iterable[Any]:
+    """Of a list of layers, of a spec, of a builder, or of their submodules."""
+    if isinstance(spec, list | tuple):
+        return spec
+    if isinstance(spec, functools.partial):
+        return spec.keywords.values()
+    is_record = dataclasses.is_dataclass(spec) and not isinstance(spec, type)
+    return vars(spec).values() if is_record else ()
 
 
 def _experts(is_builder: bool, options: dict[str, Any]) -> Any:
