@@ -15,9 +15,10 @@ from .engine.activations import activate, pre_activation_width
 from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
-from .functional import check_router_dtype, softmax_topk_layer
+from .functional import softmax_topk_layer
+from .functional.border import check_router_dtype, need_values
 from .functional.plan import check_use_fp8
-from .interop import current_stream, require_framework_tensor
+from .interop import current_stream
 from .observe import MOE
 from .weights.stacked_cache import forget
 
@@ -160,11 +161,12 @@ class MoE(nn.Module):
             EngineUnavailableError: a backend this package does not have.
             TypeError: `hidden_states` is no tensor.
             ShapeError: its last axis is not H.
+            LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
             DTypeError: tokens and router differ in dtype outside autocast.
             ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
                 `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
         """
-        require_framework_tensor(hidden_states, "hidden_states")
+        need_values("hidden_states", hidden_states)
         shape = hidden_states.shape
         expect(
             tuple(shape[-1:]) == (self.hidden_size,),

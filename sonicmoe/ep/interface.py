@@ -131,13 +131,13 @@ class Transport(ABC):
         """
 
 
-def check_num_experts(num_experts: Any, world_size: int) -> None:
+def check_num_experts(num_experts: Any, world_size: int, name: str = "num_experts") -> None:
     """Raise RoutingError where the experts cannot be split evenly over the ranks."""
     # A bool is an int in Python.
     whole = isinstance(num_experts, int) and not isinstance(num_experts, bool)
     needed = f"{world_size} ranks need a positive multiple of {world_size}"
     fits = whole and num_experts > 0 and num_experts % world_size == 0
-    expect(fits, RoutingError, f"num_experts is {num_experts!r}; {needed}")
+    expect(fits, RoutingError, f"{name} is {num_experts!r}; {needed}")
 
 
 def check_dispatch(x: Any, topk_idx: Any, topk_weights: Any) -> None:

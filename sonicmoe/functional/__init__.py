@@ -21,13 +21,14 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, expect
-from ..interop import dtype_name, require_framework_tensor
+from ..errors import ConfigError, EngineUnavailableError, ShapeError, expect
+from ..interop import require_framework_tensor
 from ..layouts import WeightLayout
 from ..observe import TOPK, TRIPLES
 from ..refusals import need_shape
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
+from .border import check_router, check_router_dtype, check_stacks, check_tokens, check_triples
 from .triples import count_cumsum, frequency_of, triples_to_topk
 
 Tensor = torch.Tensor
@@ -99,7 +100,7 @@ def moe_TC_softmax_topk_layer(
     """
     check_tokens(x)
     check_router(router_w, x)
-    _check_weights(w1, w2, int(router_w.shape[0]), "the rows of router_w")
+    check_stacks((w1, w2, b1, b2), int(router_w.shape[0]), "the rows of router_w")
     activation = member_of(ActivationType, activation_type, "activation_type")
     return softmax_topk_layer(
         x,
@@ -212,9 +213,8 @@ def moe_general_routing_inputs(
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
     check_tokens(x)
-    require_framework_tensor(w2, "w2")
-    experts = int(w2.shape[-1])
-    _check_weights(w1, w2, experts if E is None else E, "the last axis of w2" if E is None else "E")
+    check_stacks((w1, w2, b1, b2), E, "E")
+    check_triples(x, router_scores, token_indices, expert_indices)
     indices, probs = triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
@@ -231,7 +231,7 @@ def moe_general_routing_inputs(
         use_fp8=use_fp8,
         face=TRIPLES,
     )
-    return out, frequency_of(expert_indices, experts)
+    return out, frequency_of(expert_indices, int(w2.shape[2]))
 
 
 class FP8BlockwiseTensor:
@@ -318,39 +318,6 @@ def _from_native(w1: Tensor, w2: Tensor, x_fp8: object) -> tuple[Tensor, None, T
         require_framework_tensor(weight, name)
         need_shape(len(weight.shape) == 3, name, weight, axes)
     return w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None
-
-
-def check_tokens(x: Tensor) -> None:
-    """Refuse what is no `[T, H]`."""
-    require_framework_tensor(x, "x")
-    need_shape(len(x.shape) == 2, "x", x, "[T, H]")
-
-
-def check_router(router_w: Tensor, x: Tensor) -> None:
-    """Refuse what is no router of these tokens."""
-    require_framework_tensor(router_w, "router_w")
-    hidden = int(x.shape[1])
-    fits = len(router_w.shape) == 2 and router_w.shape[1] == hidden
-    need_shape(fits, "router_w", router_w, f"[E, H] with H = {hidden}, as x has")
-
-
-def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
-    """Raise DTypeError where the router cannot multiply these tokens."""
-    if x.dtype != router_w.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise DTypeError(
-            f"x (hidden_states) is {dtype_name(x.dtype)}, router_w (router.weight) is {dtype_name(router_w.dtype)}; "
-            "convert one, or use autocast"
-        )
-
-
-def _check_weights(w1: Tensor, w2: Tensor, experts: int, source: str) -> None:
-    # Other sizes are the engine's to check, which knows the activation and the layout.
-    require_framework_tensor(w1, "w1")
-    require_framework_tensor(w2, "w2")
-    for name, weight, axes in (("w1", w1, "[N1, H, E]"), ("w2", w2, "[H, I, E]")):
-        need_shape(len(weight.shape) == 3, name, weight, axes)
-        needed = f"{experts} experts ({source})"
-        need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 
 def layout_of(activation: ActivationType, concat_layout: bool) -> WeightLayout:

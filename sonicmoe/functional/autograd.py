@@ -11,8 +11,9 @@ from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
-from ..observe import STACKED, is_awaited, is_heard
+from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
+from .border import check_stored
 from .call import Origin, backward, forward
 from .compiled import expert_operator
 from .plan import Plan, make_plan
@@ -59,6 +60,7 @@ def expert_mlp(
     the graph is compiled.
     """
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
+    check_stored(x, weights, FACES[face])
     save = not inference and _is_differentiated(x, probs, weights)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.

@@ -26,10 +26,11 @@ from ..distributed_utils import (
 from ..enums import ActivationType, layer_parameters, member_of
 from ..ep.interface import check_num_experts
 from ..errors import ConfigError, expect
-from ..interop import require_framework_tensor
+from ..interop import require_framework_tensor, require_same_device
 from ..refusals import need_dtype, need_shape
-from . import autocast, check_router, check_router_dtype, check_tokens, choose, layout_of
+from . import autocast, choose, layout_of
 from .autograd import expert_mlp
+from .border import check_router, check_router_dtype, check_tokens, need_values
 
 Tensor = torch.Tensor
 
@@ -71,11 +72,12 @@ def moe_ep_TC_softmax_topk_forward(
     Returns:
         `[T, H]`.
     """
+    group = default_group() if group is None else group
     check_tokens(x)
     check_router(router_w, x)
+    check_num_experts(E, world_size(group), "E")
     need_shape(int(router_w.shape[0]) == E, "router_w", router_w, f"[E, H] with E = {E}")
     check_router_dtype(x, router_w)
-    group = default_group() if group is None else group
     shared = router_w if world_size(group) == 1 else _SummedOverRanks.apply(router_w, group)
     logits = torch.nn.functional.linear(x, shared)
     chosen = choose(logits.to(torch.float32), K, is_softmax_over_topk, norm_topk_probs)
@@ -136,6 +138,9 @@ def moe_ep_general_routing_forward(
     group = default_group() if group is None else group
     ranks, slots = world_size(group), int(topk_indices.shape[1])
     _check_experts(w1, w2, E, ranks)
+    for name, bias in (("b1", b1), ("b2", b2)):
+        if bias is not None:
+            require_framework_tensor(bias, name)
     words = "redispatch_x_in_backward is {!r}; needed: False, because the engine keeps the tokens that arrived"
     expect(redispatch_x_in_backward is False, ConfigError, words.format(redispatch_x_in_backward))
     activation = member_of(ActivationType, activation_type, "activation_type")
@@ -168,17 +173,18 @@ def moe_ep_general_routing_forward(
 def _check_routing(x: Tensor, indices: Tensor, scores: Tensor) -> None:
     check_tokens(x)
     for name, value in (("topk_indices", indices), ("topk_scores", scores)):
-        require_framework_tensor(value, name)
+        need_values(name, value)
         fits = len(value.shape) == 2 and value.shape[0] == x.shape[0]
         need_shape(fits, name, value, f"[T, K] with T = {int(x.shape[0])}, as x has")
     need_shape(scores.shape == indices.shape, "topk_scores", scores, tuple(indices.shape))
     need_dtype("topk_indices", indices, torch.int64, torch.int32)
     need_dtype("topk_scores", scores, torch.float32, torch.bfloat16, torch.float16)
+    require_same_device([("x", x), ("topk_indices", indices), ("topk_scores", scores)])
 
 
 def _check_experts(w1: Tensor, w2: Tensor, experts: int, ranks: int) -> None:
     # Other sizes are the engine's to check, which knows the activation and the layout.
-    check_num_experts(experts, ranks)
+    check_num_experts(experts, ranks, "E")
     local = experts // ranks
     for name, weight, axis, axes in (("w1", w1, 2, "[N1, H, L]"), ("w2", w2, 0, "[L, I, H]")):
         require_framework_tensor(weight, name)

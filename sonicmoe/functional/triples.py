@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..config import current_config
-from ..errors import DTypeError, RoutingError, ShapeError, expect
-from ..interop import dtype_name, is_cuda, require_framework_tensor
+from ..errors import RoutingError, ShapeError, expect
+from ..interop import is_cuda, require_framework_tensor
 from ..refusals import need_dtype, need_shape
 from ..routing.ids import group_of
 
@@ -48,10 +48,9 @@ def frequency_of(ids: Tensor, E: int) -> Tensor:
 def triples_to_topk(
     scores: Tensor, tokens: Tensor, experts: Tensor, num_tokens: int, topk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Sorted triples -> `[T, topk]` indices (-1 filled) and fp32 probabilities, differentiable in
-    the scores.
+    """Sorted triples, which were checked, -> `[T, topk]` indices (-1 filled) and fp32 probabilities,
+    differentiable in the scores.
     """
-    _check_triples(scores, tokens, experts)
     tokens = tokens.to(torch.int64)
     # The triples become a table [T, topk]. Rows outside x are counted in an extra bin at the end,
     # so that one copy to the host brings the width of the table, the strays and the order.
@@ -116,18 +115,3 @@ def _check_token_indices(
         f"token_indices names a token {found} times; max_experts_per_token is {topk}",
     )
     return max(1, found) if topk is None else topk
-
-
-def _check_triples(scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
-    triples = {"router_scores": scores, "token_indices": tokens, "expert_indices": experts}
-    for name, values in triples.items():
-        require_framework_tensor(values, name)
-    need_shape(len(scores.shape) == 1, "router_scores", scores, "one axis")
-    # The name of a dtype is composed only for the message, because the compiler warns of the cache
-    # of names where it traces one.
-    if not scores.is_floating_point():
-        raise DTypeError(f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type")
-    shape = tuple(scores.shape)
-    for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
-        need_shape(tuple(ids.shape) == shape, name, ids, f"that of router_scores, {shape}")
-        need_dtype(name, ids, torch.int32, torch.int64)

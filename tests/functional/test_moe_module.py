@@ -25,8 +25,10 @@ from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import (
     ConfigError,
+    DeviceError,
     DTypeError,
     EngineUnavailableError,
+    LayoutError,
     RoutingError,
     ShapeError,
 )
@@ -348,6 +350,8 @@ REFUSED_TOKENS = [
         (torch.zeros(shape), ShapeError, r"hidden_states has shape .*; needed: \[..., 32\]")
         for shape in ((4, 31), (31,), ())
     ),
+    (torch.zeros(4, 32, device="meta"), DeviceError, "^hidden_states is on meta"),
+    (torch.eye(32).to_sparse(), LayoutError, "^hidden_states is torch.sparse_coo; needed: a dense"),
 ]
 
 

@@ -1,0 +1,107 @@
+"""What the PyTorch face checks before anything is computed: each message names the caller's argument.
+Sizes of weights are the engine's to check, which knows the activation and the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import DeviceError, DTypeError, LayoutError
+from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..observe import Face
+from ..refusals import need_dtype, need_shape
+from ..weights.stacked_cache import Weights
+
+Tensor = torch.Tensor
+
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def need_values(name: str, tensor: Any) -> None:
+    """Refuse what is no dense tensor in memory: sparse, nested, or on the meta device."""
+    require_framework_tensor(tensor, name)
+    # Nested ones first, because some of them call themselves strided, and have no shape.
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise LayoutError(f"{name} is {kind}; needed: a dense tensor")
+    if tensor.device.type == "meta":
+        raise DeviceError(f"{name} is on meta, where there are no values; needed: a CPU or a GPU")
+
+
+def check_tokens(x: Tensor) -> None:
+    """Refuse what is no `[T, H]`."""
+    need_values("x", x)
+    need_shape(len(x.shape) == 2, "x", x, "[T, H]")
+
+
+def check_router(router_w: Tensor, x: Tensor) -> None:
+    """Refuse what is no router of these tokens."""
+    need_values("router_w", router_w)
+    hidden = int(x.shape[1])
+    fits = len(router_w.shape) == 2 and router_w.shape[1] == hidden
+    need_shape(fits, "router_w", router_w, f"[E, H] with H = {hidden}, as x has")
+    require_same_device([("x", x), ("router_w", router_w)])
+
+
+def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
+    """Raise DTypeError where the router cannot multiply these tokens."""
+    if x.dtype != router_w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise DTypeError(
+            f"x (hidden_states) is {dtype_name(x.dtype)}, router_w (router.weight) is {dtype_name(router_w.dtype)}; "
+            "convert one, or use autocast"
+        )
+
+
+def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> None:
+    """Refuse w1 `[N1, H, E]`, w2 `[H, I, E]`, b1 and b2 that are no tensors, and weights of other
+    experts; None: as many as w2 has.
+    """
+    for name, weight in zip(("w1", "w2", "b1", "b2"), weights, strict=True):
+        if weight is not None or name in ("w1", "w2"):
+            require_framework_tensor(weight, name)
+    for name, weight, axes in (("w1", weights[0], "[N1, H, E]"), ("w2", weights[1], "[H, I, E]")):
+        need_shape(len(weight.shape) == 3, name, weight, axes)
+    if experts is None:
+        experts, source = int(weights[1].shape[2]), "the last axis of w2"
+    for name, weight, axes in (("w1", weights[0], "[N1, H, E]"), ("w2", weights[1], "[H, I, E]")):
+        needed = f"{experts} experts ({source})"
+        need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
+
+
+def check_stored(x: Tensor, weights: Weights, face: Face) -> None:
+    """Refuse weights and biases that are not dense, are elsewhere than x, or in a dtype of which no
+    engine reads values: the codes of a checkpoint in FP8 would pass for numbers.
+    """
+    # Asked in every forward, so the usual case is comparisons alone.
+    device = x.device
+    for index, weight in enumerate(weights):
+        if weight is not None and not (
+            weight.dtype in WEIGHT_DTYPES
+            and weight.device == device
+            and weight.layout == torch.strided
+            and device.type != "meta"
+        ):
+            name = (face.w1, face.w2, face.b1, face.b2)[index]
+            need_values(face.x, x)
+            need_values(name, weight)
+            need_dtype(name, weight, *WEIGHT_DTYPES)
+            require_same_device([(face.x, x), (name, weight)])
+
+
+def check_triples(x: Tensor, scores: Tensor, tokens: Tensor, experts: Tensor) -> None:
+    """Refuse what are no triples (token, expert, score) beside these tokens."""
+    triples = {"router_scores": scores, "token_indices": tokens, "expert_indices": experts}
+    for name, values in triples.items():
+        need_values(name, values)
+    need_shape(len(scores.shape) == 1, "router_scores", scores, "one axis")
+    # The name of a dtype is composed only for the message, because the compiler warns of the cache
+    # of names where it traces one. Codes of 8 bits are no scores.
+    if not scores.is_floating_point() or scores.dtype.itemsize == 1:
+        raise DTypeError(f"router_scores is {dtype_name(scores.dtype)}; needed: a floating type")
+    shape = tuple(scores.shape)
+    for name, ids in (("token_indices", tokens), ("expert_indices", experts)):
+        need_shape(tuple(ids.shape) == shape, name, ids, f"that of router_scores, {shape}")
+        need_dtype(name, ids, torch.int32, torch.int64)
+    require_same_device([("x", x), *triples.items()])
