@@ -3,6 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 OUT ?= runs/demo
 DEMO_ARGS ?=
+WHEEL_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 PADDLE_PYTEST_ARGS ?= -n 1
 # Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
@@ -14,7 +15,7 @@ FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_m
 # file anew, and every process that a test starts would compile this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint docs docs-check pytest pytest-torch pytest-paddle pytest-doors core quick clean
+.PHONY: help demo test lint docs docs-check pytest pytest-torch pytest-paddle pytest-doors core quick wheel clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -64,6 +65,9 @@ quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated 
 	$(PY) -m ruff format --check .
 	$(PY) tools/ci/generate_env_docs.py --check
 	$(PY) -m pytest $(FAST_TESTS)
+
+wheel: $(VENV)/.installed-dev ## a wheel in dist/ that carries compiled kernels for Hopper; needs nvcc, takes an hour of CPU time (WHEEL_ARGS="--part fp8")
+	$(PY) tools/build_wheel.py $(WHEEL_ARGS)
 
 clean: ## remove .venv, caches and build products (runs/ stays)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

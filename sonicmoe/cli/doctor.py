@@ -97,6 +97,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         *((f"  {name}", able) for name, able in report.engines.items()),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
         *(("warmed", line) for state in report.caches for line in state.warmed),
+        *(("carried", line) for line in report.carried),
         *kernel_lines(report),
         *((name, value) for name, value in report.honoured.items() if value),
     ]

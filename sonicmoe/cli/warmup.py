@@ -216,6 +216,7 @@ def to_json(report: WarmUpReport) -> dict[str, Any]:
         "left_out": list(report.left_out),
         "cache_dir": str(report.cache_dir),
         "only_local": report.only_local,
+        "carried": report.carried,
         "seconds": round(report.seconds, 3),
         "record": str(report.record) if report.record else None,
         "kernels": [asdict(outcome) for outcome in report.kernels],
@@ -245,6 +246,8 @@ def show(report: WarmUpReport, console: Console) -> None:
         where = (
             alone if report.only_local == ready else f"{where}, {report.only_local} of them {alone}"
         )
+    if report.carried:
+        where = f"{where}, {report.carried} of them inside the installed package"
     summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels {where}, {report.seconds:.1f} s{record}"
     console.print(summary, soft_wrap=True)
 

@@ -25,6 +25,7 @@ from ..errors import ConfigError, FrameworkError
 from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import capabilities_of_host, install_hint
+from ..jit.carried import carried
 from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
@@ -63,6 +64,7 @@ def examine(
     config = examine_flags(report, environ)
     examine_variables(report, environ)
     examine_caches(report, config)
+    examine_carried(report)
     name = choose_framework(report, framework)
     progress(f"importing {name}")
     if name is not None and load_framework(report, name):
@@ -174,6 +176,20 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
             words = f"{state.role} {path} is not used"
             report.warning(words, f"{refused} (docs/security.md)")
         report.caches.append(replace(state, access=access, refused=refused))
+
+
+def examine_carried(report: Report) -> None:
+    """Fill `carried`, and warn where the loader here is not that of the carried kernels."""
+    held = carried()
+    if not held.manifests:
+        return
+    count, archs = len(held.manifests), ", ".join(held.architectures)
+    built = f"nvcc {held.versions['nvcc']} for apache-tvm-ffi {held.versions['apache-tvm-ffi']}"
+    report.carried = [f"{count} kernels for {archs} by {built}; {held.summary}"]
+    report.carried += [f"not inside: {line}" for line in held.left_out]
+    if held.misfit:
+        what, _, remedy = held.misfit.partition("; ")
+        report.warning(what, remedy or "install the wheel for this kind of machine")
 
 
 def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:

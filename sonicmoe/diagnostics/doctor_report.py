@@ -81,6 +81,7 @@ class Report:
 
     engine, engine_reason: what a run would get as configured, in the precision of the flags.
     engines: "able", or why this machine cannot run it, by engine and whatever the model.
+    carried: what kernels lie inside the installed package, and which parts do not; a line each.
     self_test: empty where the self-test did not run, because its kernels are not compiled.
     """
 
@@ -93,6 +94,7 @@ class Report:
     engine_reason: str = ""
     engines: dict[str, str] = field(default_factory=dict)
     caches: list[CacheState] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
     flags: list[FlagState] = field(default_factory=list)
     honoured: dict[str, str | None] = field(default_factory=dict)
     unknown_flags: dict[str, str | None] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from ..architectures import ARCHITECTURES, SM90, SM100, SM103, SM120, SM121, Arc
 from ..enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from ..errors import ConfigError, DTypeError, EngineUnavailableError, ShapeError, SonicMoEError
 from ..jit.cache import default_cache
+from ..jit.carried import carried
 from ..jit.key import package_versions
 from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
@@ -336,7 +337,8 @@ def missing_tool(record: EngineRecord, workload: Workload | None, arch: str) -> 
     for job in record.jobs(workload, arch):
         reason = missing_package([job]) or _missing_compiler(job)
         if reason is not None and cache.try_load(job.key()) is None:
-            return reason
+            short = carried().shortfall(arch)
+            return f"{reason}; {short}" if short else reason
     return None
 
 

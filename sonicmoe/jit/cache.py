@@ -13,6 +13,7 @@ Promises:
 * A cache directory that cannot be written is explained once per host, still read, and complemented
   by a node-local directory.
 * Nothing is loaded from a directory in which somebody could have planted it (docs/security.md).
+* A kernel that the installed package carries is used before any directory is looked at.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from ..config import ResolvedConfig, current_config
 from ..log import first_time, log_once, logger
+from .carried import carried
 from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
 from .files import DamagedFileError, StoreFiles
 from .guard import check_compile_allowed
@@ -98,16 +100,20 @@ class CompileCache:
 
     def try_load(self, key: CompileKey) -> Artefact | None:
         """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
-        return self._shared.lookup(key).artefact or self._local.lookup(key).artefact
+        return (
+            carried().find(key)
+            or self._shared.lookup(key).artefact
+            or self._local.lookup(key).artefact
+        )
 
     def share(self, key: CompileKey) -> Artefact | None:
         """The artefact of `key`, or None; one that only this node has is copied into the cache
-        directory.
+        directory. One that the package carries is not: it would pass for a build of this cache.
 
         Warm-up calls it. Without the copy, a node that had compiled for itself would report a warm
         cluster while all other nodes still have to compile.
         """
-        found = self._shared.lookup(key).artefact
+        found = carried().find(key) or self._shared.lookup(key).artefact
         local = None if found else self._local.lookup(key).artefact
         # Without a toolchain the key names no directory, so there is no place to copy to.
         if local is None or key.toolchain is None:
@@ -134,7 +140,7 @@ class CompileCache:
             Exception: whatever `builder` raises.
         """
         shared = self._shared.lookup(key)
-        found = shared.artefact or self._local.lookup(key).artefact
+        found = carried().find(key) or shared.artefact or self._local.lookup(key).artefact
         if found is not None:
             return found
         # Asked before any lock is taken, so that a process that may not compile never waits for one
@@ -196,9 +202,11 @@ class CompileCache:
         """
         check_compile_allowed(key, why)
         if key.toolchain is None:
+            short = carried().shortfall(key.arch)
             raise ToolchainError(
                 f"{key} has to be compiled ({why}) and its compiler is not on this machine. Run `sonicmoe warmup` where it "
                 "is, with the same SONIC_MOE_CACHE_DIR, or install it (for CUDA sources: set CUDA_HOME)."
+                + (f" {short[0].upper()}{short[1:]}." if short else "")
             )
 
     def _load(

@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from .shared_object import SharedObject, runtime_fingerprint
 from .toolchain import CudaToolkit, find_toolkit
 
 _FIRST_THAT_SPLITS, _SPLIT_THREADS = (12, 3), 4
+# What the static runtime calls on older C libraries. Its own names stay inside the object: those of a
+# framework's runtime, which may be another version, would otherwise take their place.
+_STATIC = ["-Wl,--exclude-libs,libcudart.a", "-ldl", "-lrt", "-lpthread"]
 _BUILD_SCRIPT = Path(__file__).with_name("tvm_ffi_build.py")
 
 
@@ -32,10 +36,12 @@ class CudaSource(SharedObject):
         arch: "sm_90a" compiles for exactly that (`-gencode=arch=compute_90a,code=sm_90a`).
         defines: preprocessor macros of static model dimensions: ("E", 8) becomes `-DE=8`. Never a
             token count.
-        flags: further nvcc flags; `-O2` (host), `-lineinfo` and the resource report are always on.
+        flags: further nvcc flags; `-O2` (host) and the resource report are always on.
         include_dirs: searched for quoted headers.
         split: several threads of nvcc share the kernels of a file. Only for sources whose machine
             code is the same either way; not part of the key.
+        lineinfo: profilers can name source lines. A third of the size and no other machine code, so
+            not part of the key.
         effort_s: CPU time of the compile, roughly; decides the order in which many are compiled.
     """
 
@@ -46,6 +52,7 @@ class CudaSource(SharedObject):
     flags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = field(default=())
     split: bool = field(default=False, compare=False)
+    lineinfo: bool = field(default=True, compare=False)
     effort_s: float = field(default=10.0, compare=False)
 
     @classmethod
@@ -77,21 +84,25 @@ class CudaSource(SharedObject):
 
     def _build(self, scratch: Path, toolkit: CudaToolkit) -> str:
         request, environment = self._request(scratch, toolkit), self._environment(toolkit.home)
+        if toolkit.static_runtime is not None:
+            # tvm_ffi links `-lcudart`. The linker takes the first directory that has a library of
+            # that name, and this one is in front of the toolkit's.
+            (scratch / "libcudart.a").symlink_to(toolkit.static_runtime)
+            environment["CXX"] = f"{os.environ.get('CXX', 'c++')} -L{scratch}"
         return run_build_script(self.name, _BUILD_SCRIPT, request, environment)
 
     def _request(self, scratch: Path, toolkit: CudaToolkit) -> dict[str, Any]:
         splits = self.split and toolkit.release >= _FIRST_THAT_SPLITS
         split = [f"--split-compile={_SPLIT_THREADS}"] if splits else []
+        lines = ["-lineinfo"] if self.lineinfo else []
         defines = [f"-D{name}={value}" for name, value in self.defines]
+        own_runtime = [f"-Wl,-rpath,{toolkit.home / 'lib64'}"]
         return {
             "name": self.name,
             "cuda_files": [str(self._unit(scratch))],
-            # `-lineinfo` lets profilers name source lines. `-Xptxas -v` writes the resource report
-            # from which the kernel gate learns of spills.
-            "extra_cuda_cflags": ["-lineinfo", "-Xptxas", "-v", *split, *defines, *self.flags],
-            # The toolkit's own runtime is the last resort: a framework has usually loaded one of
-            # that name already.
-            "extra_ldflags": [f"-Wl,-rpath,{toolkit.home / 'lib64'}"],
+            # `-Xptxas -v` writes the resource report from which the kernel gate learns of spills.
+            "extra_cuda_cflags": [*lines, "-Xptxas", "-v", *split, *defines, *self.flags],
+            "extra_ldflags": _STATIC if toolkit.static_runtime else own_runtime,
             "extra_include_paths": [str(path) for path in self.include_dirs],
             "build_directory": str(scratch),
         }

@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+# Of NVIDIA's installer, of conda, and of the packages on PyPI.
+_LIBRARIES = ("lib64", "lib", "targets/x86_64-linux/lib")
 _PREFIXES = (Path("/usr/local/cuda"),)
 
 
@@ -25,6 +27,12 @@ class CudaToolkit:
     def release(self) -> tuple[int, ...]:
         """The version as numbers, to compare."""
         return tuple(int(part) for part in self.version.split("."))
+
+    @property
+    def static_runtime(self) -> Path | None:
+        """The CUDA runtime as a static library, or None where the toolkit came without it."""
+        found = (self.home / folder / "libcudart_static.a" for folder in _LIBRARIES)
+        return next((path for path in found if path.is_file()), None)
 
 
 def find_toolkit() -> CudaToolkit | None:

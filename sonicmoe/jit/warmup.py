@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import __version__
 from .cache import CompileCache
+from .carried import carried
 from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
@@ -47,6 +48,7 @@ class WarmUpReport:
         record: the file that lists the warmed kernels; None of a check.
         local_dir, only_local: the node-local directory, and how many of the kernels lie there alone,
             where no other node looks.
+        carried: how many of the kernels lie inside the installed package.
     """
 
     spec: ModelSpec
@@ -58,6 +60,7 @@ class WarmUpReport:
     record: Path | None
     local_dir: Path | None = None
     only_local: int = 0
+    carried: int = 0
 
     @property
     def complete(self) -> bool:
@@ -111,9 +114,10 @@ def warm_up(
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     found = [cache.try_load(job.key()) for job in planned.jobs]
     report = _report(spec, planned, cache, kernels, found, time.monotonic() - started)
-    # An incomplete warm-up gets no record: a record is the promise that every kernel of the plan is
-    # there.
-    return replace(report, record=_record(report, cache)) if kernels and report.complete else report
+    # A record is the promise that every kernel of the plan is there, for all who share the directory.
+    # One that this installation carries is not.
+    there = bool(kernels) and report.complete and not report.carried
+    return replace(report, record=_record(report, cache)) if there else report
 
 
 def check(
@@ -141,19 +145,31 @@ def _report(
     seconds: float,
 ) -> WarmUpReport:
     """Without a record; `found`: the artefacts of the plan's jobs."""
-    covered, here = (
-        (planned.precision, planned.left_out),
-        (cache.local_root, _only_local(found, cache)),
+    covered = planned.precision, planned.left_out
+    return WarmUpReport(
+        spec,
+        *covered,
+        cache.root,
+        kernels,
+        seconds,
+        record=None,
+        local_dir=cache.local_root,
+        only_local=_only_local(found, cache),
+        carried=len(_below(carried().folder, found)),
     )
-    return WarmUpReport(spec, *covered, cache.root, kernels, seconds, None, *here)
 
 
 def _only_local(found: Sequence[Artefact | None], cache: CompileCache) -> int:
     """How many of these lie in the node-local directory and not in the cache directory."""
     if cache.local_root == cache.root:
         return 0
+    return len(_below(cache.local_root, found))
+
+
+def _below(root: Path, found: Sequence[Artefact | None]) -> list[Path]:
+    """The places of those that lie in a directory."""
     paths = [artefact.path for artefact in found if artefact is not None]
-    return sum(path.is_relative_to(cache.local_root) for path in paths)
+    return [path for path in paths if path.is_relative_to(root)]
 
 
 def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
