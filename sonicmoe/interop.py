@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
-from .errors import DeviceError, FrameworkError
+from .errors import DeviceError, FrameworkError, LayoutError
 from .frameworks import too_old
 from .host import install_hint
 
@@ -80,14 +80,18 @@ _STATIC_VALUES = ("Value", "Variable")
 
 
 def require_framework_tensor(value: Any, argument: str) -> None:
-    """Raise unless `value` is a tensor of the framework this package was imported under.
+    """Raise unless `value` is a dense tensor of the framework this package was imported under.
 
     Raises:
+        LayoutError: it is sparse or nested.
         FrameworkError: the tensor belongs to the other framework, or to a static graph.
         TypeError: it is no tensor at all.
     """
     # The usual case first: this is asked of every argument of every call.
     if isinstance(value, torch.Tensor):
+        if not is_dense(value):
+            kind = "nested" if value.is_nested else str(value.layout)
+            raise LayoutError(f"{argument} is {kind}; needed: a dense tensor")
         return
     module = type(value).__module__
     if module.startswith("paddle") and not IS_PADDLE:
@@ -104,6 +108,12 @@ def require_framework_tensor(value: Any, argument: str) -> None:
             f"{argument} is a torch tensor but sonicmoe runs through Paddle's torch proxy in this process"
         )
     raise TypeError(f"{argument} must be a {FRAMEWORK} tensor, got {type(value).__name__}")
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether a tensor has a value at every place of its shape; Paddle has a class for others."""
+    # Some nested tensors call themselves strided, and have no shape.
+    return IS_PADDLE or (tensor.layout == torch.strided and not tensor.is_nested)
 
 
 def _wants_gradient(tensor: Any) -> bool:

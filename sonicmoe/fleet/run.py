@@ -6,9 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.tokens import TOKEN_DTYPES
 from ..enums import ActivationType
 from ..errors import ConfigError, DTypeError, RoutingError, ShapeError, expect
-from ..interop import IS_PADDLE, dtype_name, grad_enabled, require_framework_tensor, requires_grad
+from ..interop import (
+    IS_PADDLE,
+    dtype_name,
+    grad_enabled,
+    require_framework_tensor,
+    require_same_device,
+    requires_grad,
+)
 from ..node.mlp_node import SonicMoEMlpNode
 from ..quant.tokens import is_fp8
 from ..refusals import need_dtype, need_shape, need_type
@@ -161,12 +169,16 @@ def check_arguments(hidden_states: Any, indices: Any, scores: Any, fp8_scale: An
     expect(shapes[0] == shapes[1], ShapeError, words)
     need_dtype("topk_indices", indices, *INDEX_DTYPES)
     need_dtype("topk_scores", scores, torch.float32, torch.bfloat16)
+    given = ("hidden_states", hidden_states), ("topk_indices", indices), ("topk_scores", scores)
+    require_same_device(given)
 
 
 def _check_tokens(hidden_states: Any, fp8_scale: Any) -> None:
     require_framework_tensor(hidden_states, "hidden_states")
     need_shape(len(hidden_states.shape) == 2, "hidden_states", hidden_states, "[T, H]")
     if is_fp8(hidden_states) is (fp8_scale is not None):
+        if fp8_scale is None:
+            need_dtype("hidden_states", hidden_states, *TOKEN_DTYPES)
         return
     found = dtype_name(hidden_states.dtype)
     if fp8_scale is None:

@@ -332,7 +332,8 @@ def autocast(x: Tensor) -> Tensor:
     # The engine is one operation to autograd, and autocast does not look inside it. So the tokens
     # are cast here, as autocast casts the arguments of a matrix product.
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    # It knows no meta device, which the engine refuses by name.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return x
     dtype = torch.get_autocast_dtype(device)
     return x if dtype == torch.float32 else x.to(dtype)

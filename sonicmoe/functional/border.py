@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError, DTypeError, LayoutError
+from ..errors import DeviceError, DTypeError
 from ..interop import dtype_name, require_framework_tensor, require_same_device
 from ..observe import Face
 from ..refusals import need_dtype, need_shape
@@ -22,10 +22,6 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def need_values(name: str, tensor: Any) -> None:
     """Refuse what is no dense tensor in memory: sparse, nested, or on the meta device."""
     require_framework_tensor(tensor, name)
-    # Nested ones first, because some of them call themselves strided, and have no shape.
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
-        raise LayoutError(f"{name} is {kind}; needed: a dense tensor")
     if tensor.device.type == "meta":
         raise DeviceError(f"{name} is on meta, where there are no values; needed: a CPU or a GPU")
 

@@ -15,6 +15,7 @@ from ..gradients.sink import GradientSink
 from ..interop import requires_grad
 from ..log import log_once
 from ..observe import NODE
+from ..refusals import need_type
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
 from .late_wgrad import WgradOffer, WgradQueue, WgradStore
@@ -42,6 +43,7 @@ class LayerState:
     ) -> None:
         """Wrap the parameters, and check the other two; reads and allocates nothing."""
         way = member_of(FlushMode, flush, "flush")
+        need_type("split_wgrad", split_wgrad, bool, "True or False", ConfigError)
         if split_wgrad and flush == "backward":
             raise ConfigError(
                 "split_wgrad with flush='backward': gradients must be complete when a backward "

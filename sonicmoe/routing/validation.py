@@ -15,6 +15,7 @@ from ..errors import DTypeError, RoutingError, ShapeError, expect
 from ..interop import (
     dtype_name,
     is_cuda,
+    is_dense,
     require_framework_tensor,
     require_same_device,
     same_device,
@@ -64,6 +65,8 @@ def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
     return (
         isinstance(indices, torch.Tensor)
         and isinstance(probs, torch.Tensor)
+        and is_dense(indices)
+        and is_dense(probs)
         and len(indices.shape) == 2
         and indices.shape == probs.shape
         and indices.dtype in INDEX_DTYPES

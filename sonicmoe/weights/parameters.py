@@ -255,8 +255,9 @@ class PerExpertParameters(SeparateParameters):
 
 def check_memory(parameters: Sequence[Tensor]) -> None:
     """Refuse weights on the meta device, and weights whose memory the framework has freed."""
-    # A model that is built without memory is on the meta device as a whole.
-    if not IS_PADDLE and parameters[0].is_meta:
+    # A model that is built without memory is on the meta device as a whole, or one of its two
+    # projections is: the first and the last of these.
+    if not IS_PADDLE and (parameters[0].is_meta or parameters[-1].is_meta):
         raise LayoutError(
             "the experts' weights are on the meta device and hold no memory; needed: weights "
             "made real before the forward, and a node of stacked parameters given them as (module, "

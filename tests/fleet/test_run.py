@@ -315,6 +315,7 @@ def scores_of(problem):
         (RoutingError, "E is 5, and w1 and w2 hold 4 experts.*MoonEP", lambda p: {"E": 5}),
         (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": bf16(p.x)[None]}),
         (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": bf16(p.x)[:, :40]}),
+        (DTypeError, "hidden_states is float64", lambda p: {"hidden_states": bf16(p.x).to(torch.float64)}),
         (DTypeError, "topk_scores is float16", lambda p: {"topk_scores": scores_of(p).to(torch.float16)}),
         (DTypeError, "topk_indices is float32", lambda p: {"topk_indices": scores_of(p)}),
         (DTypeError, "float8_e4m3fn and fp8_scale is None", lambda p: {"hidden_states": quantised(p.x).codes}),

@@ -167,6 +167,7 @@ REFUSED_EXPERTS = [
     (ConfigError, "iso_weight", {"config": IMPOSSIBLE}),
     *((ConfigError, rf"flush is '{gone}'; {FLUSHES}", {"flush": gone}) for gone in UNKNOWN),
     (ConfigError, SPLIT, {"flush": "backward", "split_wgrad": True}),
+    (ConfigError, "split_wgrad is str; needed: True or False", {"split_wgrad": "off"}),
     (ShapeError, r"up_gate_proj\.weight", {"intermediate_size": 47}),
     (ShapeError, r"up_gate_proj\.weight", {"activation_type": ActivationType.RELU}),
 ]
@@ -188,6 +189,14 @@ class TestRefusals:
         layer = Layer()
         with pytest.raises(error, match=words):
             layer.node(**self.arguments(layer, **changes))
+
+    @pytest.mark.skipif(IS_PADDLE, reason="Paddle's proxy makes none")
+    @pytest.mark.parametrize("name", ["x", "dispatched_indices", "dispatched_probs"])
+    def test_sparse_tensors_are_named(self, name):
+        layer = Layer()
+        wrong = {name: self.arguments(layer)[name].to_sparse()}
+        with pytest.raises(LayoutError, match=f"^{name} is torch.sparse_coo; needed: a dense"):
+            layer.node(**self.arguments(layer, **wrong))
 
     def test_counts_left_out(self):
         layer = Layer()
@@ -224,9 +233,10 @@ class TestRefusals:
             layer.another_node()
 
     @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
-    def test_weights_without_memory(self):
-        shapes = (4, 80, 96), (4, 48, 80)
-        weights = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    @pytest.mark.parametrize("devices", [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
+    def test_weights_without_memory(self, devices):
+        shapes = zip(((4, 80, 96), (4, 48, 80)), devices, strict=True)
+        weights = [torch.nn.Parameter(torch.empty(shape, device=where)) for shape, where in shapes]
         node = SonicMoEMlpNode.from_fused(*weights)
         with pytest.raises(LayoutError, match="on the meta device"):
             node(**self.arguments(Layer()))
