@@ -15,16 +15,7 @@ from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bit
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.enums import ActivationType, FlushMode
-from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.fleet.weight_layout import (
-    fused_grouped_w1_to_sonic,
-    fused_sonic_w1_to_grouped,
-    fused_transpose_w2_layout,
-)
-from sonicmoe.node.layer_state import LayerState
 from sonicmoe.quant.gpu import release_scratch
-from sonicmoe.weights.stacked import PairParameters
 
 pytestmark = pytest.mark.gpu
 
@@ -222,34 +213,3 @@ class TestWrites:
         fresh = copied(layer.node.make_copies())
         assert_same_bits(now, fresh)
         assert not any(torch.equal(a, b) for a, b in zip(now[1::2], before[1::2], strict=True))
-
-    def test_weights_at_another_address_are_quantised_into_the_same_buffers(self):
-        layer = DirectLayer(FP8, "native")
-        copies = layer.node.make_copies()
-        where = addresses(copies)
-        for weight in layer.weights:
-            weight.data = weight.data * 0.25
-        outstanding(layer, (0,), copies)
-        assert addresses(copies) == where
-        assert_same_bits(copied(copies), copied(layer.node.make_copies()))
-
-
-def test_a_layout_that_changes_in_place_keeps_the_buffers():
-    """As PaddleFleet's experts do; the codes are of Sonic's layout in both."""
-    layer = DirectLayer(FP8, "native")
-    pair = PairParameters(*layer.weights, H)
-    state = LayerState(pair, FlushMode.AUTO, split_wgrad=False)
-    node = SonicMoEMlpNode.over(state, ActivationType.SWIGLU, config=FP8.config)
-    copies = node.make_copies()
-    where, before = addresses(copies), copied(copies)
-    x, indices, probs, _ = layer.batch(0)
-    wanted = node(x, None, indices, probs, copies=copies)
-    moves = [(fused_sonic_w1_to_grouped, "grouped"), (fused_grouped_w1_to_sonic, "sonic")]
-    for of_w1, name in moves * 2:
-        for weight, move in zip(layer.weights, (of_w1, fused_transpose_w2_layout), strict=True):
-            moved = move(weight.detach())
-            weight.data = weight.data.view(moved.shape).copy_(moved)
-        out = partial(node, copies=copies)(x, None, indices, probs)
-        assert torch.equal(out, wanted), name
-        assert addresses(copies) == where
-        assert_same_bits(copied(copies), before)

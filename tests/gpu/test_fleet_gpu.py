@@ -10,11 +10,9 @@ import json
 import os
 import sys
 
-import numpy as np
 import processes
 import pytest
 import torch
-from fleet.naive_metadata import by_definition, drawn
 from gpu.device import waiting_is_an_error
 from gpu.engine_cases import make_case
 from node.direct_layers import assert_same_bits
@@ -25,7 +23,6 @@ from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.layer import layer_of
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
 from sonicmoe.fleet.run import run_sonic_moe
-from sonicmoe.fleet.twin import deepep_topk_to_sonic_metadata
 from sonicmoe.fleet.weight_layout import (
     fused_grouped_w1_to_sonic,
     fused_sonic_w1_to_grouped,
@@ -281,25 +278,6 @@ def test_two_gpus(kind):
 
 
 # ---- what it calls beside that ----
-
-
-@pytest.mark.parametrize("block", [1, 128])
-@pytest.mark.parametrize("shape", [(0, 2, 3), (1, 1, 1), (37, 4, 6), (200, 8, 16)], ids=str)
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_the_tuple_is_as_defined_whatever_is_known_of_the_counts(block, shape, share):
-    tokens, topk, experts = shape
-    indices, probs = drawn(tokens, topk, experts, seed=tokens, share=share)
-    counts = [int((indices == e).sum()) for e in range(experts)]
-    wanted = by_definition(indices, probs, experts, block)
-    on_gpu = torch.tensor(indices).cuda(), torch.tensor(probs).cuda()
-    for given in (counts, torch.tensor(counts, dtype=torch.int32).cuda(), None):
-        found = deepep_topk_to_sonic_metadata(*on_gpu, given, experts, "cuda", block)
-        for element, value in zip(found, wanted, strict=True):
-            if isinstance(element, torch.Tensor):
-                assert element.is_cuda and element.shape == (len(value),)
-                assert np.array_equal(element.cpu().double().numpy(), np.asarray(value, np.float64))
-            else:
-                assert element == value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)

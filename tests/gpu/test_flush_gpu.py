@@ -16,7 +16,6 @@ from sonicmoe.engine.interface import NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.gradients import destinations
-from sonicmoe.gradients.destinations import flush_native
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
@@ -149,50 +148,6 @@ def fill(weights, seed):
     weights.close(batch)
 
 
-def flushed(kind, source, through_autograd):
-    """Where every gradient is after two flushes, and what autograd got."""
-    bind(source, kind)
-    source.parameters()[1].requires_grad_(False)
-    weights, returned = GradientSink(source, FlushMode.STEP), []
-    for seed in range(2):
-        fill(weights, seed)
-        if through_autograd:
-            native, held = NativeBuffer(*weights.held().values()), source.parameters()
-            trained = [weight.requires_grad for weight in held]
-            returned += flush_native(source, held, trained, native, through_autograd=True)
-            weights.discard()
-        else:
-            weights.flush()
-        assert not weights.waiting
-        assert not any(held.any() for held in weights.held().values())
-    return [
-        t for p in source.parameters() for t in (p.grad, getattr(p, "main_grad", None))
-    ] + returned
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind", "make", "activation", "through_autograd"),
-    pairwise(
-        DTYPES,
-        ["bound", "none", "absent"],
-        ["per_expert", "fused"],
-        [ActivationType.SWIGLU, ActivationType.SILU],
-        [False, True],
-    ),
-    ids=str,
-)
-def test_one_launch_equals_plain_operations(
-    make, activation, kind, dtype, through_autograd, monkeypatch
-):
-    ours = flushed(kind, source_of(make, activation, dtype), through_autograd)
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: None)
-    wanted = flushed(kind, source_of(make, activation, dtype), through_autograd)
-    assert any(want is not None for want in wanted)
-    for got, want in zip(ours, wanted, strict=True):
-        assert (got is None) == (want is None)
-        assert got is None or (got.dtype == want.dtype and torch.equal(got, want))
-
-
 @pytest.mark.parametrize("make", ["per_expert", "fused"])
 def test_graph_and_no_sync(make):
     """Captured once, replayed with what the accumulators hold then."""
@@ -211,17 +166,6 @@ def test_graph_and_no_sync(make):
     wanted = {weight: gradient for weight, gradient, _ in source.user_gradients(held)}
     for weight, earlier in zip(source.parameters(), before, strict=True):
         assert torch.equal(weight.main_grad, earlier + wanted[weight])
-
-
-def test_the_kernel_serves_gpu_accumulators(monkeypatch):
-    source = source_of("per_expert", ActivationType.SWIGLU, torch.bfloat16)
-    bind(source, "bound")
-    weights = GradientSink(source, FlushMode.STEP)
-    fill(weights, 0)
-    monkeypatch.setattr(
-        destinations, "_add_one_by_one", lambda *_: pytest.fail("plain operations served the flush")
-    )
-    weights.flush()
 
 
 def test_the_border(flush_gradients):

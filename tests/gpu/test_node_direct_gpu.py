@@ -12,9 +12,7 @@ import pytest
 import torch
 from gpu.device import (
     LONG,
-    captured,
     compiled_beforehand,
-    waiting_is_an_error,
 )
 from node import direct_layers as layers
 from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
@@ -70,31 +68,6 @@ def test_recompute(setup, arrangement, use_reentrant):
 
 
 @two_setups
-@pytest.mark.parametrize("flush", ["auto", "step"])
-def test_nodes_over_the_same_experts(setup, arrangement, flush):
-    layers.check_stacked_nodes(setup, arrangement, flush)
-
-
-@every_setup
-def test_waits_for_nothing(setup, arrangement):
-    """Also where `main_grad` is rebound between backwards."""
-    layer = layer_of(setup, arrangement)
-    batches = [layer.batch(seed) for seed in range(3)]
-    layer.run(batches[0])
-    layer.node.step()
-    with waiting_is_an_error():
-        for memory in ("own", "none"):
-            if memory == "none":
-                for weight in layer.weights:
-                    weight.main_grad = None
-            for batch in batches:
-                layer.run(batch)
-            layer.node.step()
-    # One expert has no token.
-    assert any(bool(gradient.any()) for gradient in layer.main_grads), "computed nothing"
-
-
-@two_setups
 def test_holds_no_gradient(setup, arrangement):
     """The peak of a step is lower than in step mode by its accumulators, nearly."""
     larger = replace(setup, sizes=LARGE)
@@ -121,43 +94,6 @@ def test_holds_no_gradient(setup, arrangement):
 class TestGraphs:
     """Forward, backward and step in a CUDA graph."""
 
-    def layer_in_a_graph(self, setup, arrangement, memory="slices"):
-        """`(layer, the static batch, its results, the graph)`; gradients are zero then."""
-        layer = layer_of(setup, arrangement, memory)
-        static = layer.batch(0)
-
-        def step():
-            results = layer.run(static)
-            layer.node.step()
-            return results
-
-        graph, results = captured(step, lambda: (step(), step()))
-        layer.clear()
-        return layer, static, results, graph
-
-    @every_setup
-    def test_replays_have_the_bits_of_eager_steps(self, setup, arrangement):
-        layer, static, results, graph = self.layer_in_a_graph(setup, arrangement)
-        for seed in (0, 0, 1):  # the last one with other tokens and other routing
-            layer.clear()
-            with torch.no_grad():
-                for mine, its in zip(static, layer.batch(seed, T), strict=True):
-                    mine.copy_(its)
-            graph.replay()
-            eager = layer_of(setup, arrangement)
-            wanted = eager.run(eager.batch(seed, T))
-            assert_same_bits([*results, *layer.main_grads], [*wanted, *eager.main_grads], seed)
-        layer.check_strangers()
-
-    @two_setups
-    def test_a_second_replay_adds_to_the_first(self, setup, arrangement):
-        layer, *_static, graph = self.layer_in_a_graph(setup, arrangement)  # which the replays read
-        graph.replay()
-        once = [gradient.clone() for gradient in layer.main_grads]
-        graph.replay()
-        for twice, one in zip(layer.main_grads, once, strict=True):
-            assert torch.equal(twice, one + one)
-
     @two_setups
     def test_memory_is_not_made_in_a_capture(self, setup, arrangement):
         layer = layer_of(setup, arrangement)
@@ -178,26 +114,6 @@ class TestGraphs:
 
 
 class TestStreams:
-    @two_setups
-    def test_the_callers_stream_reads_behind_a_backward_on_another(self, setup, arrangement):
-        """That is late; `step()` orders the two."""
-        wanted = layer_of(setup, arrangement).step(0)[3:]
-        layer = layer_of(setup, arrangement)
-        batch = layer.batch(0)
-        layer.run(batch)
-        layer.node.step()
-        layer.clear()
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(LONG)
-            results = layer.run(batch)
-        layer.node.step()
-        got = [gradient.clone() for gradient in layer.main_grads]
-        torch.cuda.synchronize()
-        assert_same_bits(got, wanted)
-        del results  # whose memory the side stream still wrote
-
     @two_setups
     @pytest.mark.parametrize("flush", ["auto", "step"])
     def test_two_nodes_on_two_streams_add_in_order(self, setup, arrangement, flush):

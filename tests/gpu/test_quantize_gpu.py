@@ -232,15 +232,6 @@ class TestWeights:
         weights.update(source)
         check(weights, source)
 
-    def test_parameters_of_modules(self):
-        """What the node hands over: leaves that want gradients."""
-        source = user_weights((2, 256, 128), torch.bfloat16, True, True)
-        groups = (source.up, source.down)
-        as_parameters = [tuple(map(torch.nn.Parameter, group)) for group in groups]
-        weights = gpu.QuantizedWeights()
-        weights.update(WeightSource(*as_parameters, HALVES))
-        check(weights, source)
-
     def test_past_two_to_the_31_elements(self):
         experts, hidden, inner = 17, 8192, 8192
         shapes = (experts, hidden, 2 * inner), (experts, inner, hidden)
@@ -353,13 +344,3 @@ class TestGuard:
                 matrix.mul_(-0.7)
             graph.replay()
             check(weights, source)
-
-    def test_repetition_is_bit_exact(self, source, weights):
-        def codes():
-            weights.update(source, force=True)
-            held = weights.w1, weights.w2, weights.w1_dgrad, weights.w2_dgrad
-            return [q.bytes.clone() for q in held]
-
-        first = codes()
-        for _ in range(10):
-            assert all(map(torch.equal, first, codes()))

@@ -1,19 +1,17 @@
 """Weight gradients that autograd accumulates leave the GEMM as autograd takes them: the bits of fp32
-accumulators that are rounded once, in every face and layout, over poisoned memory, without the
-accumulators' memory. And `main_grad` that a backward writes: the bits of adding to zeros.
+accumulators that are rounded once, in every layout, over poisoned memory, without the accumulators'
+memory.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from node.direct_layers import Expert
 from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.layouts import WeightLayout
 
@@ -83,65 +81,6 @@ def test_functional(both, dtype, layout, tokens):
     written, accumulated = both(step)
     assert equal(written, accumulated)
     assert not written[0][1].any() and bool(written[0].any()) == (tokens > 0)
-
-
-def node_and_weights(own, dtype, config=FP8):
-    """own: every expert has weights of its own; else they are stacked."""
-    made = list(weights(WeightLayout(True, True), dtype))
-    if not own:
-        return SonicMoEMlpNode.from_fused(*made, config=config), made
-    pairs = zip(*(w.detach() for w in made), strict=True)
-    experts = [Expert(up.clone(), down.clone()) for up, down in pairs]
-    made = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
-    return SonicMoEMlpNode(experts, E, H, I, config=config), made
-
-
-@pytest.mark.parametrize(
-    ("frozen", "own", "dtype"), pairwise([(), (0,), (1,), (0, 1)], [False, True], DTYPES), ids=str
-)
-def test_node(both, dtype, own, frozen):
-    """Frozen: both projections' parameters, or every expert's of one."""
-    x, ids, probs, dout = batch(300)
-
-    def step():
-        node, made = node_and_weights(own, dtype)
-        half = len(made) // 2
-        for place in frozen:
-            for parameter in made[place * half : (place + 1) * half]:
-                parameter.requires_grad_(False)
-        p = probs.clone().requires_grad_()
-        for _ in range(2):
-            node(x, None, ids, p).backward(dout)
-        assert node.gradient_bytes == 0
-        return [w.grad for w in made if w.requires_grad] + [p.grad]
-
-    assert equal(*both(step))
-
-
-@pytest.mark.parametrize(
-    ("own", "tokens", "flags"), pairwise([False, True], [300, 0], ["all", "some"])
-)
-def test_main_grads(own, tokens, flags):
-    """A second backward writes over the first one's gradients, a third one adds."""
-    x, ids, probs, dout = batch(tokens)
-    node, made = node_and_weights(own, torch.bfloat16)
-    for parameter in made:
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    node(x, None, ids, probs).backward(dout)
-    once = [parameter.main_grad.clone() for parameter in made]
-    flagged = made if flags == "all" else made[1:]
-    for parameter in flagged:
-        parameter.main_grad.fill_(float("nan"))
-        parameter.overwrite_main_grad = True
-    for _ in range(2):
-        node(x, None, ids, probs).backward(dout)
-    for parameter, wanted in zip(made, once, strict=True):
-        times = 1 if any(parameter is other for other in flagged) else 3
-        assert torch.allclose(parameter.main_grad, times * wanted, rtol=1e-6, atol=0), times
-        parameter.overwrite_main_grad = False
-    node(x, None, ids, probs).backward(dout)
-    assert torch.allclose(made[1].main_grad, 2 * once[1], rtol=1e-6, atol=0)
-    assert node.gradient_bytes == 0
 
 
 def test_no_accumulators_are_made():
