@@ -75,12 +75,6 @@ class TestOurWords:
         tokens, _ = tokens_from_carrier(codes, words.view(torch.uint8))
         np.testing.assert_array_equal(bits_of(tokens.scale_inv), numpy(words))
 
-    def test_travel_as_floats_without_a_declaration(self):
-        codes, scale = quantize_fast(values(), torch.float32)
-        tokens, moved = tokens_from_carrier(codes, scale)
-        assert not moved and tuple(scale.shape) == (6, 2) and tokens.block == rows(128)
-        assert declared_carrier() is None
-
     def test_of_no_tokens(self):
         none = values()[:0]
         for options in ({"pack_scale_words": True}, {"scale_dtype": torch.int32}, {}):
@@ -200,22 +194,6 @@ class TestE8M0:
         got = np.isnan(numpy(dequantize(tokens)))
         assert got[0].sum() == 1 and got[0, 3]
         assert got[1, :128].all() and not got[1, 128:].any() and not got[2:].any()
-
-    def test_zeros(self):
-        zero = tensor(np.zeros((2, 256)), torch.float32)
-        tokens, _ = tokens_from_carrier(*quantize_fast(zero, torch.int32))
-        assert not numpy(dequantize(tokens)).any()
-
-    def test_rows_do_not_touch_each_other(self):
-        """Rows that nobody wrote may hold any byte and any word."""
-        codes, scale = quantize_fast(values(), torch.int32)
-        clean = numpy(tokens_from_carrier(codes, scale).tokens.scale_inv)
-        raw, words = code_bytes(codes), numpy(scale)
-        raw[3], words[3] = 0x7F, -(2**31) + 7
-        codes = tensor(raw).to(torch.uint8).view(torch.float8_e4m3fn)
-        found = numpy(tokens_from_carrier(codes, tensor(words).to(torch.int32)).tokens.scale_inv)
-        others = np.arange(6) != 3
-        np.testing.assert_array_equal(found[others], clean[others])
 
 
 class TestRefusals:

@@ -16,7 +16,7 @@ from node.node_harness import problems, want_gradient
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.errors import ConfigError, LayoutError, OutOfMemoryError
+from sonicmoe.errors import ConfigError, OutOfMemoryError
 from sonicmoe.fleet import deferral
 from sonicmoe.fleet.deferral import (
     DOWN_POINT,
@@ -129,19 +129,6 @@ def test_runs_and_then_fires_the_hook_once(problem, taken, layout, fp8):
     assert_same(main_grads(experts), expected)
 
 
-def test_the_hook_gets_what_fleet_expects(problem):
-    experts, asked = Experts(problem), []
-
-    def hook(point, weight, run_wgrad):
-        asked.append((point, weight))
-        return False
-
-    set_wgrad_deferral_hook(hook)
-    experts.call().backward()
-    assert [point for point, _ in asked] == [DOWN_POINT, UP_GATE_POINT]
-    assert asked[0][1] is experts.weights[1] and asked[1][1] is experts.weights[0]
-
-
 @pytest.mark.parametrize(
     ("order", "main_grad"),
     pairwise([(0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1), (1, 2, 0, 3)], ["weight", "none"]),
@@ -205,14 +192,6 @@ def test_overwrite_main_grad_is_read_when_it_runs(problem, tasks):
     for task in tasks:
         task()
     assert_same(main_grads(experts), wanted)
-
-
-def test_main_grad_that_was_removed_is_missed(problem, tasks):
-    experts = Experts(problem)
-    experts.call().backward()
-    del experts.weights[1].main_grad
-    with pytest.raises(LayoutError, match="main_grad of an expert weight was removed"):
-        tasks[0]()
 
 
 def test_a_run_without_memory_may_be_repeated(problem, monkeypatch, tasks):

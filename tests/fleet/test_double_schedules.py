@@ -6,28 +6,14 @@ from __future__ import annotations
 
 import double_cases as cases
 import numpy as np
-import paddle
 import pytest
 from fleet.double import model
-from paddle.distributed.fleet.utils import recompute
 
 FP8 = {"fp8": "e4m3"}
 
 
 def layer_of(fleet, **changes):
     return cases.layer_of(fleet, cases.config_of(fleet, **changes), model.one_rank())
-
-
-def gradients(layer, order, run=lambda layer, x: layer(x)):
-    """dx of every micro-batch, after all forwards, by backwards in `order`; then `main_grad`s."""
-    batches = cases.micro_batches(len(order))
-    given = [cases.leaf(x) for x, _ in batches]
-    outs = [run(layer, x) for x in given]
-    for n in order:
-        outs[n].backward(paddle.to_tensor(batches[n][1]).astype("bfloat16"))
-    layer.grouped_gemm_experts.convert_weights_to_grouped_layout()
-    found = [cases.as_numpy(x.grad) for x in given]
-    return found, [cases.as_numpy(p.main_grad) for p in layer.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +28,6 @@ def wanted(fleet):
 
 def to_grouped(layer):
     return layer.grouped_gemm_experts.convert_weights_to_grouped_layout
-
-
-@pytest.mark.parametrize("fp8", [None, "e4m3"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_forwards_before_backwards(fleet, wanted, fp8, order):
-    """As a pipeline runs them: each forward has a handle of its own."""
-    dx, main_grads = gradients(layer_of(fleet, fp8=fp8), order)
-    assert all(np.array_equal(a, b) for a, b in zip(dx, wanted[fp8]["dx"], strict=True))
-    assert cases.relative(main_grads[-1], wanted[fp8]["weight2"]) < 1e-6, "the order of a sum"
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("fp8", [None, "e4m3"])
-def test_recompute_of_the_whole_layer(fleet, wanted, fp8, reentrant):
-    layer = layer_of(fleet, fp8=fp8)
-
-    def run(layer, x):
-        return recompute(layer, x, use_reentrant=reentrant)
-
-    dx, main_grads = gradients(layer, (0, 1, 2), run)
-    assert all(np.array_equal(a, b) for a, b in zip(dx, wanted[fp8]["dx"], strict=True))
-    assert np.array_equal(main_grads[-1], wanted[fp8]["weight2"])
 
 
 def test_copies_are_released_after_the_last_forward(fleet, wanted):

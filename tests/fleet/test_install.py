@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import processes
 import pytest
 from fleet import small_fleet
 from framework import IS_PADDLE
@@ -111,12 +110,6 @@ class TestMounting:
             importlib.import_module(f"{MOUNT}.grouped_gemm")
         with pytest.raises(ImportError, match=r"no attribute 'swish'|cannot import name 'swish'"):
             from paddlefleet_ops.sonicmoe.functional import swish  # noqa: F401
-
-    def test_loading_is_idempotent_and_never_fleets_own(self, ops, loader):
-        install()
-        if loader == "lazy":
-            assert ops.load_sonic_moe() is ops.load_sonic_moe() is sys.modules[MOUNT]
-            assert ops._loaded == []
 
     def test_other_blocked_libraries_stay_blocked(self, ops, loader):
         if loader == "lazy":
@@ -335,29 +328,3 @@ class TestDevices:
         with pytest.raises(EngineUnavailableError, match=f"{found}, .* needs 9"):
             installer._device(reference=False)
         assert found in installer._device(reference=True)
-
-
-@needs_paddle
-def test_the_ten_lines_in_a_process_of_their_own(tmp_path):
-    """From nothing to an imported Fleet, with the proxy switched off again by `paddlefleet_ops`."""
-    off = "paddle.disable_compat()\n"
-    scope = "\nimport paddle\npaddle.enable_compat(scope={'triton'}, silent=True)\n"
-    small_fleet.write(tmp_path, small_fleet.EAGER + scope + off + off)
-    program = (
-        "import paddle\n"
-        "paddle.enable_compat(scope={'sonicmoe'}, silent=True)\n"
-        "from sonicmoe.ernie_compat import fleet\n"
-        "print(fleet.install(reference=True))\n"
-        f"import {small_fleet.READER} as reader\n"
-        "x = paddle.ones([4, 256], dtype='bfloat16')\n"
-        "codes, words = reader.quantize_activation_blockscaled_fast(x, pack_scale_words=True)\n"
-        "print(codes.dtype, words.dtype, words.shape)\n"
-        "import sonicmoe.ep.collective as late\n"  # imports `torch` only now
-        "print('late', late.torch.Tensor is paddle.Tensor)\n"
-    )
-    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    env["OMP_NUM_THREADS"] = "1"
-    result = processes.run(["-c", program], env, ROOT, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "paddle.float8_e4m3fn paddle.int32 paddle.Size([4, 2])" in result.stdout
-    assert "late True" in result.stdout

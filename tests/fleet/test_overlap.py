@@ -100,18 +100,6 @@ def test_tokens_and_gradients_in_fp8(problem, monkeypatch):
     assert_same(*results)
 
 
-def test_gradients_switched_off_are_no_inference(problem):
-    """A schedule may run every step without autograd."""
-    usual, experts = Experts(problem), Experts(problem)
-    usual.call(fp8=True).backward()
-    steps = Steps(experts, problem, fp8=True)
-    with torch.no_grad():
-        out = steps.forward()
-        steps.backward()
-    assert not (out.stop_gradient is False if IS_PADDLE else out.requires_grad)
-    assert_same(experts.gradients(), usual.gradients())
-
-
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch's hooks cannot be fired from outside a backward")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_the_hooks_of_the_weights_fire_once(problem, deferred, request):
@@ -169,9 +157,3 @@ class TestRefusals:
             steps.x.zero_()
         with pytest.raises(RuntimeError, match="x was written in place between this forward_step"):
             steps.backward()
-
-    def test_names_are_fleets(self, problem):
-        steps = Steps(Experts(problem), problem)
-        steps.scores = steps.scores.to(torch.float16)
-        with pytest.raises(DTypeError, match="topk_scores is float16"):
-            steps.forward()

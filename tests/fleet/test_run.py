@@ -16,7 +16,6 @@ from node.node_harness import Layer, assert_close, counts_of
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DTypeError, FrameworkError, RoutingError, ShapeError
 from sonicmoe.fleet import carrier
@@ -254,25 +253,6 @@ class TestTheLayerOfAPair:
             all_weights_changed()
         assert relative_rmse(numpy(experts.call().out), 2 * first) < 1e-6
 
-    def test_weights_without_a_layer_have_nothing_to_forget(self, problem):
-        before = len(layers._layers)
-        weights_changed(*Experts(problem).weights)
-        assert len(layers._layers) == before
-
-    @pytest.mark.parametrize(("layout", "main_grad"), [("sonic", "weight"), ("grouped", "none")])
-    def test_nothing_waits_where_the_engine_cannot_add_to_main_grad(
-        self, problem, layout, main_grad, monkeypatch
-    ):
-        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
-        experts = Experts(problem, layout, main_grad=main_grad)
-        for _ in range(2):
-            call = experts.call().backward()
-        found = experts.result(call)
-        assert relative_rmse(found.dw1, 2 * golden(problem).dw1) < 0.01
-        assert relative_rmse(found.dw2, 2 * golden(problem).dw2) < 0.01
-        state = layer_of(*experts.weights, 80).state
-        assert state.gradients.waiting == 0 and state.gradients.nbytes == 0
-
 
 class TestActivations:
     @pytest.mark.parametrize(
@@ -294,12 +274,6 @@ class TestActivations:
             config.swiglu_clamp_value = 1.0
         experts = Experts(p, fp8_config=config, **given)
         assert_close(experts.result(experts.call().backward()), golden(p), 0.015)
-
-    def test_one_after_the_other_on_one_pair(self, problem):
-        experts = Experts(problem)
-        first = numpy(experts.call().out)
-        assert relative_rmse(numpy(experts.call(activation_type="geglu").out), first) > 0.01
-        np.testing.assert_array_equal(numpy(experts.call().out), first)
 
 
 def scores_of(problem):

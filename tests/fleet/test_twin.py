@@ -11,7 +11,6 @@ from framework import IS_PADDLE, numpy, tensor, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonicmoe.config import SonicMoEConfig, active_config
 from sonicmoe.errors import DTypeError, EngineUnavailableError, RoutingError, ShapeError
 from sonicmoe.fleet.twin import (
     DownProjection,
@@ -20,7 +19,6 @@ from sonicmoe.fleet.twin import (
     deepep_topk_to_sonic_metadata,
     deepep_topk_to_sonic_metadata_with_scales,
     differentiable_router_scores,
-    enable_fp8,
     scatter_router_scores_i32,
 )
 
@@ -68,13 +66,6 @@ def test_ids_of_other_ranks_and_both_index_dtypes(dtype):
     foreign[foreign == -1] = 9  # an id that is not here has many spellings
     result = deepep_topk_to_sonic_metadata(*as_tensors(foreign, probs, dtype), None, 4)
     check(result, by_definition(indices, probs, 4, 128))
-
-
-def test_a_device_and_a_block_by_their_places():
-    """`test_symbols.py` has the names of all places."""
-    indices, probs = drawn(5, 2, 3, 0)
-    result = deepep_topk_to_sonic_metadata(*as_tensors(indices, probs), None, 3, "cuda", 1)
-    check(result, by_definition(indices, probs, 3, 1))
 
 
 def test_no_element_belongs_to_the_graph():
@@ -168,15 +159,3 @@ class TestScores:
 def test_parts_of_the_copy_can_be_bound_and_not_used(name, way):
     with pytest.raises(EngineUnavailableError, match=rf"{name._name} .*call .*run_sonic_moe"):
         way(name)(tensor(np.zeros(3)), fp8_config=None)
-
-
-def test_fp8_can_be_switched():
-    with SonicMoEConfig(fp8_mode="mem", recipe="1x128").activate():
-        with enable_fp8(False):
-            assert active_config().resolve().fp8_mode == "off"
-            with enable_fp8(True):
-                assert active_config().resolve().fp8_mode == "perf"
-        with enable_fp8():
-            assert active_config().resolve().fp8_mode == "mem"
-            assert active_config().recipe == "1x128"
-    assert active_config().resolve().fp8_mode == "off"

@@ -86,17 +86,6 @@ class TestOrderOfEvents:
         others = [line for line in caplog.messages if not line.startswith(again)]
         assert not [line for line in others if "step()" in line or "weights" in line]
 
-    def test_codes_stay_the_same_while_the_layout_changes(self, quantised):
-        copies = copies_of(*quantised.weights)
-        first, second = numpy(copies.weights.w1.bytes), numpy(copies.weights.w2.bytes)
-        for layout in ("grouped", "sonic", "grouped"):
-            quantised.to_layout(layout)
-            quantised.call(fp8=True)
-            # A switch of the layout is no write.
-            assert copies_of(*quantised.weights) is copies
-            assert np.array_equal(numpy(copies.weights.w1.bytes), first)
-            assert np.array_equal(numpy(copies.weights.w2.bytes), second)
-
     @each_format
     def test_memory_goes_with_the_attributes(self, form):
         batch = make_problem()
@@ -157,11 +146,6 @@ class TestStaleness:
         expert.forward(batch).backward()
         late.forward(batch)
         expert.forward(batch)
-
-    def test_clearing_before_any_backward_ends_nothing(self, quantised):
-        quantised.forward(quantised.problem)
-        clear_all_fp8_weight_caches()
-        self.freed(quantised).forward(quantised.problem)
 
     def test_no_copies_and_no_memory(self, quantised):
         quantised.clear_fp8_weights()
@@ -249,11 +233,6 @@ class TestRelease:
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
             expert.call(fp8=True, release_fp8_weights=True).backward()
         assert "quantised the weights by itself" in caplog.text
-
-    def test_bf16_has_nothing_to_release(self, caplog):
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            FleetExpert(make_problem()).call(fp8=False, release_fp8_weights=True)
-        assert "kept" not in caplog.text
 
 
 def test_clearing_frees_what_the_engine_quantised_by_itself(weights_on_a_gpu):
