@@ -13,17 +13,13 @@ import pytest
 from framework import torch
 
 from sonicmoe.bench import power, runner, steady
-from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.figures import Reading, Result, Sustained
 from sonicmoe.bench.power import Meter, mean_watts
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.steady import AHEAD, Stack, profile_steps, sustain, time_steps
 from sonicmoe.bench.tables import notes, result_table
-from sonicmoe.bench.timing import measure_memory, profile_phases
-from sonicmoe.bench.trace import Kernel
 from sonicmoe.bench.workload import Batch, Call, Layer, Variant
 from sonicmoe.enums import EngineName
-from sonicmoe.observe import stage
 
 TINY = Shape(48, 32, 16, 4, 2)
 PERF = Variant(EngineName.REFERENCE, "perf")
@@ -146,29 +142,6 @@ def test_a_stack_computes_what_its_calls_compute():
         assert a.down_proj.weight.main_grad.abs().sum() > 0
 
 
-def test_a_swept_point_is_busy_time_of_enough_steps(profiler, gpu, monkeypatch):
-    monkeypatch.setattr(sweep_module, "rotating_batches", lambda *_: [])
-    monkeypatch.setattr(sweep_module, "Stack", lambda node, batches, layers: FakeStack(gpu))
-    assert sweep_module._timed(None, TINY, "cuda:0") == 12.0
-    profiled = gpu.log[gpu.log.index("sync") + 1 :]
-    assert profiled.count("step") == 1 + 40  # 150 ms would be 75
-
-
-def test_memory_leaves_out_the_output_and_what_was_there(gpu):
-    """A call that saves 3 MiB, returns 1, and needs 6 more for a moment in backward; 100 MiB of
-    others, and 2 of gradients of an earlier call.
-    """
-    gpu.allocate(102 << 20)
-    call = SimpleNamespace(
-        out=SimpleNamespace(numel=lambda: 1 << 19, element_size=lambda: 2),
-        clear=lambda: gpu.allocate(-2 << 20),
-        forward=lambda: gpu.allocate(4 << 20),
-        backward=lambda: (gpu.allocate(6 << 20), gpu.allocate(-8 << 20)),
-    )
-    memory = measure_memory(call, "cuda:0")
-    assert (memory.saved, memory.peak, memory.total_peak) == (3.0, 10.0, 110.0)
-
-
 class FakeProfiler:
     """Its trace has what ranges and stacks added while it ran."""
 
@@ -192,59 +165,9 @@ class FakeProfiler:
         Path(path).write_text(json.dumps({"traceEvents": self.events}))
 
 
-class FakeRange:
-    """torch.profiler.record_function on a clock of its own; one of a stage launches a kernel."""
-
-    clock = 0.0
-
-    def __init__(self, name):
-        self._name = name
-
-    def __enter__(self):
-        FakeRange.clock += 10
-        self._start = FakeRange.clock
-
-    def __exit__(self, *_):
-        FakeRange.clock += 10
-        add = FakeProfiler.running.add
-        add("user_annotation", self._name, self._start, FakeRange.clock - self._start)
-        if not self._name.startswith("sonicmoe.phase."):
-            launch = {"correlation": self._start}
-            add("cuda_runtime", "cudaLaunchKernel", self._start, 0.1, **launch)
-            add("kernel", f"{self._name}_kernel", self._start, 7.0, **launch)
-
-
 @pytest.fixture
 def profiler(gpu, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
-    monkeypatch.setattr(torch.profiler, "record_function", FakeRange)
-
-
-def test_stages_open_ranges_only_while_profiling(profiler, gpu):
-    def forward():
-        with stage("up"):
-            gpu.log.append("up")
-
-    kernels = profile_phases([[("forward", forward)], [("forward", forward)]])
-    found = [(kernel.name, kernel.us, kernel.stage, kernel.phase) for kernel in kernels]
-    assert found == 2 * [("sonicmoe.up_kernel", 7.0, "up", "forward")]
-    forward()
-    assert FakeProfiler.running is None
-    assert gpu.log == ["sync", "up", "sync", "up", "sync", "up"]
-
-
-def test_a_profile_reaches_its_result(monkeypatch):
-    """Figures are of one call; nothing runs in the step."""
-    found = [Kernel("k", 0.0, 10.0, "up", "forward"), Kernel("k", 1.0, 25.0, "", "backward")]
-    phases = [(name, None) for name in ("forward", "backward", "step")]
-    run, profiled, forbidden = SimpleNamespace(phases=lambda number: phases), result(), result()
-    monkeypatch.setattr(runner, "profile_phases", lambda calls: found)
-    runner._profile(run, profiled)
-    assert profiled.busy == {"forward": 2.0, "backward": 5.0, "step": 0.0}
-    assert profiled.stages == {"": 5.0, "up": 2.0} and profiled.kernels == {"k": 7.0}
-    monkeypatch.setattr(runner, "profile_phases", lambda calls: [])
-    runner._profile(run, forbidden)
-    assert forbidden == result(), "the driver lets nobody profile"
 
 
 class NVMLError(Exception):

@@ -68,27 +68,3 @@ def test_fleets_call_on_freed_weights(layer):
     experts = layer.Experts(weights, arm, "reference")
     through_node = layer.run(LocalDispatcher(sizes.experts), experts, batch, arm)
     assert all(torch.equal(through_node[name], wanted[name]) for name in wanted)
-
-
-def test_fleets_call_in_sonic_layout(layer):
-    """The same bits; `main_grad` of weight1 in the weight's layout, of weight2 as it was."""
-    sizes = layer.Sizes(40, 128, 64, 4, 2)
-    batch = layer.Batch.random(sizes, "cpu", 0)
-    found = []
-    for layout in ("grouped", "sonic"):
-        weights = layer.weights_of(sizes, "cpu")
-        if layout == "sonic":
-            layer.to_sonic(weights)
-        found.append(layer.call_fleet(weights, batch, "reference"))
-    grouped, sonic = found
-    for name in ("y", "dprobs", "dw2"):
-        assert torch.equal(grouped[name], sonic[name]), name
-    assert torch.equal(layer.fused_grouped_w1_to_sonic(grouped["dw1"]), sonic["dw1"])
-
-
-def test_a_parameter_of_one_rank_is_its_part_of_the_whole(layer):
-    sizes = layer.Sizes(8, 32, 16, 6, 2)
-    whole = layer.weights_of(sizes, "cpu")
-    parts = [layer.weights_of(sizes, "cpu", rank, 3) for rank in range(3)]
-    for n, weight in enumerate(whole):
-        assert torch.equal(torch.cat([part[n] for part in parts]), weight)

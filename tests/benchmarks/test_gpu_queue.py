@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu_queue  # noqa: E402
-from gpu_queue import GpuQueue, StopRequest, Task, gpus  # noqa: E402
+from gpu_queue import GpuQueue, Task, gpus  # noqa: E402
 
 # Stands in for `sonicmoe`: says what it sees, waits, ends.
 CHILD = """
@@ -38,21 +38,6 @@ def task(path: Path, name: str, wait: float = 0.0, code: int = 0, *more: str, al
 
 def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
-
-
-def test_every_task_has_an_outcome_in_its_order(tmp_path: Path) -> None:
-    said: list[str] = []
-    tasks = [task(tmp_path, name, 0.0, code) for name, code in (("a", 0), ("b", 3), ("c", 0))]
-    outcomes = GpuQueue(tasks, ["0", "1"], 1, os.environ, said.append).run(soon())
-    assert [(one.task.name, one.state, one.code) for one in outcomes] == [
-        ("a", "finished", 0),
-        ("b", "failed", 3),
-        ("c", "finished", 0),
-    ]
-    devices = [(tmp_path / f"{name}.log").read_text().split()[1] for name in "abc"]
-    assert set(devices) == {"'0'", "'1'"}
-    assert any(line.startswith("b: failed after 0 s, exit code 3, ") for line in said)
-    assert any(line == "a: started on GPU 0" for line in said)
 
 
 def test_slots_bound_what_runs_and_a_large_task_has_its_device_alone(tmp_path: Path) -> None:
@@ -82,17 +67,6 @@ def test_the_time_limit_stops_what_runs_and_drops_nothing(
         ("stopped", -signal.SIGKILL),
         ("not started", None),
     ]
-
-
-def test_a_signal_asks_for_the_report(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        queue = GpuQueue([task(tmp_path, "long", 60)], [""], 1, os.environ, lambda line: None)
-        outcomes = queue.run(
-            soon(), lambda: stop.asked, lambda: os.kill(os.getpid(), signal.SIGTERM)
-        )
-    assert [one.state for one in outcomes] == ["stopped"]
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 PARENT = """
