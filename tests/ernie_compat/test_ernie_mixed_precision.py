@@ -38,16 +38,6 @@ def losses(made, corpus):
     ]
 
 
-def test_dense_dtype():
-    for precision, on_gpu in (
-        ("fp8", torch.bfloat16),
-        ("bf16", torch.bfloat16),
-        ("fp32", torch.float32),
-    ):
-        assert dense_dtype_on("cuda", precision) == on_gpu
-        assert dense_dtype_on("cpu", precision) == torch.float32
-
-
 @pytest.mark.usefixtures("mixed")
 def test_only_the_wide_products_are_narrow():
     made, seen = learner(), {}

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
-from click.testing import CliRunner
 from ranks_worker import BATCH, SCENARIOS, run_scenario, watch_every_training
 from small_run import SIZE_OPTIONS, write_text
 from worlds import (
@@ -30,7 +29,6 @@ from worlds import (
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
 from ernie_compat.trainer import CHECKPOINT_NAME, Trainer
-from sonicmoe.cli.train import train
 
 WORLD = 4
 WORKER = TESTS / "ernie_compat" / "ranks_worker.py"
@@ -209,21 +207,6 @@ def test_torchrun_trains(text, tmp_path):
     ]  # fmt: skip
     header, _ = load_checkpoint(tmp_path / CHECKPOINT_NAME)
     assert header["config"]["ep"] == 2
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_split_that_cannot_be_is_one_line_from_one_rank(text, monkeypatch, rank):
-    def ended(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr("sonicmoe.cli.train.os._exit", ended)
-    for name, value in torchrun_variables(2)[rank].items():
-        monkeypatch.setenv(name, value)
-    options = [*SIZE_OPTIONS, "--framework", "torch", "--ep", "3", "--experts", "3"]
-    result = CliRunner().invoke(train, [*options, "--data", str(text)])
-    assert result.exit_code == 2 and result.stderr.count("\n") == (rank == 0)
-    words = "--ep is 3 and there are 2 ranks; needed: a number of ranks that is a multiple of --ep"
-    assert (words in result.stderr) == (rank == 0)
 
 
 # The installed console command, whose training leaves more than it does elsewhere.

@@ -8,7 +8,6 @@ import signal
 import pytest
 from small_run import run_python
 
-from ernie_compat.checkpoint import partial_of
 from ernie_compat.run_directory import claimed, clear, found_run, make_new, require_free
 from sonicmoe.errors import ConfigError
 
@@ -79,10 +78,3 @@ def test_what_is_there_is_named(tmp_path):
     (tmp_path / "captured-step300-layer2.npz").touch()
     clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_partial_files_of_two_processes_have_two_names(tmp_path, monkeypatch):
-    first = partial_of(tmp_path / "checkpoint.npz")
-    monkeypatch.setattr("ernie_compat.checkpoint.os.getpid", lambda: -1)
-    second = partial_of(tmp_path / "checkpoint.npz")
-    assert first != second and first.parent == second.parent == tmp_path

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from click.testing import CliRunner
 from kills import Victim
-from small_run import SIZE_OPTIONS, run_program
+from small_run import SIZE_OPTIONS
 
 from ernie_compat.progress import InterruptGuard
 from ernie_compat.run_directory import claimed
@@ -47,34 +47,6 @@ def test_a_second_run_in_the_directory_is_refused(text, tmp_path):
     assert second.exit_code == 2 and second.stdout == ""
     assert f"--out {tmp_path} is in use by another run" in line
     assert not (tmp_path / "checkpoint.npz").exists()
-
-
-# A terminal of its own, closed after three steps; prints the exit code of the training.
-LOST_TERMINAL = """
-import json, os, pty, select, signal, sys, time
-from pathlib import Path
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-options = sys.argv[1:]
-child, terminal = pty.fork()
-if child == 0:
-    from sonicmoe.cli.main import main
-    main(["train", *options])
-metrics = Path(options[options.index("--out") + 1], "metrics.jsonl")
-while not (metrics.exists() and metrics.read_text().count("\\n") >= 3):
-    if select.select([terminal], [], [], 0.01)[0]:
-        os.read(terminal, 65536)
-os.close(terminal)
-print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-"""
-
-
-def test_a_lost_terminal_saves_like_a_polite_kill(text, tmp_path):
-    out = tmp_path / "run"
-    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text)]
-    options += ["--steps", "100000"]
-    code = run_program(LOST_TERMINAL, *options, *SIZE_OPTIONS, "--out", str(out))
-    assert code == 128 + signal.SIGHUP
-    assert SavedRun.read(out / "checkpoint.npz").step >= 3
 
 
 class FullDisk(io.StringIO):
