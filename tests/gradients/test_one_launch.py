@@ -4,9 +4,6 @@ serve together takes those.
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
@@ -15,19 +12,12 @@ from gradients.flush_by_address import FlushByAddress
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
-    expert_modules,
     filled,
-    native_source,
     per_expert_source,
     weight_arrays,
 )
 
-from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations
-from sonicmoe.interop import data_ptr
-from sonicmoe.jit.errors import CompileForbiddenError, CompileLockTimeout, ToolchainError
-from sonicmoe.layouts import WeightLayout
-from sonicmoe.weights.parameters import PerExpertParameters
 
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
@@ -126,19 +116,6 @@ def test_strided_destinations_take_plain_operations(kernel):
     np.testing.assert_array_equal(numpy(first.main_grad), dw1[0])
 
 
-def test_shared_parameters_take_plain_operations(kernel):
-    up_gate, down = weight_arrays()
-    modules = expert_modules(up_gate, down)
-    modules[2].down_proj = modules[0].down_proj
-    source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-    plain.bind_main_grads(source, None)
-    weights, _, dw2 = filled(source)
-    weights.flush()
-    assert kernel.launches == 0
-    shared = numpy(source.parameters()[3].main_grad)
-    np.testing.assert_allclose(shared, dw2[0] + dw2[2], rtol=1e-6, atol=1e-6)
-
-
 @each_source
 def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
     class Refuses(FlushByAddress):
@@ -158,77 +135,6 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
     np.testing.assert_array_equal(plain.gradients_of(source, "main_grad")[0], dw1)
 
 
-@each_source
-@pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
-def test_sources_are_the_parameters_memory(make, activation):
-    source = make(*weight_arrays(activation=activation), activation)
-    weights = source.source()
-    in_place, is_gated = make is native_source, activation is SWIGLU
-    assert weights.layout == WeightLayout(not in_place, is_gated and not in_place)
-    assert (weights.hidden_size, weights.intermediate_size) == (16, 12)
-    assert weights.n1 == (24 if is_gated else 12)
-    wanted = [data_ptr(weight) for weight in source.parameters()]
-    if len(wanted) == 2:
-        wanted = [
-            base + 4 * e * size
-            for base, size in zip(wanted, (16 * weights.n1, 192), strict=True)
-            for e in range(3)
-        ]
-    assert [data_ptr(matrix) for matrix in (*weights.up, *weights.down)] == wanted
-
-
 def test_a_host_accumulator_has_no_kernel(monkeypatch):
     monkeypatch.undo()
     assert destinations.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None
-
-
-class TestWhichKernel:
-    """What a passing error forced is not for ever, and a lock timeout reaches the caller."""
-
-    @pytest.fixture
-    def attempts(self, monkeypatch):
-        """Errors that the next attempts to load the kernel meet; what it then is."""
-        destinations._kernel_on.cache_clear()
-        errors = []
-
-        def load():
-            if errors:
-                raise errors.pop(0)
-            return "kernel"
-
-        monkeypatch.setattr(destinations, "flush_source", lambda arch: SimpleNamespace(load=load))
-        monkeypatch.setattr(destinations, "arch_of", lambda device: "sm_90a")
-        yield errors
-        destinations._kernel_on.cache_clear()
-
-    @pytest.mark.parametrize(
-        "error", [CompileLockTimeout("waited 600 s"), CompileForbiddenError("forbidden")]
-    )
-    def test_what_is_promised_to_be_an_error_is_one_and_the_next_call_tries_again(
-        self, error, attempts
-    ):
-        attempts.append(error)
-        with pytest.raises(type(error)):
-            destinations._kernel_on("cuda:0")
-        assert destinations._kernel_on("cuda:0") == "kernel"
-
-    def test_a_passing_error_does_not_decide_for_the_process(self, attempts, caplog):
-        attempts += [RuntimeError("CUDA out of memory")] * 2
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            assert destinations._kernel_on("cuda:0") is None
-            assert destinations._kernel_on("cuda:0") is None
-            attempts.clear()
-            tentative = destinations._kernel_on._tentative
-            tentative["cuda:0"] = tentative["cuda:0"]._replace(again_at=0.0)
-            assert destinations._kernel_on("cuda:0") == "kernel"
-        warned, told = caplog.records
-        assert warned.getMessage().endswith(
-            "flushed by plain tensor operations: CUDA out of memory"
-        )
-        assert told.getMessage() == "kernels on cuda:0: what had stood in the way is gone"
-
-    def test_a_missing_compiler_is_asked_for_once(self, attempts, caplog):
-        attempts.append(ToolchainError("no nvcc"))
-        with caplog.at_level(logging.WARNING, logger="sonicmoe"):
-            assert [destinations._kernel_on("cuda:0") for _ in range(3)] == [None] * 3
-        assert len(caplog.records) == 1

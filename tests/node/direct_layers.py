@@ -1,8 +1,5 @@
 """A layer whose weight gradients go straight into `main_grad`, in memory with known bytes around it,
-and what must hold of it on every device. PyTorch only.
-
-tests/gpu/test_node_direct_gpu.py runs these checks on the GPU engines, test_node_direct_memory.py
-on a host.
+and what must hold of it on a GPU engine (tests/gpu/test_node_direct_gpu.py). PyTorch only.
 """
 
 from __future__ import annotations
@@ -210,21 +207,3 @@ def check_recompute(setup, arrangement, use_reentrant):
     wanted = DirectLayer(setup, arrangement).step(0, 1)
     through = partial(checkpoint, use_reentrant=use_reentrant)
     assert_same_bits(DirectLayer(setup, arrangement).step(0, 1, through=through), wanted)
-
-
-def check_stacked_nodes(setup, arrangement, flush="auto"):
-    """Two nodes over the same experts in one graph, one of them called twice; `flush`: of the
-    other.
-    """
-    layer, alone = DirectLayer(setup, arrangement), [DirectLayer(setup, arrangement) for _ in "123"]
-    other = layer.another_node(flush=flush)
-    for nodes in ([layer.node, other, layer.node], [each.node for each in alone]):
-        h, indices, probs, dout = layer.batch(0)
-        for node in nodes:
-            h = node(h, None, indices, probs)
-        h.backward(dout)
-        for node in nodes:
-            node.step()
-    for index, got in enumerate(layer.main_grads):
-        parts = torch.stack([each.main_grads[index] for each in alone])
-        assert relative(got, parts.double().sum(0)) <= 1e-6

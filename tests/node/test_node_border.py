@@ -88,11 +88,6 @@ class TestConfiguration:
         assert Layer(flush=mode.value).node.flush_mode is Layer(flush=mode).node.flush_mode is mode
         assert Layer(flush="backward").node.flush_mode is FlushMode.AUTO
 
-    def test_activation_by_value_or_member(self):
-        layer = Layer(make_problem(ActivationType.GEGLU))
-        by_value = SonicMoEMlpNode(layer.experts, 4, 80, 48, "geglu")
-        assert by_value.activation_type is layer.node.activation_type is ActivationType.GEGLU
-
     @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "activated"])
     def test_is_in_force_in_everything_the_node_does(self, explicit, monkeypatch, tmp_path):
         """The choice of the engine, weight caches, both passes and the flush load kernels: from the

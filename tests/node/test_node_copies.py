@@ -99,14 +99,6 @@ def test_recompute_reads_copies_again(use_reentrant):
     assert_equal(results(layer, [call]), expected)
 
 
-def test_inference_reads_copies():
-    layer, copies = copied(freed=False)
-    with torch.no_grad():
-        wanted = numpy(layer.call().out)
-        free(*layer.weights)
-        assert np.array_equal(numpy(layer.call(copies=copies).out), wanted)
-
-
 @pytest.mark.parametrize("config", [FULL, SonicMoEConfig(fp8_mode="off")])
 def test_copies_need_a_recipe(config):
     with pytest.raises(ConfigError, match="reference engine computes without FP8 recipe"):
@@ -160,15 +152,6 @@ def test_stale_copies_are_never_read_where_the_parameters_were_freed(event):
     layer.run(copies=fresh)
 
 
-def test_another_layers_events_leave_copies_alone():
-    layer, copies = copied()
-    other = make_layer()
-    other.node.step()
-    if not IS_PADDLE:
-        torch.optim.SGD(other.weights, lr=0.1).step()
-    layer.run(copies=copies)
-
-
 @pytest.mark.parametrize("config", [FP8, ISO], ids=["two orders", "iso"])
 @pytest.mark.parametrize("announced", [False, True])
 def test_changed_weights_that_hold_memory_are_quantised_again(caplog, announced, config):
@@ -187,16 +170,6 @@ def test_changed_weights_that_hold_memory_are_quantised_again(caplog, announced,
     free(*layer.weights)
     layer.call(copies=copies)
     assert not caplog.text, "the copies are current again"
-
-
-def test_a_late_backward_reads_the_copies_of_its_forward():
-    """On a host they are made again in other memory."""
-    kept, (layer, copies) = make_layer(), copied(freed=False)
-    expected = results(kept, [kept.call()])
-    late = layer.call(copies=copies)
-    layer.overwrite(layer.problem.but(up_gate=make_problem(seed=9).up_gate))
-    layer.call(copies=copies)
-    assert_equal(results(layer, [late]), expected)
 
 
 def test_an_announcement_of_nothing_lets_outstanding_backwards_run():
@@ -262,25 +235,6 @@ def test_copies_belong_to_their_holder():
     del copies
     gc.collect()
     assert buffer() is None
-
-
-def test_the_nodes_own_cache_is_freed_when_copies_take_its_place(weights_on_a_gpu):
-    layer = make_layer()
-    layer.node.step()
-    layer.call()
-    buffer = weakref.ref(layer.node._state.weights._prepared.weights.w1)
-    layer.call(copies=layer.node.make_copies())
-    gc.collect()
-    assert buffer() is None
-
-
-def test_a_node_is_made_of_parameters_that_were_freed_already():
-    """Fleet quantises and frees before the first forward of the first step."""
-    layer, copies = copied(freed=False)
-    expected = numpy(layer.call().out)
-    free(*layer.weights)
-    layer.node = layer.another_node()
-    assert np.array_equal(numpy(layer.call(copies=copies).out), expected)
 
 
 @pytest.mark.parametrize("release", [False, True])

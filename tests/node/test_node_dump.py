@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import weakref
 
 import numpy as np
 import pytest
 from engine.moe_golden import make_problem
-from framework import numpy, torch
+from framework import numpy
 from node.node_harness import ARRANGEMENTS, CONFIGS, FP8, Layer, problems, recomputed
 
 from sonicmoe import observe
@@ -90,11 +88,6 @@ def test_a_layer_with_parameters_of_its_own_is_judged_by_them(path):
     assert np.abs(numpy(own.out) - numpy(usual.out)).max() > 1e-3
 
 
-def test_a_dump_goes_to_a_path():
-    with pytest.raises(TypeError, match="path is NoneType; needed: a str or a Path"):
-        Layer().node.dump(None)
-
-
 def test_takes_one_step_of_this_node_alone(path):
     layer, other = Layer(), Layer(problems(2)[1])
     layer.node.dump(str(path))
@@ -144,28 +137,6 @@ def test_of_several_micro_batches_the_first_backward_is_whole(path, reentrant):
     step = load_dump(path)
     assert_inputs(step, calls[1], layer)
     np.testing.assert_array_equal(step.dout, numpy(calls[1].dout))
-
-
-def test_inference_is_not_taken_for_a_step(path):
-    evaluated, trained = problems(2)
-    layer = Layer(evaluated)
-    layer.node.dump(path)
-    with torch.no_grad():
-        layer.call()
-    layer.node.step()
-    assert not path.exists()
-    call = layer.run(trained)
-    assert_inputs(load_dump(path), call, layer)
-
-
-def test_a_dump_keeps_no_dropped_node(path):
-    layer = Layer()
-    state = weakref.ref(layer.node._state)
-    layer.node.dump(path)
-    del layer
-    gc.collect()
-    assert state() is None
-    Layer().run()  # its first event finds the observer without a layer
 
 
 def test_a_dump_that_comes_too_late_says_so_at_the_end(path, monkeypatch, caplog):

@@ -199,40 +199,6 @@ class TestError:
             assert is_out_of_memory(RuntimeError(text))
 
 
-def test_two_layers_start_the_step_again():
-    """The one whose backward is over when the other's fails has gradients: both are discarded."""
-    batch = batches()[0]
-
-    def make():
-        return [Layer(batch, config=config, main_grad=0.0) for config in (FULL, FP8)]
-
-    def step(layers, allocations):
-        x, probs = (tensor(a, torch.float32, grad=True) for a in (batch.x, batch.probs))
-        with allocations:
-            h = x
-            for layer in layers:
-                h = layer.node(h, None, tensor(batch.indices), probs)
-            h.backward(tensor(batch.dout, torch.float32))
-            for layer in layers:
-                layer.node.step()
-        return [numpy(h), numpy(x.grad), *(g for layer in layers for g in layer.gradients())]
-
-    counted = Allocations()
-    wanted = step(make(), counted)
-    for number in random.Random(0).sample(range(counted.seen), 2 * SAMPLE):
-        layers = make()
-        try:
-            step(layers, Allocations(number))
-        except (*CAUGHT, OutOfMemoryError):
-            pass
-        else:
-            continue
-        for layer in layers:
-            layer.node.discard_grads()
-            layer.set_main_grad(0.0)
-        assert_equal(step(layers, Allocations()), wanted)
-
-
 @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's switch that fills uninitialised memory")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_full_of_nan_changes_no_bit(case):

@@ -18,7 +18,6 @@ from node.node_harness import FP8, FULL, Layer, assert_equal, counts_of, recompu
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.errors import DeviceError, DTypeError, ShapeError
@@ -242,13 +241,6 @@ class TestBothWays:
         else:
             with pytest.raises(ShapeError, match="and codes of its shape None"):
                 step.but(dout=None)
-
-    def test_a_captured_call_holds_the_values(self, problem, way):
-        arrived = way.of(problem)
-        with captured_calls("call") as cases:
-            way.call(bf16_layer(problem), arrived).backward()
-        found = getattr(cases[0], way.name)
-        np.testing.assert_array_equal(found[1], numpy(to_bfloat16(arrived))[1])
 
     def test_the_first_nan_is_found(self, problem, way):
         arrived = way.of(problem)

@@ -324,16 +324,6 @@ class TestGradientMemory:
         assert layer.error() < 1e-5
 
     @every_flush
-    def test_bound_by_a_hook_while_the_backward_runs(self, flush):
-        """Before the node's turn: the node finds it."""
-        layer = made(flush, "absent")
-        call = layer.call()
-        call.out.register_hook(lambda _: layer.set_main_grad(0.0) and None)
-        call.backward()
-        layer.node.step()
-        assert layer.error() < 1e-5
-
-    @every_flush
     def test_of_a_backward_that_a_hook_ended_goes_with_its_clearing(self, flush):
         layer = made(flush)
         call = layer.call()
@@ -370,16 +360,6 @@ class TestCopies:
             assert np.array_equal(was, now) if was is not None else now is None
         layer.node.step()
         assert layer.error() < 1e-5
-
-    def test_a_copy_trains_its_own_parameters_in_the_same_mode(self):
-        layer, copied = made(), made()
-        layer.run()
-        copied.node = copy.deepcopy(layer.node)
-        copied.weights = copied.node._state.parameters.parameters()
-        copied.set_main_grad(0.0)
-        copied.run()
-        assert copied.node.gradient_bytes == 0
-        assert copied.error() < 1e-5 and layer.error() < 1e-5
 
 
 class TestThreads:

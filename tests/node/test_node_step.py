@@ -24,7 +24,6 @@ from pairwise import pairwise
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
 from sonicmoe.node import questions
-from sonicmoe.node.late_wgrad import WgradQueue
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_split = pytest.mark.parametrize("split", [False, True])
@@ -172,14 +171,6 @@ class TestWhileGradientsWait:
             node.step()
         assert layer.error(times=4, attribute=attribute) < 1e-5
         assert said() == []
-
-    def test_nor_does_it_hide_a_write_of_somebody_else(self):
-        layer = Layer(flush="step", main_grad=0.0)
-        call = layer.run()
-        scale(layer)
-        layer.another_node(flush="auto")(*call.arguments).backward(call.dout)
-        with pytest.raises(RuntimeError, match="main_grad was written"):
-            layer.node.step()
 
     def test_a_replaced_parameter_does_not_get_the_old_ones_gradient(self):
         layer = Layer(flush="step", main_grad=0.0)
@@ -347,16 +338,6 @@ def test_split_gives_the_same_bits(arrangement):
     assert_equal(*results)
 
 
-def test_release_waits_for_what_was_put_off():
-    layer = Layer(split_wgrad=True, main_grad=0.0)
-    layer.run()
-    with pytest.raises(RuntimeError, match="never flushed"):
-        layer.node.release_grads()
-    layer.node.step()
-    layer.node.release_grads()
-    assert layer.node.gradient_bytes == 0
-
-
 WAYS = {
     "auto": ({"flush": "auto"}, "left a part of them in main_grad; zero main_grad"),
     "step": ({"flush": "step"}, r"left a part of them in the node; call node.discard_grads\(\)"),
@@ -410,12 +391,3 @@ def test_discarded_gradients_never_arrive(said, split):
     scale(layer)
     layer.node.step()
     assert not layer.has_gradients() and said() == []
-
-
-def test_frozen_weights_leave_nothing_to_put_off(monkeypatch):
-    layer = Layer(split_wgrad=True)
-    for weight in layer.weights:
-        want_gradient(weight, False)
-    submitted = []
-    monkeypatch.setattr(WgradQueue, "submit", lambda *arguments: submitted.append(arguments))
-    assert layer.run().dx is not None and submitted == []

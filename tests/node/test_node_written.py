@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import golden, make_problem
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import ARRANGEMENTS, FULL, Layer, problems, recomputed, want_gradient
+from node.node_harness import ARRANGEMENTS, FULL, Layer, problems, want_gradient
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
@@ -165,24 +165,6 @@ class TestFlag:
         flag(layer.weights[1:2], captured)
         layer.node.step()
 
-    def test_nobody_is_asked_to_clear_what_is_written(self, monkeypatch, caplog):
-        monkeypatch.setattr(questions, "_asked", set())
-        small = problems(1, hidden=8, intermediate=8)[0]
-        layer = Layer(small, main_grad=NAN)
-        flag(layer.weights)
-        for _ in range(questions.STEPS + 2):
-            layer.step()
-        assert not questions._asked and layer.error() < 1e-5
-
-    def test_recompute(self):
-        layer = Layer(main_grad=NAN)
-        flag(layer.weights)
-        for _ in range(2):
-            call = layer.call()
-            call.out = recomputed(layer.node, *call.arguments, use_reentrant=IS_PADDLE)
-            call.backward()
-            assert layer.error() < 1e-5
-
 
 @each_engine
 def test_memory_that_is_made_is_written(engine, which):
@@ -260,15 +242,6 @@ class TestFirstBackward:
             layer.node.step()
             assert layer.error(*batches) < 1e-5
 
-    def test_a_backward_as_a_step_of_a_schedule(self):
-        layer = written_first()
-        for _ in range(2):
-            call = layer.call()
-            _, step = layer.node.forward_step(*call.arguments)
-            step.backward(call.dout)
-            layer.node.step()
-            assert layer.error() < 1e-5
-
     def test_flush_grads_begins_no_step(self):
         layer = written_first()
         layer.run()
@@ -304,12 +277,6 @@ class TestFirstBackward:
             for got, want in zip(layer.gradients()[0], wanted, strict=True):
                 assert relative_rmse(got, want) < 1e-5, step
 
-    def test_memory_that_is_made(self):
-        layer = written_first(main_grad=None)
-        for _ in range(2):
-            layer.step(None, None)
-            assert layer.error(times=2) < 1e-5
-
     def test_a_skipped_batch_leaves_nothing(self):
         good, bad = problems(2)
         layer = written_first(good)
@@ -317,13 +284,6 @@ class TestFirstBackward:
         layer.node.discard_grads()
         layer.step(good)
         assert layer.error(good) < 1e-5
-
-    def test_nor_where_the_step_comes_without_another_batch(self):
-        layer = written_first()
-        layer.run()
-        layer.node.discard_grads()
-        layer.node.step()
-        assert not layer.has_gradients()
 
     def test_a_backward_that_failed_half_way(self, monkeypatch):
         layer, add = written_first(), ReferenceEngine.backward_dw
@@ -385,13 +345,6 @@ class TestStepZeroes:
         backward_to_tokens(layer)
         layer.node.step()
         assert all(holds(weight, 0.0) for weight in layer.weights)
-
-    def test_not_what_another_backward_wrote(self):
-        layer = written_first()
-        layer.run()
-        backward_to_tokens(layer)
-        layer.node.step()
-        assert layer.error() < 1e-5
 
     def test_never_in_the_adding_way(self):
         layer = Layer(main_grad=3.0)
