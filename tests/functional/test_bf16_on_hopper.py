@@ -14,18 +14,14 @@ from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.node import choices
-from sonicmoe.observe import listening
-from sonicmoe.weights.stacked import PairParameters
 
 E, H, I, K, T = 4, 64, 40, 2, 50
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
@@ -103,21 +99,6 @@ def test_functional_writes_gradients(on, layout, bias):
     assert not found[2][1].any() and not found[3][1].any()
 
 
-@pytest.mark.parametrize("frozen", ["w1", "w2", "b1"])
-def test_functional_leaves_frozen_parameters_out(on, frozen):
-    def step():
-        x, indices, probs, dout = batch()
-        own = parameters(LAYOUTS[3], True)
-        own[NAMES.index(frozen) - 2].requires_grad_(False)
-        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=LAYOUTS[3])
-        out.backward(dout)
-        return [t.grad for t in (x, probs, *own)]
-
-    found, _ = on(Bf16Engine(), step)
-    assert [name for name, grad in zip(NAMES, found, strict=True) if grad is None] == [frozen]
-    assert_close(found, on(ReferenceEngine(), step)[0])
-
-
 def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     """With `retain_graph` z stays for the next one, which gives the same bits."""
     shared, dgated = [], HopperGemms.dgated
@@ -143,24 +124,6 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     (first, second), _ = on(Bf16Engine(), step)
     assert shared == [False, True]
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_who_listens_keeps_z(on):
-    """As the forward left it."""
-    held = {}
-
-    def step():
-        x, indices, probs, dout = batch()
-        w1, w2, *_ = parameters(LAYOUTS[0])
-        with listening(held.setdefault):
-            out = expert_mlp(x, indices, probs, w1, w2, None, None, ActivationType.SWIGLU)
-            before = held["z"].clone()
-            out.backward(dout)
-        return before
-
-    before, _ = on(Bf16Engine(), step)
-    assert torch.equal(held["z"].nan_to_num(), before.nan_to_num())
-    assert held["dz"] is not held["z"]
 
 
 def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
@@ -224,20 +187,6 @@ def test_a_backward_that_cannot_write_runs_once(on, stagewise):
     assert_close(found, on(ReferenceEngine(), step)[0])
 
 
-def test_functional_weights_of_two_dtypes(on):
-    """Computed in that of the tokens; a gradient has that of its weight."""
-
-    def step():
-        x, indices, probs, dout = batch()
-        w1, w2, *_ = parameters(LAYOUTS[0])
-        w2 = w2.detach().half().requires_grad_()
-        out = expert_mlp(x, indices, probs, w1, w2, None, None, ActivationType.SWIGLU)
-        out.backward(dout)
-        return [t.grad for t in (x, probs, w1, w2)]
-
-    assert_close(on(Bf16Engine(), step)[0], on(ReferenceEngine(), step)[0])
-
-
 def node_of(arrangement):
     """`(node, its weights)`."""
     if arrangement != "per_expert":
@@ -275,19 +224,3 @@ def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
     first = "ParameterTargets" if main_grad == "filled" else "FreshTargets"
     assert targets == [first, "ParameterTargets"]
     assert_close(found, on(ReferenceEngine(), step)[0])
-
-
-def test_weights_that_change_their_layout_are_asked_about_again(launches):
-    """Gradients hold gates before up values. dz in turns cannot be added there."""
-    weights = parameters(LAYOUTS[3])[:2]
-    sink, direct = GradientSink(PairParameters(*weights, H)), []
-    for weight in weights:
-        weight.main_grad = torch.zeros(weight.shape)
-    engine, settings = Bf16Engine(), EngineSettings()
-    for layout in (LAYOUTS[3], LAYOUTS[0], LAYOUTS[3]):
-        for weight, converted in zip(weights, parameters(layout), strict=False):
-            weight.data = converted.detach()
-        sink._layer.parameters()  # as every forward does
-        batch = sink.open(engine, settings, weights, [True, True], torch.zeros(T, H))
-        direct.append(batch.is_direct)
-    assert direct == [True, False, True]

@@ -130,13 +130,6 @@ class TestMoE:
         assert report.healthy and report.missing == ()
         measured(path)
 
-    def test_of_several_layers_the_first_whose_backward_runs_is_taken(self, path):
-        model = Model()
-        dump(model, path)
-        model(make_tokens(10, H)).sum().backward()
-        step = load_dump(path)
-        assert step.caller.layer == "layers.2" and step.dout is not None
-
 
 @pytest.mark.parametrize(
     ("activation", "fp8", "bias"),
@@ -308,12 +301,6 @@ def test_a_score_of_general_routing_is_named_by_expert_token_and_slot(fp8):
         text = f"first bad: input probs = router_scores at expert {experts[number]}, row"
         assert fault_of(error).startswith(text), fault_of(error)
         assert f"token {tokens[number]}, slot {slot}: nan" in fault_of(error)
-
-
-def test_the_probabilities_of_the_top_k_layer():
-    router = spoil(torch.randn(E, H), 2, 7)
-    error = found(lambda: topk(make_tokens(30, H), weights(), router))
-    assert "input probs = the softmax of x @ router_w.T at expert" in fault_of(error)
 
 
 def test_a_weight_gradient_is_named_by_the_callers_weight(path):

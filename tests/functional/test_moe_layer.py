@@ -224,13 +224,6 @@ def test_who_decides_about_fp8(activated, environment, use_fp8, wanted, monkeypa
     assert (relative_rmse(numpy(run[0]), golden_layer(moe, x, dout)[0]) > 0.005) == wanted
 
 
-def test_use_fp8_keeps_the_rest_of_the_configuration(prepared):
-    moe, x = make_layer(), make_tokens(5, 32)
-    with SonicMoEConfig(recipe="deepseek-v3").activate():
-        moe(x, use_fp8=True)
-    assert [recipe.name for recipe in prepared] == ["deepseek-v3"]
-
-
 def test_fp8_needs_the_engine():
     moe, x = make_layer(), make_tokens(5, 32)
     with pytest.raises(ConfigError, match="use_fp8=True needs kernel_backend_moe"):

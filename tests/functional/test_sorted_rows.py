@@ -15,7 +15,6 @@ from sonicmoe.errors import ConfigError, RoutingError, ShapeError
 from sonicmoe.functional.autograd import expert_mlp, planned_mlp
 from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.layouts import NATIVE
-from sonicmoe.observe import ForwardDone, observing
 
 COUNTS, BEYOND, HIDDEN, INNER = [3, 0, 130, 7], 5, 32, 16
 ROWS = sum(COUNTS) + BEYOND
@@ -90,52 +89,6 @@ def test_as_an_operator_of_a_graph(fp8_mode):
     # Another configuration around the call has no say: the plan is the layer's own.
     with SonicMoEConfig(fp8_mode="mem").activate():
         same(gradients(graph, x, dout, weights), wanted)
-
-
-def test_selective_checkpointing_knows_the_operator(saves):
-    """In eager mode too: what a policy keeps by name is not computed again."""
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
-
-    plan, (x, dout, weights) = plan_of("perf"), layer()
-    number, counts = number_of(plan), torch.tensor(COUNTS)
-
-    def call(x, weights):
-        return planned_mlp(plan, number, x.sin(), counts, None, weights, module=None)
-
-    x, dout = x.nan_to_num(), dout.nan_to_num()
-    wanted = gradients(call, x, dout, weights)
-    for kept, forwards in ((True, 1), (False, 2)):
-
-        def policy(_, operator, *__, kept=kept, **___):
-            ours = operator is torch.ops.sonicmoe.expert_mlp.default
-            must = kept and ours
-            return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
-
-        def checkpointed(x, weights, policy=policy):
-            contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-            return checkpoint(call, x, weights, use_reentrant=False, context_fn=contexts)
-
-        saves.clear()
-        same(gradients(checkpointed, x, dout, weights), wanted)
-        assert len(saves) == forwards
-
-
-def test_observers_see_ids_and_probabilities():
-    plan, (x, _, weights) = plan_of("off"), layer()
-    seen = []
-    with observing(seen.append):
-        leaf = x.clone().requires_grad_()
-        out = planned_mlp(
-            plan, number_of(plan), leaf, torch.tensor(COUNTS), None, tuple(weights), module=None
-        )
-        out.sum().backward()
-    done = next(event for event in seen if isinstance(event, ForwardDone))
-    assert torch.bincount(done.call.indices.reshape(-1)).tolist() == [*COUNTS, BEYOND]
-    assert done.probs.shape == (ROWS, 1) and len(seen) == 3
 
 
 def test_counts_that_do_not_fit_are_named():
