@@ -14,10 +14,9 @@ from sonicmoe.engine.bf16_gradients import Destinations
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import NativeBuffer, ParameterTargets
+from sonicmoe.engine.targets import ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
-from sonicmoe.interop import data_ptr
 from sonicmoe.kernels.quack_gemm import STORED, Stored
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
@@ -46,11 +45,6 @@ def other_axis(experts, rows, columns):
 def experts_inside(experts, rows, columns):
     """Memory in which the experts' rows lie side by side."""
     return zeros(rows, experts, columns).transpose(0, 1)
-
-
-def slices(experts, rows, columns):
-    """A part of each row of a larger buffer."""
-    return zeros(experts, rows * columns + 8)[:, 4:-4].reshape([experts, rows, columns])
 
 
 ARRANGEMENTS = [contiguous, other_axis, experts_inside]
@@ -129,40 +123,6 @@ class TestTheVariant:
             assert (numpy(made[0][0]) == numpy(made[1][0])).all()
         assert (numpy(made[0][1]) == numpy(made[1][1])).all() and numpy(made[0][1]).any()
 
-    def test_of_accumulators(self):
-        sums = NativeBuffer.zeros(E, N1, H, I, True, "cpu")
-        places, dw1, dw2 = Destinations.of(sums), numbers(E, N1, H), numbers(E, H, I)
-        add(places.dw1, dw1.transpose(1, 2))
-        add(places.dw2, dw2)
-        assert (numpy(sums.dw1) == numpy(dw1)).all() and (numpy(sums.dw2) == numpy(dw2)).all()
-        assert places.db1 is sums.db1 and places.db2 is sums.db2
-        assert [places.dw1.stored, places.dw2.stored] == [
-            STORED["wgrad_up"][0], STORED["wgrad_down"][0],
-        ]  # fmt: skip
-
-    def test_takes_the_memory_itself(self):
-        """Also of a slice of a communication buffer, and of one layout for each projection."""
-        up, down = slices(E, N1, H), slices(E, I, H)
-        if data_ptr(up[0]) % 16 or int(up.stride()[0]) == N1 * H:
-            pytest.skip("this framework copies such a slice")
-        targets = stacked(up, down, NATIVE, WeightLayout(transposed=True))
-        assert problem(targets) is None
-        places = Destinations.of(targets)
-        assert data_ptr(places.dw1.tensor) == data_ptr(up)
-        assert tuple(places.dw1.tensor.stride()) == (N1 * H + 8, H, 1)
-        assert places.dw2.stored is Stored.HIDDEN
-
-    def test_frozen(self):
-        up, down = zeros(E, N1, H), zeros(E, H, I)
-        places = Destinations.of(stacked(up, None))
-        assert places.dw2 is None and places.dw1 is not None and places.are_wanted
-        places = Destinations.of(stacked(None, down))
-        assert places.dw1 is None and places.dw2 is not None and places.are_wanted
-        frozen = WeightTarget.stacked(None, E, NATIVE)
-        assert not Destinations.of(ParameterTargets(frozen, frozen)).are_wanted
-        each = WeightTarget.per_expert([None] * E, ERNIE)
-        assert problem(ParameterTargets(each, each)) is None, "no tensor, no question where it lies"
-
 
 class TestRefused:
     """One sentence with the reason; nothing was added."""
@@ -193,19 +153,6 @@ class TestRefused:
         found = problem(stacked(zeros(E, N1, H), down))
         assert found.startswith("the gradient memory of the down-projections ")
         assert "needed: multiples of 16 bytes" in found
-
-    def test_the_stride_of_one_expert_is_given_to_the_gemm_too(self):
-        down = zeros(H * I).as_strided([1, H, I], [7, I, 1])
-        if int(down.stride()[0]) != 7:
-            pytest.skip("this framework normalises strides of single elements")
-        words = (
-            "down-projection gradients have stride 7 from expert to expert; needed: a multiple of 4"
-        )
-        assert problem(stacked(zeros(1, N1, H), down)) == words
-
-    def test_other_targets(self):
-        with pytest.raises(ConfigError, match="gradient targets are object"):
-            Destinations.of(object())
 
 
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])

@@ -24,7 +24,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError, ShapeError
-from sonicmoe.layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource
+from sonicmoe.layouts import NATIVE, StackedMatrices, WeightLayout
 from sonicmoe.observe import listening
 
 GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
@@ -138,14 +138,6 @@ class TestWeights:
             with pytest.raises(ShapeError, match=words):
                 OURS.refresh(replace(source, **wrong), EngineSettings())
 
-    def test_in_a_larger_buffer_are_read_there(self):
-        w1, w2, *_ = case_in(NATIVE).weights
-        buffer = torch.zeros((E, 2 * I, H + 16), dtype=BF16)
-        part = buffer[:, :, 8:-8]
-        part.copy_(w1)
-        weights = OURS.refresh(WeightSource.stacked(part, w2), EngineSettings())
-        assert weights.w1.data_ptr() == part.data_ptr()
-
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     def test_of_a_tensor_for_each_expert_are_read_where_they_lie(self, layout):
         case = case_in(layout)
@@ -168,25 +160,6 @@ class TestWeights:
             weights = OURS.refresh(other, EngineSettings())
             assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
             assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
-
-    def test_in_fp32_are_rounded(self):
-        case = case_in(HALVES)
-        w1, w2 = (weight.float() for weight in case.weights[:2])
-        source = WeightSource.stacked(HALVES.user_w1(w1), w2, layout=HALVES)
-        assert OURS.refresh(source, EngineSettings()).w1.dtype == BF16
-
-    def test_that_experts_share_are_copied(self):
-        """An expanded axis has a stride of 0."""
-        w1, w2, *_ = case_in(NATIVE).weights
-        weights = OURS.refresh(WeightSource.stacked(w1[:1].expand(E, -1, -1), w2), EngineSettings())
-        assert weights.w1.is_contiguous()
-
-    def test_that_the_copy_engine_cannot_read_are_copied(self):
-        """Contiguous along the other axis than their layout says."""
-        w1, w2, *_ = case_in(NATIVE).weights
-        turned = w1.transpose(1, 2).contiguous().transpose(1, 2)
-        weights = OURS.refresh(WeightSource.stacked(turned, w2), EngineSettings())
-        assert weights.w1.is_contiguous() and torch.equal(weights.w1, w1)
 
 
 class TestGradients:
@@ -228,25 +201,6 @@ class TestGradients:
         check(down, sums.dw2, layout, "user_w2")
         assert torch.equal(biases[0], layout.user_b1(sums.db1).to(dtype))
         assert torch.equal(biases[1], sums.db2.to(dtype))
-
-    def test_of_biases_have_the_order_of_the_gradients(self):
-        """In turns beside weights in halves."""
-        case = case_in(HALVES)
-        up, down = (stacked(NATIVE, s, 0.0) for s in user_shapes(NATIVE))
-        biases = torch.empty(E, 2 * I), torch.empty(E, H)
-        OURS.backward_dw(case.pending(OURS), FreshTargets(up, down, biases=biases))
-        sums = sums_of(case)
-        check(up, sums.dw1, NATIVE, "user_w1")
-        assert torch.equal(biases[0], sums.db1) and torch.equal(biases[1], sums.db2)
-
-    def test_of_a_frozen_bias_are_left_out(self):
-        case = case_in(HALVES)
-        up, down = (stacked(HALVES, s, 0.0) for s in user_shapes(HALVES))
-        db2 = torch.empty(E, H)
-        targets = FreshTargets(up, down, biases=(None, db2))
-        OURS.backward_dw(case.pending(OURS), targets)
-        assert torch.equal(db2, sums_of(case).db2)
-        assert targets.of_parameters(4)[2:] == [None, db2]
 
     def test_in_memory_that_is_taken_late(self, launches):
         """dw1 comes first then, and its operands are gone when memory for dw2 is taken."""
@@ -295,12 +249,6 @@ class TestGradients:
         nothing = WeightTarget.stacked(None, E, HALVES)
         for frozen in (ParameterTargets(nothing, down), ParameterTargets(nothing, nothing)):
             assert OURS.problem_of(frozen, EngineSettings(), NATIVE) is None
-
-    def test_where_the_copy_engine_cannot_write(self):
-        up = WeightTarget.stacked(torch.zeros(E, 2 * I, H + 1)[:, :, :H], E, NATIVE)
-        targets = ParameterTargets(up, stacked(NATIVE, (H, I), 0.0))
-        problem = OURS.problem_of(targets, EngineSettings(), NATIVE)
-        assert problem.startswith("the gradient memory of the up-projections ")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)

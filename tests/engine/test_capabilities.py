@@ -15,8 +15,7 @@ import pytest
 from public_models import EXPERT_SIZES
 from worlds import ROOT, environment
 
-from sonicmoe.architectures import ARCHITECTURES, DEFAULT_ARCH, SM90, arch_name
-from sonicmoe.config import SonicMoEConfig
+from sonicmoe.architectures import DEFAULT_ARCH
 from sonicmoe.engine import capabilities
 from sonicmoe.engine.capabilities import (
     BF16,
@@ -35,7 +34,6 @@ from sonicmoe.engine.settings import EngineSettings, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.quack_gemm import PACKAGES
-from sonicmoe.kernels.quack_tilings import FAMILIES, family_of
 from sonicmoe.quant.recipes import RECIPES
 
 FP8, PLAIN = EngineSettings(recipe=RECIPES["dx256"]), EngineSettings()
@@ -63,26 +61,6 @@ def test_public_models_are_served(sizes):
         size = {"hidden_size": hidden + more_hidden, "intermediate_size": intermediate + more_inner}
         words = f"H is {size['hidden_size']} and I is {size['intermediate_size']}"
         assert words in problem(HOPPER, replace(HOPPER_LOAD, **size), "sm_90a")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"recompute_z": True},
-        {"iso_weight": True},
-        {"frees_stagewise": True},
-        {"fp8_wgrad": False},
-        {"save_z": ZCode.BF16},
-        {"recipe": RECIPES["row128-dx256"]},
-        {"activation": ActivationType.GEGLU},
-        {"activation": ActivationType.REGLU},
-        {"activation": ActivationType.SWIGLU_CLAMP, "activation_parameters": (("limit", 7.0),)},
-        {"activation": ActivationType.SITU_GLU},
-    ],
-    ids=lambda changes: ", ".join(f"{name}={getattr(v, 'name', v)}" for name, v in changes.items()),
-)
-def test_what_hopper_computes(changes):
-    assert problem(HOPPER, changed(HOPPER_LOAD, **changes), "sm_90a") is None
 
 
 BY_128 = TokenFormat.E4M3_1X128
@@ -165,42 +143,6 @@ def test_other_architectures(record, arch):
     assert problem(record, None, arch) == (None if served else wanted)
     assert problem(record, None, HOST).startswith("no GPU: tensors are on the host")
     assert problem(REFERENCE, None, arch) is problem(REFERENCE, None, HOST) is None
-
-
-# Where quack-kernels multiplies; Hopper has GEMMs of our own.
-OF_QUACK = [known.name for known in BF16.architectures if known is not SM90]
-
-
-def test_the_bf16_engine_serves_what_its_gemms_are_written_for():
-    families = {arch: ARCHITECTURES[arch].family for arch in OF_QUACK}
-    assert {arch: family_of(arch) for arch in families} == families
-    assert families == {
-        name: known.family for name, known in ARCHITECTURES.items() if known.family in FAMILIES
-    }
-
-
-def test_the_default_configuration_in_fp8_suits_hopper():
-    config = SonicMoEConfig(fp8_mode="perf").resolve()
-    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
-    assert problem(HOPPER, replace(HOPPER_LOAD, settings=settings)) is None
-
-
-def test_names_of_architectures():
-    assert arch_name((9, 0)) == SM90.name == DEFAULT_ARCH and arch_name((8, 6)) == "sm_86"
-    assert arch_name((10, 3)) == "sm_103a"
-    for record in RECORDS.values():
-        for architecture in record.architectures:
-            assert arch_name(architecture.capability) == architecture.name
-
-
-@pytest.mark.parametrize("arch", OF_QUACK)
-def test_kernels_are_planned_for_the_architecture_and_for_a_cap(arch):
-    """A cap on multiprocessors needs other kernels where the hardware hands out tiles."""
-    capped = changed(BF16_LOAD, gemm_num_sms=64)
-    free, held = (BF16.jobs(workload, arch) for workload in (BF16_LOAD, capped))
-    assert {job.arch for job in free} == {job.arch for job in held} == {arch}
-    assert {dict(job.statics)["clc"] for job in free if job.name != "expert_rows"} == {True}
-    assert {dict(job.statics)["clc"] for job in held if job.name != "expert_rows"} == {False}
 
 
 @pytest.mark.parametrize(

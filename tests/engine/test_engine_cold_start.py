@@ -21,7 +21,7 @@ from sonicmoe.engine.cold_start import compile_missing, run_jobs
 from sonicmoe.engine.select import ready_engine
 from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ActivationType, EngineName
-from sonicmoe.jit import CompileCache, CompileKey
+from sonicmoe.jit import CompileCache
 from sonicmoe.quant.recipes import RECIPES
 
 FP8 = Workload(EngineSettings(recipe=RECIPES["dx256"]), 3072, 1536)
@@ -98,15 +98,6 @@ def test_a_kernel_that_fails_is_named_and_raises_where_it_is_loaded(run, caplog)
     assert caplog.messages[-1].endswith("; failed: fake_4")
 
 
-def test_what_this_machine_has_no_compiler_for_is_left_to_the_loader(run, monkeypatch):
-    def without_toolchain(job: FakeJob) -> CompileKey:
-        return CompileKey("fake", "sm_90a", (("H", job.size),), (), None)
-
-    monkeypatch.setattr(FakeJob, "key", without_toolchain)
-    run.start()
-    assert not run.field.builds()
-
-
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(EngineName.HOPPER, "sm_90a"), (EngineName.BF16, "sm_90a"), (EngineName.BF16, "sm_100a")],
@@ -138,11 +129,6 @@ class TestReadyEngine:
     def test_compiles_for_the_engine_that_was_chosen(self, compiled):
         assert ready_engine("cuda:0", EngineName.AUTO, FP8).engine.name == "hopper"
         assert compiled == [(EngineName.HOPPER, FP8, "sm_90a")]
-
-    def test_compiles_with_the_settings_of_a_fallback(self, compiled):
-        ready_engine("cuda:0", EngineName.AUTO, replace(FP8, bias=True))
-        ((name, workload, _),) = compiled
-        assert name is EngineName.BF16 and workload.bias and workload.settings.recipe is None
 
     def test_compiles_nothing_on_a_host_or_in_a_capture(self, compiled, monkeypatch):
         ready_engine("cpu", EngineName.AUTO, FP8)

@@ -16,7 +16,7 @@ from engine.fp8_by_hand import (
     distance,
 )
 from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, run_engine, set_up
-from framework import cosine, numpy, relative_rmse, torch
+from framework import cosine, relative_rmse, torch
 from pairwise import pairwise
 
 from sonicmoe.engine.interface import EngineSettings
@@ -73,19 +73,6 @@ def test_every_quantisation_point_shows(coarse, point):
     equal = {name for name in OUTPUTS if distance(without, actual, name) < 1e-6}
     assert moved == AFFECTS[point]
     assert equal == set(OUTPUTS) - AFFECTS[point]
-
-
-@pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
-def test_gaussian_data_and_fp32_scales_agree_with_the_recipe_by_hand(recipe):
-    """Here a sum in another order may flip single codes at a rounding boundary: the bound is that
-    of a few flips.
-    """
-    problem = make_problem(tokens=100, hidden=144, intermediate=136, experts=2, topk=2, empty=())
-    settings = EngineSettings(recipe=recipe)
-    actual, expected = run_engine(problem, settings), by_hand(problem, settings, torch.float32)
-    for name in OUTPUTS:
-        error = relative_rmse(getattr(actual, name), getattr(expected, name))
-        assert error < 1.5e-3, f"{name}: {error}"
 
 
 @pytest.fixture(scope="module")
@@ -194,16 +181,6 @@ def test_rows_are_padded_so_that_no_block_spans_two_experts(recipe):
     assert_same_bits(loud_result, quiet_result, ("out", "dx"), slice(None, None, 2))
 
 
-def test_biases_are_not_quantised():
-    problem = make_problem(bias=True)
-    zero = problem.but(up_gate=np.zeros_like(problem.up_gate), down=np.zeros_like(problem.down))
-    result = run_engine(zero, ISO128)
-    np.testing.assert_allclose(result.out, golden(zero).out, rtol=1e-6, atol=1e-6)
-    setup = set_up(problem, ISO128)
-    assert setup.weights.b1.dtype == setup.weights.b2.dtype == torch.float32
-    np.testing.assert_array_equal(numpy(setup.weights.b2), problem.b2)
-
-
 @pytest.mark.parametrize("activation", list(ActivationType), ids=lambda a: a.value)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_every_activation_in_fp8(activation, bias):
@@ -217,12 +194,3 @@ def test_every_activation_in_fp8(activation, bias):
     for name, got in actual.items():
         error = relative_rmse(got, getattr(exact, name))
         assert error < bound, f"{name}: {error:.4f}"
-
-
-@pytest.mark.parametrize("recipe", BASE_RECIPES, ids=lambda r: r.name)
-def test_shared_weight_buffers_are_one_object(recipe):
-    weights = set_up(make_problem(), EngineSettings(recipe=recipe)).weights
-    assert (weights.w1 is weights.w1_dgrad) == (recipe.w1 == recipe.w1_dgrad)
-    assert (weights.w2 is weights.w2_dgrad) == (recipe.w2 == recipe.w2_dgrad)
-    assert weights.w1.block == recipe.w1.extent
-    assert weights.w2_dgrad.block == recipe.w2_dgrad.extent

@@ -21,25 +21,20 @@ from engine.fp8_arrivals import (
     problem_with_idle_tokens,
     quantised,
     run,
-    stages_of,
 )
 from engine.fp8_by_hand import assert_equal_to_rounding, by_hand, coarse_problem
-from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, set_up
+from engine.moe_golden import OUTPUTS, assert_same_bits, golden, set_up
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 
-from sonicmoe.engine.border import check_dout
-from sonicmoe.engine.capabilities import BF16, HOPPER, format_problem
-from sonicmoe.engine.interface import EngineSettings, token_dtype, token_format
-from sonicmoe.engine.settings import TokenFormat
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize
-from sonicmoe.quant.tokens import to_bfloat16, tokens_of
+from sonicmoe.quant.tokens import tokens_of
 
 # The weight gradient that reads this side's values, and the operands of its product.
 GRADIENT = {"x": "dw1", "dout": "dw2"}
-OPERANDS = {"x": {"wgrad_x", "wgrad_dz"}, "dout": {"wgrad_dout", "wgrad_y1s"}}
 SIDES = pytest.mark.parametrize("side", GRADIENT)
 WIDE = EngineSettings(recipe=RECIPES["wide256"])
 NAMES = ("row128", "row128-dx256")
@@ -60,11 +55,6 @@ def gaussian():
 
 def arriving(problem, side):
     return {side: quantised(getattr(problem, side))}
-
-
-def test_quantised_tokens_have_a_form_of_their_own(gaussian):
-    x = quantised(gaussian.x)
-    assert token_format(x) is TokenFormat.E4M3_1X128 and token_dtype(x) == torch.bfloat16
 
 
 @SIDES
@@ -149,24 +139,6 @@ def test_an_infinite_scale_is_nan_in_the_experts_of_its_token_alone(gaussian):
         assert bad.all() if expert in gaussian.indices[token] else not bad.any(), expert
 
 
-def test_biases_see_the_values():
-    """db2 and the bias' share of dprobs read the values of the codes."""
-    problem = make_problem(tokens=64, hidden=256, intermediate=64, topk=2, bias=True)
-    dout = quantised(problem.dout)
-    setup = set_up(problem.but(dout=numpy(dequantize(dout))), ISO128)
-    sent, values = replace(setup, dout=dout).run(), setup.run()
-    np.testing.assert_array_equal(sent.db2, values.db2)
-    assert relative_rmse(sent.dprobs, values.dprobs) < 0.02
-
-
-@SIDES
-@pytest.mark.parametrize("name", ["iso128", "row128"])
-def test_the_operands_of_wgrad_are_no_stages_where_scales_are_folded(gaussian, side, name):
-    shown = {*stages_of(gaussian, EngineSettings(recipe=RECIPES[name]), **arriving(gaussian, side))}
-    assert {f"{side}_fp8", GRADIENT[side]} <= shown
-    assert shown & OPERANDS[side] == (OPERANDS[side] if name == "iso128" else set())
-
-
 OFF = EngineSettings()
 REFUSED = {
     "x, FP8 is off": ("x", OFF, {}, ConfigError, "FP8 is off; needed: the values in bfloat16"),
@@ -189,29 +161,12 @@ def test_what_the_engine_cannot_read_is_refused_by_name(
         run(gaussian, settings, **{side: sent.codes if "codes" in form else sent})
 
 
-def test_each_engine_at_its_border(gaussian):
-    """What the engines with kernels read, asked of the border that they share."""
-    _, saved = set_up(gaussian, ISO128, torch.bfloat16).forward()
-    blocks = quantised(gaussian.dout)
-    assert check_dout(blocks, saved, HOPPER) is blocks
-    with pytest.raises(DTypeError, match=r"the bf16 engine cannot read dout: .*'e4m3_1x128'"):
-        check_dout(blocks, saved, BF16)
-    assert format_problem(BF16, EngineSettings(), TokenFormat.PLAIN, "dout") is None
-
-
 @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
 def test_a_gradient_on_another_device_is_refused(gaussian):
     dout = quantised(gaussian.dout)
     elsewhere = tokens_of(dout.codes.to("meta"), dout.scale_inv.to("meta"))
     with pytest.raises(DeviceError, match="routing is on cpu but dout is on meta"):
         run(gaussian, ISO128, elsewhere)
-
-
-def test_values_in_bf16(gaussian):
-    x = quantised(gaussian.x)
-    values = to_bfloat16(x)
-    assert values.dtype == torch.bfloat16
-    np.testing.assert_array_equal(numpy(values), numpy(dequantize(x).to(torch.bfloat16)))
 
 
 # ---- recipe row128 ----
@@ -240,11 +195,6 @@ def own_sender(values, settings=ROW128):
     """Tokens whose sender quantises as the engine does."""
     q = quantize(tensor(values, torch.float32), settings.recipe.x)
     return tokens_of(q.codes, q.scale_inv)
-
-
-def senders(problem):
-    """x and dout as the usual sender quantises them."""
-    return {side: quantised(getattr(problem, side)) for side in ("x", "dout")}
 
 
 @WGRADS
@@ -316,30 +266,3 @@ def test_one_bad_element_makes_the_gradient_of_its_experts_nan_and_no_other(gaus
         assert all(np.isnan(found.dw2[expert]).all() for expert in served)
     others = np.arange(len(bad)) != token
     assert_same_bits(found, healthy, ("out", "dx", "dprobs"), others)
-
-
-def test_small_values_survive_the_fold():
-    """dz s_t is far below dz here; its blocks have scales of their own, so no bit is lost."""
-    problem = make_problem(ActivationType.REGLU, tokens=64, hidden=256, intermediate=64, topk=2)
-    quiet = problem.but(dout=problem.dout * 2.0**-30, x=problem.x * 2.0**-12)
-    settings = replace(FOLDS, recipe=RECIPES["row128"])
-    loud, found = run(problem, settings), run(quiet, settings)
-    # bf16 holds both exactly, and powers of two change no code.
-    np.testing.assert_array_equal(found.dw1, loud.dw1 * 2.0**-54)
-    np.testing.assert_array_equal(found.dw2, loud.dw2 * 2.0**-54)
-
-
-def test_the_operands_of_wgrad_are_no_stages(gaussian):
-    folded, plain = (
-        stages_of(gaussian, replace(ROW128, fp8_wgrad=fp8_wgrad)) for fp8_wgrad in (True, False)
-    )
-    wgrad = {"wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s"}
-    assert wgrad <= {*plain} and not wgrad & {*folded}
-    assert folded.count("x_fp8") == folded.count("dout_fp8") == 1
-
-
-def test_each_direction_has_its_own_buffer(gaussian):
-    weights = set_up(gaussian, ROW128, torch.bfloat16).weights
-    assert weights.two_orders and weights.w2 is not weights.w2_dgrad
-    w1, w2_dgrad = numpy(weights.w1.scale_inv), numpy(weights.w2_dgrad.scale_inv)
-    assert (w1 == w1[:, :, :1]).all() and (w2_dgrad == w2_dgrad[:, :1]).all()

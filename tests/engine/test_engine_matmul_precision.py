@@ -43,21 +43,3 @@ def test_no_bit_depends_on_the_programs_choice(relaxed):
         exact = run_engine(problem, EngineSettings())
     assert_same_bits(fast, exact)
     assert switches() == found
-
-
-def test_nests_and_restores(relaxed):
-    found = switches()
-    with ieee_matmul():
-        inside = switches()
-        with ieee_matmul():
-            assert switches() == inside
-        assert switches() == inside
-    assert switches() == found
-    assert inside == (False if IS_PADDLE else ("ieee", "ieee"))
-
-
-def test_restores_after_an_error(relaxed):
-    found = switches()
-    with pytest.raises(KeyError), ieee_matmul():
-        raise KeyError
-    assert switches() == found

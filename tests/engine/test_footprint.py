@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 
 import pytest
 from framework import IS_PADDLE, torch
 
-from sonicmoe.engine import targets as targets_module
 from sonicmoe.engine.footprint import Footprint
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import ParameterTargets
@@ -64,14 +62,6 @@ def test_other_tensors(change):
     assert Footprint("rows", tensors).seen_again("rows", change(tensors)) is None
 
 
-def test_frozen_ones():
-    tensors = [None, *matrices(2), None]
-    last = Footprint("rows", tensors)
-    assert last.seen_again("rows", tensors) is last
-    assert last.seen_again("rows", [tensors[1], None, tensors[2], None]) is None
-    assert last.seen_again("rows", [zeros(8, 16), *tensors[1:]]) is None
-
-
 @pytest.mark.skipif(IS_PADDLE, reason="the ways in which PyTorch changes a tensor in place")
 @pytest.mark.parametrize("change", [
     lambda t: t.t_(),
@@ -120,12 +110,6 @@ def test_a_footprint_owns_no_tensor():
     assert [ref() for ref in alive] == [None] * 4
 
 
-def test_a_copy_recognises_nothing():
-    tensors = matrices()
-    last = copy.deepcopy(Footprint("rows", tensors))
-    assert last.seen_again("rows", tensors) is None
-
-
 class TestTargets:
     def make(self):
         ups, downs = [zeros(H, 2 * I) for _ in range(E)], [zeros(I, H) for _ in range(E)]
@@ -138,20 +122,6 @@ class TestTargets:
 
     def problems(self, targets):
         return targets.problem(2 * I, H, I, "cpu"), targets.copy_engine_problem()
-
-    def test_reasons_are_found_once(self, monkeypatch):
-        ups, downs = self.make()
-        asked, misfit = [], targets_module.misfit
-        monkeypatch.setattr(targets_module, "misfit", lambda *of: asked.append(1) or misfit(*of))
-        last = None
-        for _ in range(3):
-            targets = self.targets(ups, downs)
-            last = targets.recognise(last)
-            assert self.problems(targets) == (None, None)
-        assert len(asked) == 2 * E
-        assert targets.problem(2 * I, H, I, "cuda:0") is not None, "another question"
-        assert self.problems(self.targets(ups, downs)) == (None, None)
-        assert len(asked) > 4 * E, "without a footprint everybody asks for himself"
 
     def test_moved_memory_is_looked_at(self):
         ups, downs = self.make()

@@ -20,14 +20,13 @@ import pytest
 from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
 from sonicmoe.engine import select, trial, trust
-from sonicmoe.engine.capabilities import BF16, HOPPER, RECORDS, REFERENCE, TRITON
+from sonicmoe.engine.capabilities import BF16, RECORDS
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import TokenFormat, Workload
 from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
 from sonicmoe.enums import ActivationType, EngineName, ZCode
 from sonicmoe.errors import EngineUnavailableError
-from sonicmoe.jit import no_compile
 from sonicmoe.jit.cache import CompileCache, default_cache
 from sonicmoe.quant.recipes import RECIPES
 
@@ -154,11 +153,6 @@ class TestVerdicts:
             verdict.reason,
         )
 
-    def test_later_cases_are_tried_and_the_first_problem_is_the_reason(self, monkeypatch):
-        verdict = inline(monkeypatch, planted_engines.WrongNumber)
-        assert len([case for case in verdict.cases if case["problem"]]) == len(verdict.cases) - 2
-        assert verdict.reason.startswith("training: ")
-
     @pytest.mark.parametrize("workload", [
         WORKLOAD,
         Workload(EngineSettings(ActivationType.SITU_GLU, activation_parameters=(("beta", 2.0),)), 64, 32, "float16", True),
@@ -166,20 +160,6 @@ class TestVerdicts:
     ])  # fmt: skip
     def test_a_workload_reaches_the_process(self, workload):
         assert trial.workload_of(json.loads(json.dumps(trust.record_of(workload)))) == workload
-
-    def test_every_expert_has_the_counts_that_the_page_promises(self):
-        problem = trial.Problem(WORKLOAD, "cpu")
-        assert tuple(int(n) for n in problem.routing.expert_counts) == trial.COUNTS
-        assert sorted(count % 2 for count in trial.COUNTS) == [0, 1, 1] and 0 in trial.COUNTS
-
-    def test_sizes_shrink_while_the_kernels_are_the_same(self):
-        def jobs(workload, arch):
-            return ("wide",) if workload.hidden_size > 3000 else ("narrow",)
-
-        sizes = replace(WORKLOAD, hidden_size=7168, intermediate_size=4864)
-        large = subject(ReferenceEngine, sizes)
-        found = replace(large, record=replace(RECORD, jobs=jobs)).smaller()
-        assert (found.hidden_size, found.intermediate_size) == (3584, 608)
 
 
 @pytest.fixture
@@ -283,31 +263,6 @@ class TestKept:
             rank.join()
         assert len(trials.made) == 1 and found == [Verdict(True)] * 4
 
-    def test_without_a_place_for_it_a_verdict_holds_for_the_process(self, trials, monkeypatch):
-        def refuse(*_):
-            raise trust.CacheUnwritableError("nowhere")
-
-        monkeypatch.setattr(default_cache(), "install", refuse)
-        assert trust.trusted(ASKED) and trust.trusted(ASKED)
-        assert len(trials.made) == 1
-
-    def test_no_compile_is_no_ban_on_a_trial(self, trials):
-        with no_compile():
-            assert trust.trusted(ASKED)
-        assert len(trials.made) == 1
-
-    def test_a_kernel_that_is_missing_raises_where_it_is_loaded(self, trials):
-        missing = replace(RECORD, jobs=lambda workload, arch: (_Job(),))
-        assert trust.trusted(replace(ASKED, record=missing)) and not trials.made
-
-    def test_kernels_that_are_compiled_one_by_one_are_compiled_before(self, trials, tmp_path):
-        job = _Job()
-        record = replace(RECORD, jobs=lambda workload, arch: (job,))
-        folders = {"cache_dir": tmp_path / "c", "local_cache_dir": tmp_path / "l"}
-        with SonicMoEConfig(**folders, compile_jobs="off").activate():
-            assert trust.trusted(replace(ASKED, record=record))
-        assert job.compiled == 1 and len(trials.made) == 1
-
 
 class _Job:
     name, effort_s = "some_gemm", 1.0
@@ -397,9 +352,3 @@ class TestChoice:
         assert self.ready().engine.name == "bf16"
         assert self.ready(EngineName.REFERENCE).engine.name == "reference"
         assert not self.trials.made
-
-
-def test_proven_are_the_architectures_that_the_records_say():
-    assert HOPPER.proven == BF16.proven == TRITON.proven == (SM90,) and REFERENCE.proven == ()
-    for record in RECORDS.values():
-        assert set(record.proven) <= set(record.architectures)
