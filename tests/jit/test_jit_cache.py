@@ -1,7 +1,6 @@
 """One process: what the cache promises about artefacts, damage and refusal."""
 
 import json
-import logging
 import os
 import threading
 from pathlib import Path
@@ -88,13 +87,6 @@ def test_damage_is_a_miss_then_quarantined_and_rebuilt(damage, cache, key, compi
     assert "damaged artefact of fake[H=1" in caplog.text
 
 
-def test_quarantine_stays_small(cache, key, compiler, field):
-    for _ in range(6):
-        truncate(cache.build(key, compiler(key)).path)
-    cache.build(key, compiler(key))
-    assert len(quarantined(field)) == 3
-
-
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -148,18 +140,6 @@ def test_failed_build_publishes_nothing_and_next_one_succeeds(cache, key, compil
     assert load(cache.build(key, compiler(key))) == 4096
 
 
-def test_scratch_is_not_published(cache, key):
-    def build(folder):
-        (folder / ".scratch").mkdir()
-        (folder / ".scratch" / "big.o").write_bytes(b"x" * 1000)
-        (folder / "kernel.so").write_bytes(b"y")
-
-    artefact = cache.build(key, build)
-    assert sorted(path.name for path in artefact.path.iterdir()) == ["kernel.so", "manifest.json"]
-    with pytest.raises(KeyError, match=r"big\.o"):
-        artefact.file("big.o")
-
-
 def test_artefact_that_does_not_load_here_is_built_for_this_host_only(
     cache, key, compiler, field, caplog
 ):
@@ -184,17 +164,3 @@ def test_artefact_that_never_loads_is_explained(cache, key, compiler):
 
     with pytest.raises(ArtefactLoadError, match=r"fake\[H=1.*libcudart"):
         cache.get(key, compiler(key), loader)
-
-
-def test_published_files_are_what_the_manifest_says(cache, key, compiler):
-    manifest = json.loads((cache.build(key, compiler(key)).path / "manifest.json").read_text())
-    assert manifest["key"] == json.loads(json.dumps(key.record()))
-    assert manifest["files"]["kernel.so"]["size"] == 4096
-    assert manifest["built"]["pid"] == os.getpid()
-
-
-def test_hits_are_silent(cache, key, compiler, caplog):
-    cache.build(key, compiler(key))
-    with caplog.at_level(logging.INFO):
-        cache.build(key, compiler(key))
-    assert caplog.text == ""

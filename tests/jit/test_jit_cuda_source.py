@@ -3,7 +3,6 @@ GPU.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit import toolchain as toolchain_module
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.errors import CompileError, ToolchainError
-from sonicmoe.jit.toolchain import CudaToolkit, find_toolkit
+from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import cuda_sources
 
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
@@ -110,12 +109,6 @@ def test_module_loads_without_a_gpu_and_checks_its_arguments(warm_cache):
         module.scale_add(torch.zeros(3), torch.zeros(3), 1.0)
 
 
-def test_report_shows_the_architecture_and_no_spill(warm_cache):
-    (kernel,) = resource_usage(toolchain_probe("sm_90a").compile(warm_cache))
-    assert kernel.arch == "sm_90a" and "scale_add" in kernel.kernel and 0 < kernel.registers <= 32
-    require_no_spills([kernel])
-
-
 def test_spilling_kernel_is_found_out(tmp_path):
     source = tmp_path / "hungry.cu"
     source.write_text(SPILLING)
@@ -156,17 +149,3 @@ def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(no_toolk
     assert toolchain_probe("sm_90a").load(warm_cache).threads() == 256
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
         toolchain_probe("sm_90a", threads=128).load(warm_cache)
-
-
-def test_toolkit_is_found_through_a_wrapper_script(tmp_path, monkeypatch):
-    real = find_toolkit()
-    assert real is not None
-    wrapper = tmp_path / "nvcc"
-    wrapper.write_text(f'#!/bin/sh\nexec {real.nvcc} "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    found = find_toolkit()
-    assert isinstance(found, CudaToolkit) and found.version == real.version
-    assert (found.home / "bin" / "nvcc").samefile(real.nvcc)

@@ -95,13 +95,3 @@ def test_without_a_server_the_worker_builds_by_itself(server, tmp_path, monkeypa
     monkeypatch.setattr(cute_server, "build", lambda *_: (1, "error: no such thing"))
     with pytest.raises(CompileError, match=r"mine did not compile \(exit status 1\)(.|\n)*no such"):
         kernel._build(tmp_path, toolkit)
-
-
-def test_a_server_that_cannot_import_its_compiler_is_no_error(tmp_path, monkeypatch):
-    """Its standard library is not found, so it ends at once."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    started = cute_server.CuteServer("sm_90a")
-    try:
-        assert cute_server.build(started.descriptor, request(tmp_path / "a", "any"), -1) is None
-    finally:
-        started.close()

@@ -193,21 +193,3 @@ def test_the_calls_are_those_of_the_cache(memory):
     found = set(number_of_calls(SCENES[0], cases))
     wanted = {"open", "fstat", "listdir", "mkdir", "rename", "fsync", "flock", "statvfs", "write", "readinto", "unlink"}  # fmt: skip
     assert wanted <= found
-
-
-def test_short_descriptor_limit(memory):
-    """The process has no file left to open: nothing hangs, and nothing healthy is lost."""
-    field = Field(memory)
-    publish(field)
-    limits = __import__("resource")
-    before = limits.getrlimit(limits.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    try:
-        for spare in range(8):
-            limits.setrlimit(limits.RLIMIT_NOFILE, (used + spare, before[1]))
-            found = open_cache(field).try_load(KEY)
-            assert found is None or load(found) == 4096
-    finally:
-        limits.setrlimit(limits.RLIMIT_NOFILE, before)
-    assert not (field.root / "quarantine").exists()
-    assert open_cache(field).try_load(KEY) is not None

@@ -4,16 +4,13 @@ everywhere.
 
 import errno
 import json
-import threading
 
 import filelock
 import pytest
-from late_files import LateFiles
 from racer import load, make_key
 
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.files import StoreFiles
-from sonicmoe.jit.place import Place, Trust
 
 PROCESSES = 8
 
@@ -90,18 +87,6 @@ def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, mounts, own_wor
     assert field.builds() == {1: 2}
 
 
-def test_full_disk_without_a_fallback_is_one_clear_error(field, mounts):
-    setup = f"{small(field.root, 128)} && {small(field.local, 128)}"
-    result = field.run(prefix=shell(mounts, setup), bytes=1 << 20)
-    assert result["error"] == "CacheUnwritableError" and result["message"].count("ENOSPC") == 2
-
-
-def test_disk_without_room_for_a_lock(field, mounts):
-    setup = f"{small(field.root, 64)} && dd if=/dev/zero of={field.root}/filler bs=1k count=64 2>/dev/null; true"
-    result = field.run(prefix=shell(mounts, setup))
-    assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
-
-
 # Injected faults
 
 
@@ -117,28 +102,6 @@ def test_rename_visible_late_is_waited_for(field):
     assert field.builds() == {1: 1}
     waited = max(result["seconds"] for result in results)
     assert waited >= 1.0, "somebody had to wait for the rename to show"
-
-
-def test_rename_that_never_shows_is_not_waited_for_without_bound(field):
-    ledger = field.folder / "ledger"
-    ledger.mkdir()
-    late = {"late": str(ledger), "late_s": 1000.0, "visibility": 0.3}
-    field.run(host="node0", **late)
-    result = field.run(host="node1", **late)
-    assert result["bytes"] == 4096 and result["seconds"] < 5
-    assert field.builds() == {1: 2} or field.builds() == {1: 3}
-
-
-def test_removed_artefact_costs_no_wait_on_the_same_host(cache, key, compiler):
-    slow_to_give_up = CompileCache(cache.root, cache.local_root, visibility_timeout_s=60)
-    artefact = slow_to_give_up.build(key, compiler(key))
-    for path in artefact.path.iterdir():
-        path.unlink()
-    artefact.path.rmdir()
-    done = threading.Event()
-    build = lambda: (slow_to_give_up.build(key, compiler(key)), done.set())  # noqa: E731
-    threading.Thread(target=build, daemon=True).start()
-    assert done.wait(5)
 
 
 def publish_first(field, key, compiler):
@@ -211,13 +174,3 @@ def test_file_system_without_locks_still_publishes(
     cache = CompileCache(field.root, field.local)
     assert load(cache.build(key, compiler(key))) == 4096
     assert "no file locks" in caplog.text
-
-
-def test_late_files_really_hides(tmp_path):
-    writer, reader = (LateFiles(tmp_path / "ledger", host, 1000.0) for host in ("a", "b"))
-    (tmp_path / "ledger").mkdir()
-    here = Place.of(tmp_path, Trust.SHARED)
-    for name in ("staged", "store"):
-        writer.make_dir(here / name)
-    writer.publish(here / "staged", here / "store" / "x")
-    assert (writer.names(here / "store"), reader.names(here / "store")) == (["x"], [])

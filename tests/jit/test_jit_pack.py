@@ -58,23 +58,6 @@ def test_round_trip(packed, elsewhere, field):
     assert unpack(packed, elsewhere) == pack, "again, into a cache that has everything"
 
 
-def test_a_pack_is_an_ordinary_tar_file(packed):
-    with tarfile.open(packed) as archive:
-        members = archive.getmembers()
-        names = [member.name for member in members]
-    assert all(member.isreg() for member in members)
-    assert names[0] == LIST and names[-1] == CHECKSUM
-    assert names[1] == f"artefacts/fake/{make_key(1).digest}/kernel.so"
-
-
-def test_a_machine_without_the_compiler_packs_and_unpacks(packed, elsewhere, tmp_path):
-    unpack(packed, elsewhere)
-    found = elsewhere.try_load(make_key(1, compiler=None))
-    assert found is not None
-    again = write_pack(tmp_path / "again.pack", [found], SPEC, "fp8")
-    assert again.artefacts[0].key == make_key(1)
-
-
 def test_no_pack_carries_a_verdict_of_another_machine(cache, elsewhere, field, monkeypatch):
     """Neither is one written, nor is one of an earlier build taken over."""
     key = CompileKey.make(
@@ -94,14 +77,6 @@ def test_no_pack_carries_a_verdict_of_another_machine(cache, elsewhere, field, m
     assert len(pack.artefacts) == 2
     with pytest.raises(PackError, match="there is nothing to pack"):
         write_pack(path, [verdict], SPEC, "fp8")
-
-
-def test_a_full_cache_directory_falls_back_to_the_node(packed, field, mounts):
-    del mounts  # root writes anywhere, so only a file in the place of the directory stops it
-    (field.folder / "file").write_text("")
-    cache = CompileCache(field.folder / "file" / "cache", field.folder / "node")
-    unpack(packed, cache)
-    assert cache.try_load(make_key(2)) is not None
 
 
 def test_what_cannot_be_written_leaves_nothing(cache, field, monkeypatch):
@@ -269,19 +244,6 @@ def test_a_link_beside_the_files_is_another_header(packed, elsewhere):
     assert is_empty(elsewhere)
 
 
-def test_a_pack_that_changes_while_it_is_unpacked(packed, elsewhere, monkeypatch):
-    whole, install = packed.read_bytes(), CompileCache.install
-
-    def overwrite(cache, key, builder):
-        packed.write_bytes(whole[:-3000] + b"0123456789" + whole[-2990:])
-        return install(cache, key, builder)
-
-    monkeypatch.setattr(CompileCache, "install", overwrite)
-    with pytest.raises(PackError, match="does not match its checksum"):
-        unpack(packed, elsewhere)
-    assert elsewhere.try_load(make_key(3)) is None
-
-
 @pytest.fixture
 def pack(packed):
     return read_pack(packed)
@@ -300,12 +262,6 @@ def test_versions_that_differ(pack, name, version, words, monkeypatch):
     monkeypatch.setattr(pack_module, "versions_here", lambda: here)
     reason = refusal(replace(pack, versions=here | {name: version}))
     assert reason is None if words is None else str(reason).startswith(words)
-
-
-def test_a_machine_without_compilers_takes_any(pack, monkeypatch):
-    here = pack.versions | dict.fromkeys(("nvcc", "triton", "quack-kernels"), "absent")
-    monkeypatch.setattr(pack_module, "versions_here", lambda: here)
-    assert refusal(pack) is None
 
 
 def test_another_architecture(pack):

@@ -13,7 +13,7 @@ from fake_jobs import FakeJob
 from racer import make_key
 from racers import TIMEOUT_S, environment, held
 
-from sonicmoe.jit.parallel import Outcomes, ParallelBuild, longest_first
+from sonicmoe.jit.parallel import Outcomes, ParallelBuild
 from sonicmoe.jit.slots import HostSlots
 
 RANKS, JOBS, LIMIT = 4, 6, 3
@@ -75,18 +75,6 @@ def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field
     assert sum(field.builds().values()) == JOBS + LIMIT
 
 
-def test_workers_of_a_killed_rank_keep_their_places_and_finish(field):
-    (field.folder / "go").touch()
-    victim = start(field, 0, limit=1, seconds=2.0)
-    field.until(lambda: field.builds() == {1: 1})
-    victim.kill()
-    victim.wait()  # and not communicate(), which would wait for the worker too
-    slots = HostSlots(field.local, 1)
-    assert slots.take() is None, "the orphan holds the only place until it has published"
-    other = result(start(field, 1, limit=1, jobs=1))
-    assert other == {"fake_1": "cached"} and field.builds() == {1: 1}
-
-
 def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field):
     (field.folder / "go").touch()
     with held(field.root / "locks" / f"fake-{make_key(2).digest}.lock"):
@@ -94,11 +82,6 @@ def test_a_hanging_builder_elsewhere_is_waited_for_and_named(field):
     failed = outcomes.pop("fake_2")
     assert set(outcomes.values()) == {"built"}
     assert failed.startswith("failed waited 0.5 s for fake[H=2"), failed
-
-
-def test_the_longest_job_begins_first(field):
-    jobs = [FakeJob(1, field.log, 1.0), FakeJob(2, field.log, 3.0), FakeJob(3, field.log, 2.0)]
-    assert [job.size for job in longest_first(jobs)] == [2, 3, 1]
 
 
 def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):

@@ -146,26 +146,3 @@ def test_root_of_the_host_in_a_container(monkeypatch, tmp_path):
     assert judged(inside=False, anybody_makes=False)
     assert not judged(inside=True, anybody_makes=False)
     assert not judged(inside=False, anybody_makes=True)
-
-
-def test_directory_that_may_be_entered_and_not_read_leads_on(tmp_path):
-    """Home directories of mode 711 are usual."""
-    made(tmp_path / "above", 0o755)
-    made(tmp_path / "above" / "cache", 0o755)
-    (tmp_path / "above").chmod(0o311)
-    with Place.of(tmp_path / "above" / "cache", Trust.OWNER).opened() as folder:
-        assert os.listdir(folder) == []
-
-
-def test_no_descriptor_is_left_open(tmp_path):
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "file").write_text("")
-    made(tmp_path / "open", 0o777)
-    before = len(os.listdir("/proc/self/fd"))
-    for name in ("", "loop", "file", "file/x", "absent", "open", "open/../absent/.."):
-        try:
-            with Place.of(tmp_path / name, Trust.OWNER).opened():
-                pass
-        except OSError:
-            continue
-    assert len(os.listdir("/proc/self/fd")) == before

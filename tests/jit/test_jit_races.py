@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 
-import pytest
 from racer import make_key
 from racers import environment, held
 
 PROCESSES = 8
-FUTURE, PAST = 4102444800, 1
 
 
 def published(field):
@@ -128,18 +126,3 @@ def test_lock_held_for_a_dead_process_is_explained(field):
         result = field.run(timeout=0.3)
     assert result["error"] == "CompileLockTimeout" and f"pid {gone.pid}" in result["message"]
     assert "that process is gone, so one of its forked children keeps the lock" in result["message"]
-
-
-@pytest.mark.parametrize("moment", [FUTURE, PAST])
-def test_clocks_do_not_matter(field, moment):
-    """Modification times of another host's wrong clock, on every file the cache has."""
-    victim = field.start(size=2, seconds=60.0)
-    field.until(lambda: field.builds() == {2: 1})
-    victim.kill()
-    field.run(size=1)
-    for path in [field.root, *field.root.rglob("*")]:
-        os.utime(path, (moment, moment))
-    results = field.race([{"size": 1 + index % 2} for index in range(PROCESSES)])
-    assert [result.get("bytes") for result in results] == [4096] * PROCESSES
-    redone = "the killed build was redone once, the good artefact not at all"
-    assert field.builds() == {1: 1, 2: 2}, redone

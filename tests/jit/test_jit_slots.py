@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
-from racers import TIMEOUT_S, environment
 
 from sonicmoe.jit import cpus, slots
 from sonicmoe.jit.slots import AUTO, HostSlots
@@ -108,54 +105,6 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path):
     folder.mkdir()
     (folder / "kernel.lock").symlink_to(target)
     assert HostSlots(tmp_path, 1).claim("kernel") is not None and not target.exists()
-
-
-# A rank whose cache directory cannot be used; it lives until its input ends.
-RANK = """
-import logging, sys
-from pathlib import Path
-from sonicmoe.jit import CompileCache
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
-cache = CompileCache(Path(sys.argv[1]), Path(sys.argv[2]))
-cache.ask()
-cache.ask()
-print("asked", flush=True)
-sys.stdin.read()
-"""
-
-
-def rank(field):
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, str(field.root), str(field.local)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-
-
-def explanations(ranks):
-    """All of them lived until the last one had asked."""
-    said = 0
-    for process in ranks:
-        assert process.stdout is not None
-        while (line := process.stdout.readline()) != "asked\n":
-            assert line, "the rank ended early"
-            said += line.startswith("compile cache ")
-    for process in ranks:
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0
-    return said
-
-
-def test_ranks_of_a_host_explain_an_unusable_cache_once(field):
-    """And the next run explains it again: nothing that a rank leaves behind keeps it silent."""
-    field.root.write_text("not a directory")
-    for _ in range(2):
-        assert explanations([rank(field) for _ in range(3)]) == 1
-
-
-def test_each_rank_explains_where_the_nodes_own_directory_is_unusable_too(field):
-    for place in (field.root, field.local):
-        place.write_text("not a directory")
-    assert explanations([rank(field) for _ in range(2)]) == 2
 
 
 def test_ranks_with_different_problems_each_explain_theirs(tmp_path):

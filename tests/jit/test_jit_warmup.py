@@ -27,7 +27,7 @@ from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import BOTH, ModelSpec, WarmUpPlan
+from sonicmoe.jit.plan import BOTH, ModelSpec
 from sonicmoe.jit.slots import HostSlots
 from sonicmoe.jit.warmup import SELECTED, check, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
@@ -110,33 +110,6 @@ def test_a_job_that_no_worker_takes_is_not_warm(plant, count, words, cache, jobs
     assert not report.complete and report.record is None
 
 
-def test_progress_that_raises_stops_no_compile_and_is_raised_at_the_end(cache, jobs):
-    seen = []
-
-    def progress(outcome):
-        seen.append(outcome)
-        raise BrokenPipeError("stdout is gone")
-
-    with pytest.raises(BrokenPipeError, match="stdout is gone"):
-        warm_up(SPEC, cache, jobs=1, compile_jobs=jobs(3), progress=progress)
-    assert len(seen) == 1 and check(SPEC, cache, jobs(3)).complete
-    assert read_records(cache.root) == []
-
-
-def test_fewer_threads_than_asked_for_do_the_work(cache, jobs, monkeypatch):
-    class Scarce(parallel_module.threading.Thread):
-        started = 0
-
-        def start(self):
-            if Scarce.started == 1:
-                raise RuntimeError("can't start new thread")
-            Scarce.started += 1
-            super().start()
-
-    monkeypatch.setattr(parallel_module.threading, "Thread", Scarce)
-    assert warm_up(SPEC, cache, jobs=3, compile_jobs=jobs(3)).complete
-
-
 def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     (job,) = jobs(1)
     report = warm_up(SPEC, cache, compile_jobs=[job])
@@ -168,14 +141,6 @@ def test_record_writes_through_no_link(cache, field, jobs):
         record.with_name(name).symlink_to(victim)
     again = warm_up(SPEC, cache, compile_jobs=jobs(1), jobs=1).record
     assert again == record and not record.is_symlink() and victim.read_text() == "precious"
-
-
-def test_a_second_precision_has_a_record_of_its_own(cache, field, jobs):
-    for job, precision in zip(jobs(2), ("fp8", "bf16"), strict=True):
-        warm_up(SPEC, cache, compile_jobs=WarmUpPlan((job,), precision))
-    records = read_records(field.root)
-    kernels = {record["precision"]: record["kernels"][0]["kernel"] for record in records}
-    assert kernels == {"fp8": "fake_1", "bf16": "fake_2"}
 
 
 def test_check_sees_what_is_missing_and_writes_nothing(cache, field, jobs):
@@ -298,16 +263,6 @@ def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch):
     there["triton"] = "3.6.0"
     planned = warm_up_plan(BLACKWELL, "bf16")
     assert planned.left_out == () and "triton_dgated" in names(planned)
-
-
-@pytest.mark.parametrize("fp8_wgrad", [True, False])
-def test_hopper_needs_no_package_that_compiles(fp8_wgrad, monkeypatch):
-    absent = lambda *names: tuple((name, "absent") for name in names)  # noqa: E731
-    monkeypatch.setattr(capabilities, "package_versions", absent)
-    config = current_config(SonicMoEConfig(fp8_wgrad=fp8_wgrad))
-    planned = warm_up_plan(SPEC, config=config)
-    assert planned.precision == "both" and planned.left_out == ()
-    assert names(planned) >= FP8_KERNELS | BF16_KERNELS
 
 
 def test_gpus_before_hopper_are_given_triton_kernels():
