@@ -250,11 +250,6 @@ def test_a_tensor_that_does_not_fit_is_named(passes, head, launches, name, field
     assert not launches.count
 
 
-def test_no_tensor_at_all_is_a_type_error(passes):
-    with pytest.raises(TypeError, match="routing: row_prob is no tensor"):
-        passes.routing(**tensors(ROUTING) | {"row_prob": 1.0})
-
-
 @pytest.mark.parametrize("name", ["w1", "w2_dgrad"])
 def test_weights_in_the_other_order_are_named(passes, name):
     """Where H = 2 I both orders have one shape."""

@@ -5,7 +5,6 @@ every architecture, without spills and with the loads of every operand.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -32,15 +31,12 @@ from kernels.ptxas_report import parse_ptxas, require_no_spills, resource_usage
 from worlds import ROOT, environment
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.config import current_config
 from sonicmoe.engine.capabilities import missing_package
-from sonicmoe.engine.compile_plan import plan
-from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import CompileForbiddenError
-from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.quack_gemm import (
     GroupedGemms,
@@ -54,7 +50,6 @@ from sonicmoe.kernels.quack_tilings import (
     FAMILIES,
     PRODUCTS,
     family_of,
-    served_by,
 )
 
 ARCH = "sm_100a"
@@ -142,27 +137,6 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts):
     assert "cu_rows: Tensor([n4], int32), gather_index: None, max_clusters: int32" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("hidden", "columns"), [(3072, 256), (6144, 256), (2880, 192), (128, 128), (512, 256)]
-)
-def test_tiles_fit_the_width(hidden, columns):
-    """3072 is 12 tiles of 256; 2880 is 15 of 192, and 11.25 of 256."""
-    config = choose_config("down", replace(SHAPE, hidden=hidden))
-    assert (config.tile, config.cluster) == ((256, columns), (2, 1))
-
-
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
-def test_no_tiling_computes_much_for_nothing(arch):
-    hiddens = (2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
-    intermediates = (512, 768, 1024, 1408, 1536, 1792, 2048, 2560, 2880, 4864, 6400, 14336)
-    for hidden, intermediate in itertools.product(hiddens, intermediates):
-        shape = MlpShape(hidden, intermediate, SWIGLU, arch=arch)
-        for product in PRODUCTS:
-            width = shape.width(product)
-            columns = choose_config(product, shape).columns(width)
-            assert columns <= 1.1 * width, (product, shape)
-
-
 @pytest.mark.parametrize(("arch", "family"), TARGETS)
 def test_tilings_keep_to_what_the_kernels_can_do(arch, family):
     shape = shape_for(arch, family)
@@ -213,16 +187,6 @@ def test_the_family_follows_the_architecture():
             shape_for(arch)
 
 
-def test_another_family_can_be_made_to_serve_an_architecture():
-    with served_by("sm_90a", "sm120"):
-        shape = MlpShape(3072, 1536, SWIGLU, arch="sm_90a")
-    assert shape.family == "sm120"
-    statics = [dict(kernel.statics) for kernel in all_kernels(shape)]
-    assert all(s["family"] == "sm120" and not s["clc"] for s in statics)
-    with pytest.raises(ConfigError, match="no grouped GEMMs"):
-        family_of("sm_90a")
-
-
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch):
     """Cluster launch control starts a block per tile, whatever number of clusters it is given."""
@@ -235,33 +199,6 @@ def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch):
     assert on_hopper[0] == on_hopper[1]
 
 
-def test_no_variant_depends_on_sizes_but_through_its_tiling():
-    large = replace(SHAPE, hidden=6144, intermediate=3072)
-    wide = replace(SHAPE, hidden=2880, intermediate=2880)
-    assert all_kernels(large) == all_kernels(SHAPE) != all_kernels(wide)
-
-
-def test_plan_covers_a_training_run_with_and_without_biases():
-    def planned(spec: ModelSpec, **config: object) -> set[str]:
-        return {
-            job.name for job in plan(spec, current_config(SonicMoEConfig(**config)))
-        } & BF16_NAMES
-
-    BF16_NAMES = {kernel.name for kernel in all_kernels(SHAPE, recompute_z=True)} | {"expert_rows"}
-    spec = ModelSpec(8, 3072, 1536, arch="sm_100a")
-    everything = BF16_NAMES - {"bf16_up_again"} if MISSING is None else set()
-    assert planned(spec) == everything
-    assert planned(spec, engine="reference") == set()
-    assert planned(spec, fp8_mode="perf") == set()
-    assert planned(replace(spec, arch="sm_80")) == set()
-    assert planned(replace(spec, dtype="float32")) == everything, "fp32 master weights, bf16 tokens"
-    assert planned(replace(spec, H=3076)) == set()
-    if everything:
-        assert planned(spec, recompute_z=True) == BF16_NAMES
-        jobs = plan(spec, current_config(SonicMoEConfig(engine="bf16")))
-        assert {dict(job.statics)["bias"] for job in jobs if job.name == "bf16_up"} == {False, True}
-
-
 @needs_quack
 def test_a_compile_is_refused_where_it_is_forbidden(tmp_path):
     gemms = GroupedGemms(SHAPE, 132)
@@ -271,8 +208,3 @@ def test_a_compile_is_refused_where_it_is_forbidden(tmp_path):
         pytest.raises(CompileForbiddenError, match=r"bf16_down\[.*dtype=bfloat16"),
     ):
         gemms.down(None, None, None, None, None)
-
-
-def test_widths_of_z():
-    for activation in ActivationType:
-        assert MlpShape(64, 24, activation, arch=ARCH).n1 == (48 if is_glu(activation) else 24)

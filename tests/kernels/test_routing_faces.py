@@ -55,15 +55,6 @@ def test_row_bound_holds_and_is_whole_tiles(counts, alignment, invalid):
     assert bound >= sum(round_up(count, alignment) for count in counts)
 
 
-@pytest.mark.parametrize("slots", range(0, 400, 7))
-def test_row_bound_is_reached(slots):
-    """No smaller bound would do: some routing of so many slots needs every row."""
-    assert num_rows_bound(slots, 1, 128) == round_up(slots, 128)
-    splits = ((count, slots - count) for count in range(slots + 1))
-    rows = max(round_up(one, 128) + round_up(other, 128) for one, other in splits)
-    assert num_rows_bound(slots, 2, 128) == rows
-
-
 @pytest.mark.parametrize("counts", [[3, 2], [0, 0], [128, 256], [128, 1]])
 def test_given_counts_size_the_rows_and_are_not_taken_for_true(counts):
     """They may be rounded up, or wrong: only `validate` looks, and then the host knows the counts
