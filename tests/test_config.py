@@ -189,13 +189,6 @@ def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, set_flags
     assert current_config().fp8 and current_config(mine).fp8 and current_config(mine).recompute_z
 
 
-def test_a_resolved_configuration_is_left_alone_by_the_environment(set_flags: SetFlags) -> None:
-    first = current_config()
-    set_flags(SONIC_MOE_FP8_MODE="perf")
-    assert current_config(first) is first and not first.fp8
-    assert not ResolvedConfig().fp8 and current_config().fp8
-
-
 def test_default_directories_follow_the_environment(
     set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -272,14 +265,6 @@ def test_configurations_are_values() -> None:
         one.resolve().fp8_mode = "off"
     with pytest.raises(TypeError, match="fp8_mod"):
         SonicMoEConfig(fp8_mod="perf")
-
-
-def test_derived_properties() -> None:
-    assert not current_config().fp8
-    perf, mem = (current_config(SonicMoEConfig(fp8_mode=mode)) for mode in ("perf", "mem"))
-    assert perf.fp8 and not perf.frees_stagewise
-    assert mem.fp8 and mem.frees_stagewise
-    assert perf.replace(stagewise_memory=True).frees_stagewise and not perf.frees_stagewise
 
 
 def test_env_page_is_up_to_date() -> None:

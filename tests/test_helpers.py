@@ -4,29 +4,16 @@ at the same time.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
-import pytest
 import worlds
 from pairwise import pairwise
 from worlds import TESTS, free_ports
 
 SPARE = range(worlds.FIRST_PORT, worlds.FIRST_PORT + 100)
-
-
-def test_numpy_was_imported_after_the_number_of_threads_was_set() -> None:
-    folder = Path(np.__file__).parents[1] / "numpy.libs"
-    libraries = [*folder.glob("libscipy_openblas64_*.so")]
-    if not libraries:
-        pytest.skip("this numpy has no OpenBLAS of its own")
-    threads = ctypes.CDLL(str(libraries[0])).scipy_openblas_get_num_threads64_()
-    assert threads == min(int(os.environ["OPENBLAS_NUM_THREADS"]), os.cpu_count() or 1)
 
 
 def test_every_pair_is_covered_by_few_cases() -> None:

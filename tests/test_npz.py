@@ -33,12 +33,6 @@ def test_arrays_come_back_bit_for_bit_and_can_be_written(tmp_path: Path, save: o
     assert list(read_npz(tmp_path / "a.npz", lambda names: ["text"])) == ["text"]
 
 
-def test_an_array_of_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npz, "_CHUNK", 7)
-    np.savez(tmp_path / "a.npz", x=np.arange(100))
-    assert read_npz(tmp_path / "a.npz")["x"].tolist() == list(range(100))
-
-
 def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, words in (
