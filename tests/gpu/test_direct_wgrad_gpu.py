@@ -12,22 +12,18 @@ from gpu.engine_cases import FP8, make_case
 from gpu.gradient_memory import (
     LAYOUTS,
     Memory,
-    accumulated,
     check_addition,
     check_repeats,
     check_replays,
     ids,
-    pending_of,
 )
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import WgradOutput
-from sonicmoe.engine.interface import ParameterTargets, WeightTarget
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
-from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
@@ -155,38 +151,6 @@ def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrange
         memory.take(*(sums.to(dtype) for sums in given.native), over=True)
 
 
-def test_nobody_wants_any(operands, module):
-    """Frozen all: nothing is launched, and sizes are not needed."""
-    given = operands(SHAPES[0])
-    to = module.wgrad_destination(0, 0, False, [0] * 16, 0)
-    given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], to)
-
-
-def test_wrong_destinations_are_named(operands, module):
-    given = operands(SHAPES[0])
-    buffer = torch.zeros(4 * 1024 * 512, device="cuda")
-    address = buffer.data_ptr()
-
-    def places(*strides, start=address):
-        return [n for e in range(4) for n in (start + e * 2**20, *strides)]
-
-    for size, split, numbers, words in (
-        ((512, 512), False, places(512, 0, 2), "one of the first and the last is 1"),
-        ((512, 512), False, places(514, 0, 1), "multiples of 16 bytes"),
-        ((512, 512), False, places(512, 0, 1, start=address + 4), "expert 0 lies at"),
-        ((512, 512), True, places(512, 0, 1), "expert 0 lies at"),
-        ((512, 512), False, [*places(512, 0, 1)[:12], *places(1, 0, 512)[12:]], "different axes"),
-        ((512, 512), False, [address, 512, 0], "4 for each expert"),
-    ):
-        with pytest.raises(Exception, match=words):
-            module.wgrad_destination(*size, split, numbers, 0)
-    other = module.wgrad_destination(512, 256, False, places(512, 0, 1), 0)
-    with pytest.raises(Exception, match="gradients are \\[512, 256\\]"):
-        given.launch(module.grouped_wgrad_into, given.left[0], given.right[0], other)
-    torch.cuda.synchronize()
-    assert not buffer.any()
-
-
 def layer_case(seed=0, shape=LAYER):
     tokens, hidden, inner, experts, topk = shape
     sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
@@ -201,38 +165,6 @@ def test_a_backward_of_the_engine(arrangement, mode):
     memory = memory_of(LAYER, LAYOUTS[3], arrangement)
     for seed in (0, 1):
         check_addition(layer_case(seed), memory, OURS, replace(FP8, **MODES[mode]))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("first", [0, 1], ids=["up first", "down first"])
-def test_one_projection_at_a_time(mode, first):
-    """As a schedule adds them that puts each off: the bits of adding both, and nothing is added to
-    the other one in between. The projections lie in different layouts, as PaddleFleet's may.
-    """
-    case, settings, (_, hidden, inner, experts, _) = (
-        layer_case(),
-        replace(FP8, **MODES[mode]),
-        LAYER,
-    )
-    pending = pending_of(case, OURS, settings)
-    dw1, dw2 = accumulated(case, OURS, pending)
-    native, grouped = WeightLayout(), WeightLayout(True, True)
-    memory = (
-        torch.zeros(experts, 2 * inner, hidden, device="cuda"),
-        torch.zeros(experts, inner, hidden, device="cuda"),
-    )
-    up, down = (
-        WeightTarget.stacked(held, experts, layout)
-        for held, layout in zip(memory, (native, grouped), strict=True)
-    )
-    nobody = WeightTarget.stacked(None, experts, native)
-    alone = [ParameterTargets(up, nobody), ParameterTargets(nobody, down)]
-    assert OURS.problem_of(alone[first], settings) is None
-    OURS.backward_dw(replace(pending), alone[first])
-    assert memory[first].any() and not memory[1 - first].any()
-    OURS.backward_dw(replace(pending), alone[1 - first])
-    assert torch.equal(memory[0], dw1)
-    assert torch.equal(memory[1], dw2.transpose(1, 2))
 
 
 def test_repeats_bit_for_bit():

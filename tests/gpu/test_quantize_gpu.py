@@ -117,22 +117,6 @@ class TestRows:
             if tokens > 1 and columns > 384:
                 assert bool((q.scale_inv != q.scale_inv[:, :1]).any()), "some have their own"
 
-    def test_random_bits_of_fp32(self):
-        bits = torch.randint(-(2**31), 2**31, (4096, 640), device="cuda").to(torch.int32)
-        near = (bits & 0x00FFFFFF) + 0x3F000000  # two binades: every rounding of the codes
-        for x in (bits.view(torch.float32), near.view(torch.float32)):
-            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
-
-    @pytest.mark.parametrize("shape", [(0, 128), (5, 0)])
-    def test_empty(self, shape):
-        q = gpu.quantize_rows(torch.zeros(shape, device="cuda"))
-        assert q.shape == shape and q.codes.is_cuda
-
-    def test_views(self):
-        wide, base = values((64, 512), torch.bfloat16), values((1, 64 * 128 + 1), torch.bfloat16)[0]
-        for x in (wide[:, :256], wide.t()[:, :48], base[1:].reshape(64, 128), wide[3:]):
-            assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
-
     @pytest.mark.parametrize("columns", [3072, 3088], ids=["whole blocks", "partial blocks"])
     def test_past_two_to_the_31_elements(self, columns):
         repeats, tokens = 700, 1024
@@ -225,13 +209,6 @@ class TestWeights:
         weights.update(source)
         check(weights, source, "changed", recipe)
 
-    def test_ungated(self):
-        up, down = values((3, 80, 144), torch.bfloat16), values((3, 144, 80), torch.bfloat16)
-        source = WeightSource(tuple(up), tuple(down))
-        weights = gpu.QuantizedWeights()
-        weights.update(source)
-        check(weights, source)
-
     def test_past_two_to_the_31_elements(self):
         experts, hidden, inner = 17, 8192, 8192
         shapes = (experts, hidden, 2 * inner), (experts, inner, hidden)
@@ -311,17 +288,6 @@ class TestGuard:
         scribble(weights)
         weights.update(source)
         assert untouched(weights), "the flag was not cleared"
-
-    def test_force_and_invalidate(self, source, weights):
-        weights.update(source, force=True)
-        check(weights, source)
-        scribble(weights)
-        weights.invalidate()
-        weights.update(source)
-        check(weights, source)
-        scribble(weights)
-        weights.update(source)
-        assert untouched(weights)
 
     def test_moved_weights_are_quantised(self, weights, moved):
         """Even to equal bytes: the old address may belong to somebody else."""
