@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -75,26 +73,3 @@ def test_a_capture_is_left_alone(streams):
     streams.use(order, 5, capturing=True)
     streams.use(order, 0)
     assert streams.log == [] and streams.events == 0
-
-
-def test_buffers_do_not_wait_for_each_other(streams):
-    first, second = StreamOrder(), StreamOrder()
-    streams.use(first, 0)
-    streams.use(second, 1)
-    streams.use(first, 0)
-    assert streams.log == []
-
-
-def test_copies_know_no_stream(streams):
-    order = StreamOrder()
-    streams.use(order, 0)
-    for made in (copy.deepcopy(order), pickle.loads(pickle.dumps(order))):
-        streams.use(made, 1)
-    assert streams.log == []
-
-
-def test_host_tensors_have_no_streams():
-    order = StreamOrder()
-    for _ in range(2):
-        order.enter(torch.ones(1))
-        order.leave()
