@@ -12,7 +12,7 @@ from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.layouts import WeightLayout, WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import RECIPES, rows
+from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
 EXPERTS, HIDDEN, INTER = 2, 48, 144
@@ -38,11 +38,6 @@ def same(a, b):
     assert a.block == b.block and a.orientation == b.orientation
     assert np.array_equal(numpy(a.codes.view(torch.uint8)), numpy(b.codes.view(torch.uint8)))
     assert np.array_equal(numpy(a.scale_inv), numpy(b.scale_inv))
-
-
-def test_rows_of_host_tensors():
-    x = tensor(np.random.default_rng(0).standard_normal((5, 272)).astype(np.float32))
-    same(gpu.quantize_rows(x), quantize(x, rows(128)))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -71,29 +66,6 @@ def test_steady_weights_are_quantised_in_each_order(name):
         same(getattr(weights, weight), quantize(tensor(values), getattr(recipe, weight)))
         dgrad = quantize(tensor(values), getattr(recipe, f"{weight}_dgrad"))
         same(getattr(weights, f"{weight}_dgrad"), transpose_storage(dgrad))
-
-
-def test_ungated_weights():
-    w1, w2 = native_weights(n1=INTER)
-    weights = gpu.QuantizedWeights()
-    weights.update(source_of(w1, w2, True, False))
-    same(weights.w1, quantize(tensor(w1), gpu.W1_BLOCK))
-
-
-def test_host_weights_are_never_stale():
-    w1, w2 = native_weights()
-    weights = gpu.QuantizedWeights()
-    weights.update(source_of(w1, w2, True, True))
-    w2[1, 3, 5] += 1
-    weights.update(source_of(w1, w2, True, True))
-    same(weights.w2, quantize(tensor(w2), gpu.W2_BLOCK))
-
-
-def test_iso_weight_holds_half():
-    full, half = gpu.QuantizedWeights(), gpu.QuantizedWeights(iso_weight=True)
-    for weights in (full, half):
-        weights.update(source_of(*native_weights(), True, True))
-    assert full.nbytes == 2 * half.nbytes
 
 
 @pytest.mark.parametrize(

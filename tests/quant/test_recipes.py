@@ -15,8 +15,6 @@ from sonicmoe.quant.recipes import (
     ScaleFormat,
     columns,
     iso,
-    iso_recipe,
-    row_recipe,
     rows,
 )
 
@@ -101,23 +99,6 @@ def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
     assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 
 
-@pytest.mark.parametrize("size", [128, 256, 512])
-def test_isotropic_recipes_share_buffers_and_keep_row_scales_where_one_orientation_reads(size):
-    recipe = iso_recipe(size)
-    assert recipe.shares_weight_buffers and recipe.row_alignment == size
-    square = blocks_of(recipe, "w1", "w2", "dz", "wgrad_x", "wgrad_dz", "wgrad_dout", "wgrad_y1s")
-    assert square == {iso(size)}
-    assert blocks_of(recipe, "x", "dout", "y1") == {rows(size)}
-
-
-def test_the_row_recipe_shares_nothing():
-    recipe = row_recipe(128)
-    assert not recipe.shares_weight_buffers and recipe.row_alignment == 128
-    assert recipe.dz != recipe.wgrad_dz
-    assert (recipe.w1, recipe.w1_dgrad, recipe.wgrad_dz) == (rows(128), columns(128), columns(128))
-    assert not dataclasses.replace(iso_recipe(128), w1_dgrad=iso(256)).shares_weight_buffers
-
-
 def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
     """arXiv:2412.19437, section 3.3.2: 1x128 tiles for activations, 128x128 blocks for weights."""
     assert blocks_of(DEEPSEEK_V3, "x", "y1", "dout", "dz") == {rows(128)}
@@ -125,15 +106,6 @@ def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
     assert wgrad == {columns(128)}
     assert blocks_of(DEEPSEEK_V3, "w1", "w2", "w1_dgrad", "w2_dgrad") == {iso(128)}
     assert DEEPSEEK_V3.scale_format is ScaleFormat.FP32
-
-
-def test_dx256_shares_its_oblong_blocks_too():
-    """A block need not be square to be read in both orientations: transposing codes and scales
-    rounds nothing.
-    """
-    recipe = RECIPES["dx256"]
-    assert (recipe.dz, recipe.w1) == (BlockShape(128, 256), BlockShape(256, 128))
-    assert recipe.shares_weight_buffers and recipe.dz == recipe.wgrad_dz
 
 
 def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
@@ -147,18 +119,3 @@ def test_mxfp8_has_scales_of_one_byte_for_every_32_of_the_contraction():
     assert iso32.shares_weight_buffers and iso32.dz == iso32.wgrad_dz and iso32.y1 == MXFP8.y1
     assert iso32.rounds_rows and MXFP8.rounds_rows
     assert blocks_of(iso32, *BLOCK_FIELDS) - {iso32.y1, iso32.z} == {iso(32)}
-
-
-def test_row128_keeps_scales_along_the_contraction_where_no_fused_epilogue_makes_the_operand():
-    recipe, row = RECIPES["row128"], rows(128).along(Line.ROW)
-    assert (recipe.x, recipe.dout) == (row, row)
-    # The contraction runs along the rows of a weight's grid in forward, and down its columns in dgrad.
-    assert (recipe.w1, recipe.w2_dgrad) == (iso(128).along(Line.ROW), iso(128).along(Line.COLUMN))
-    assert recipe.w1.transposed == recipe.w2_dgrad and recipe.w1.extent == iso(128)
-    made_by_epilogues = (recipe.y1, recipe.dz, recipe.w2, recipe.w1_dgrad)
-    assert made_by_epilogues == (rows(128), iso(128), iso(128), iso(128))
-    assert recipe.folds_wgrad and not recipe.shares_weight_buffers
-    wide = RECIPES["row128-dx256"]
-    assert (wide.dz, wide.w1_dgrad) == (BlockShape(128, 256), BlockShape(256, 128))
-    differs = {name: getattr(recipe, name) for name in ("name", "note", "dz", "w1_dgrad")}
-    assert dataclasses.replace(wide, **differs) == recipe
