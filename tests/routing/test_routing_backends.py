@@ -72,11 +72,6 @@ def test_without_either_plain_operations_take_over_and_name_both_reasons(choice,
     assert "ToolchainError: no nvcc" in line and "ImportError: no triton" in line
 
 
-def test_a_lasting_error_decides_once_though_a_passing_one_hit_the_next_choice(choice):
-    found = choice(3, cuda=NO_NVCC, triton=[OSError("too many open files")])
-    assert found == ["reference", "triton", "triton"]
-
-
 def test_a_forbidden_compile_is_never_answered_by_a_fallback(choice):
     with pytest.raises(CompileForbiddenError):
         choice(1, cuda=[CompileForbiddenError("forbidden")])

@@ -11,7 +11,6 @@ from framework import IS_PADDLE, numpy, tensor, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonicmoe.config import SonicMoEConfig
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
 from sonicmoe.routing import validation
@@ -79,10 +78,6 @@ class TestCounts:
         with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is .*needed: an int >= 0"):
             build(counts=[2, bad, 3])
 
-    def test_a_matrix_of_counts_is_refused(self):
-        with pytest.raises(RoutingError, match="tokens_per_expert"):
-            build(counts=tensor(np.zeros((3, 2), np.int64)))
-
     @pytest.mark.parametrize(
         "bad", ["203", 5, {0: 2}, iter(COUNTS)], ids=["str", "int", "dict", "iterator"]
     )
@@ -90,11 +85,6 @@ class TestCounts:
         words = f"tokens_per_expert is {type(bad).__name__}; needed: a list"
         with pytest.raises(RoutingError, match=words):
             build(counts=bad)
-
-    def test_integral_floats_become_ints(self):
-        counts = host_counts_of([2.0, np.int32(0), np.float64(3)], 3)
-        assert counts == (2, 0, 3)
-        assert all(type(count) is int for count in counts)
 
     def test_counts_on_a_gpu_are_not_read_but_counted(self, monkeypatch):
         """More of them than experts are redundant slots, as MoonEP has."""
@@ -105,12 +95,6 @@ class TestCounts:
 
 
 class TestContents:
-    def test_valid_input_passes(self):
-        assert build(validate=True).host_counts == tuple(COUNTS)
-
-    def test_nothing_to_check_in_an_empty_batch(self):
-        assert build(np.zeros((0, 4), np.int32), validate=True).num_rows == 0
-
     @pytest.mark.parametrize("slots", [(0, 1), (0, 3), (1, 2), (2, 3)])
     def test_an_expert_twice_in_a_row_is_named(self, slots):
         indices = np.tile(np.array([0, 1, 2, 3], np.int64), (6, 1))
@@ -120,10 +104,6 @@ class TestContents:
             build(indices, num_experts=4, validate=True)
         # Without validation it is not looked for.
         assert build(indices, num_experts=4).host_counts is not None
-
-    @pytest.mark.parametrize("sentinel", [-1, 3, 50])
-    def test_sentinels_may_repeat(self, sentinel):
-        build(np.array([[sentinel, 1, sentinel]], np.int64), validate=True)
 
     def test_ids_of_the_whole_model_are_recognised(self):
         indices = np.array([[8, 9], [-1, 14]], np.int64)
@@ -214,9 +194,6 @@ class TestShapesAndDtypes:
         with pytest.raises(RoutingError, match=f"^{re.escape(words)}$"):
             build(num_experts=num_experts)
 
-    def test_a_number_of_numpy(self):
-        assert build(num_experts=np.int64(3)).num_experts == 3
-
     @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
     def test_device(self):
         words = "dispatched_probs is on meta but dispatched_indices is on cpu"
@@ -240,10 +217,6 @@ class TestPublicFace:
         for one, other in zip(ours.tensors(), reference.tensors(), strict=True):
             assert np.array_equal(numpy(one), numpy(other))
 
-    def test_counts_are_checked(self):
-        with pytest.raises(RoutingError, match=r"tokens_per_expert\[1\] is 1"):
-            self.face(counts=[2, 1, 3])
-
     def test_environment_switches_validation(self, set_flags):
         self.face(self.TWICE)
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
@@ -254,14 +227,6 @@ class TestPublicFace:
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="maybe")
         with pytest.raises(ConfigError, match="SONIC_MOE_VALIDATE_DISPATCH='maybe'"):
             self.face(self.TWICE)
-
-    def test_argument_beats_configuration_beats_environment(self, monkeypatch):
-        monkeypatch.setenv("SONIC_MOE_VALIDATE_DISPATCH", "1")
-        self.face(self.TWICE, validate=False)
-        with SonicMoEConfig(validate_dispatch=False).activate():
-            self.face(self.TWICE)
-            with pytest.raises(RoutingError, match="twice"):
-                self.face(self.TWICE, validate=True)
 
     @pytest.mark.parametrize("kind", [tuple, list, dict])
     def test_fp8_dispatch_pairs_are_refused(self, kind):
