@@ -26,9 +26,9 @@ from sonicmoe.diagnostics.bisect import (
     stages_of,
 )  # fmt: skip
 from sonicmoe.diagnostics.bisect_report import text_of, verdict
-from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes
-from sonicmoe.diagnostics.golden_stages import RowLayout, golden_stages
-from sonicmoe.diagnostics.stage_runner import Recorder, engine_settings, run_stages
+from sonicmoe.diagnostics.cases import DATA_KINDS
+from sonicmoe.diagnostics.golden_stages import golden_stages
+from sonicmoe.diagnostics.stage_runner import engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, row_deviations, stage_stats
 from sonicmoe.diagnostics.step_dump import STEP_FLAGS, DumpError, StepSettings, load_dump, save_dump
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
@@ -37,7 +37,7 @@ from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.errors import ShapeError
 from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES, rows
-from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.routing.build import build_routing
 
 PLAIN = {"recipe": None}
@@ -147,14 +147,6 @@ def test_healthy_steps_are_called_healthy(kind, settings):
         assert all(one.cosine > 0.99 for one in report.stats.values())
 
 
-@pytest.mark.parametrize("fp8_wgrad", [True, False])
-def test_tokens_quantised_in_expert_order_are_no_stage_of_their_own(fp8_wgrad):
-    """Their codes are the operands of wgrad, on which z and dy1 are then judged."""
-    step = make_step(recipe="iso32-pow2", save_z="bf16", fp8_wgrad=fp8_wgrad)
-    report = bisect(step, "reference")
-    assert report.healthy and report.missing == ("x_fp8", "dout_fp8"), text_of(report)
-
-
 @pytest.mark.parametrize("activation", list(ActivationType))
 def test_every_activation(activation):
     step = make_step()
@@ -177,11 +169,6 @@ def test_a_step_with_biases(activation, settings):
     assert all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(2, 128, 128, 4, 1), Sizes(130, 128, 128, 2, 2)])
-def test_empty_experts_and_more_than_a_tile(sizes):
-    assert bisect(make_step(sizes=sizes), "reference").healthy
-
-
 def test_without_a_valid_slot_and_without_a_backward():
     step = make_step()
     report = bisect(step.but(indices=np.full_like(step.indices, -1)), "reference")
@@ -200,35 +187,6 @@ def test_an_engine_that_raises_keeps_the_stages_before_it():
     assert not report.healthy and report.error == "IndexError: row 7"
     assert "y1" in report.stats and "y2" in report.missing
     assert "the engine raised: IndexError: row 7" in verdict(report)
-
-
-class Silent(ReferenceEngine):
-    """Shows nothing but what its seam returns, and spoils one row of dz."""
-
-    def forward(self, *arguments, **options):
-        with listening(lambda name, value: value, alone=True):
-            return super().forward(*arguments, **options)
-
-    def backward_dx(self, dout, saved, weights):
-        with listening(lambda name, value: value, alone=True):
-            dx, ds, pending = super().backward_dx(dout, saved, weights)
-        pending.dz = pending.dz.clone()
-        pending.dz[4] = pending.dz[4] * 2
-        return dx, ds, pending
-
-    def backward_dw(self, pending, targets):
-        with listening(lambda name, value: value, alone=True):
-            super().backward_dw(pending, targets)
-
-
-def test_an_engine_without_taps_is_judged_by_what_its_seam_returns(monkeypatch):
-    monkeypatch.setattr("sonicmoe.diagnostics.bisect.engine_named", lambda name, device: Silent())
-    report = bisect(make_step(), "reference")
-    assert report.missing == (
-        "x_fp8", "z", "y1", "y2", "dout_fp8", "dy1", "dz_fp8", "dx_rows", "wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz",
-    )  # fmt: skip
-    assert (report.fault.stage, report.fault.place.row, report.fault.place.expert) == ("dz", 4, 0)
-    assert report.wrong[0] == "dz" and "dw1" not in report.wrong
 
 
 @pytest.mark.parametrize(
@@ -253,14 +211,6 @@ def test_a_listener_changes_no_bit(settings):
         shown = run()
     for one, other in zip(shown, run(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_layout_is_the_routing_contract():
-    step = make_step()
-    routing = build_routing(tensor(step.indices), tensor(step.probs), SIZES.experts)
-    for name, wanted in RowLayout.of(step, 128).fields.items():
-        found = numpy(getattr(routing, name))
-        np.testing.assert_array_equal(found, wanted.astype(np.float64), err_msg=name)
 
 
 def test_golden_and_reference_agree_where_nothing_is_quantised():
@@ -380,22 +330,6 @@ def test_command(tmp_path):
     assert data["fault"]["stage"] == "x" and data["stages"]["x"]["nan"] == 1
     assert run(tmp_path / "bad.npz", "--engine", "hopper").exit_code == 2
     assert "cannot read" in run(tmp_path / "absent.npz").output
-
-
-def test_codes_are_counted_in_either_orientation():
-    """Token-major operands of weight gradients lie transposed; their saturation and underflow are
-    those of the same matrix.
-    """
-    values = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
-    q = quantize(tensor(values), RECIPES["iso128"].wgrad_dz)
-    recorder = Recorder("any")
-    recorder("dz", q)
-    recorder("y1s", transpose_storage(q))
-    one, other = (recorder.run.stages[name] for name in ("dz", "y1s"))
-    np.testing.assert_array_equal(one.codes, other.codes)
-    stats = [stage_stats(value, values) for value in (one, other)]
-    assert stats[0].saturation == stats[1].saturation > 0
-    assert stats[0].underflow == stats[1].underflow
 
 
 # The recipe `row128`, whose weight gradients read the codes of tokens.

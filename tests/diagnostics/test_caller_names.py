@@ -1,19 +1,12 @@
 """A node's findings in the names of the modules that hold its weights. Also under Paddle."""
 
-import json
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from framework import IS_PADDLE, parameter, tensor, torch
-from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.callers import Caller
-from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 if IS_PADDLE:
@@ -112,21 +105,6 @@ def test_a_weight_is_named_as_the_model_has_it(arrangement, which, index, stage,
     assert error.report.layer == layer and f"output of {layer} is not finite" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "named"),
-    [("per expert", "experts[2].down_proj.weight"), ("fused", "weight2")],
-)
-def test_weights_of_no_module_have_the_names_of_the_arguments(arrangement, named):
-    up, down = arrays(arrangement, (1, (2, 7, 3)))
-    if arrangement == "fused":
-        node = SonicMoEMlpNode.from_fused(parameter(up), parameter(down))
-    else:
-        node = SonicMoEMlpNode(expert_modules(up, down), E, H, I)
-    text = str(found(lambda: train_step(node)))
-    assert f"first bad: input w2 = {named} at expert 2, row 3, column 7: nan" in text
-    assert text.startswith("output is not finite (engine reference")
-
-
 @MODES
 def test_tokens_probabilities_and_gradients(mode):
     node = Block("fused", mode).node
@@ -139,36 +117,6 @@ def test_tokens_probabilities_and_gradients(mode):
     ):
         error = found(lambda given=given: train_step(node, **given))
         assert f"first bad: input {words}" in str(error)
-
-
-@MODES
-@pytest.mark.parametrize("arrangement", ["per expert", "fused", "native"])
-def test_dumped_captured_bisected_measured(arrangement, mode, tmp_path):
-    whole = model(Block(arrangement, mode), Block(arrangement, mode))
-    node = whole.layers[1].node
-    layer = "layers.1" + (".experts" if arrangement == "per expert" else "")
-    dump(node, tmp_path / "step.npz")
-    with captured_calls("call") as cases:
-        train_step(node)
-    (case,) = cases
-    assert case.name == f"call-0 {layer}"
-    save_dump(tmp_path / "case.npz", case)
-    assert load_dump(tmp_path / "step.npz").caller == case.caller
-    for file in ("step.npz", "case.npz"):
-        path = str(tmp_path / file)
-        report = said(["bisect", path])
-        assert report["layer"] == layer and "dw1" in report["stages"]
-        own = ["--recipe", "iso128", "--z", "int8"]
-        (entry,) = said(["numerics", "--captured", path, *own])["results"]
-        assert all(tensor["rmse"] < 0.12 for tensor in entry["tensors"].values())
-
-
-def said(words):
-    """The JSON object that a command prints."""
-    framework = ["--framework", "paddle" if IS_PADDLE else "torch"]
-    result = CliRunner().invoke(main, [*words, "--json", *framework])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 CALLER = Caller(
@@ -197,8 +145,3 @@ CALLER = Caller(
 )
 def test_a_stage_has_the_name_of_the_tensor_that_it_shows(stage, expert, wanted):
     assert CALLER.called(stage, expert) == wanted
-
-
-def test_names_come_back_from_a_file():
-    assert Caller.from_json(json.loads(json.dumps(CALLER.to_json()))) == CALLER
-    assert CALLER.problem(4) is None and "4 names" in CALLER.problem(3)

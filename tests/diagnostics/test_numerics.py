@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from framework import parameter, tensor, torch
-from weights.weight_sources import expert_modules, weight_arrays
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.capture import captured_calls
 from sonicmoe.diagnostics.cases import (
     BASELINES,
     DATA_KINDS,
@@ -40,7 +38,6 @@ from sonicmoe.diagnostics.numerics import (
 )
 from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, save_dump
 from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.quant.recipes import RECIPES
 
 SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
@@ -143,19 +140,6 @@ def test_behind_a_dispatch_in_fp8_no_tensor_is_worse_than_deepseeks_way(kind, di
             assert here == once, name
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_BOTH], ids=lambda d: d.value)
-def test_the_baseline_of_a_dispatch_in_fp8_rounds_twice_too(dispatch):
-    """So its own ratio is 1, and it is worse than the baseline of a dispatch in bf16."""
-    case = small_case("gaussian")
-    (result,) = evaluate(case, [BASELINE.recipe], [BASELINE.z], dispatch)
-    (plain,) = evaluate(case, [BASELINE.recipe], [BASELINE.z])
-    assert {one.overall.ratio for one in result.scores.values()} == {1.0}
-    for name in ("dw1", "dw2"):
-        worse = result.scores[name].overall.rmse > 1.02 * plain.scores[name].overall.rmse
-        assert worse == (name == "dw1" or dispatch.sends_gradients)
-    assert result.failures == () and plain.failures != ()
-
-
 @pytest.mark.parametrize("kind", DATA_KINDS)
 def test_square_blocks_of_32_are_no_worse_than_mxfp8(kind):
     """The bar of `iso32-pow2` is 3 % above MXFP8 1x32 everywhere, for each expert too."""
@@ -211,31 +195,6 @@ def test_the_command_takes_an_activation():
     assert refused.exit_code != 0 and "swiglu has []" in refused.output
 
 
-def test_the_command_says_what_is_compared_with():
-    options = ["--recipe", "iso32", "--recipe", "iso32-pow2", "--z", "bf16", *TINY_OPTIONS]
-    found, other = measured(*options, "--against", "mxfp8"), measured(*options)
-    assert [one["recipe"] for one in found] == ["iso32", "iso32-pow2"]
-    ratios, others = ([one["tensors"]["out"]["ratio"] for one in each] for each in (found, other))
-    assert ratios != others
-
-
-def test_recipes_that_read_tokens_in_other_blocks_have_no_dispatch_in_fp8():
-    """Blocks of several tokens, as those of `iso32`, exist behind the gather only."""
-    case = make_case("gaussian", TINY, seed=0)
-    for dispatch in Dispatch:
-        for name in ("wide256", "iso32-pow2"):
-            found = [*evaluate(case, [RECIPES[name]], [DEFAULT_Z], dispatch)]
-            assert len(found) == (dispatch is Dispatch.BF16), (dispatch, name)
-
-
-def test_the_command_says_which_dispatch():
-    options = ["--recipe", "iso128", "--recipe", "wide256", "--z", "int8"]
-    options += ["--dispatch", "fp8", "--dispatch", "bf16", *TINY_OPTIONS]
-    found = [(one["recipe"], one["dispatch"]) for one in measured(*options)]
-    assert found == [("iso128", "bf16"), ("wide256", "bf16"), ("iso128", "fp8")]
-    assert "iso128, fp8 dispatch" in run(*options).stdout
-
-
 def test_the_baseline_misses_the_absolute_bars():
     """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be
     none.
@@ -243,13 +202,6 @@ def test_the_baseline_misses_the_absolute_bars():
     (result,) = evaluate(small_case("gaussian"), [BASELINE.recipe], [BASELINE.z])
     assert {failure.split()[0] for failure in result.failures} >= {"dw1", "dw2", "dx"}
     assert all(one.overall.ratio == 1 for one in result.scores.values())
-
-
-def test_unquantised_operands_are_far_better_than_any_bar():
-    case = small_case("gaussian")
-    wanted, plain = golden_tensors(case), run_recipe(case, None, ZCode.BF16)
-    for name in TENSORS:
-        assert score(name, case, plain[name], plain[name], wanted[name]).overall.rmse < 0.01, name
 
 
 def autograd(case):
@@ -371,29 +323,6 @@ def test_every_bar_is_where_it_says(name, slack, misses):
     assert bool(failures("outliers", 1 + 0.103 * slack, 1.1)) == misses
 
 
-def test_captured_calls_are_what_the_node_saw():
-    """The golden of the captured case must be what the node computed from the originals."""
-    rng = np.random.default_rng(0)
-    node = SonicMoEMlpNode(expert_modules(*weight_arrays(3, 32, 16)), 3, 32, 16)
-    x = tensor(round_to_bf16(rng.standard_normal((40, 32))), grad=True)
-    indices = np.stack([rng.permutation(4)[:2] for _ in range(40)])  # id 3 is nobody's here
-    probs = tensor(rng.uniform(0.1, 1, (40, 2)).astype(np.float32), grad=True)
-    dout = round_to_bf16(rng.standard_normal((40, 32)))
-    with captured_calls("call") as cases:
-        out = node(x, None, tensor(indices), probs)
-        out.backward(tensor(dout))
-    node(x, None, tensor(indices), probs).backward(tensor(dout))
-    (case,) = cases
-    assert case.name == "call-0"
-    np.testing.assert_array_equal(case.x, x.detach().numpy())
-    np.testing.assert_array_equal(case.dout, dout)
-    np.testing.assert_array_equal(case.indices, indices)
-    np.testing.assert_array_equal(case.probs, np.where(indices < 3, probs.detach().numpy(), 0))
-    wanted = golden_tensors(case)["out"]
-    # Weights went through bf16.
-    assert np.linalg.norm(wanted - out.detach().numpy()) < 0.01 * np.linalg.norm(wanted)
-
-
 def test_the_command_writes_json_a_program_can_read():
     results = measured(*TINY_OPTIONS, "--recipe", "iso128", "--recipe", "1x128", "--z", "int8")
     assert [(r["recipe"], r["z"]) for r in results] == [("1x128", "int8"), ("iso128", "int8")]
@@ -401,13 +330,6 @@ def test_the_command_writes_json_a_program_can_read():
         assert set(entry["tensors"]) == set(TENSORS)
         assert 0 < entry["tensors"]["out"]["rmse"] < 0.2
         assert len(entry["tensors"]["dw1"]["experts"]) == 4
-
-
-def test_captured_files_are_measured_instead_of_generated_data(tmp_path):
-    path = tmp_path / "call.npz"
-    save_dump(path, make_case("gaussian", TINY, 0).but(name="layer 7"))
-    own = ["--recipe", "iso128", "--z", "int8"]
-    assert {entry["data"] for entry in measured("--captured", str(path), *own)} == {"layer 7"}
 
 
 @pytest.mark.parametrize(
