@@ -5,7 +5,7 @@ SonicMoE.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from .functional.border import check_router_dtype, need_values
 from .functional.plan import check_use_fp8
 from .interop import current_stream
 from .observe import MOE
+from .refusals import need_type
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
@@ -83,8 +84,8 @@ class MoE(nn.Module):
 
     Raises:
         ShapeError: K > E, or a size is no positive integer.
-        ConfigError: an unknown activation, one without these parameters, or `is_glu` contradicts
-            it.
+        ConfigError: an unknown activation, one without these parameters, `is_glu` contradicts it,
+            or `std` or `add_bias` is none.
     """
 
     def __init__(
@@ -112,6 +113,10 @@ class MoE(nn.Module):
             ShapeError,
             f"num_experts_per_tok is {num_experts_per_tok}; only {num_experts} experts",
         )
+        need_type("add_bias", add_bias, bool, "True or False", ConfigError)
+        # NaN is not at least 0 either.
+        fits = std is None or (isinstance(std, Real) and std >= 0)
+        expect(fits, ConfigError, f"std is {std!r}; needed: a number, at least 0")
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation_function = member_of(
@@ -164,7 +169,7 @@ class MoE(nn.Module):
             LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
             DTypeError: tokens and router differ in dtype outside autocast.
             ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
-                `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
+                `is_inference_mode` is no bool; `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
         """
         need_values("hidden_states", hidden_states)
         shape = hidden_states.shape

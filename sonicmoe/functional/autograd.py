@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..enums import ActivationParameters, ActivationType
+from ..errors import ConfigError
 from ..layouts import WeightLayout
 from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
@@ -61,6 +62,9 @@ def expert_mlp(
     """
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     check_stored(x, weights, FACES[face])
+    # By identity, because texts such as "no" are true. Both names of the argument begin so.
+    if inference is not True and inference is not False:
+        raise ConfigError(f"is_inference_mode is {inference!r}; needed: True or False")
     save = not inference and _is_differentiated(x, probs, weights)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.

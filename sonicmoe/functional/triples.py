@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 from ..config import current_config
@@ -25,24 +27,23 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
         int32 `[E]` counts, or `(counts, inclusive prefix sum)`.
     """
     require_framework_tensor(x, "x")
-    expect(E >= 0, ShapeError, f"E is {E}; needed: at least 0")
+    whole = isinstance(E, Integral) and not isinstance(E, bool)
+    expect(whole and E >= 0, ShapeError, f"E is {E!r}; needed: an integer, at least 0")
     need_shape(len(x.shape) == 1, "x", x, "one axis")
     need_dtype("x", x, torch.int32, torch.int64)
-    ids = x.to(torch.int64)
-    group = group_of(ids, E)
-    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
-    # it.
-    # One bin more than experts takes the ids that are not here, and is cut off.
-    counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
-    counts = counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
+    counts = frequency_of(x, E)
     return (counts, torch.cumsum(counts, 0, dtype=torch.int32)) if do_cumsum else counts
 
 
 def frequency_of(ids: Tensor, E: int) -> Tensor:
     """int32 `[E]`: how often each expert is named."""
-    counts = count_cumsum(ids, E, do_cumsum=False)
-    assert isinstance(counts, torch.Tensor)
-    return counts
+    ids = ids.to(torch.int64)
+    group = group_of(ids, E)
+    # Not bincount, whose size depends on the values: it waits for the GPU, and no graph can hold
+    # it.
+    # One bin more than experts takes the ids that are not here, and is cut off.
+    counts = torch.zeros(E + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add(0, group, torch.ones_like(group, dtype=torch.int32))[:E]
 
 
 def triples_to_topk(

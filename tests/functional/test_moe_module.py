@@ -330,6 +330,9 @@ REFUSED_BY_THE_CONSTRUCTOR = [
         ConfigError,
         r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'gelu_tanh'\]",
     ),
+    ({"std": float("nan")}, ConfigError, "^std is nan; needed: a number, at least 0"),
+    ({"std": "0.02"}, ConfigError, "^std is '0.02'; needed: a number"),
+    ({"add_bias": "no"}, ConfigError, "^add_bias is str; needed: True or False"),
     ({"norm_topk_prob": False}, TypeError, r"unexpected keyword argument 'norm_topk_prob'$"),
 ]
 
@@ -368,6 +371,12 @@ def test_unsupported_backend(backend):
     words = re.escape(f"kernel_backend_moe={value!r}; available: sonicmoe, sonicmoe_fp8, torch")
     with pytest.raises(EngineUnavailableError, match=words):
         make_layer()(torch.zeros(2, 32), backend)
+
+
+@pytest.mark.parametrize("value", ["no", None, 0], ids=repr)
+def test_inference_is_a_bool(value):
+    with pytest.raises(ConfigError, match=f"is_inference_mode is {value!r}; needed: True or False"):
+        make_layer()(make_tokens(19, 32), is_inference_mode=value)
 
 
 @BACKENDS

@@ -170,7 +170,10 @@ def test_counts_and_prefix_sum(dtype):
 def test_count_cumsum_refuses():
     for x, experts, error, message in (
         ([0, 1], 2, TypeError, r"^x must be a torch tensor, got list$"),
-        (zeros(3).int(), -1, ShapeError, r"^E is -1; needed: at least 0$"),
+        *(
+            (zeros(3).int(), e, ShapeError, f"^E is {e!r}; needed: an integer, at least 0$")
+            for e in (-1, "3", 2.5, True)
+        ),
         (zeros(2, 2).long(), 4, ShapeError, r"x has shape \(2, 2\); needed: one axis"),
         *((zeros(2).to(dtype), 4, DTypeError, "needed: int32 or int64") for dtype in NO_IDS),
     ):
