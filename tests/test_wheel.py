@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -45,6 +46,20 @@ print(missing_tool(HOPPER, None, "sm_90a"))
 examine_carried(report := Report())
 print(*report.carried, len(report.problems))
 assert not cache.root.exists() and not cache.local_root.exists()
+"""
+
+# As Hugging Face's `kernels` imports a variant: under the name of its build, from its own path.
+OF_THE_HUB = """\
+import importlib, importlib.util, json, pathlib, sys
+variant = pathlib.Path(sys.argv[1])
+name = json.loads((variant / "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+sys.modules[name] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+importlib.import_module(f"{name}.jit.toolchain")._PREFIXES = ()
+source = importlib.import_module(f"{name}.kernels").routing_metadata_source("sm_90a")
+assert source.load().max_experts() > 128 and package.MoE
+print([module for module in sys.modules if module.startswith("sonicmoe")])
 """
 
 
@@ -105,3 +120,12 @@ def test_it_computes_without_a_compiler(installed: Path, tmp_path: Path) -> None
     assert "for sm_90a: install a CUDA toolkit for sm_100a." in no_arch
     assert no_engine.endswith("install a CUDA toolkit")
     assert told.startswith("1 kernels for sm_90a by nvcc") and told.endswith("0")
+
+
+@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+def test_the_folder_for_the_hub_loads_under_its_own_name(installed: Path, tmp_path: Path) -> None:
+    (variant,) = (installed.parent / "out" / "kernels" / "build").iterdir()
+    assert re.fullmatch(r"tvm-ffi\d+-cu\d+-x86_64-linux", variant.name)
+    env = {"PATH": "/nonexistent", "SONIC_MOE_CACHE_DIR": str(tmp_path / "c")}
+    done = processes.run(("-P", "-c", OF_THE_HUB, variant), env, tmp_path, timeout=120)
+    assert done.stdout == "[]\n", done.stderr

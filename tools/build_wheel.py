@@ -190,6 +190,25 @@ def built(tree: Path, platform: str, out: Path) -> Path:
     return wheel
 
 
+def for_the_hub(tree: Path, versions: dict[str, str], digest: str, out: Path) -> None:
+    """The package once more, as a folder that Hugging Face's `kernels` loads: a variant for this
+    apache-tvm-ffi and CUDA, whatever the version of PyTorch.
+    """
+    loader, cuda = ("".join(versions[name].split(".")[:2]) for name in (LOADER, "nvcc"))
+    variant = out / "kernels" / "build" / f"tvm-ffi{loader}-cu{cuda}-{os.uname().machine}-linux"
+    shutil.rmtree(out / "kernels", ignore_errors=True)
+    shutil.copytree(tree / "sonicmoe", variant, ignore=shutil.ignore_patterns("__pycache__"))
+    metadata = {
+        "id": f"_sonicmoe_{digest[:12]}",
+        "name": "sonicmoe",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": ["tvm-ffi"],
+        "backend": {"type": "cuda", "archs": [f"{ARCH[3]}.{ARCH[4:]}"]},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     """Compile, stage, build; the last line printed is the wheel."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -218,6 +237,8 @@ def main() -> None:
     size = wheel.stat().st_size
     if size > MOST_BYTES:
         sys.exit(f"{wheel} has {size >> 20} MiB; at most {MOST_BYTES >> 20} MiB: leave out a part")
+    if listed:
+        for_the_hub(tree, versions, hashlib.sha256(text.encode()).hexdigest(), asked.out)
     print(f"{len(listed)} kernels, {size / (1 << 20):.1f} MiB: {wheel}")
 
 

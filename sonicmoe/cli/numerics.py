@@ -46,15 +46,20 @@ def _several(name: str, choices: Iterable[str], text: str) -> Any:
     )
 
 
-def _sizes(command: Any) -> Any:
+def size_options(defaults: Sizes) -> Any:
     """The options of a generated case."""
-    for size in reversed(fields(Sizes)):
-        # A decorator that is applied first stands last in the help, hence `reversed`.
-        option = click.option(
-            f"--{size.name}", type=click.IntRange(1), default=size.default, show_default=True
-        )
-        command = option(command)
-    return command
+
+    def decorate(command: Any) -> Any:
+        for size in reversed(fields(Sizes)):
+            # A decorator that is applied first stands last in the help, hence `reversed`.
+            default = getattr(defaults, size.name)
+            option = click.option(
+                f"--{size.name}", type=click.IntRange(1), default=default, show_default=True
+            )
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @click.command(cls=OneLineCommand)
@@ -88,7 +93,7 @@ def _sizes(command: Any) -> Any:
     metavar="FILE",
     help="Inputs of a real call (.npz); may be repeated.",
 )
-@_sizes
+@size_options(Sizes())
 @activation_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @framework_option("Runs the reference engine.")

@@ -108,6 +108,10 @@ class Sizes:
         require_memory(_FP64 * (rows + weights), "a case of these sizes")
 
 
+# Of `sonicmoe verify`: several parts of 128 tokens, and a loop over tokens takes no time.
+VERIFIED = Sizes(tokens=300, hidden=64, intermediate=48, experts=6, topk=3)
+
+
 def as_case(step: StepDump) -> StepDump:
     """A step that recipes can be measured on: x, w1, w2 and dout as fp32 arrays of bf16 values, so
     that engine and golden read the same numbers. Tokens that arrived in FP8 are their values.

@@ -13,16 +13,14 @@ import torch.distributed as dist
 from functional.layer_golden import views
 from node.direct_layers import Expert
 from pairwise import pairwise
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonicmoe import MoE, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
@@ -120,38 +118,6 @@ def check_changes_of_sharded_weights(rank: int) -> None:
             torch.testing.assert_close(moe(x, use_fp8=True)[0], expected[turn % 2])
     ReferenceEngine.prepare_weights = prepare
     assert len(prepared) == 20
-
-
-def check_expert_parallel(rank: int) -> None:
-    """Each rank's half of the experts as a DTensor's local part; other ranks' ids are sentinels."""
-    mesh = init_device_mesh("cpu", (RANKS,))
-    whole_layer = layer()
-    x, dout = batch(0, 0)
-    indices = torch.stack(
-        [torch.randperm(E, generator=torch.Generator().manual_seed(t))[:2] for t in range(len(x))]
-    )
-    probs = torch.softmax(torch.randn(len(x), 2, generator=torch.Generator().manual_seed(9)), -1)
-    up, down = whole_layer.c_fc, whole_layer.c_proj
-    weights = [up.weight, down.weight, up.bias, down.bias]
-    expected = expert_mlp(x, indices, probs, *weights, whole_layer.activation_function)
-    expected_gradients = torch.autograd.grad((expected * dout).sum(), weights)
-
-    sharded = [
-        torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
-        for weight in weights
-    ]
-    first = rank * E // RANKS
-    local_ids = indices - first  # negative, or at least E / 2: not here
-    local_ids = torch.where(local_ids < 0, -1, local_ids)
-    out = expert_mlp(
-        x, local_ids, probs, *(w.to_local() for w in sharded), whole_layer.activation_function
-    )
-    (out * dout).sum().backward()
-    total = out.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected)
-    for weight, gradient in zip(sharded, expected_gradients, strict=True):
-        torch.testing.assert_close(weight.grad.full_tensor(), gradient)
 
 
 def check_numbers_of_plans() -> None:
@@ -265,7 +231,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     check_numbers_of_plans()
-    check_expert_parallel(rank)
     check_node(rank)
     # DDP first: a process that has sharded a module keeps no prepared weights.
     trainings = pairwise((DistributedDataParallel, fully_shard), (False, True), (False, True))

@@ -78,14 +78,3 @@ def fill_free_memory(byte):
     held = [torch.full((size,), byte, dtype=torch.uint8, device=DEVICE) for size in sizes]
     torch.cuda.synchronize()
     del held
-
-
-@contextmanager
-def poisoned_allocator():
-    """Every fresh `torch.empty` is full of NaN and of the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert bool(torch.isnan(torch.empty(7, device=DEVICE)).all()), "the poison is not active"
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

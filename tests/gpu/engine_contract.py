@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.activation_cases import OWN
-from gpu.device import captured, fill_free_memory, poisoned_allocator, waiting_is_an_error
+from gpu.device import captured, fill_free_memory, waiting_is_an_error
 from gpu.engine_cases import (
     BF16,
     FP16,
@@ -31,6 +31,7 @@ from gpu.engine_cases import (
 from pairwise import pairwise
 from public_models import EXPERT_SIZES
 
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.select import unavailable
 from sonicmoe.engine.settings import Workload
@@ -233,7 +234,7 @@ class EngineContract:
         zeroed = self.observed(case, settings)
         fill_free_memory(0xFF)  # NaN in every floating format, -1 in every integer
         assert_same_bits(self.observed(case, settings), zeroed)
-        with poisoned_allocator():
+        with memory_full_of_nan("cuda"):
             assert_same_bits(self.observed(case, settings), zeroed)
 
     def observed(self, case, settings):

@@ -18,9 +18,9 @@ from faults import FULL_GPU, PACKAGE, Allocations
 from gpu.device import compiled_beforehand, fill_free_memory
 from gpu.hopper_step import E, H, I, K
 from node.direct_layers import DirectLayer, Setup
-from node.sentinel_layers import memory_full_of
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.quant.gpu import release_scratch
 
@@ -267,7 +267,7 @@ def test_memory_full_of_nan_changes_no_bit(case):
     """
     runs = []
     for nan in (False, True):
-        with memory_full_of(nan, "cuda"):
+        with memory_full_of_nan("cuda", nan):
             fill_free_memory(0xFF if nan else 0)
             runs.append(Run(case).run())
     clean, poisoned = runs
@@ -279,6 +279,6 @@ def test_the_memory_of_every_scratch_is_poisoned():
     """Which `test_memory_full_of_nan_changes_no_bit` takes for granted."""
     from sonicmoe.interop import empty
 
-    with memory_full_of(True, "cuda"):
+    with memory_full_of_nan("cuda"):
         made = empty((4096,), torch.uint8, torch.device("cuda", 0))
         assert bool((made == 0xFF).all())

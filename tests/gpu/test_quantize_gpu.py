@@ -8,9 +8,10 @@ import itertools
 
 import pytest
 import torch
-from gpu.device import captured, poisoned_allocator
+from gpu.device import captured
 from pairwise import pairwise
 
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
@@ -40,7 +41,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    with poisoned_allocator():
+    with memory_full_of_nan("cuda"):
         yield
 
 

@@ -8,8 +8,7 @@ of memory that the framework hands out is NaN beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +17,7 @@ from node.direct_layers import Expert
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 GROUP = 8  # ranks that share the experts
@@ -210,25 +210,6 @@ def assert_same_bits(one: Trace, other: Trace) -> None:
     assert not differing, f"{len(differing)} of {len(pairs)} differ: {differing[:5]}"
 
 
-@contextmanager
-def memory_full_of(nan: bool, device: str) -> Iterator[None]:
-    """PyTorch's deterministic mode; with `nan` its other half too: every new tensor is full of NaN,
-    or of the largest integer.
-    """
-    memory = torch.utils.deterministic
-    before = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = nan
-    try:
-        assert not nan or bool(torch.isnan(torch.empty(7, device=device)).all()), (
-            "the poison is not active"
-        )
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        memory.fill_uninitialized_memory = before
-
-
 def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
     """In clean memory, then in memory full of NaN; on a GPU what earlier tensors freed is
     overwritten before every step too.
@@ -236,7 +217,7 @@ def train_twice(scenario: Scenario) -> tuple[Trace, Trace]:
     traces = []
     for nan in (False, True):
         overwrite = partial(overwrite_free_memory, 0xFF if nan else 0, scenario.device)
-        with memory_full_of(nan, scenario.device):
+        with memory_full_of_nan(scenario.device, nan):
             traces.append(train(scenario, overwrite))
     return traces[0], traces[1]
 

@@ -203,11 +203,11 @@ class TestError:
 @pytest.mark.parametrize("case", CASES)
 def test_memory_full_of_nan_changes_no_bit(case):
     """Of a whole run: forward, two micro-batches, flush and changed weights."""
-    from node.sentinel_layers import memory_full_of
+    from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 
     results = []
     for nan in (False, True):
-        with memory_full_of(nan, "cpu"):
+        with memory_full_of_nan("cpu", nan):
             results.append(Run(case, Allocations(counts=False)).run().results)
     assert_equal(*results)
     assert all(np.isfinite(array).all() for array in results[1])

@@ -13,9 +13,10 @@ if IS_PADDLE:
     )
 
 import torch
-from node.sentinel_layers import Scenario, assert_same_bits, memory_full_of, train, train_twice
+from node.sentinel_layers import Scenario, assert_same_bits, train, train_twice
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.node.mlp_call import MlpCall
 
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="reference")
@@ -64,5 +65,5 @@ def test_a_leak_through_what_nobody_computes_is_found(place, monkeypatch):
 
     monkeypatch.setattr(MlpCall, "forward", leaky_forward)
     monkeypatch.setattr(MlpCall, "backward", leaky_backward)
-    with memory_full_of(True, "cpu"), pytest.raises(AssertionError, match="are not finite"):
+    with memory_full_of_nan("cpu"), pytest.raises(AssertionError, match="are not finite"):
         train(Scenario(FULL, **{**SIZES, "layers": 4}))
