@@ -12,12 +12,14 @@ from gradients.flush_by_address import FlushByAddress
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
+    expert_modules,
     filled,
     per_expert_source,
     weight_arrays,
 )
 
 from sonicmoe.gradients import destinations
+from sonicmoe.weights.parameters import PerExpertParameters
 
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
@@ -114,6 +116,19 @@ def test_strided_destinations_take_plain_operations(kernel):
     weights.flush()
     assert kernel.launches == 0
     np.testing.assert_array_equal(numpy(first.main_grad), dw1[0])
+
+
+def test_shared_parameters_take_plain_operations(kernel):
+    up_gate, down = weight_arrays()
+    modules = expert_modules(up_gate, down)
+    modules[2].down_proj = modules[0].down_proj
+    source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+    plain.bind_main_grads(source, None)
+    weights, _, dw2 = filled(source)
+    weights.flush()
+    assert kernel.launches == 0
+    shared = numpy(source.parameters()[3].main_grad)
+    np.testing.assert_allclose(shared, dw2[0] + dw2[2], rtol=1e-6, atol=1e-6)
 
 
 @each_source
