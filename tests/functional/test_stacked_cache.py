@@ -167,11 +167,6 @@ class TestKeptCodes:
         assert not torch.equal(after, before)
         assert torch.equal(after, without_cache(moe, x, face))
 
-    def test_every_face_of_a_layer_shares_one_quantisation(self, following, moe, x):
-        outputs = [face(moe, x) for face in (module, whole_layer, general, module)]
-        assert following.events == ["made"]
-        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[3])
-
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_in_a_compiled_graph(self, backend, following, moe, x):
         torch._dynamo.reset()
@@ -237,40 +232,6 @@ class TestKeptCodes:
         assert _owner(copy.deepcopy(moe).c_fc.weight) not in _kept
         assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
 
-    @pytest.mark.parametrize("contiguous", [True, False])
-    def test_weights_are_split_into_experts_when_asked_for(self, contiguous):
-        """Addresses need no views; and what an engine looked at shows later values, or is copied
-        again.
-        """
-        engine, sources = Following(), []
-
-        def refresh(source, *arguments):
-            sources.append(source)
-            return Following.refresh(engine, source, *arguments)
-
-        engine.refresh = refresh
-        shape = (2, 128, 32) if contiguous else (2, 32, 128)
-        w1, w2 = torch.randn(shape), torch.nn.Parameter(torch.randn(2, 32, 64))
-        w1 = torch.nn.Parameter(w1 if contiguous else w1.mT)
-
-        def codes():
-            return dequantize(read(engine, w1, w2).w1).clone()
-
-        before = codes()
-        with torch.no_grad():
-            w1.mul_(-2)
-        assert torch.equal(codes(), -2 * before)
-        w1.data.mul_(2)  # found by the engine itself
-        assert torch.equal(codes(), -4 * before)
-        assert engine.events == ["made", "remade", "found"]
-        for source in sources:
-            matrices = (*source.up, *source.down)
-            assert source.pointers == tuple(matrix.data_ptr() for matrix in matrices)
-            assert (source.pointers[0] == w1.data_ptr()) == contiguous
-            assert len(source.up) == len(source.down) == 2
-            assert all(torch.equal(source.down[expert], w2[expert]) for expert in range(2))
-            assert torch.equal(matrices[1], source.up[1])
-
 
 class TestWhoseTheyAre:
     """Another place, another entry; and none for memory that was freed."""
@@ -288,15 +249,6 @@ class TestWhoseTheyAre:
         assert torch.equal(module(moe, x), without_cache(moe, x, module))
         assert following.events == ["made", "made", "made"]
         first.sum().backward()
-
-    def test_an_address_alone_does_not_name_weights(self):
-        """Where the allocator hands out the same block again and again."""
-        engine, w2 = Following(), torch.ones(1, 128, 64)
-        for value in range(1, 20):
-            w1 = torch.full((1, 128, 128), float(value))
-            prepared = read(engine, w1, w2)
-            assert dequantize(prepared.w1).unique().tolist() == [pytest.approx(value)]
-            del w1, prepared
 
     def test_every_layer_of_one_flat_buffer_has_its_own_entry(self):
         """All parameters of a model as views of one tensor, as some optimizers keep them."""
@@ -392,24 +344,6 @@ class TestBackward:
             if name != "router.weight":  # which also gets the auxiliary loss's there
                 assert torch.equal(gradient, expected[name]), name
 
-    def test_of_plain_weights_is_refused_by_autograd(self):
-        moe, (x, dout) = make_layer(bias=True), batch()
-        out, _ = moe(x)
-        write(moe.c_fc.weight)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            (out * dout).sum().backward()
-
-    def test_several_forwards_of_the_same_weights_may_be_outstanding(self, following, moe, x):
-        outputs = [module(moe, x) for _ in range(3)]
-        other = torch.nn.Parameter(torch.ones(3, requires_grad=True))
-        other.grad = torch.ones(3)
-        # Another model's optimizer, as in adversarial training.
-        torch.optim.SGD([other], lr=0.1).step()
-        outputs.append(module(moe, x))
-        for out in outputs:
-            out.sum().backward()
-        assert following.events == ["made", "remade"]
-
 
 class TestAnEngineThatDoesNotLook:
     """It prepares in every forward, in FP8 too."""
@@ -439,27 +373,6 @@ class TestAnEngineThatDoesNotLook:
             expected.c_proj.weight.mul_(-1.5)
         assert torch.equal(after, expected(x, **options)[0])
 
-    def test_autocast_casts_plain_weights_only(self, monkeypatch):
-        """Engines multiply operands of one dtype; FP8 codes are better made of the fp32 parameters
-        themselves.
-        """
-        seen, original = [], ReferenceEngine.prepare_weights
-
-        def prepare(self, w1, w2, *rest):
-            seen.append((w1.dtype, w2.dtype))
-            return original(self, w1, w2, *rest)
-
-        monkeypatch.setattr(ReferenceEngine, "prepare_weights", prepare)
-        moe, (x, dout) = make_layer(bias=True), batch()
-        with torch.autocast("cpu", torch.bfloat16):
-            out, _, gradients = run_layer(moe, x, dout)
-            run_layer(moe, x, dout, **FP8)
-        assert seen == [(torch.bfloat16,) * 2] * 2 + [(torch.float32,) * 2], (
-            "forward and backward, which prepares plain weights again; FP8 once"
-        )
-        assert out.dtype == torch.bfloat16
-        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-
 
 def converted(moe):
     """Stands for a move to another device."""
@@ -486,31 +399,3 @@ def test_weights_that_a_model_left_are_freed_at_once(leave, options, follows, re
     assert not any(storage.expired() for storage in memory)
     leave(moe)
     assert all(storage.expired() for storage in memory)
-
-
-def deep_copied(moe):
-    return copy.deepcopy(moe)
-
-
-def pickled(moe):
-    return pickle.loads(pickle.dumps(moe))
-
-
-def reloaded(moe):
-    fresh = make_layer(seed=99)
-    fresh.load_state_dict(moe.state_dict())
-    return fresh
-
-
-@pytest.mark.parametrize("duplicate", [deep_copied, pickled, reloaded])
-def test_copies_are_equal_and_independent(duplicate, following):
-    moe, (x, dout) = make_layer(), batch()
-    expected = run_layer(moe, x, dout, **FP8)
-    twin = duplicate(moe)
-    assert_same_bits(run_layer(twin, x, dout, **FP8), expected)
-    assert following.events == ["made", "made"], "a copy prepares its own weights"
-    with torch.no_grad():
-        for parameter in moe.parameters():
-            parameter.zero_()
-    assert not moe(x, **FP8)[0].any()
-    assert_same_bits(run_layer(twin, x, dout, **FP8), expected)
