@@ -20,12 +20,9 @@ import sonicmoe.cli.warmup as warmup_module
 import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe import host
 from sonicmoe.architectures import (
-    ARCHITECTURES,
     DEFAULT_ARCH,
-    arch_name,
     arch_of_host,
     chosen_arch,
-    describe,
 )
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
@@ -116,19 +113,6 @@ def test_a_misspelt_architecture_warms_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="did you mean 'sm_90a'"):
         warmup_jit(8, 3072, 1536, arch="sm_90", cache_dir=tmp_path)
-
-
-def test_names_follow_from_capabilities() -> None:
-    for name, known in ARCHITECTURES.items():
-        assert name == known.name == arch_name(known.capability)
-        assert str(known) == (
-            f"{name} ({known.generation}, compute capability "
-            f"{known.capability[0]}.{known.capability[1]})"
-        )
-        assert describe(known.capability) == str(known)
-    assert describe((7, 5)) == "sm_75 (compute capability 7.5)"
-    families = [known.family for known in ARCHITECTURES.values()]
-    assert families == ["sm80"] * 3 + ["sm90"] + ["sm100"] * 2 + ["sm120"] * 2
 
 
 def test_a_warm_up_without_an_architecture_follows_the_host(

@@ -17,9 +17,6 @@ from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.diagnostics.doctor import warmed_models
 from sonicmoe.engine import compile_plan
 from sonicmoe.engine.capabilities import BF16, missing_package
-from sonicmoe.engine.compile_plan import warm_up_plan
-from sonicmoe.jit.pack import versions_here
-from sonicmoe.jit.plan import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -96,45 +93,6 @@ def test_doctors_lines_are_those_of_the_page(tmp_path):
     (tmp_path / "warmed" / "record.json").write_text(json.dumps(record))
     assert warmed_models(tmp_path) == (warmed,)
     assert cache.startswith("cache ")
-
-
-def keys(precision="both", **sizes):
-    spec = ModelSpec(**{"E": 8, "H": 3072, "I": 1536, **sizes})
-    return {str(job.key()) for job in warm_up_plan(spec, precision).jobs}
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"E": 32}, {"H": 2048, "I": 768}, {"H": 2880, "I": 2880}], ids=str
-)
-def test_models_share_all_kernels_on_hopper(sizes):
-    assert keys(**sizes) == keys()
-
-
-@needs_quack
-def test_other_tiles_are_other_kernels_on_blackwell():
-    ours = keys(arch="sm_100a")
-    assert keys(E=32, arch="sm_100a") == ours
-    new = keys(H=2880, I=2880, arch="sm_100a") - ours
-    assert new and all(key.startswith("bf16_") for key in new)
-
-
-@needs_quack
-def test_a_kernel_depends_on_the_versions_of_the_page_and_no_others():
-    versions = {}
-    for arch in ("sm_90a", "sm_100a"):
-        for job in warm_up_plan(ModelSpec(8, 3072, 1536, arch=arch), "both").jobs:
-            found = dict(job.key().fingerprint + job.key().toolchain).keys()
-            versions[arch] = versions.get(arch, set()) | found
-    hopper = {"sources", "abi", "apache-tvm-ffi", "nvcc"}
-    assert versions["sm_90a"] == hopper and "nvcc compiles everything that Hopper needs" in PAGE
-    assert versions["sm_100a"] == hopper | {"cuda", "nvidia-cutlass-dsl", "quack-kernels"}
-    assert versions_here()["abi"] in ("x86_64-glibc", "aarch64-glibc")
-
-
-def test_the_image_installs_the_version_that_is_pinned():
-    pins = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (pinned,) = re.findall(r'"apache-tvm-ffi==([\w.]+)"', pins)
-    assert f"apache-tvm-ffi=={pinned}\n" in PAGE
 
 
 def test_the_durations_are_those_of_their_page():

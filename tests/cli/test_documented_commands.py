@@ -109,26 +109,6 @@ def test_scripts_and_their_options_exist(guide):
         assert set(used) <= known | {"--help"}, f"{path}: {set(used) - known}"
 
 
-def test_a_wrong_command_is_seen():
-    fences = "```python\nsonicmoe not()\n```\n    python benchmarks/jit_bench.py --fast\n```\nsonicmoe bench --no  # sonicmoe x\n```\n"
-    text = f"`sonicmoe trian`\n{fences}"
-    assert invocations(text) == ["bench --no  ", "trian"]
-    assert scripts(text) == [("benchmarks/jit_bench.py", ["--fast"])]
-    assert scripts(TEXTS["docs/performance.md"]) and scripts(TEXTS["docs/jit.md"])
-    assert scripts(TEXTS["CONTRIBUTING.md"])
-
-
-@pytest.mark.parametrize(("invocation", "wrong"), [
-    ("trian", "trian"), ("bench --No 3", "--No"), ("bench --T", "--T"), ("bench --shape reference ...", "..."),
-    ("warmup --E --H --I", "--E --H"), ("bench --T 0", "--T 0"), ("bench --shape nothing", "nothing"), ("train --framework=jax", "jax"),
-])  # fmt: skip
-def test_a_command_that_would_be_refused_is_seen(invocation, wrong):
-    assert wrong in next(problems(invocation))
-    right = "bench --T 1024 --T 2048 --E $E --engine=hopper:mem --json --plot PLOTS --help"
-    assert not list(problems(right))
-    assert invocations("`taskset -c 4,5 sonicmoe bench --json`") == ["bench --json"]
-
-
 def test_the_commands_of_the_step_table_measure_its_shapes():
     section = TEXTS["docs/performance.md"].split("## A training step")[1].split("\n### ")[0]
     (loop,) = re.findall(r"for E in ([\d ]+);", section)

@@ -65,14 +65,6 @@ def test_an_unknown_command_is_a_usage_error(name, words):
         assert result.output == f"Error: No such command {name!r}; {words}\n"
 
 
-def test_a_file_of_another_kind_is_no_dump(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text("{}")
-    result = CliRunner().invoke(main, ["bisect", str(path)])
-    assert result.exit_code == 2 and "BadZipFile" not in result.output
-    assert f"{path} is no dump of sonicmoe: it is no .npz file" in result.output
-
-
 def test_refusal_is_one_line_and_exit_code_two(monkeypatch):
     @click.command()
     def doctor():

@@ -10,7 +10,7 @@ import pytest
 from small_commands import SMALL, run_small
 
 from sonicmoe.cli import screen
-from sonicmoe.cli.screen import Activity, duration
+from sonicmoe.cli.screen import Activity
 from sonicmoe.frameworks import choose
 
 PATIENCE = """
@@ -87,14 +87,6 @@ def test_a_stderr_that_cannot_be_written_costs_nothing(closed, monkeypatch, tmp_
     work(2)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (185, "3 min 5 s"), (7500, "2 h 5 min")],
-)
-def test_durations(seconds, words):
-    assert duration(seconds) == words
-
-
 @pytest.mark.parametrize("command", SMALL)
 def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, tmp_path):
     """And which framework it took, where both are installed."""
@@ -114,16 +106,6 @@ def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, t
         assert (found["framework"], found["framework_reason"]) == ("torch", words)
     else:
         assert f"framework: torch ({words})\n" in stderr
-
-
-def test_a_framework_that_was_asked_for_is_not_remarked_on(tmp_path):
-    """By commands that follow each other in one process."""
-    # Training ends the process.
-    commands = [[name, "--framework", "torch"] for name in ("doctor", "numerics", "train")]
-    stdout, stderr = run_small(*commands, cwd=tmp_path)
-    assert "framework torch (asked for)" in " ".join(stdout.split())
-    assert "meets every bar" in stdout and "held-out loss" in stdout
-    assert "both are installed" not in stdout + stderr
 
 
 def test_training_prints_a_line_of_every_slow_step(capsys, monkeypatch):
