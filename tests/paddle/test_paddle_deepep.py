@@ -17,7 +17,6 @@ from ernie import (
     PRECISE,
     PRECISE_BOUND,
     Batch,
-    Pending,
     assert_close,
     assert_weight_gradients,
     bind_main_grads,
@@ -26,7 +25,7 @@ from ernie import (
     make_node,
     run,
 )
-from framework import numpy, tensor
+from framework import numpy
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 96
 RANKS = (0, 1)
@@ -141,20 +140,3 @@ def test_both_ranks_combined_equal_the_undispatched_layer():
     for name, actual in (("out", out), ("dx", dx), ("dprobs", dprobs)):
         assert_close(actual, getattr(wanted.results[0], name), PRECISE_BOUND, name)
     assert_weight_gradients(dw_up + dw_down, wanted.dw, PRECISE_BOUND)
-
-
-def test_metadata_face_reads_the_same_tensors():
-    from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
-
-    batch = received(1)
-    metadata = deepep_topk_to_sonic_metadata(
-        tensor(batch.indices), tensor(batch.probs), EXPERTS, batch.counts
-    )
-    assert metadata.counts_on_host() == tuple(batch.counts)
-    rows = numpy(metadata.row_token)
-    for expert, (first, count, _) in enumerate(metadata.expert_slices()):
-        expected = np.nonzero((batch.indices == expert).any(1))[0]
-        assert np.array_equal(rows[first : first + count], expected), (
-            "tokens ascend inside an expert"
-        )
-    assert Pending(make_node(experts_of(1)), batch).out.shape == list(batch.x.shape)

@@ -27,38 +27,6 @@ from sonicmoe.engine import reference
 from sonicmoe.routing import build as routing
 
 
-def test_two_layers_chained():
-    """The inner node's out, a non-leaf, is the outer node's x: gradients run through both."""
-    first, second = make_experts(seed=1), make_experts(seed=2)
-    nodes, batch = (make_node(first), make_node(second)), make_batch()
-    for experts in (first, second):
-        bind_main_grads(experts)
-    x, indices, probs = (
-        tensor(batch.x, grad=True),
-        tensor(batch.indices),
-        tensor(batch.probs, grad=True),
-    )
-    out = nodes[1](nodes[0](x, None, indices, probs) + x, None, indices, probs)
-    out.backward(tensor(batch.dout))
-    for node in nodes:
-        node.step()
-    gx, gprobs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
-    copies = [
-        [tensor(numpy(w).astype("float32"), grad=True) for w in weights_of(e)]
-        for e in (first, second)
-    ]
-    middle = plain_moe(gx, indices, gprobs, copies[0][:3], copies[0][3:]) + gx
-    plain_moe(middle, indices, gprobs, copies[1][:3], copies[1][3:]).backward(tensor(batch.dout))
-    assert_close(numpy(x.grad), numpy(gx.grad), PRECISE_BOUND, "dx")
-    assert_close(numpy(probs.grad), numpy(gprobs.grad), PRECISE_BOUND, "dprobs")
-    for experts, golds in zip((first, second), copies, strict=True):
-        assert_weight_gradients(
-            [w.main_grad for w in weights_of(experts)],
-            [numpy(w.grad) for w in golds],
-            PRECISE_BOUND,
-        )
-
-
 @pytest.mark.parametrize("consumer", ["transpose", "expand", "slice", "sum of a part"])
 def test_shapes_of_the_incoming_gradient(consumer):
     """dout may arrive strided, broadcast or with rows no one used."""

@@ -115,21 +115,6 @@ def test_recompute_around_a_block_that_holds_the_node(reentrant):
     assert same_bits(*outcomes)
 
 
-def test_reentrant_first_pass_keeps_nothing(monkeypatch):
-    """The forward under no_grad must save nothing, or recompute would cost memory instead of
-    sparing it.
-    """
-    saves, forward = [], ReferenceEngine.forward
-
-    def spy(self, *args, save=True):
-        saves.append(save)
-        return forward(self, *args, save=save)
-
-    monkeypatch.setattr(ReferenceEngine, "forward", spy)
-    outcome(PRECISE, [make_batch()], reentrant=True)
-    assert saves == [False, True]
-
-
 @pytest.fixture
 def saved_z(monkeypatch):
     """How many of the z that an engine kept for backward are alive."""
