@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,41 +66,6 @@ def test_the_time_limit_stops_what_runs_and_drops_nothing(
         ("stopped", -signal.SIGKILL),
         ("not started", None),
     ]
-
-
-PARENT = """
-import os, sys, time
-sys.path[:0] = [{benchmarks!r}, {root!r}]
-import gpu_queue
-gpu_queue._PROGRAM = gpu_queue._PROGRAM.partition("from sonicmoe")[0] + (
-    "import pathlib, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)")
-task = gpu_queue.Task("child", ({pid!r},), gpu_queue.Path({log!r}))
-gpu_queue.GpuQueue([task], [""], 1, os.environ).run(time.monotonic() + 600)
-"""
-
-
-def test_a_killed_parent_takes_its_children_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note = tmp_path / "pid"
-    program = PARENT.format(
-        benchmarks=str(BENCHMARKS),
-        root=str(BENCHMARKS.parent),
-        pid=str(note),
-        log=str(tmp_path / "child.log"),
-    )
-    with subprocess.Popen([sys.executable, "-c", program]) as parent:
-        deadline = soon()
-        while not (note.exists() and note.read_text()):
-            assert parent.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        parent.kill()
-    child = Path("/proc", note.read_text())
-    deadline = soon(10)
-    # A zombie, whose new parent has not looked yet, runs no more.
-    while child.exists() and ") Z " not in (child / "stat").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_gpus_are_those_that_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,18 +62,6 @@ def test_seeds_are_run_compared_and_measured(text: Path, tmp_path: Path) -> None
     assert "step 3/3" in (out / "tiny-seed4.log").read_text()
 
 
-def test_what_did_not_finish_is_listed_and_left_out(text: Path, tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--data", text, "--out", tmp_path / "out", "--per-gpu", 1]
-    result = run("--run", "tiny:0-1", "--steps", 10**6, "--minutes", 0.05, *arguments)
-    assert result.exit_code == 1
-    assert "0 of 2 seeds finished" in result.output
-    assert re.search(r"tiny seed 0: stopped at step \d+ of 1000000", result.output)
-    assert "tiny seed 1: not started at step 0 of 1000000" in result.output
-    assert "none were measured" in result.output
-    refused = run("--run", "tiny:0-1", *arguments)
-    assert refused.exit_code == 1 and "tiny-seed0 is there; give another --out" in refused.output
-
-
 def test_a_seed_that_fails_has_its_last_words_in_the_report(tmp_path: Path) -> None:
     result = run("--run", "tiny:3", "--device", "cpu", "--data", "/no/such/text", "--out", tmp_path)
     assert result.exit_code == 1

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `fun
     [
         ("Qwen3-Next-80B", {"stock", "compiled", "bf16", "fp8", "node"}),
         ("gpt-oss-20b", {"stock", "compiled", "bf16"}),
-        ("GLM-4.5-Air EP8", {"stock", "compiled", "bf16", "fp8"}),
     ],
 )
 def test_experts_of_real_models(run, tmp_path, title, implementations):
@@ -47,13 +46,12 @@ def test_torchaos_groups_are_padded(load):
     assert position.tolist() == [0, 1, *range(16, 33), 48]
 
 
-@pytest.mark.parametrize("options", [(), ("--compile", "--checkpoint")])
-def test_steps_of_a_model(run, tmp_path, options):
+def test_steps_of_a_model(run, tmp_path):
     found = tmp_path / "f.json"
-    said = run("model_step_bench", "--quick", "--rounds=1", *options, "--json", found)
+    said = run("model_step_bench", "--quick", "--rounds=1", "--checkpoint", "--json", found)
     figures = json.loads(found.read_text())
     assert set(figures["rows"]) == {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}
-    assert figures["compiled"] == figures["checkpoint"] == bool(options)
+    assert figures["checkpoint"] and not figures["compiled"]
     losses = [row["loss"] for row in figures["rows"].values()]
     assert max(losses) - min(losses) < 0.1
     assert len(said.split("| loss |")[1].strip().splitlines()) == 1 + 3

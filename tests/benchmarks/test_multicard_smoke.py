@@ -9,15 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import processes
 import pytest
 from worlds import ROOT, environment
-
-from sonicmoe.config import current_config
-from sonicmoe.engine.compile_plan import plan
-from sonicmoe.jit.plan import ModelSpec
 
 BENCHMARKS = ROOT / "benchmarks"
 SMOKE = BENCHMARKS / "multicard_smoke.py"
@@ -33,14 +28,6 @@ def smoke(monkeypatch):
     import multicard_smoke
 
     return multicard_smoke
-
-
-@pytest.fixture
-def report(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import multicard_rank
-
-    return multicard_rank.Report(tmp_path / "rank0.json", 0)
 
 
 def run(*more, program=SMOKE):
@@ -88,14 +75,6 @@ def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts(measured):
         assert waiting["times"] is not blind["times"] and waiting["even"] == blind["even"]
     for case in ("even", "idle_rank"):
         assert f"{gloo}, fp8, {case}: the same bits without waiting for counts" in said
-
-
-def test_other_bits_without_waiting_fail(report):
-    report.same_bits("nccl", "fp8", {"even": {}, "idle_rank": {}})
-    assert report.failures == []
-    report.same_bits("nccl", "fp8", {"even": {}, "idle_rank": {"up_gate": 1e-3}})
-    (failure,) = report.failures
-    assert failure.startswith("rank 0: nccl, fp8, idle_rank: up_gate is not equal to the bit")
 
 
 def faulty_tools(directory, old, new, launcher=("", "")):
@@ -160,26 +139,3 @@ def alive(pid):
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def test_warm_up_covers_every_precision(smoke, monkeypatch):
-    """After it nothing may be compiled: what rank 0 asks for must be the plan of FP8 and that of
-    BF16, for a rank's experts.
-    """
-    import multicard_layer
-
-    asked = []
-
-    def warmup(*sizes, config):
-        asked.append((sizes, plan(ModelSpec(*sizes[:3]), current_config(config))))
-        return SimpleNamespace(kernels=[SimpleNamespace(kernel=job.name) for job in asked[-1][1]])
-
-    monkeypatch.setattr(multicard_layer, "warmup_jit", warmup)
-    monkeypatch.setattr(multicard_layer.World, "meet", lambda world: None)
-    world = object.__new__(multicard_layer.World)
-    world.sizes = multicard_layer.LayerSizes(64, 3072, 1536, 16, 8)
-    world.rank, world.size, world.on_gpu, world.device = 0, 2, True, "cuda:0"
-    names = world.warm_up(smoke.PRECISIONS)
-    assert {sizes for sizes, _ in asked} == {(8, 3072, 1536, "cuda:0")}
-    wanted = {"fp8_grouped_gemm", "fp8_dgated", "fp8_wgrad", "quantize", "flush", "aggregate"}
-    assert wanted | {"bf16_gemm", "bf16_dgated", "bf16_wgrad"} <= set(names)
