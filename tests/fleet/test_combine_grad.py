@@ -16,8 +16,7 @@ from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import counts_of
 from node.test_node_fp8 import RAISED, bf16_layer
 
-from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
-from sonicmoe.fleet import carrier
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.fleet.carrier import declare_carrier, tokens_from_carrier
 from sonicmoe.fleet.combine_grad import CombineGradient, combine_gradient
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
@@ -172,23 +171,6 @@ class TestRefusals:
         with pytest.raises(DTypeError, match="needed: a dict, or None"):
             combine_gradient(other)
 
-    def test_packed_words_without_a_declaration(self, dout, monkeypatch):
-        made = filled(dout)
-        monkeypatch.setattr(carrier, "_declared", None)
-        self.refused(ConfigError, "nobody declared whether they are fp32", made, dout)
-
-    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's meta device stands in for another device")
-    @pytest.mark.parametrize(
-        ("key", "words"),
-        [
-            ("data", r"'data'\] is on meta but the gradient is on cpu"),
-            ("scale", "scale is on meta"),
-        ],
-    )
-    def test_devices(self, dout, key, words):
-        made = filled(dout)
-        self.refused(DeviceError, words, made | {key: made[key].to("meta")}, dout)
-
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PaddleFleet's combine, whose gradient is e4m3")
 class TestUnderPaddle:
@@ -232,13 +214,6 @@ class TestUnderPaddle:
         assert handle == {}
         wanted = run(problem, ISO128, quantize_tokens(bf16(problem.dout)))
         assert_same([numpy(x.grad), numpy(probs.grad)], [wanted.dx, wanted.dprobs])
-
-    def test_a_bf16_gradient_beside_an_empty_handle(self, problem):
-        layer, handle = bf16_layer(problem), {}
-        x, probs = self.inputs(problem)
-        out = self.combine(self.call(layer, x, probs, handle), handle, fp8=False)
-        out.backward(bf16(problem.dout))
-        np.testing.assert_array_equal(numpy(x.grad), run(problem, ISO128).dx)
 
     @pytest.mark.parametrize(
         ("given", "words"),

@@ -16,7 +16,7 @@ from node.node_harness import problems, want_gradient
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.errors import ConfigError, OutOfMemoryError
+from sonicmoe.errors import ConfigError
 from sonicmoe.fleet import deferral
 from sonicmoe.fleet.deferral import (
     DOWN_POINT,
@@ -192,25 +192,6 @@ def test_overwrite_main_grad_is_read_when_it_runs(problem, tasks):
     for task in tasks:
         task()
     assert_same(main_grads(experts), wanted)
-
-
-def test_a_run_without_memory_may_be_repeated(problem, monkeypatch, tasks):
-    (_, expected), experts = at_once(problem), Experts(problem)
-    experts.call().backward()
-    original, failed = ReferenceEngine.backward_dw, []
-
-    def fails_once(self, pending, targets):
-        if not failed:
-            failed.append(1)
-            raise MemoryError
-        original(self, pending, targets)
-
-    monkeypatch.setattr(ReferenceEngine, "backward_dw", fails_once)
-    with pytest.raises(OutOfMemoryError, match="weight gradients"):
-        tasks[0]()
-    for task in tasks:
-        task()
-    assert_same(main_grads(experts), expected)
 
 
 def test_frozen_weights_are_not_offered(problem, asked):

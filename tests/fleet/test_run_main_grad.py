@@ -13,11 +13,9 @@ from fleet.fleet_calls import (
     each_layout,
     overwrite,
     to_grouped,
-    to_sonic,
     zeros,
 )
 from framework import IS_PADDLE, numpy, torch
-from node.node_harness import Layer
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -112,23 +110,3 @@ class TestMainGradInTheOtherLayout:
         words = r"main_grad has shape \(4, 40, 96\); the parameter's is \(4, 80, 48\), and \(4, 48, 80\) in its other"
         with pytest.raises((ShapeError, OSError), match=words):
             call.backward()
-
-
-@each_size
-@pytest.mark.parametrize("arrangement", ["fused", "native"])
-def test_a_node_of_its_own_takes_main_grad_in_either_layout(arrangement, hidden, inner):
-    """Where both have one shape, `from_fused` and `from_native` take the weight's layout."""
-    p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
-    usual, other = (Layer(p, arrangement=arrangement, dtype=torch.bfloat16) for _ in range(2))
-    usual.set_main_grad(0.0)
-    for weight in other.weights:
-        shape = tuple(weight.shape)
-        weight.main_grad = zeros((shape[0], shape[2], shape[1]))
-    for layer in (usual, other):
-        layer.run()
-        layer.node.step()
-    move = to_sonic if arrangement == "fused" else to_grouped
-    for index, (one, two) in enumerate(zip(usual.weights, other.weights, strict=True)):
-        wanted, shape = numpy(one.main_grad), tuple(two.main_grad.shape)
-        wanted = wanted if shape == tuple(one.shape) else move(index, wanted)
-        np.testing.assert_array_equal(numpy(two.main_grad), wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import logging
 import weakref
 
 import numpy as np
@@ -18,8 +17,7 @@ from node.node_harness import problems
 from pairwise import pairwise
 from weights.freed_memory import free, holds_memory
 
-from sonicmoe.config import SonicMoEConfig
-from sonicmoe.errors import ConfigError, LayoutError, ShapeError, StaleWeightsError
+from sonicmoe.errors import LayoutError, ShapeError, StaleWeightsError
 from sonicmoe.fleet.layer import known_layer, weights_changed
 from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
@@ -139,14 +137,6 @@ class TestStaleness:
         with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
             unreached.forward(batch)
 
-    def test_another_layers_first_forward_in_the_middle_of_a_step_ends_nothing(self):
-        batch = make_problem()
-        expert, late = FleetExpert(batch), FleetExpert(batch)
-        expert.step_begin()
-        expert.forward(batch).backward()
-        late.forward(batch)
-        expert.forward(batch)
-
     def test_no_copies_and_no_memory(self, quantised):
         quantised.clear_fp8_weights()
         self.freed(quantised)
@@ -218,21 +208,6 @@ class TestPayload:
             quantize_native_fp8_weights(tensor(np.zeros((3, 4))), w2)
         with pytest.raises(TypeError, match="w2 must be"):
             quantize_native_fp8_weights(w1, None)
-
-    def test_a_recipe_that_needs_two_buffers(self):
-        w1, w2 = FleetExpert(make_problem()).weights
-        with SonicMoEConfig(recipe="1x128").activate():
-            with pytest.raises(ConfigError, match="iso_weight needs a recipe"):
-                quantize_native_fp8_weights(w1, w2, iso32=True)
-            assert quantize_native_fp8_weights(w1, w2, iso32=False)["format"] == "1x32"
-
-
-class TestRelease:
-    def test_copies_that_the_engine_made_are_its_own(self, caplog):
-        expert = FleetExpert(make_problem(), "1x32")
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            expert.call(fp8=True, release_fp8_weights=True).backward()
-        assert "quantised the weights by itself" in caplog.text
 
 
 def test_clearing_frees_what_the_engine_quantised_by_itself(weights_on_a_gpu):
