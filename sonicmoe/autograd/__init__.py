@@ -6,8 +6,14 @@ from ..interop import IS_PADDLE
 from .protocol import DifferentiableCall, refuse_second_derivative
 
 if IS_PADDLE:
-    from .paddle_bridge import apply, refuse_transforms
+    from .paddle_bridge import apply, eagerly, refuse_transforms
 else:
-    from .torch_bridge import apply, refuse_transforms
+    from .torch_bridge import apply, eagerly, refuse_transforms
 
-__all__ = ["DifferentiableCall", "apply", "refuse_second_derivative", "refuse_transforms"]
+__all__ = [
+    "DifferentiableCall",
+    "apply",
+    "eagerly",
+    "refuse_second_derivative",
+    "refuse_transforms",
+]

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import paddle
 from paddle.autograd import PyLayer
@@ -29,6 +29,9 @@ from paddle.autograd import PyLayer
 from ..engine.interface import Saved
 from ..quant.tokens import is_fp8
 from .protocol import DifferentiableCall, refuse_second_derivative
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class _CallPyLayer(PyLayer):  # type: ignore[misc]
@@ -218,6 +221,11 @@ def apply(call: DifferentiableCall, inputs: Sequence[Any], parameters: Sequence[
     if not call.attaches_parameters:
         parameters = [_Unattached(parameter) for parameter in parameters]
     return _CallPyLayer.apply(call, len(inputs), *inputs, *parameters)
+
+
+def eagerly(function: Callable[P, Result]) -> Callable[P, Result]:
+    """`function` itself: static graphs are refused by their values."""
+    return function
 
 
 def refuse_transforms(tensors: Sequence[Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -12,6 +13,8 @@ from ..engine.interface import Saved
 from .protocol import DifferentiableCall, refuse_second_derivative
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class _CallFunction(torch.autograd.Function):
@@ -138,6 +141,24 @@ def apply_function(
     given = [tensor if tensor is None else _unwrap(tensor) for tensor in tensors]
     apply_now: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply_now(*leading, *given, *parameters)
+
+
+def eagerly(function: Callable[P, Result]) -> Callable[P, Result]:
+    """`function`, which a compiled graph calls and does not look into: the graph ends before it and
+    another one begins behind it.
+
+    It launches kernels, moves rows between ranks and asks for addresses, none of which the compiler
+    can trace. `torch.compiler.disable` would load the compiler, which takes a second or more, so it
+    is asked by those alone who compile.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> Result:
+        if not torch.compiler.is_compiling():
+            return function(*arguments, **options)
+        return torch.compiler.disable(function)(*arguments, **options)  # type: ignore[no-any-return]
+
+    return call
 
 
 def refuse_transforms(tensors: Sequence[Tensor | None]) -> None:

@@ -182,6 +182,7 @@ class Dispatcher:
         self.name = transport.name
         self.side = SideStream()
 
+    @autograd.eagerly
     def dispatch(
         self,
         x: Tensor,
@@ -219,6 +220,7 @@ class Dispatcher:
         ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         return self._send(x, ids, topk_weights, forms)
 
+    @autograd.eagerly
     def combine(self, out: Tensor, handle: Route) -> Tensor:
         """Sum the rows `[R, H]` of one dispatch over ranks, unweighted, back into source order:
         `[T, H]` in out's dtype.

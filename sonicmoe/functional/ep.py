@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..autograd import eagerly
 from ..distributed_utils import (
     CombineMode,
     DispatchMode,
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+@eagerly
 def moe_ep_TC_softmax_topk_forward(
     x: Tensor,
     router_w: Tensor,
@@ -84,6 +86,7 @@ def moe_ep_TC_softmax_topk_forward(
     return moe_ep_general_routing_forward(x, *chosen, w1, b1, w2, b2, E, group=group, **options)
 
 
+@eagerly
 def moe_ep_general_routing_forward(
     x: Tensor,
     topk_indices: Tensor,

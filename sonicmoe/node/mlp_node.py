@@ -287,6 +287,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         arrived = Arrivals(tokens_per_expert, counts, probs, is_sorted=True, biases=biases)
         return self._run(x, arrived)
 
+    @autograd.eagerly
     def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)

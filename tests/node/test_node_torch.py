@@ -24,6 +24,7 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.engine.interface import FreshTargets
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.ep import LocalDispatcher
 from sonicmoe.errors import RoutingError
 from sonicmoe.node.late_wgrad import WgradQueue
 
@@ -235,6 +236,31 @@ class TestMemory:
         assert kept[0]() is not None
         del call
         assert kept[0]() is None
+
+
+@pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
+def test_a_compiled_model_has_graphs_around_dispatcher_and_node(config):
+    """Their launches and collectives are called as they are."""
+    problem = make_problem(tokens=37)
+    dispatcher = LocalDispatcher(problem.num_experts)
+
+    def block(x, ids, probs, node):
+        tokens = dispatcher.dispatch(x * 2.0, ids, probs)
+        out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
+        return dispatcher.combine(out, tokens.handle) + x
+
+    found = []
+    for run in (block, torch.compile(block, backend="aot_eager")):
+        layer = Layer(problem, config=config, main_grad=0.0)
+        x, probs = (
+            torch.from_numpy(a).float().requires_grad_() for a in (problem.x, problem.probs)
+        )
+        y = run(x, torch.from_numpy(problem.indices), probs, layer.node)
+        y.square().sum().backward()
+        layer.node.step()
+        found.append([y.detach(), x.grad, probs.grad, *(w.main_grad for w in layer.weights)])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_does_not_reach_the_engine():
