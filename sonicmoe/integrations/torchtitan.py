@@ -59,6 +59,8 @@ class _OnEngine(nn.Module):
         super().parallelize(parallel_dims)  # type: ignore[misc]
         parts = 1 if parallel_dims.ep_enabled else parallel_dims.tp
         dim, hidden_dim, bias = self._sizes
+        words = f"hidden_dim {hidden_dim} of the experts is no multiple of tensor_parallel_degree {parts}"
+        expect(hidden_dim % parts == 0, ConfigError, words)
         _check_sizes(self._plan, dim, hidden_dim // parts, bias)
 
     def _weights(self) -> Weights:
@@ -256,10 +258,17 @@ def _local(weight: Any) -> Tensor:
 
 
 def _split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """`w13` as the stock w1 (gate) and w3 (up), when a state dict was made."""
-    w13 = state.pop(f"{prefix}w13")
-    state[f"{prefix}w1_EFD"] = w13[:, :, 0].contiguous()
-    state[f"{prefix}w3_EFD"] = w13[:, :, 1].contiguous()
+    """`w13` as the stock w1 (gate) and w3 (up), when a state dict was made. They are views of it,
+    because the trainer holds a state dict all the time.
+    """
+    w13 = state.pop(f"{prefix}w13").detach()
+    halves = w13[:, :, 0], w13[:, :, 1]
+    if isinstance(w13, DTensor):
+        # A DTensor with an offset has an address, where torch's copies to the host for asynchronous
+        # checkpoints expect none. So the second half is a DTensor without one, too.
+        halves = halves[0], w13[:, :, 0]
+        halves[1]._local_tensor = w13.to_local()[:, :, 1]
+    state[f"{prefix}w1_EFD"], state[f"{prefix}w3_EFD"] = halves
 
 
 def _stack(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

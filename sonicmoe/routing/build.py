@@ -181,8 +181,10 @@ def num_rows_bound(
         # Without a call per expert: `round_up` of each, in units of the alignment.
         return sum([-(-count // alignment) for count in given]) * alignment
     # Each expert that has rows wastes at most alignment - 1, and the sum is a multiple of the
-    # alignment.
-    return (num_slots + min(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
+    # alignment. A compiled graph may know the number of slots as a symbol alone, which cannot be
+    # compared.
+    smaller = min if isinstance(num_slots, int) else torch.sym_min
+    return (num_slots + smaller(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
 
 
 def _kernels(indices: Tensor, num_experts: int) -> RoutingKernels:

@@ -28,7 +28,7 @@ utils.device_module = types.SimpleNamespace(
     synchronize=lambda: None,
 )
 
-from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import fsdp  # noqa: E402
@@ -36,9 +36,12 @@ from torchtitan.models.common import attention  # noqa: E402
 
 
 def causal_attention(q, k, v, *, scale, enable_gqa, **_):
-    """Each of our sequences is one document, so the mask of the block is the causal one."""
+    """Each of our sequences is one document, so the mask of the block is the causal one. GPT-OSS
+    weighs its sinks against the log of the sum of exponentials, for which zeros stand.
+    """
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa), None
+    out = attend(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    return out, AuxOutput(lse=q.new_zeros(q.shape[:-1]))
 
 
 # FlexAttention has no backward on a CPU.

@@ -1,8 +1,8 @@
 """One rank of torchtitan jobs on a CPU, one after the other: `python -m doors.torchtitan_worker
-FOLDER PLAN` under torchrun's variables; the last line is the losses of every job as JSON.
+FOLDER PORTS` under torchrun's variables; the last line is what was found, as JSON.
 
-The first job is the stock one. It saves its weights before the first step, and each other job
-begins with them. The last checkpoint of job "bf16" is loaded into a stock model again.
+The first job is the stock one. It saves its weights before the first step, and every other job of
+that model begins with them. The last checkpoint of job "bf16" is loaded into a stock model again.
 """
 
 from __future__ import annotations
@@ -14,35 +14,44 @@ from pathlib import Path
 
 import torch
 from doors import torchtitan_on_cpu as on_cpu
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.trainer import Trainer
 
 DOOR = "sonicmoe.integrations.torchtitan"
 BF16 = [f"{DOOR}.routed_experts", f"{DOOR}.selective_ac"]
-# torchtitan's default backend asks FSDP2 for more than PyTorch 2.13 has, on more than one rank.
-SEVERAL_RANKS = {"spmd_backend": "partial_dtensor"}
-TP = {"tensor_parallel_degree": 2, **SEVERAL_RANKS}
-# Name: overrides, steps, and what a job changes in parallelism and compilation.
+EP, TP = {"expert_parallel_degree": 2}, {"tensor_parallel_degree": 2}
+# Name: overrides, steps, and what a job changes in parallelism. FSDP2 has the ranks that TP leaves.
 JOBS = {
-    "stock": ([], 20, {}),
-    "bf16": (BF16, 20, {}),
-    "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 20, {}),
-    "grouped": ([f"{DOOR}.grouped_experts"], 3, {}),
-    "compiled": (BF16, 3, {"compile": True}),
-    "stock, TP": ([], 3, TP),
-    "bf16, TP": (BF16, 3, TP),
+    "stock": ([], 20, EP),
+    "bf16": (BF16, 20, EP),
+    "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 20, EP),
+    "compiled": (BF16, 3, EP),
+    "FSDP2 alone": (BF16, 3, {}),
+    "TP, stock": ([], 3, TP),
+    "TP": (BF16, 3, TP),
+    "gpt-oss, TP, stock": ([], 3, TP),
+    "gpt-oss, TP": (BF16, 3, TP),
 }
 
 
-def trainer_of(name, folder, start=None, **changes):
-    imports, steps, own = JOBS[name]
-    config = on_cpu.job(deepseek_v3_debugmodel(), folder, steps=steps, imports=imports)
-    for field, value in {**changes, **own}.items():
-        if field == "compile":
-            config.compile.enable, config.compile.components = value, ["model"]
-            config.compile.backend = "aot_eager"
-        else:
-            setattr(config.parallelism, field, value)
+def trainer_of(name, folder, start=None):
+    imports, steps, parallel = JOBS[name]
+    debug_model = gpt_oss_debugmodel_flex if "gpt-oss" in name else deepseek_v3_debugmodel
+    config = on_cpu.job(debug_model(), folder, steps=steps, imports=imports)
+    if "gpt-oss" in name:
+        config.activation_checkpoint = None
+        # DTensor remembers a shape of the other model's, whose tokens choose as many.
+        for layer in config.model_spec.model.layers:
+            layer.moe.router.top_k = layer.moe.routed_experts.token_dispatcher.top_k = 3
+    if name == "compiled":
+        config.compile.enable, config.compile.components = True, ["model"]
+        config.compile.backend = "aot_eager"
+    # torchtitan's default backend asks FSDP2 for more than PyTorch 2.13 has, on more than one rank.
+    config.parallelism.spmd_backend = "partial_dtensor"
+    for field, value in parallel.items():
+        setattr(config.parallelism, field, value)
     config.checkpoint.initial_load_path = start and str(start)
     return Trainer(config)
 
@@ -53,10 +62,34 @@ def checkpoint_of(trainer, step):
     return Path(trainer.config.dump_folder) / "checkpoint" / f"step-{step}"
 
 
-def whole(trainer):
-    """The state dict as plain tensors."""
-    state = trainer.model_parts[0].state_dict()
+def whole(state):
+    """A state dict as plain tensors."""
     return {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in state.items()}
+
+
+def state_of(trainer):
+    return trainer.model_parts[0].state_dict()
+
+
+def equal(ours, stock):
+    return set(ours) == set(stock) and all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+def spreads(trainer):
+    """Standard deviation of each weight of the experts, as it was initialised."""
+    return {n: float(t.std()) for n, t in whole(state_of(trainer)).items() if "inner_experts" in n}
+
+
+def is_held_once(trainer):
+    """Whether the state dict that the trainer holds lies in the weights, and asynchronous
+    checkpoints, which copy memory and not values, are right all the same.
+    """
+    state, weights = state_of(trainer), list(trainer.model_parts[0].parameters())
+    places = {weight.to_local().untyped_storage().data_ptr() for weight in weights}
+    experts = [t for name, t in state.items() if "inner_experts" in name]
+    shared = all(t.to_local().untyped_storage().data_ptr() in places for t in experts)
+    copied = StateDictStager(pin_memory=False, share_memory=False).stage(state)
+    return shared and equal(whole(copied), whole(state))
 
 
 def end(trainer):
@@ -64,28 +97,27 @@ def end(trainer):
     torch.distributed.destroy_process_group()
 
 
-def main(folder, plan):
-    folder, plan = Path(folder), json.loads(plan)
-    changes, start, found = plan["changes"], None, {}
-    for number, name in enumerate(plan["jobs"]):
+def main(folder, ports):
+    folder, ports, start, found = Path(folder), ports.split(","), None, {}
+    for number, name in enumerate(JOBS):
         # A port is free again only some time after its world has ended.
-        os.environ["MASTER_PORT"] = plan["ports"].pop()
-        parallel = JOBS[name][2].get("tensor_parallel_degree", 1) > 1
-        trainer = trainer_of(name, folder / str(number), start, **({} if parallel else changes))
+        os.environ["MASTER_PORT"] = ports[number]
+        trainer = trainer_of(name, folder / str(number), start if "gpt-oss" not in name else None)
+        if name in ("stock", "bf16"):
+            found[f"{name}, spreads"] = spreads(trainer)
         if start is None:
             start = checkpoint_of(trainer, 0)
-        else:
+        elif "gpt-oss" not in name:
             assert trainer.checkpointer.load(-1)
         found[name] = on_cpu.losses(trainer)
         if name == "bf16":
-            ours, saved = whole(trainer), checkpoint_of(trainer, 20)
+            found["held once"] = is_held_once(trainer)
+            ours, saved = whole(state_of(trainer)), checkpoint_of(trainer, 20)
         end(trainer)
-    os.environ["MASTER_PORT"] = plan["ports"].pop()
-    trainer = trainer_of("stock", folder / "again", saved, **changes)
+    os.environ["MASTER_PORT"] = ports[-1]
+    trainer = trainer_of("stock", folder / "again", saved)
     assert trainer.checkpointer.load(-1)
-    again = whole(trainer)
-    found["same names"] = set(again) == set(ours)
-    found["same weights"] = all(torch.equal(again[name], ours[name]) for name in again)
+    found["exchanged"] = equal(ours, whole(state_of(trainer)))
     end(trainer)
     print(json.dumps(found))
 
