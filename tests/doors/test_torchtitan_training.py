@@ -29,7 +29,7 @@ def found(tmp_path_factory):
     """What every rank printed, which is one thing."""
     ports = ",".join(map(str, worlds.free_ports(JOBS + 1)))
     command = ["-m", "doors.torchtitan_worker", tmp_path_factory.mktemp("torchtitan"), ports]
-    outputs = worlds.run_world(lambda rank: command, worlds.torchrun_variables(2), 400)
+    outputs = worlds.run_world(lambda rank: command, worlds.torchrun_variables(2), 600)
     results = [json.loads(out.splitlines()[-1]) for out in outputs]
     assert all(result == results[0] for result in results)
     return results[0]
