@@ -267,7 +267,7 @@ def _split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         # A DTensor with an offset has an address, where torch's copies to the host for asynchronous
         # checkpoints expect none. So the second half is a DTensor without one, too.
         halves = halves[0], w13[:, :, 0]
-        halves[1]._local_tensor = w13.to_local()[:, :, 1]
+        halves[1]._local_tensor = w13.to_local()[:, :, 1]  # type: ignore[attr-defined]
     state[f"{prefix}w1_EFD"], state[f"{prefix}w3_EFD"] = halves
 
 
