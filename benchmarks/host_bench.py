@@ -226,7 +226,7 @@ def launch_nothing() -> None:
     from sonicmoe.routing import backends
 
     nothing = tvm_ffi.get_global_func("testing.nop")
-    names = ("swiglu",)  # as both modules would export them
+    names = ("swiglu ",)  # as both modules would export them
     native = passes_source("sm_90a").load()
     kernels = dict.fromkeys(map(str, native.argument_names("kernels")), nothing)
     kernels["wgrad_destination"] = lambda *_: nothing  # any object will do

@@ -147,7 +147,7 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
     ActivationType.SWIGLU_OAI: Activation(
         "min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clamp(up, -limit, limit) + 1)",
         "GPT-OSS, arXiv:2508.10925",
-        _BF16,
+        _BOTH,
         gated=True,
         parameters=(Parameter("alpha", 1.702), _bound("limit", 7.0)),
     ),
@@ -169,7 +169,7 @@ ACTIVATIONS: Mapping[ActivationType, Activation] = {
         parameters=(_bound("beta", 1.0), _bound("linear_beta", inf)),
     ),
     ActivationType.GEGLU_TANH: Activation(
-        "gelu_tanh(gate) * up", _GLU, _BF16, gated=True, base=ActivationType.GELU_TANH
+        "gelu_tanh(gate) * up", _GLU, _BOTH, gated=True, base=ActivationType.GELU_TANH
     ),
     ActivationType.RELU_SQ: Activation("max(x, 0) ** 2", "So et al., arXiv:2109.08668", _BF16),
     ActivationType.RELU: Activation("max(x, 0)", "Nair and Hinton, ICML 2010", _BF16),

@@ -18,7 +18,7 @@ from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
 from ..interop import aligned, current_stream, data_ptr, device_name, device_of, dtype_name, empty
 from ..kernels.quack_gemm import expert_rows_module
-from ..kernels.sm90 import bf16_sources, gathers_first
+from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
 from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
 from ..observe import stage, tap
 from ..routing.backends import arch_of
@@ -41,13 +41,15 @@ _BYTES, _ITEMS = 16, 8
 
 class Kernels(NamedTuple):
     """The loaded modules of the passes to the tokens. matrices: makes of addresses, rows and columns of
-    `ExpertMatrices` what the kernels take, once; None where weights are stacked.
+    `ExpertMatrices` what the kernels take, once; None where weights are stacked. gate: the parameters
+    of the activation, as `up` and `dgated` take them.
     """
 
     gemm: Any
     dgated: Any
     rows: Any
     matrices: Callable[[tuple[int, ...], int, int], Any] | None
+    gate: tuple[float, float]
 
 
 class Wgrad(NamedTuple):
@@ -63,12 +65,14 @@ def kernels_on(
 ) -> Kernels:
     """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
     arch = arch_of(device)
-    sources = bf16_sources(arch, activation, parameters, dtype, rows_first, separate)
+    sources = bf16_sources(arch, activation, dtype, rows_first, separate)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
     # Of addresses that stay, as parameters' do, maps are encoded once.
     kept = functools.lru_cache(maxsize=MAX_DESTINATIONS)
     matrices = kept(gemm.expert_matrices) if separate else None
-    return Kernels(gemm, dgated, expert_rows_module(arch), matrices)
+    # Both modules name the parameters in one order, that of the activation's struct.
+    _, *gate = launch_parameters(gemm.activation_names(), activation, parameters)
+    return Kernels(gemm, dgated, expert_rows_module(arch), matrices, (gate[0], gate[1]))
 
 
 def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
@@ -81,7 +85,7 @@ def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights
 @functools.lru_cache(maxsize=16)
 def wgrad_on(device: str, dtype: str) -> Wgrad:
     """As `kernels_on`; of every activation."""
-    sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, (), dtype)
+    sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, dtype)
     module = sources["bf16_wgrad"].load()
     return Wgrad(module, Destinations(module.wgrad_destination))
 
@@ -190,7 +194,8 @@ class HopperProducts(Products):
         layout = weights.layout.transposed, self._halves
         rows = routing.row_token, routing.padded_offsets
         given, w1 = self._rows_of(x), self._operand(weights.w1)
-        self.kernels.gemm.up(given, w1, *layout, weights.b1, *rows, z, y1, *self._launch)
+        outputs, gate = (z, y1), self.kernels.gate
+        self.kernels.gemm.up(given, w1, *layout, weights.b1, *rows, *outputs, *gate, *self._launch)
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
@@ -216,9 +221,8 @@ class HopperProducts(Products):
         rows = routing.row_prob, routing.row_token, routing.padded_offsets
         outputs = dz, y1s, partials
         w2 = self._operand(weights.w2_dgrad)
-        self.kernels.dgated.dgated(
-            self._rows_of(dout), w2, *layout, z, *rows, *outputs, *self._launch
-        )
+        given, gate = self._rows_of(dout), self.kernels.gate
+        self.kernels.dgated.dgated(given, w2, *layout, z, *rows, *outputs, *gate, *self._launch)
         return partials
 
     def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:

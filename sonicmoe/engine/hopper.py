@@ -82,8 +82,8 @@ class HopperEngine(QuantisedEngine):
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """Quantise dout, dgated with dprobs' sums, dgrad, an unweighted gather-and-sum. A dout that
-        comes quantised is read as it is.
+        """Quantise dout, dgated with dprobs' sums and those of biases, dgrad, an unweighted
+        gather-and-sum. A dout that comes quantised is read as it is.
         """
         dout = check_dout(dout, saved, HOPPER)
         settings, routing = saved.settings, saved.routing
@@ -96,9 +96,9 @@ class HopperEngine(QuantisedEngine):
                 dout = dout.to(layer.dtype)
             dout = _aligned(dout)
             z = layer.restored_z(x, saved)
-            tokens = layer.dgated_tokens(x, dout)
+            tokens, biases = layer.dgated_tokens(x, dout), layer.empty_biases()
             dx = None if settings.frees_stagewise else layer.empty_dx(x)
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx)
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
                 _free(z)
@@ -109,7 +109,7 @@ class HopperEngine(QuantisedEngine):
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
             pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
-            pending.native = layer.routed
+            pending.native, pending.biases = layer.routed, biases
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if settings.frees_stagewise:
@@ -142,7 +142,11 @@ class HopperEngine(QuantisedEngine):
             apart = settings.frees_stagewise or isinstance(targets, FreshTargets) or not both
             add = _add_one_by_one if apart else _add_both
             add(passes, pending, targets, passes.gradients(targets))
-        pending.x = pending.dout = pending.dz = pending.y1s = None
+            if pending.biases is not None and targets.has_biases:
+                targets.adding = True
+                targets.add_biases(*pending.biases, split_half=False)
+                targets.adding = False
+        pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
         """Not with `fp8_wgrad` off: the BF16 GEMMs compute them then, from dz with gate and up in turns,

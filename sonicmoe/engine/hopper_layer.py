@@ -13,7 +13,7 @@ from ..enums import ZCode
 from ..interop import current_stream, device_name, empty
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.gpu import to_scratch
-from ..routing.metadata import RoutingMetadata
+from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
     KeptZ,
@@ -67,9 +67,9 @@ class HopperLayer:
         self._stream = current_stream(anchor)
         prepared = weights.native
         if prepared is None or prepared.settings is not settings:
-            own, kept = settings.activation_parameters, settings.save_z
-            of_device = device_name(anchor), settings.activation, own, kept, settings.is_steady
-            prepared = prepared_handle(passes_on(*of_device), weights, settings)
+            form = settings.save_z, settings.is_steady, weights.b1 is not None
+            passes = passes_on(device_name(anchor), settings.activation, *form)
+            prepared = prepared_handle(passes, weights, settings)
         self._prepared, self._passes = prepared, prepared.passes
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self.device = self.routed.device
@@ -101,7 +101,7 @@ class HopperLayer:
             routing=self.routed.handle,
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
-            activation=self._passes.up_activations[self._settings.activation],
+            **self._prepared.up,
             **token_arguments("x", x),
             **z_arguments(z),
             out=out,
@@ -125,18 +125,37 @@ class HopperLayer:
         row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
         return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
 
+    def empty_biases(self) -> tuple[Tensor, Tensor] | None:
+        """Unwritten db1 `[E, 2I]` and db2 `[E, H]`, where dgated sums them."""
+        # Beside unquantised weight gradients the BF16 engine sums them, of unquantised dz.
+        if self._weights.b1 is None or not self._settings.fp8_wgrad:
+            return None
+        experts, hidden, inner = (
+            self._routing.num_experts,
+            self._prepared.hidden,
+            self._prepared.inner,
+        )
+        sizes = (experts, 2 * inner), (experts, hidden)
+        db1, db2 = (empty(size, torch.float32, self.device) for size in sizes)
+        return db1, db2
+
     def empty_dx(self, x: Tokens) -> Tensor:
         """Unwritten `[T, H]`."""
         return empty(tuple(x.shape), self.dtype, self.device)  # type: ignore[no-any-return]
 
     def dgated(
-        self, tokens: DgatedTokens, z: KeptZ, dx: Tensor | None = None
+        self,
+        tokens: DgatedTokens,
+        z: KeptZ,
+        dx: Tensor | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
 
         dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations,
             and both operands in FP8 are one memory.
+        biases: db1 and db2, filled.
         """
         routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
@@ -159,7 +178,7 @@ class HopperLayer:
             routing=self.routed.handle,
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
-            activation=self._passes.dgated_activations[self._settings.activation],
+            **self._prepared.dgated,
             **token_arguments("x", tokens.x, tokens.x_codes),
             **token_arguments("dout", tokens.dout, tokens.dout_codes),
             row_scales=tokens.row_scales,
@@ -172,8 +191,17 @@ class HopperLayer:
             dz_scratch=dz_scratch,
             dout_scratch=dout_scratch,
             dx=dx,
+            db1=None if biases is None else biases[0],
+            db2=None if biases is None else biases[1],
+            bias_parts=None if biases is None else self._bias_parts(),
         )
         return dz_scratch, dprobs, dz, y1s
+
+    def _bias_parts(self) -> Tensor:
+        """Scratch of the sums of biases: of each block of rows."""
+        widest = max(2 * self._prepared.inner, self._prepared.hidden)
+        size = self._routing.num_rows // ROW_ALIGNMENT, widest
+        return empty(size, torch.float32, self.device)  # type: ignore[no-any-return]
 
     def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
         """dx `[T, H]`, from the scratch that `dgated` left."""
@@ -196,4 +224,5 @@ class HopperLayer:
         if self._prepared.has_dgrad:
             return self._prepared.handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
-        return self._passes.weights_of({f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()})
+        matrices = {f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()}
+        return self._passes.weights_of({**matrices, "b2": self._weights.b2})

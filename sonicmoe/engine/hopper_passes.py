@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..enums import ActivationParameters, ActivationType, ZCode
+from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
 from ..interop import device_of
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
-from ..kernels.cuda_wgrad import wgrad_operands_source
+from ..kernels.cuda_wgrad import bias_gradients_source, wgrad_operands_source
 from ..kernels.host import passes_source
-from ..kernels.sm90 import gemm_sources
+from ..kernels.sm90 import gemm_sources, launch_parameters
 from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
@@ -47,7 +47,7 @@ _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 class PreparedHandle(NamedTuple):
     """The native handle of prepared weights, with their H and I, and the passes that take it under
     these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
-    not keep.
+    not keep. up, dgated: the arguments of a pass that say which activation it computes.
     """
 
     handle: Any
@@ -56,6 +56,8 @@ class PreparedHandle(NamedTuple):
     has_dgrad: bool
     passes: Passes
     settings: EngineSettings
+    up: dict[str, Any]
+    dgated: dict[str, Any]
 
 
 class Routed(NamedTuple):
@@ -87,14 +89,14 @@ class Passes:
 
         Args:
             native: the loaded module.
-            activations: names that the modules of the up projection and of dgated export, each in
-                the order of its numbers.
+            activations: what the modules of the up projection and of dgated export as
+                `activation_names`.
             kernels: functions by the names their modules export, and `wgrad_destination`, which
                 makes what `grouped_wgrad_into` adds to.
         """
         # A kernel of other blocks would read scales at wrong places without an error.
         _check_numbers(native.numbers())
-        self.up_activations, self.dgated_activations = map(_numbers, activations)
+        self._activations = [tuple(map(str, exported)) for exported in activations]
 
         def names(of: str) -> list[str]:
             return [str(name) for name in native.argument_names(of)]
@@ -147,6 +149,15 @@ class Passes:
             self._sizes[key] = found
         return found
 
+    def activation_arguments(self, settings: EngineSettings) -> list[dict[str, Any]]:
+        """Those of `forward`, and of `dgated`."""
+        own = settings.activation, settings.activation_parameters
+        names = "activation", "first", "second"
+        return [
+            dict(zip(names, launch_parameters(exported, *own), strict=True))
+            for exported in self._activations
+        ]
+
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
         """The arguments of `wgrad` that say where gradients are added or written, for each an
         accumulator or a destination.
@@ -169,8 +180,10 @@ class Passes:
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
-        """The handle of block-scaled weights by their names in `EngineWeights`; the rest are None."""
-        fields: dict[str, Any] = {}
+        """The handle of block-scaled weights and biases by their names in `EngineWeights`; the rest
+        are None.
+        """
+        fields: dict[str, Any] = {"b1": matrices.get("b1"), "b2": matrices.get("b2")}
         for name in _WEIGHTS:
             matrix = matrices.get(name)
             fields[name] = None if matrix is None else matrix.bytes
@@ -221,11 +234,12 @@ def prepared_handle(
     """The handle of prepared weights, kept beside the tensors it refers to, so that it lives as long
     as they do and no longer.
     """
-    matrices, both = {"w1": weights.w1, "w2": weights.w2}, weights.two_orders
-    if both:
-        matrices |= {"w1_dgrad": weights.w1_dgrad, "w2_dgrad": weights.w2_dgrad}
+    both = weights.two_orders
+    names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
+    handle = passes.weights_of({name: getattr(weights, name) for name in names})
     sizes = weights.hidden_size, weights.intermediate_size
-    held = PreparedHandle(passes.weights_of(matrices), *sizes, both, passes, settings)
+    arguments = passes.activation_arguments(settings)
+    held = PreparedHandle(handle, *sizes, both, passes, settings, *arguments)
     object.__setattr__(weights, "native", held)
     return held
 
@@ -244,12 +258,12 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
 def passes_on(
     device: str,
     activation: ActivationType,
-    parameters: ActivationParameters = (),
     z: ZCode = ZCode.INT8,
     steady: bool = False,
+    bias: bool = False,
 ) -> Passes:
-    """The compiled passes over the compiled kernels of a device, an activation, the parameters that
-    its layers set, a form of z, and whether scales stay along K; errors as `CudaSource.load`.
+    """The compiled passes over the compiled kernels of a device, an activation, a form of z, whether
+    scales stay along K, and whether there are biases; errors as `CudaSource.load`.
     """
     arch = arch_of(device)
     sources = (
@@ -257,7 +271,7 @@ def passes_on(
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, parameters, z, steady),
+        *gemm_sources(arch, activation, z, steady, bias),
     )
     # In the order of `sources`.
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
@@ -279,10 +293,8 @@ def passes_on(
         "grouped_wgrad_into": wgrad.grouped_wgrad_into,
         "wgrad_destination": wgrad.wgrad_destination,
     }
+    of_biases = bias_gradients_source(arch).load() if bias else None
+    for name in ("add_bias_dots", "sum_dz", "sum_tokens"):
+        kernels[name] = getattr(of_biases, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)
-
-
-def _numbers(names: Iterable[Any]) -> dict[ActivationType, int]:
-    """The number of each activation in a module that exports these names."""
-    return {ActivationType(str(name)): number for number, name in enumerate(names)}

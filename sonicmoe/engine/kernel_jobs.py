@@ -26,11 +26,13 @@ def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     settings, recipe = workload.settings, workload.settings.recipe
     # Scales that stay along K are another epilogue, and so another module.
     steady = recipe is not None and recipe.x.steady is not None
-    own = settings.activation, settings.activation_parameters
-    jobs: tuple[CompileJob, ...] = (*engine_sources(arch, *own, settings.save_z, steady),)
+    form = settings.save_z, steady, workload.bias
+    jobs: tuple[CompileJob, ...] = (*engine_sources(arch, settings.activation, *form),)
     if settings.fp8_wgrad:
         return jobs
-    return *jobs, bf16_sources(arch, *own)["bf16_wgrad"]
+    # Which sums the gradients of biases too.
+    sums = (expert_rows_source(arch),) if workload.bias else ()
+    return *jobs, *sums, bf16_sources(arch, settings.activation)["bf16_wgrad"]
 
 
 def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
@@ -39,10 +41,12 @@ def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     """
     workload = workload or _SOME
     if arch == SM90.name:
-        settings = workload.settings
-        own = settings.activation, settings.activation_parameters
-        form = gathers_first(workload.intermediate_size), workload.separate
-        return expert_rows_source(arch), *bf16_sources(arch, *own, workload.dtype, *form).values()
+        activation, rows_first = (
+            workload.settings.activation,
+            gathers_first(workload.intermediate_size),
+        )
+        form = workload.dtype, rows_first, workload.separate
+        return expert_rows_source(arch), *bf16_sources(arch, activation, *form).values()
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

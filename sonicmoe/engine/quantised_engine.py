@@ -47,17 +47,22 @@ class QuantisedEngine(Engine):
         with stage("prepare_weights"), plain_ops():
             # Without a known write the device decides, by a sample of the weights.
             store.update(source, force=written)
+            biases = _native_biases(source, previous)
             if previous is not None and previous.w1 is store.w1:
                 return previous
             # Views of the store, so that an update in place is seen by weights that were handed
             # out.
             forward = store.w1, store.w2
             dgrad = forward if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
-            return EngineWeights(*forward, *dgrad, store=store)
+            return EngineWeights(*forward, *dgrad, *biases, store=store)
 
     def keep(self, previous: EngineWeights) -> bool:
-        """The comparison on the device that `refresh` launches too."""
+        """The comparison on the device that `refresh` launches too. Not of biases, which `refresh` copies
+        every time: they are too small to be sampled.
+        """
         store = previous.store
+        if previous.b1 is not None:
+            return False
         if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:
             return False
         with stage("prepare_weights"):
@@ -78,3 +83,20 @@ class QuantisedEngine(Engine):
                 f"iso_weight keeps one copy of a weight, and recipe {recipe.name!r} needs two"
             )
         check_width(source.n1, source.intermediate_size, settings.activation)
+
+
+def _native_biases(
+    source: WeightSource, previous: EngineWeights | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """b1 and b2 in fp32, native, in the memory that `previous` has of them."""
+    # Copies: what a cache keeps must not keep the user's biases alive, and a CUDA graph of this
+    # follows them at every replay.
+    if source.b1 is None or source.b2 is None:
+        return None, None
+    given = source.layout.native_b1(source.b1), source.b2
+    if previous is None or previous.b1 is None or previous.b2 is None:
+        b1, b2 = (bias.to(torch.float32, copy=True).contiguous() for bias in given)
+        return b1, b2
+    previous.b1.copy_(given[0])
+    previous.b2.copy_(given[1])
+    return previous.b1, previous.b2

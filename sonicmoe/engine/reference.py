@@ -137,12 +137,16 @@ class ReferenceEngine(Engine):
             y1s = tap("y1s", y1s)
             del z, y1
             dz_operand = operand(dz, "dz", settings, dtype)
+            biases = None
+            # The codes of dz are all that an engine in FP8 has of it.
+            if weights.b1 is not None and settings.recipe is not None and settings.fp8_wgrad:
+                biases = _sums_of_rows(dz_operand, routing), _db2(dout, routing)
             dx_rows = _grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
             del dz_operand
             dx_rows = tap("dx_rows", rounded(dx_rows, dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
-            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s, biases=biases)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -157,12 +161,8 @@ class ReferenceEngine(Engine):
             # Every product is made before the first is added: who runs out of memory in between
             # must find the sums as they were.
             products, of_biases = [], None
-            # Bias gradients are sums over rows. The bias of the down-projection is weighted by p,
-            # because out = sum p * (y2 + b2).
             if targets.has_biases:
-                weighted = gather_rows(values_of(dout), routing) * routing.row_prob.unsqueeze(-1)
-                of_biases = _sums_of_rows(dz, routing), _sums_of_rows(weighted, routing)
-                del weighted
+                of_biases = pending.biases or (_sums_of_rows(dz, routing), _db2(dout, routing))
             # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
             # are made, so the two never exist together.
             dtype = token_dtype(x)
@@ -182,7 +182,7 @@ class ReferenceEngine(Engine):
             _show_total("dw2", targets)
             _show_total("dw1", targets)
             targets.adding = False
-            pending.x = pending.dout = pending.dz = pending.y1s = None
+            pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
         """fp32 z as backward reads it."""
@@ -282,6 +282,14 @@ def _show_total(name: str, targets: GradientTargets) -> None:
         shown = tap(name, sums)
         if shown is not sums:
             targets.replace(name, shown)
+
+
+def _db2(dout: Tokens, routing: RoutingMetadata) -> Tensor:
+    """`[E, H]`."""
+    # Weighted by p, because out = sum p * (y2 + b2). What is not quantised for a product is not
+    # quantised here.
+    weighted = gather_rows(values_of(dout), routing) * routing.row_prob.unsqueeze(-1)
+    return _sums_of_rows(weighted, routing)
 
 
 def _sums_of_rows(rows: Tensor, routing: RoutingMetadata) -> Tensor:

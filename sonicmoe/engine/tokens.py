@@ -196,7 +196,8 @@ class PendingWgrad:
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
-    of the routing.
+    of the routing. biases: db1 `[E, N1]`, native, and db2 `[E, H]` in fp32, where the backward has
+    summed them.
     """
 
     settings: EngineSettings
@@ -208,3 +209,4 @@ class PendingWgrad:
     split_half: bool = False
     shares_gpu: bool = False
     native: Any = None
+    biases: tuple[Tensor, Tensor] | None = None

@@ -1,5 +1,5 @@
 """The CUDA kernels on both sides of the weight-gradient GEMMs as compile jobs: their operands
-before, the flush behind.
+before, the flush behind; and the gradients of biases, which no GEMM computes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ def wgrad_operands_source(arch: str) -> CudaSource:
     One artefact serves every model.
     """
     return CudaSource.make("wgrad_operands", _CUDA / "wgrad_operands.cu", arch=arch)
+
+
+def bias_gradients_source(arch: str) -> CudaSource:
+    """Exports `add_bias_dots`, `sum_tokens` and `sum_dz`. One artefact serves every model."""
+    return CudaSource.make("bias_gradients", _CUDA / "bias_gradients.cu", arch=arch)
 
 
 def flush_source(arch: str) -> CudaSource:

@@ -43,7 +43,8 @@ class Launches:
 
     def hopper(self, device, activation, parameters, dtype, rows_first, separate):
         made = HopperGemms(activation, parameters, self.calls, self.lent)
-        return bf16_sm90.Kernels(made, made, made, HostMatrices if separate else None)
+        matrices = HostMatrices if separate else None
+        return bf16_sm90.Kernels(made, made, made, matrices, made.gate)
 
     def wgrad(self, device, dtype):
         made = HopperGemms(ActivationType.SWIGLU, (), self.calls, self.lent)

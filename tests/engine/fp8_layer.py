@@ -17,7 +17,7 @@ E, K = 4, 3
 class Case:
     """bf16 operands of one layer; one expert without tokens, and both sentinels."""
 
-    def __init__(self, tokens, hidden, inner, *, spare_rows=0, seed=0, invalid=0.3):
+    def __init__(self, tokens, hidden, inner, *, spare_rows=0, seed=0, invalid=0.3, biased=False):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*size, scale=1.0):
@@ -32,6 +32,8 @@ class Case:
         probs = torch.rand(tokens, K, generator=generator) + 0.05
         routing = build_routing(torch.where(drop, sentinel, ids), probs, E)
         self.routing = with_spare_rows(routing, spare_rows)
+        self.b1 = normal(E, 2 * inner) if biased else None
+        self.b2 = normal(E, hidden) if biased else None
 
     @property
     def unused(self):
@@ -42,11 +44,11 @@ class Case:
 
     def accumulators(self):
         experts, n1, hidden = self.w1.shape
-        return NativeBuffer.zeros(experts, n1, hidden, n1 // 2, False, "cpu")
+        return NativeBuffer.zeros(experts, n1, hidden, n1 // 2, self.b1 is not None, "cpu")
 
     def forward(self, engine, settings, **options):
         """`(prepared weights, out, saved)`."""
-        weights = engine.prepare_weights(self.w1, self.w2, None, None, settings)
+        weights = engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, settings)
         return weights, *engine.forward(self.x, self.routing, weights, settings, **options)
 
     def run(self, engine, settings, targets=None, shares_gpu=False):
@@ -56,8 +58,11 @@ class Case:
         dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
         pending.shares_gpu = shares_gpu
         engine.backward_dw(pending, sums)
-        dw1, dw2 = sums.sums("dw1"), sums.sums("dw2")
-        return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": dw1, "dw2": dw2}
+        found = {"out": out, "dx": dx, "dprobs": dprobs}
+        found |= {name: sums.sums(name) for name in ("dw1", "dw2")}
+        if self.b1 is not None:
+            found |= {name: sums.named()[name] for name in ("db1", "db2")}
+        return found
 
 
 def with_spare_rows(routing, count):

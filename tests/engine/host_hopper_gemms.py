@@ -12,7 +12,7 @@ from engine.host_kernels import Destination, gather
 
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.engine.wgrad_destinations import WgradOutput
-from sonicmoe.enums import is_glu
+from sonicmoe.enums import ACTIVATIONS, is_glu
 
 
 def turned(columns, halves):
@@ -45,6 +45,8 @@ class HopperGemms:
 
     def __init__(self, activation, parameters=(), calls=None, lent=None):
         self.kind, self.gated = (activation, parameters), is_glu(activation)
+        values = ACTIVATIONS[activation].values(parameters).values()
+        self.gate = tuple([*values, 0.0, 0.0][:2])
         self.calls = [] if calls is None else calls
         self.lent = set() if lent is None else lent
 
@@ -64,10 +66,12 @@ class HopperGemms:
                 yield slice(first, end), sums if bias is None else sums + bias[e]
 
     def up(
-        self, x, w1, transposed, halves, b1, row_token, padded_offsets, z, y1, multiprocessors, stream
+        self, x, w1, transposed, halves, b1, row_token, padded_offsets, z, y1, first, second, multiprocessors,
+        stream,
     ):  # fmt: skip
         self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
                   multiprocessors, stream)  # fmt: skip
+        assert (first, second) == self.gate
         a, halves = gather(x, row_token), halves and self.gated
         for own, sums in self.products(a, w1, transposed, b1, padded_offsets):
             if z is not None:
@@ -82,9 +86,10 @@ class HopperGemms:
 
     def dgated(
         self, dout, w2, transposed, halves, z, row_prob, row_token, padded_offsets, dz, y1s, partials,
-        multiprocessors, stream,
+        first, second, multiprocessors, stream,
     ):  # fmt: skip
         self.note("dgated", multiprocessors, stream)
+        assert (first, second) == self.gate
         a, halves = gather(dout, row_token), halves and self.gated
         # The matrices as dgrad reads them.
         for own, dy1 in self.products(a, w2, not transposed, None, padded_offsets):

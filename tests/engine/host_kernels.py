@@ -23,9 +23,10 @@ from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.backends import PlainKernels
 
 # As the modules of the up projection and of dgated export them: in two orders, because neither
-# number is the other's.
-ACTIVATION_NAMES = (("swiglu", "geglu", "reglu"), ("reglu", "swiglu", "geglu"))
-UP_ACTIVATIONS, DGATED_ACTIVATIONS = (tuple(map(ActivationType, n)) for n in ACTIVATION_NAMES)
+# number, nor the order of parameters, is the other's.
+OF_UP = ("swiglu ", "geglu ", "reglu ", "geglu_tanh ", "swiglu_oai alpha limit")
+OF_DGATED = ("reglu ", "swiglu_oai limit alpha", "swiglu ", "geglu_tanh ", "geglu ")
+ACTIVATION_NAMES = OF_UP, OF_DGATED
 RECIPE = RECIPES[HOPPER.recipes[0]]
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)
 OF_W1, OF_DZ = RECIPE.w1, RECIPE.dz
@@ -102,27 +103,33 @@ def quantize_steady_rows(x, codes, scale, stream):
     put(quantize(at(x, "bfloat16"), BY_ROWS.along(Line.ROW)), codes, scale)
 
 
+def launched_activation(names, number, *values):
+    """The activation and its parameters, as the functions of `activations` take them."""
+    name, *parameters = names[number].split()
+    assert all(isinstance(value, float) for value in values)
+    return ActivationType(name), tuple(zip(parameters, values, strict=False))
+
+
+def bias_of(rows, bias, offsets):
+    """What is added to rows `[R, N]`, padding rows of an expert included."""
+    added = torch.zeros_like(rows)
+    if bias is not None:
+        each = at(bias, "float32", (len(offsets) - 1, rows.shape[1]))
+        for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
+            added[first:last] = each[expert]
+    return added
+
+
 def gather_gated_gemm(
-    a,
-    a_scale,
-    b,
-    b_scale,
-    row_token,
-    padded_offsets,
-    z,
-    z_scale,
-    y1,
-    y1_scale,
-    activation,
-    store_z,
-    multiprocessors,
-    stream,
-):
+    a, a_scale, b, b_scale, b1, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, first, second,
+    store_z, multiprocessors, stream,
+):  # fmt: skip
     of_w1 = OF_W1 if b_scale.shape[1] < blocks(b.shape[1]) else BY_BLOCKS
     index, w = at(row_token, "int32"), values(b, b_scale, of_w1)
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
+    out = out + bias_of(out, b1, offsets)
     if store_z and str(z.dtype) == "bfloat16":
         at(z, "bfloat16", out.shape)[: offsets[-1]] = out[: offsets[-1]].to(torch.bfloat16)
     elif store_z:
@@ -131,10 +138,11 @@ def gather_gated_gemm(
         q = quantize(out, BY_ROWS, Code.INT8)
         found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
         scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
-    put(quantize(activate(out, UP_ACTIVATIONS[activation]), BY_ROWS), y1, y1_scale, offsets[-1])
+    y = activate(out, *launched_activation(OF_UP, activation, first, second))
+    put(quantize(y, BY_ROWS), y1, y1_scale, offsets[-1])
 
 
-def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, stream):
+def grouped_gemm(a, a_scale, b, b_scale, bias, padded_offsets, out, multiprocessors, stream):
     r, k = tuple(a.shape)
     depth = 256 if b_scale.shape[2] < blocks(k) else 128  # of K that shares a scale
     by_blocks = r > 0 and a_scale.shape[0] == r // 128
@@ -143,6 +151,7 @@ def grouped_gemm(a, a_scale, b, b_scale, padded_offsets, out, multiprocessors, s
     offsets = offsets_of(padded_offsets, w)
     block = BlockShape(128 if by_blocks else 1, depth)
     product = grouped(values(a, a_scale, block), w, offsets)
+    product = product + bias_of(product, bias, offsets)
     at(out, "bfloat16", product.shape)[: offsets[-1]] = product[: offsets[-1]].to(torch.bfloat16)
 
 
@@ -154,7 +163,8 @@ def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
 
 def gather_dgated_gemm(
     dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, multiprocessors, stream, folds=False,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, first, second, multiprocessors, stream,
+    folds=False,
 ):  # fmt: skip
     index, w = at(row_token, "int32"), values(w2, w2_scale, BY_BLOCKS)
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
@@ -166,7 +176,8 @@ def gather_dgated_gemm(
         kept = values(z, z_scale, BY_ROWS, Code.INT8)
     kept[last:] = 0
     weighted = dy1 * torch.where(prob > 0, prob, 0.0)
-    y1, gradient = activate_backward(kept, weighted, DGATED_ACTIVATIONS[activation])
+    gate = launched_activation(OF_DGATED, activation, first, second)
+    y1, gradient = activate_backward(kept, weighted, *gate)
     real = (index >= 0).unsqueeze(1)
     y1s, gradient = y1 * prob * real, gradient * real
     parts = at(dprob_parts, "float32", (blocks(inner, DPROB_COLUMNS), r))
@@ -191,6 +202,41 @@ def gather_dgated_gemm_folded(*arguments):
     """The same as it is built for scales that stay along K."""
     wide = arguments[17]
     gather_dgated_gemm(*arguments, folds=not wide)
+
+
+def dout_rows(tokens, scale, row_token):
+    """Rows without a token are zeros."""
+    plain = at(tokens, "bfloat16").float() if scale is None else values(tokens, scale, BY_ROWS)
+    return gather(plain, at(row_token, "int32"))
+
+
+def sums_of_experts(rows, padded_offsets, sums):
+    offsets = at(padded_offsets, "int64").tolist()
+    sums = at(sums, "float32", (len(offsets) - 1, rows.shape[1]))
+    for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
+        sums[expert] = rows[first:last].sum(0)
+
+
+def add_bias_dots(tokens, scale, b2, row_token, padded_offsets, sums, stream):
+    rows = dout_rows(tokens, scale, row_token)
+    added = bias_of(rows, b2, at(padded_offsets, "int64").tolist())
+    # Only where there is a token: elsewhere nobody has written the partial sum.
+    real = at(row_token, "int32") >= 0
+    first = at(sums, "float32")[0]
+    first[real] += (rows * added)[real].sum(1)
+
+
+def sum_dz(dz, dz_scale, row_token, padded_offsets, parts, db1, stream):
+    assert at(parts, "float32").numel() >= dz.shape[0] // 128 * dz.shape[1]
+    real = (at(row_token, "int32") >= 0).unsqueeze(1)
+    rows = torch.where(real, values(dz, dz_scale, OF_DZ), 0.0)
+    sums_of_experts(rows, padded_offsets, db1)
+
+
+def sum_tokens(tokens, scale, row_prob, row_token, padded_offsets, parts, db2, stream):
+    rows = dout_rows(tokens, scale, row_token)
+    assert at(parts, "float32").numel() >= len(rows) // 128 * rows.shape[1]
+    sums_of_experts(rows * at(row_prob, "float32").unsqueeze(1), padded_offsets, db2)
 
 
 def sum_or_zero(index, given, out, stream):
@@ -320,7 +366,7 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
-        grouped_wgrad, grouped_wgrad_into,
+        grouped_wgrad, grouped_wgrad_into, add_bias_dots, sum_dz, sum_tokens,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip
 STEADY_KERNELS = KERNELS | {

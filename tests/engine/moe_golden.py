@@ -47,7 +47,8 @@ def base_of(activation):
 def up_factor(activation, up, own=()):
     """What an up half multiplies by, and its derivative; `own`: the layer's parameters."""
     if activation is ActivationType.SWIGLU_OAI:
-        return np.clip(up, -CLAMPED, CLAMPED) + 1.0, (np.abs(up) <= CLAMPED).astype(np.float64)
+        limit = dict(own).get("limit", CLAMPED)
+        return np.clip(up, -limit, limit) + 1.0, (np.abs(up) <= limit).astype(np.float64)
     if activation is ActivationType.SWIGLU_CLAMP:
         limit = dict(own).get("limit", 10.0)
         return np.clip(up, -limit, limit), (np.abs(up) <= limit).astype(np.float64)
@@ -60,7 +61,8 @@ def up_factor(activation, up, own=()):
 def value(name, v, own=()):
     """act(v) of one fp64 number; `own`: the layer's parameters."""
     if name == "clamped_silu":
-        return value("silu", 1.702 * min(v, CLAMPED)) / 1.702
+        alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
+        return value("silu", alpha * min(v, limit)) / alpha
     if name == "bounded_silu":
         return value("silu", min(v, dict(own).get("limit", 10.0)))
     if name == "situ":
@@ -76,7 +78,8 @@ def value(name, v, own=()):
 def slope(name, v, own=()):
     """act'(v) of one fp64 number; `own`: the layer's parameters."""
     if name == "clamped_silu":
-        return slope("silu", 1.702 * v) if v <= CLAMPED else 0.0
+        alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
+        return slope("silu", alpha * v) if v <= limit else 0.0
     if name == "bounded_silu":
         return slope("silu", v) if v <= dict(own).get("limit", 10.0) else 0.0
     if name == "situ":

@@ -34,6 +34,7 @@ from sonicmoe.engine.settings import EngineSettings, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.quack_gemm import PACKAGES
+from sonicmoe.kernels.sm90 import launch_parameters
 from sonicmoe.quant.recipes import RECIPES
 
 FP8, PLAIN = EngineSettings(recipe=RECIPES["dx256"]), EngineSettings()
@@ -73,11 +74,10 @@ CANNOT = (
     (HOPPER, {"recipe": RECIPES["row128"]}, ConfigError,
      "the recipe is 'row128', and its kernels are made for 'dx256' or 'row128-dx256'"),
     (HOPPER, {"activation": ActivationType.SILU}, ConfigError,
-     "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_clamp', "),
+     "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_oai', "),
     (HOPPER, {"save_z": ZCode.E4M3}, ConfigError,
      "z is saved as 'e4m3', and it stores 'int8' or 'bf16'"),
     (HOPPER, {"dtype": "float16"}, DTypeError, "tokens are float16, and it takes bfloat16"),
-    (HOPPER, {"bias": True}, ConfigError, "the experts have biases, and it has none"),
     (HOPPER, {"hidden_size": 2056}, ShapeError,
      "H is 2056 and I is 768, and it needs multiples of 16 and 64"),
     (HOPPER, {"intermediate_size": 96}, ShapeError, "H is 2048 and I is 96"),
@@ -85,7 +85,7 @@ CANNOT = (
     (MXFP8, {"recipe": RECIPES["iso128"]}, ConfigError, "made for 'iso32-pow2'"),
     (MXFP8, {"save_z": ZCode.INT8}, ConfigError, "it stores 'bf16'"),
     (MXFP8, {"activation": ActivationType.GELU}, ConfigError, "the activation is 'gelu'"),
-    (MXFP8, {"bias": True}, ConfigError, "biases"),
+    (MXFP8, {"bias": True}, ConfigError, "the experts have biases, and it has none"),
     (MXFP8, {"intermediate_size": 752}, ShapeError, "it needs multiples of 32 and 32"),
     (MXFP8, {"dtype": "float16"}, DTypeError, "tokens are float16"),
     (BF16, {"tokens": BY_128}, DTypeError, "tokens come as 'e4m3_1x128', and it"),
@@ -165,9 +165,16 @@ class TestActivationsOfRecords:
 
     def test_hopper_has_those_of_the_header(self):
         header = (ROOT / "sonicmoe/kernels/sm90/activations.cuh").read_text(encoding="utf-8")
-        named = re.findall(r"^  X\((\w+), \w+\)", header, flags=re.M)
+        named = dict(re.findall(r"^  X\((\w+), (\w+)\)", header, flags=re.M))
         assert {ActivationType(name) for name in named} == set(HOPPER.activations)
         assert all(ACTIVATIONS[activation].gated for activation in HOPPER.activations)
+        # A struct has the parameters of the record.
+        structs = r"^struct (\w+)[^;]*?kParameters = \"(.*?)\";"
+        parameters = dict(re.findall(structs, header, re.M))
+        for name, struct in named.items():
+            record = ACTIVATIONS[ActivationType(name)]
+            found = parameters.get(struct, "").split()
+            assert set(found) == {parameter.name for parameter in record.parameters}, name
 
     def test_bf16_on_hopper_has_those_of_its_table(self):
         table = (ROOT / "sonicmoe/kernels/sm90/bf16_launch.hpp").read_text(encoding="utf-8")
@@ -177,21 +184,19 @@ class TestActivationsOfRecords:
             for activation in BF16.activations
         }
 
-    def test_without_a_macro_hopper_has_the_defaults(self):
-        header = (ROOT / "sonicmoe/kernels/sm90/activations.cuh").read_text(encoding="utf-8")
-        found = dict(re.findall(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif$", header, re.M))
-        wanted = {
-            f"{activation.value}_{name}".upper(): (
-                "__builtin_huge_valf()" if value == math.inf else f"{value!r}f"
-            )
-            for activation in BF16.activations  # and those of FP8 are among them
-            for name, value in ACTIVATIONS[activation].values().items()
-        }
-        assert found == wanted
+    def test_parameters_follow_the_names_that_a_module_exports(self):
+        exported = "swiglu ", "swiglu_oai limit alpha", "situ_glu beta linear_beta"
+        oai, situ = ActivationType.SWIGLU_OAI, ActivationType.SITU_GLU
+        assert launch_parameters(exported, ActivationType.SWIGLU) == (0, 0.0, 0.0)
+        assert launch_parameters(exported, oai) == (1, 7.0, 1.702)
+        assert launch_parameters(exported, oai, (("alpha", 2.0),)) == (1, 7.0, 2.0)
+        assert launch_parameters(exported, situ) == (2, 1.0, math.inf)
+        with pytest.raises(ConfigError, match="was not compiled for activation 'geglu'"):
+            launch_parameters(exported, ActivationType.GEGLU)
 
     @pytest.mark.parametrize("record", [BF16, HOPPER], ids=lambda record: record.name.value)
-    def test_parameters_of_a_layer_are_compiled_in(self, record):
-        """Layers with equal parameters share their kernels; with other ones they do not."""
+    def test_on_hopper_parameters_of_a_layer_are_no_kernels(self, record):
+        """Layers of one activation share their kernels; those of another do not."""
         activation = ActivationType.SWIGLU_CLAMP
 
         def keys(own=(), activation=activation):
@@ -200,15 +205,20 @@ class TestActivationsOfRecords:
             assert problem(record, settings) is None
             return {job.key() for job in record.jobs(settings, "sm_90a")}
 
-        assert keys((("limit", 10.0),)) == keys() == keys((("limit", 10),))
-        theirs, ours = keys(), keys((("limit", 7.5),))
-        assert {key.kernel for key in ours} == {key.kernel for key in theirs}
-        gated = {key.kernel for key in ours - theirs}
-        assert gated == {key.kernel for key in theirs - ours} == GATED_KERNELS[record.name]
-        assert all("7.5" in str(key) for key in ours - theirs)
+        assert keys((("limit", 7.5),)) == keys()
         plain = keys(activation=ActivationType.SWIGLU)
-        assert {key.kernel for key in plain} == {key.kernel for key in theirs}
-        assert not any("limit" in str(key) for key in plain)
+        assert {key.kernel for key in plain} == {key.kernel for key in keys()}
+        assert {key.kernel for key in plain - keys()} == GATED_KERNELS[record.name]
+
+    def test_biases_are_kernels_of_their_own_in_fp8(self):
+        plain, biased = (
+            {job.key() for job in HOPPER.jobs(replace(HOPPER_LOAD, bias=bias), "sm_90a")}
+            for bias in (False, True)
+        )
+        assert {key.kernel for key in biased - plain} == {"fp8_grouped_gemm", "bias_gradients"}
+        assert {key.kernel for key in plain - biased} == {"fp8_grouped_gemm"}
+        in_bf16 = changed(replace(HOPPER_LOAD, bias=True), fp8_wgrad=False)
+        assert "expert_rows" in {job.name for job in HOPPER.jobs(in_bf16, "sm_90a")}
 
 
 class TestTools:

@@ -5,6 +5,7 @@ kernels computed on the host.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,7 +65,13 @@ class UnevenCase(Case):
         self.w1 = (self.w1 * factor).to(torch.bfloat16)
 
 
-ACTIVATIONS = ActivationType.SWIGLU, ActivationType.GEGLU, ActivationType.REGLU
+ACTIVATIONS = {
+    ActivationType.SWIGLU: (),
+    ActivationType.GEGLU: (),
+    ActivationType.REGLU: (),
+    ActivationType.GEGLU_TANH: (),
+    ActivationType.SWIGLU_OAI: (("alpha", 1.25), ("limit", 2.0)),
+}
 SIDES = {"plain": (), "x": ("x",), "dout": ("dout",), "both": ("x", "dout")}
 
 
@@ -96,27 +103,29 @@ def test_a_donated_z_in_a_larger_buffer_stays():
 
 
 @pytest.mark.parametrize(
-    ("mode", "activation", "sides"), pairwise(tuple(MODES), ACTIVATIONS, tuple(SIDES))
+    ("mode", "activation", "sides", "biased"),
+    pairwise(tuple(MODES), tuple(ACTIVATIONS), tuple(SIDES), (False, True)),
 )
-def test_a_step_is_the_reference_engines(mode, activation, sides):
+def test_a_step_is_the_reference_engines(mode, activation, sides, biased):
     """Also of tokens and gradients that come quantised: the bits of a step that quantises itself."""
-    plain, settings = Case(seed=12), replace(FP8, activation=activation, **MODES[mode])
+    kind = replace(FP8, activation=activation, activation_parameters=ACTIVATIONS[activation])
+    plain, settings = Case(seed=12, biased=biased), replace(kind, **MODES[mode])
     case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
     got = case.run(OURS, settings)
     assert_close(got, case.run(REFERENCE, settings), 1e-3)
-    usual = replace(FP8, activation=activation, save_z=settings.save_z)
-    itself = plain.run(OURS, usual)
-    rounded_twice = {"x": "dw1", "dout": "dw2"}
-    for name in itself:
-        again = name in [rounded_twice[side] for side in SIDES[sides]]
-        assert torch.equal(got[name], itself[name]) != again, name
+    itself = plain.run(OURS, replace(kind, save_z=settings.save_z))
+    # dout's products with biases are not quantised where it came as values.
+    differ = {"x": ["dw1"], "dout": ["dw2", *(["db2", "dprobs"] if biased else ())]}
+    wanted = {name for side in SIDES[sides] for name in differ[side]}
+    assert {name for name in itself if not torch.equal(got[name], itself[name])} == wanted
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "sides"), pairwise(tuple(FOLDING_MODES), (Case, UnevenCase), tuple(SIDES))
+    ("mode", "kind", "sides", "biased"),
+    pairwise(tuple(FOLDING_MODES), (Case, UnevenCase), tuple(SIDES), (False, True)),
 )
-def test_a_step_of_row128_is_the_reference_engines(mode, kind, sides):
-    case, settings = kind(seed=13), replace(ROW128, **MODES[mode])
+def test_a_step_of_row128_is_the_reference_engines(mode, kind, sides, biased):
+    case, settings = kind(seed=13, biased=biased), replace(ROW128, **MODES[mode])
     case = case.quantised(*SIDES[sides]) if SIDES[sides] else case
     assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
 
@@ -185,8 +194,11 @@ def test_modes_and_repeats_give_equal_bits(mode):
     ids=["default", "everything", "row128"],
 )
 def test_few_or_no_rows(tokens, invalid, settings):
-    case = Case(tokens, invalid=invalid, spare_rows=0, seed=2)
-    assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
+    case = Case(tokens, invalid=invalid, spare_rows=0, seed=2, biased=True)
+    got = case.run(OURS, settings)
+    assert_close(got, case.run(REFERENCE, settings), 1e-3)
+    empty = case.routing.expert_counts == 0
+    assert not any(got[name][empty].any() for name in ("db1", "db2"))
 
 
 @pytest.mark.parametrize(
@@ -219,14 +231,24 @@ ROWS = {"some": {"seed": 9}, "none": {"tokens": 5, "invalid": 1.0}, "no tokens":
 )
 def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, stacked, mode, rows):
     """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
-    case, settings = Case(**ROWS[rows], spare_rows=0), replace(FP8, **MODES[mode])
+    case, settings = Case(**ROWS[rows], spare_rows=0, biased=True), replace(FP8, **MODES[mode])
     poison = {"fill": float("nan"), "kind": FreshTargets, "dtype": dtype}
     layout = WeightLayout(transposed, split_half)
     targets = parameter_targets(layout, stacked=stacked, **poison)
+    targets.biases = torch.full((E, 2 * I), math.nan), torch.full((E, H), math.nan).to(dtype)
     got = case.run(OURS, settings, targets=targets)
-    for name, tensor in case.run(OURS, settings).items():
-        rounded = tensor.to(dtype) if name in ("dw1", "dw2") else tensor
+    wanted = case.run(OURS, settings)
+    wanted["db1"] = layout.user_b1(wanted["db1"])
+    for name, tensor in wanted.items():
+        rounded = tensor.to(dtype) if name in ("dw1", "dw2", "db2") else tensor
         assert torch.equal(got[name], rounded), name
+    # Biases alone, and one of them.
+    frozen = WeightTarget.per_expert([None] * E, layout)
+    alone = FreshTargets(frozen, frozen, biases=(None, torch.full((E, H), math.nan)))
+    weights, _, saved = case.forward(OURS, settings)
+    *_, pending = OURS.backward_dx(case.dout, saved, weights)
+    OURS.backward_dw(pending, alone)
+    assert torch.equal(alone.named()["db2"], wanted["db2"])
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -26,6 +26,10 @@ OWN = {
 def gated(activation: ActivationType, gate: Tensor, up: Tensor, own: tuple = ()) -> Tensor:
     """y1 by the definition of an activation that engine `hopper` has."""
     values = ACTIVATIONS[activation].values(own)
+    if activation is ActivationType.SWIGLU_OAI:
+        alpha, limit = values["alpha"], values["limit"]
+        bounded = gate.clamp(max=limit)
+        return bounded * torch.sigmoid(alpha * bounded) * (up.clamp(-limit, limit) + 1.0)
     if activation is ActivationType.SWIGLU_CLAMP:
         limit = values["limit"]
         return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)

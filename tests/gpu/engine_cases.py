@@ -46,7 +46,7 @@ CLOSE = 0.025
 # At ReGLU's jump an int8 code of z that flips between 0 and 1 turns a whole entry of dz on or off.
 # So do codes beside a limit.
 CLOSE_AT_A_JUMP = 0.04
-JUMPS = (ActivationType.REGLU, ActivationType.SWIGLU_CLAMP)
+JUMPS = (ActivationType.REGLU, ActivationType.SWIGLU_CLAMP, ActivationType.SWIGLU_OAI)
 RATIO, SLACK = 1.05, 3e-3
 
 
@@ -193,19 +193,22 @@ def golden(case):
     )
     out = torch.zeros_like(dout)
     dx, dprobs = torch.zeros_like(dout), torch.zeros_like(probs)
-    pair = case.weights[:2]
-    dws = [torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for w in pair]
+    given = [w for w in case.weights if w is not None]
+    sums = [torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for w in given]
     for e in range(case.num_experts):
         token, slot = torch.nonzero(case.indices == e, as_tuple=True)
-        w1, w2 = (w[e].double().requires_grad_() for w in pair)
-        z = x[token] @ w1.T
+        w1, w2, *biases = own = [w[e].double().requires_grad_() for w in given]
+        b1, b2 = biases or (0.0, 0.0)
+        z = x[token] @ w1.T + b1
         y1 = gated(case.activation, z[:, ::2], z[:, 1::2], case.parameters)
-        served = (y1 @ w2.T) * probs[token, slot].unsqueeze(1)
-        gradients = torch.autograd.grad(served, (x, probs, w1, w2), dout[token])
+        served = (y1 @ w2.T + b2) * probs[token, slot].unsqueeze(1)
+        gradients = torch.autograd.grad(served, (x, probs, *own), dout[token])
         out.index_add_(0, token, served.detach())
-        for total, gradient in zip((dx, dprobs, dws[0][e], dws[1][e]), gradients, strict=True):
+        totals = dx, dprobs, *(total[e] for total in sums)
+        for total, gradient in zip(totals, gradients, strict=True):
             total.add_(gradient)
-    return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": dws[0], "dw2": dws[1]}
+    names = ("dw1", "dw2", "db1", "db2")[: len(sums)]
+    return {"out": out, "dx": dx, "dprobs": dprobs, **dict(zip(names, sums, strict=True))}
 
 
 def parts(name, tensor, case):

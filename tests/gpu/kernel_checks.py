@@ -8,6 +8,8 @@ import itertools
 
 import torch
 
+from sonicmoe.enums import ActivationType
+from sonicmoe.kernels.sm90 import launch_parameters
 from sonicmoe.quant.reference import dequantize
 
 
@@ -40,6 +42,14 @@ def products(values, weights, routing):
     return result
 
 
-def number_of(activation, module):
-    """By which the fused kernels know it."""
-    return [str(name) for name in module.activation_names()].index(activation.value)
+# z of unit scale reaches every bound, and no cap is off.
+OF_UNIT_Z = {
+    ActivationType.SWIGLU_CLAMP: (("limit", 1.5),),
+    ActivationType.SWIGLU_OAI: (("limit", 1.5),),
+    ActivationType.SITU_GLU: (("beta", 2.0), ("linear_beta", 2.5)),
+}
+
+
+def launched(activation, module):
+    """The arguments by which the fused kernels know it: its number, and `OF_UNIT_Z`."""
+    return launch_parameters(module.activation_names(), activation, OF_UNIT_Z.get(activation, ()))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.activation_cases import OWN
 from gpu.device import fill_free_memory
 from gpu.engine_cases import (
     ARCH,
@@ -58,9 +57,8 @@ ARRANGEMENTS = (
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Every kernel of this module, built in parallel; nothing below may compile."""
-    kinds = [(kind, (), "bfloat16") for kind in ActivationType]
-    kinds += [(kind, own, "bfloat16") for kind, own in OWN.items()]
-    kinds += [(kind, (), "float16") for kind in (SWIGLU, GELU)]
+    kinds = [(kind, "bfloat16") for kind in ActivationType]
+    kinds += [(kind, "float16") for kind in (SWIGLU, GELU)]
     own = [source for kind in kinds for source in bf16_sources(ARCH, *kind).values()]
     forms = [(first, separate) for first in (False, True) for separate in (False, True)]
     own += [

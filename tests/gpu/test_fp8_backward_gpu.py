@@ -9,13 +9,13 @@ import itertools
 import pytest
 import torch
 from gpu.activation_cases import gated
-from gpu.kernel_checks import block_errors, gathered, number_of, poisoned, products
+from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poisoned, products
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_dgated_source, fp8_wgrad_source
+from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
@@ -95,13 +95,13 @@ class Backward:
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
-    def run(self, launch, activation=0, wide=None, multiprocessors=0):
+    def run(self, launch, activation=(0, 0.0, 0.0), wide=None, multiprocessors=0):
         dz_t, y1s_t = wide or (self.dz_t, self.y1s_t)
         routing = self.routing
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
-            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, self.row_scales, wide is not None, activation, multiprocessors,
+            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, self.row_scales, wide is not None, *activation, multiprocessors,
             current_stream(self.dz),
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ class Backward:
         routing, used = self.routing, self.used
         dy1 = products(gathered(self.dout, routing), self.w2, routing)
         z = self.z_values[:used].double().requires_grad_()
-        y1 = gated(activation, z[:, ::2], z[:, 1::2], PARAMETERS_OF_ALL.get(activation, ()))
+        y1 = gated(activation, z[:, ::2], z[:, 1::2], OF_UNIT_Z.get(activation, ()))
         prob = routing.row_prob[:used].double().unsqueeze(1)
         (dz,) = torch.autograd.grad(y1, z, dy1 * prob)
         return dz, (y1 * prob).detach(), (dy1 * y1).sum(1).detach()
@@ -171,7 +171,7 @@ def wide_outputs(case, shape):
 def test_dgated(shape, activation, z):
     code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
     case, module = Backward(shape, seed=10, z=z), fp8_dgated_source("sm_90a", z=code).load()
-    number = number_of(activation, module)
+    number = launched(activation, module)
     case.run(module.gather_dgated_gemm, number)
     dz, y1s, dprob = case.golden(activation)
     got_dz, got_dz_t = check_outputs(case, dz, y1s)
@@ -197,7 +197,7 @@ def test_dgated_times_the_scales_of_tokens(shape, z):
     """
     code, swiglu = ZCode.INT8 if z is torch.int8 else ZCode.BF16, ActivationType.SWIGLU
     steady, usual = (
-        fp8_dgated_source("sm_90a", swiglu, (), code, keeps).load().gather_dgated_gemm
+        fp8_dgated_source("sm_90a", swiglu, code, keeps).load().gather_dgated_gemm
         for keeps in (True, False)
     )
     case, other = Backward(shape, z=z, folds=True), Backward(shape, z=z)

@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 import torch
 from gpu.activation_cases import gated
-from gpu.kernel_checks import block_errors, gathered, number_of, poisoned, products
+from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poisoned, products
+from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.enums import ZCode
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, fp8_grouped_gemm_source
+from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
 from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize
@@ -75,8 +76,8 @@ def make_case(shape, seed=0, spread=0.0):
 
 
 def up_projection(
-    module, x, w1, routing, activation=0, store_z=True, multiprocessors=0, z_dtype=torch.int8
-):
+    module, x, w1, routing, activation=(0, 0.0, 0.0), store_z=True, multiprocessors=0, z_dtype=torch.int8, b1=None,
+):  # fmt: skip
     """`(z, y1)` as block-scaled tensors; z in bf16 is a plain one."""
     r, n = routing.num_rows, w1.shape[1]
     z, y1 = poisoned((r, n), z_dtype), poisoned((r, n // 2), torch.uint8).view(E4M3)
@@ -85,17 +86,17 @@ def up_projection(
         poisoned((r, -(-n // 256)), torch.float32),
     )
     module.gather_gated_gemm(
-        x.codes, x.scale_inv, w1.codes, w1.scale_inv, routing.row_token, routing.padded_offsets, z, z_scale, y1, y1_scale,
-        activation, store_z, multiprocessors, current_stream(z),
+        x.codes, x.scale_inv, w1.codes, w1.scale_inv, b1, routing.row_token, routing.padded_offsets, z, z_scale,
+        y1, y1_scale, *activation, store_z, multiprocessors, current_stream(z),
     )  # fmt: skip
     kept = BlockScaledTensor(z, z_scale, rows(128), Code.INT8) if z_dtype is torch.int8 else z
     return kept, BlockScaledTensor(y1, y1_scale, rows(128), Code.E4M3)
 
 
-def grouped(module, a, w, routing, multiprocessors=0):
+def grouped(module, a, w, routing, multiprocessors=0, bias=None):
     out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
     module.grouped_gemm(
-        a.codes, a.scale_inv, w.codes, w.scale_inv, routing.padded_offsets, out, multiprocessors,
+        a.codes, a.scale_inv, w.codes, w.scale_inv, bias, routing.padded_offsets, out, multiprocessors,
         current_stream(out),
     )  # fmt: skip
     return out
@@ -105,13 +106,13 @@ def grouped(module, a, w, routing, multiprocessors=0):
 @pytest.mark.parametrize("activation", HOPPER.activations, ids=lambda a: a.value)
 def test_up_projection(module, module_z_in_bf16, shape, activation):
     """With z in INT8, in bf16, and without: the rows of experts and no others are written."""
-    number = number_of(activation, module)
+    number = launched(activation, module)
     x, w1, _, routing = make_case(shape)
     xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
     z, y1 = up_projection(module, xq, wq, routing, number)
     wanted_z = products(gathered(xq, routing), wq, routing)
     pairs = wanted_z[:, ::2], wanted_z[:, 1::2]
-    wanted_y1 = gated(activation, *pairs, PARAMETERS_OF_ALL.get(activation, ()))
+    wanted_y1 = gated(activation, *pairs, OF_UNIT_Z.get(activation, ()))
     used = wanted_z.shape[0]
     padding = routing.row_token[:used] < 0
     # The codes of exact values are the yardstick: the kernel may be one code off where its sum is a
@@ -142,6 +143,47 @@ def test_up_projection(module, module_z_in_bf16, shape, activation):
     assert float((codes[0] != codes[1]).float().mean()) < 1e-3
     with pytest.raises(Exception, match="z must have 16-bit elements"):
         launch()
+
+
+def rows_of(bias, routing):
+    """fp64 `[R, N]`: the bias of each row's expert."""
+    counts = routing.padded_offsets[1:] - routing.padded_offsets[:-1]
+    return bias.double().repeat_interleave(counts, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "z", "activation"),
+    pairwise(
+        SHAPES, (torch.int8, torch.bfloat16), (ActivationType.SWIGLU, ActivationType.SWIGLU_OAI)
+    ),
+    ids=lambda v: getattr(v, "value", str(v)),
+)
+def test_biases(shape, z, activation):
+    """Of both projections, as large as the products; padding rows as if their tokens were zeros."""
+    code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
+    built = fp8_grouped_gemm_source("sm_90a", activation, code, bias=True).load()
+    x, w1, w2, routing = make_case(shape, seed=8)
+    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
+    b1, b2 = (torch.randn(w.shape[:2], device="cuda") for w in (w1, w2))
+    kept, y1 = up_projection(built, xq, wq, routing, launched(activation, built), z_dtype=z, b1=b1)
+    wanted_z = products(gathered(xq, routing), wq, routing) + rows_of(b1, routing)
+    used = wanted_z.shape[0]
+    own = OF_UNIT_Z.get(activation, ())
+    wanted_y1 = gated(activation, wanted_z[:, ::2], wanted_z[:, 1::2], own)
+    exact = block_errors(dequantize(quantize(wanted_y1.float(), rows(128))), wanted_y1)
+    assert bool((block_errors(dequantize(y1)[:used], wanted_y1) <= 1.03 * exact + 1e-4).all())
+    if z is torch.int8:
+        exact = block_errors(dequantize(quantize(wanted_z.float(), rows(128), Code.INT8)), wanted_z)
+        assert bool((block_errors(dequantize(kept)[:used], wanted_z) <= 1.03 * exact + 1e-4).all())
+    else:
+        assert float(block_errors(kept[:used], wanted_z).max()) <= BF16_ROUNDING
+    a, w = quantize(torch.randn((routing.num_rows, w2.shape[2]), device="cuda"), rows(128)), quantize(w2, RECIPE.w2)  # fmt: skip
+    out, wanted = grouped(built, a, w, routing, bias=b2), products(dequantize(a), w, routing)
+    assert float(block_errors(out[:used], wanted + rows_of(b2, routing)).max()) <= BF16_ROUNDING
+    # dgrad's product has none in the same module.
+    assert float(block_errors(grouped(built, a, w, routing)[:used], wanted).max()) <= BF16_ROUNDING
+    with pytest.raises(Exception, match="b1 is None, and the module was built with BIAS"):
+        up_projection(built, xq, wq, routing, z_dtype=z)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -209,7 +251,7 @@ def test_offsets_beyond_the_rows_are_not_followed(module):
     guarded = poisoned((256 + 128, w.shape[1]), torch.bfloat16)
     stream = current_stream(guarded)
     operands = (a.codes, a.scale_inv, w.codes, w.scale_inv)
-    module.grouped_gemm(*operands, routing.padded_offsets * 4, guarded[:256], 0, stream)
+    module.grouped_gemm(*operands, None, routing.padded_offsets * 4, guarded[:256], 0, stream)
     torch.cuda.synchronize()
     assert bool(torch.isnan(guarded[256:]).all())
 
@@ -232,4 +274,9 @@ def test_wrong_arguments_are_named(module):
         ((a.codes, a.scale_inv), (wide.codes, wide.scale_inv), out, 0, "a_scale has"),
     ):
         with pytest.raises(Exception, match=words):
-            module.grouped_gemm(*of_a, *weight, routing.padded_offsets, to, multiprocessors, 0)
+            module.grouped_gemm(
+                *of_a, *weight, None, routing.padded_offsets, to, multiprocessors, 0
+            )
+    bias = torch.zeros(w.shape[:2], device="cuda")
+    with pytest.raises(Exception, match="bias is given; needed: a module built with BIAS"):
+        grouped(module, a, w, routing, bias=bias)

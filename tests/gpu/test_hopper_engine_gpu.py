@@ -5,6 +5,7 @@ emulation and fp64, and its whole contract, bit for bit. `test_quantize_gpu.py` 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -42,6 +43,7 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.plan import ModelSpec
+from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.recipes import RECIPES, rows
@@ -61,13 +63,14 @@ TENSORS = ("out", "dx", "dprobs")
 def compiled():
     """Every kernel of this module, built in parallel; nothing below may compile."""
     jobs = [*plan(ModelSpec(E, H, I), SonicMoEConfig(fp8_mode="perf").resolve())]
-    jobs.append(bf16_sources(ARCH, ActivationType.SWIGLU)["bf16_wgrad"])
+    jobs += [bf16_sources(ARCH, ActivationType.SWIGLU)["bf16_wgrad"], expert_rows_source(ARCH)]
     # The fused GEMMs are compiled for one activation.
     for activation in GATES:
         jobs += engine_sources(ARCH, activation)
-        jobs += engine_sources(ARCH, activation, OWN.get(activation, ()))
         jobs += engine_sources(ARCH, activation, z=ZCode.BF16)
         jobs += engine_sources(ARCH, activation, steady=True)
+        for z, steady in itertools.product((ZCode.INT8, ZCode.BF16), (False, True)):
+            jobs += engine_sources(ARCH, activation, z, steady, bias=True)
     jobs += engine_sources(ARCH, FP8.activation, z=ZCode.BF16, steady=True)
     build(jobs)
     with no_compile():
@@ -90,6 +93,20 @@ class HopperContract(EngineContract):
     @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_every_activation(self, activation):
         self.check(make_case(600, activation=activation, seed=62))
+
+    @pytest.mark.parametrize(
+        ("activation", "z", "tokens"),
+        pairwise(GATES, (ZCode.INT8, ZCode.BF16), (600, 3000)),
+        ids=lambda v: getattr(v, "value", str(v)),
+    )
+    def test_biases(self, activation, z, tokens):
+        case = make_case(tokens, activation=activation, bias=True, seed=63)
+        settings = replace(self.settings, save_z=z)
+        self.check(case, settings)
+        again = self.run(case, replace(settings, recompute_z=True))
+        assert_same_bits(again, self.run(case, settings))
+        quiet = self.run(replace(case, dout=case.dout * 0), settings)
+        assert all(not quiet[name].any() for name in ("db1", "db2", "dprobs"))
 
     def test_plain_weight_gradients_change_no_other_tensor(self, case, wanted):
         plain = replace(self.settings, fp8_wgrad=False)
@@ -136,8 +153,9 @@ class TestHopperEngine(HopperContract):
         case.x[150:] *= 2.0**30
         assert torch.equal(self.run(case)["out"][:150], small[:150])
 
-    def test_plain_weight_gradients(self):
-        self.check(make_case(seed=7), PLAIN_WGRAD)
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_plain_weight_gradients(self, bias):
+        self.check(make_case(seed=7, bias=bias), PLAIN_WGRAD)
 
     def test_a_long_sum_keeps_its_digits(self):
         """65536 tokens of one expert: a weight gradient is one sum of them, and a tensor core keeps

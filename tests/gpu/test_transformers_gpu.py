@@ -58,17 +58,15 @@ def test_logits_and_every_gradient(family: str) -> None:
 
 
 @both
-def test_gpt_oss_runs_in_bf16(implementation: str, chosen, caplog) -> None:
-    """The FP8 kernels have neither its activation nor biases: a warning says so, once."""
+def test_gpt_oss(implementation: str, chosen) -> None:
+    """Its gate beyond the clamps, and biases."""
     model = model_of("gpt-oss")
     with torch.no_grad():
-        model.model.layers[0].mlp.experts.gate_up_proj.mul_(6.0)  # beyond the clamps
+        model.model.layers[0].mlp.experts.gate_up_proj.mul_(6.0)
     expected = run(model, "eager")
-    with caplog.at_level("INFO", logger="sonicmoe"):
-        found = errors(run(model, implementation), expected)
+    found = errors(run(model, implementation), expected)
     # A z that bf16 rounds across a bound turns its gradient on or off.
     assert max(found.values()) <= FP8, found
-    assert found["logits"] <= BF16 and {name for name, _ in chosen} == {"bf16"}
-    # With a cold cache there are lines on compiling, too.
-    levels = [record.levelname for record in caplog.records if "not hopper: " in record.message]
-    assert levels == ["WARNING"] * (implementation == "sonicmoe_fp8")
+    in_fp8 = implementation == "sonicmoe_fp8"
+    assert in_fp8 or found["logits"] <= BF16
+    assert {name for name, _ in chosen} == {"hopper" if in_fp8 else "bf16"}

@@ -3,6 +3,7 @@
 // threads in the opposite order, so a barrier that is missing shows in one of them.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <setjmp.h>
 #include <ucontext.h>
@@ -125,6 +126,22 @@ inline uint8_t e4m3(float x) {
 }
 inline uint16_t e4m3x2(float high, float low) {
   return static_cast<uint16_t>(e4m3(high) << 8 | e4m3(low));
+}
+
+// Two codes as fp16.
+inline uint32_t halves_of_e4m3x2(uint16_t codes) {
+  uint32_t halves = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t code = codes >> 8 * i & 0xff, exponent = code >> 3 & 15, fraction = code & 7;
+    const float magnitude = (code & 0x7f) == 0x7f ? NAN
+                            : exponent == 0       ? std::ldexp(float(fraction), -9)
+                                                  : std::ldexp(float(8 + fraction), int(exponent) - 10);
+    const __half half = __float2half(code & 0x80 ? -magnitude : magnitude);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    halves |= static_cast<uint32_t>(bits) << 16 * i;
+  }
+  return halves;
 }
 
 inline void load16(uint32_t (&word)[4], const void* address) {

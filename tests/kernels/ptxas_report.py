@@ -19,11 +19,14 @@ _LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
 
 
 # Spills that stay, by architecture and part of the entry's name: bytes of stores and loads together.
-# All but one are of kernels that wait for memory, and whose registers are bounded so that several
-# blocks share a multiprocessor; without the bound fewer of them would. The one is of dgated with z
-# in bf16 and gradients for an unquantised wgrad: one word, stored and loaded once a tile.
+# Those of other GPUs are of kernels that wait for memory, and whose registers are bounded so that
+# several blocks share a multiprocessor; without the bound fewer of them would. On Hopper it is one
+# word of a tile: in dgated with z in bf16 and gradients for an unquantised wgrad, and in the up
+# projection that has biases, soft caps, and z in bf16 under scales that stay along K.
 ALLOWED = {
     ("sm_90a", "DgatedFp8INS0_11ClampedSiluELb0E"): 8,
+    ("sm_90a", "GatedFp8INS0_14SoftcappedGateELb1E"): 12,
+    ("sm_90a", "GatedFp8INS0_14SoftcappedBothELb1E"): 12,
     **{(arch, "flush_tilesILb1E"): 24 for arch in ("sm_100a", "sm_103a")},
     **{(arch, "flush_tilesILb1E"): 32 for arch in ("sm_120a", "sm_121a")},
     ("sm_80", "aggregate_rowsI6__halfS2_Li8E"): 16,
@@ -133,10 +136,13 @@ def require_no_spills(resources: Iterable[KernelResources]) -> None:
 
 def require_no_stack(resources: Iterable[KernelResources]) -> None:
     """Raise SpillError naming each kernel that keeps values in memory that each thread has of its
-    own: arrays that are indexed at run time, where `require_no_spills` sees nothing.
+    own: arrays that are indexed at run time, where `require_no_spills` sees nothing. A spill that is
+    allowed lies there too.
     """
     found = [
-        f"{item.kernel} has {item.stack_bytes} bytes" for item in resources if item.stack_bytes
+        f"{item.kernel} has {item.stack_bytes} bytes"
+        for item in resources
+        if item.stack_bytes and not allowed_bytes(item)
     ]
     if found:
         raise SpillError(f"values lie on the stack: {'; '.join(found)}")

@@ -28,9 +28,13 @@ from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.shared_object import BUILD_LOG
 from sonicmoe.kernels import cuda_sources, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
-from sonicmoe.kernels.cuda_wgrad import flush_source, wgrad_operands_source
+from sonicmoe.kernels.cuda_wgrad import (
+    bias_gradients_source,
+    flush_source,
+    wgrad_operands_source,
+)
 from sonicmoe.kernels.quack_gemm import expert_rows_source
-from sonicmoe.kernels.sm90 import PARAMETERS_OF_ALL, bf16_sources, gemm_sources
+from sonicmoe.kernels.sm90 import bf16_sources, fp8_grouped_gemm_source, gemm_sources
 
 # How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
 # that share registers and nothing else. So what is not usual is compiled together, beside the
@@ -43,14 +47,19 @@ def variants(
     activation: ActivationType, z: ZCode = ZCode.INT8, steady: bool = False
 ) -> tuple[CudaSource, ...]:
     """The gated GEMMs of one activation."""
-    own = PARAMETERS_OF_ALL.get(activation, ())
-    return gemm_sources("sm_90a", activation, own, z, steady)[:2]
+    return gemm_sources("sm_90a", activation, z, steady)[:2]
 
 
 def in_bf16(activation: ActivationType, rows_first: bool = False) -> tuple[CudaSource, ...]:
     """The BF16 GEMMs that compute one activation."""
-    own = PARAMETERS_OF_ALL.get(activation, ())
-    return tuple(bf16_sources("sm_90a", activation, own, rows_first=rows_first).values())[:2]
+    return tuple(bf16_sources("sm_90a", activation, rows_first=rows_first).values())[:2]
+
+
+def with_biases(
+    activation: ActivationType, z: ZCode = ZCode.INT8, steady: bool = False
+) -> CudaSource:
+    """The up projection and the plain GEMMs; dgated knows no bias."""
+    return fp8_grouped_gemm_source("sm_90a", activation, z, steady, bias=True)
 
 
 SEPARATE = tuple(bf16_sources("sm_90a", SWIGLU, separate=True).values())[:2]
@@ -58,6 +67,7 @@ WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
     wgrad_operands_source("sm_90a"),
+    bias_gradients_source("sm_90a"),
     flush_source("sm_90a"),
     mx_quantize_source("sm_100a"),
     expert_rows_source("sm_90a"),
@@ -67,6 +77,9 @@ WHOLE = (
 # Of further variants of the same files the device half alone is compiled.
 VARIANTS = (
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
+    # GPT-OSS: its gate, z in bf16 because the gate has a bound, biases.
+    with_biases(OAI, ZCode.BF16),
+    *variants(OAI, ZCode.BF16)[1:],
     *in_bf16(OAI),
     *in_bf16(SWIGLU, rows_first=True),
     *SEPARATE,
@@ -83,6 +96,11 @@ OTHERS = (
         for steady in (False, True)
         for source in variants(activation, ZCode.BF16, steady)
         if source not in VARIANTS
+    ),
+    *(
+        with_biases(activation, z, steady)
+        for activation in HOPPER.activations
+        for z, steady in ((ZCode.INT8, False), (ZCode.BF16, True))
     ),
     *(
         source
@@ -137,21 +155,29 @@ WANTED = {
     # Index; sums of rows and of columns for two dtypes each.
     "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
-    # The plain GEMM with either depth of its blocks, {SwiGLU, GeGLU, ReGLU, clamped SwiGLU, SiTU-GLU}
-    # x {with z, without}.
-    "fp8_grouped_gemm": Wanted(12, "activation_names grouped_gemm gather_gated_gemm"),
-    # The same five x {FP8, plain} operands of wgrad.
-    "fp8_dgated": Wanted(10, "activation_names gather_dgated_gemm"),
+    # The part of dprobs and the sums of blocks, of values and codes each; sums of experts.
+    "bias_gradients": Wanted(5, "add_bias_dots sum_tokens sum_dz", 64),
+    # The plain GEMM with either depth of its blocks, seven activations, of which SiTU-GLU is two, with
+    # a cap on up and without, x {with z, without}.
+    "fp8_grouped_gemm": Wanted(18, "activation_names grouped_gemm gather_gated_gemm"),
+    # The same eight x {FP8, plain} operands of wgrad.
+    "fp8_dgated": Wanted(16, "activation_names gather_dgated_gemm"),
     # One map, few, many.
     "fp8_wgrad": Wanted(3, "grouped_wgrad grouped_wgrad_into wgrad_destination"),
     # Weights that are contiguous along either axis, of each: halves, turns, a plain product.
-    "bf16_gemm": Wanted(6, "up grouped_gemm"),
-    "bf16_dgated": Wanted(4, "dgated"),
+    "bf16_gemm": Wanted(6, "activation_names up grouped_gemm"),
+    "bf16_dgated": Wanted(4, "activation_names dgated"),
     # Either operand as the rows of the gradient x {one map, many}.
     "bf16_wgrad": Wanted(4, "wgrad wgrad_destination"),
 }
-# of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad
-KERNELS_OF_ONE = {"fp8_grouped_gemm": 4, "fp8_dgated": 2}
+# of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad; of
+# a second one where up may be capped too
+KERNELS_OF_ONE = {
+    "fp8_grouped_gemm": (4, 2),
+    "fp8_dgated": (2, 2),
+    "bf16_gemm": (6, 4),
+    "bf16_dgated": (4, 4),
+}
 KERNELS_WITHOUT_GATE = {"bf16_gemm": 4, "bf16_dgated": 2}  # one order instead of two
 
 
@@ -164,13 +190,19 @@ def kernels_in(source) -> int:
     activation, every = activation_of(source), WANTED[source.name].kernels
     if activation is None:
         return every
-    of_one = KERNELS_OF_ONE if is_glu(ActivationType(activation)) else KERNELS_WITHOUT_GATE
-    return of_one.get(source.name, every)
+    if not is_glu(ActivationType(activation)):
+        return KERNELS_WITHOUT_GATE.get(source.name, every)
+    of_one, of_capped_up = KERNELS_OF_ONE[source.name]
+    # A plain GEMM that adds a bias.
+    of_one += "BIAS" in dict(source.defines)
+    return of_one + (of_capped_up if activation == ActivationType.SITU_GLU.value else 0)
 
 
 def label(source) -> str:
     defines = dict(source.defines)
-    parts = {"Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "FP16": "fp16"}
+    parts = {
+        "Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16",
+    }  # fmt: skip
     shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))
 
@@ -243,7 +275,7 @@ def test_routing_fits_the_shared_memory_of_every_architecture(
 
 @pytest.mark.parametrize("source", gemm_sources("sm_90a")[:2], ids=lambda source: source.name)
 def test_modules_name_the_activations_they_were_built_with(source, artefacts: CompileCache) -> None:
-    names = [str(name) for name in source.load(artefacts).activation_names()]
+    names = [str(line).split()[0] for line in source.load(artefacts).activation_names()]
     assert {ActivationType(name) for name in names} == set(HOPPER.activations)
     assert len(names) == len(set(names))
 

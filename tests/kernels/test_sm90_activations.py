@@ -17,6 +17,7 @@ from engine.moe_golden import base_of, each, slope, up_factor, value
 from worlds import ROOT
 
 from sonicmoe.enums import ActivationType
+from sonicmoe.kernels.sm90 import launch_parameters
 
 HEADER = ROOT / "sonicmoe/kernels/sm90/activations.cuh"
 SITU, CLAMP = ActivationType.SITU_GLU, ActivationType.SWIGLU_CLAMP
@@ -33,8 +34,9 @@ CASES = {
     "situ of Fleet": (SITU, "Situ", {"beta": 4.0, "linear_beta": 25.0}),
     "situ of small bounds": (SITU, "Situ", {"beta": 0.1, "linear_beta": 0.3}),
     "situ of large bounds": (SITU, "Situ", {"beta": 2.0**126, "linear_beta": 1e30}),
-    # Of the BF16 GEMMs alone.
     "oai": (OAI, "Oai", {}),
+    "oai of other numbers": (OAI, "Oai", {"alpha": 1.1, "limit": 2.5}),
+    # Of the BF16 GEMMs alone.
     "relu_sq": (ActivationType.RELU_SQ, "SquaresBesideUp", {}),
 }
 SHIM = """
@@ -54,21 +56,31 @@ struct SquaresBesideUp : SquaredRelu, BoundedUp {
   static float up_value(float u) { return u; }
   static void up_both(float u, float& value, float& slope) { PlainUp::up_both(u, value, slope); }
 };
-using Gate = GATE;
-extern "C" void evaluate(int n, float scale, const float* code, const float* up, float* out) {
+extern "C" const char* parameters() { return GATE::kParameters; }
+template <class Gate>
+void run(const Gate& gate, int n, float scale, const float* code, const float* up, float* out) {
   for (int i = 0; i < n; ++i) {
     const float unit = Gate::kBoundsUp ? 1.f : scale;
     const float c = Gate::kBoundsUp ? code[i] * scale : code[i];
     const float u = Gate::kBoundsUp ? up[i] * scale : up[i];
     float value, slope, factor, factor_slope;
-    Gate::both(c, unit, Gate::kArgument * unit, value, slope);
-    Gate::up_both(u, factor, factor_slope);
-    out[5 * i] = Gate::value(code[i] * scale) * Gate::up_value(up[i] * scale);
+    gate.both(c, unit, Gate::kArgument * unit, value, slope);
+    gate.up_both(u, factor, factor_slope);
+    out[5 * i] = gate.value(code[i] * scale) * gate.up_value(up[i] * scale);
     out[5 * i + 1] = value * unit;
     out[5 * i + 2] = slope;
     out[5 * i + 3] = factor * unit;
     out[5 * i + 4] = factor_slope;
   }
+}
+template <class Gate, class Launch>
+void with(double first, double second, Launch launch) {
+  if constexpr (*Gate::kParameters == 0) launch(Gate{});
+  else Gate::with(first, second, launch);
+}
+extern "C" void evaluate(double first, double second, int n, float scale, const float* code,
+                         const float* up, float* out) {
+  with<GATE>(first, second, [&](const auto& gate) { run(gate, n, scale, code, up, out); });
 }
 """
 
@@ -80,21 +92,23 @@ def case(request, tmp_path_factory):
     """`(activation, parameters, evaluate(code, up, scale) -> y1, value, slope, factor, its slope)`."""
     activation, gate, own = CASES[request.param]
     text = HEADER.read_text(encoding="utf-8")
-    defaults = "".join(re.findall(r"^#ifndef \w+\n#define .*\n#endif\n", text, re.M))
     (structs,) = re.findall(r"^namespace sonicmoe::sm90 \{\n(.*?)^\}  // ", text, re.M | re.S)
     folder = tmp_path_factory.mktemp("gate")
     source, library = folder / "gate.cpp", folder / "gate.so"
-    source.write_text(SHIM + defaults + structs + EVALUATE, encoding="utf-8")
-    macros = [f"-D{activation.value.upper()}_{n.upper()}={v!r}f" for n, v in own.items()]
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-DGATE={gate}", *macros]
+    source.write_text(SHIM + structs + EVALUATE, encoding="utf-8")
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-DGATE={gate}"]
     subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).evaluate
+    loaded = ctypes.CDLL(str(library))
+    loaded.parameters.restype = ctypes.c_char_p
+    exported = [f"{activation.value} {loaded.parameters().decode()}"]
+    _, *numbers = launch_parameters(exported, activation, tuple(own.items()))
 
     def evaluate(code, up, scale):
         code, up = (np.ascontiguousarray(a, np.float32).ravel() for a in (code, up))
         out = np.empty((code.size, 5), np.float32)
         pointers = [ctypes.c_void_p(a.ctypes.data) for a in (code, up, out)]
-        function(code.size, ctypes.c_float(scale), *pointers)
+        given = *map(ctypes.c_double, numbers), code.size, ctypes.c_float(scale)
+        loaded.evaluate(*given, *pointers)
         return out.astype(np.float64).T
 
     return activation, own, evaluate

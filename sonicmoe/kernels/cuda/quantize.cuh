@@ -66,6 +66,13 @@ __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
   return static_cast<uint32_t>(high) << 16 | low;
 }
 
+// Two codes as fp16, which holds every E4M3 value, NaN included.
+__device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two_codes)));
+  return reinterpret_cast<const __half2&>(halves);
+}
+
 // 16 bytes of bf16, fp16 or fp32, kept packed; `get(i)` is exact.
 template <typename T>
 struct Vector16 {

@@ -120,13 +120,6 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high, next_high, 0x7632);
 }
 
-// Two codes as fp16, which holds every E4M3 value, NaN included.
-__device__ __forceinline__ __half2 halves_of(uint32_t two_codes) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two_codes)));
-  return reinterpret_cast<const __half2&>(halves);
-}
-
 // Eight rows of eight codes of tokens that have one scale a row: a tile is as wide as a scale
 // block.
 struct TokenCodes {

@@ -21,6 +21,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/memory.h>
 #include <tvm/ffi/object.h>
+#include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
 #include <array>
@@ -35,6 +36,7 @@
 namespace sonicmoe {
 
 using tvm::ffi::AnyView;
+using tvm::ffi::Optional;
 using tvm::ffi::PackedArgs;
 using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
@@ -89,7 +91,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 18;
+constexpr int kMaxFields = 21;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it
@@ -320,6 +322,12 @@ class HandleObj : public tvm::ffi::Object {
                                 << " is None, and this pass needs it";
     return TensorView(&values_.tensor[i]);
   }
+  // For a kernel that takes None too.
+  Optional<TensorView> find(std::string_view name) const {
+    const int i = table_.index(name);
+    if (!values_.given(i)) return {};
+    return TensorView(&values_.tensor[i]);
+  }
 
  protected:
   explicit HandleObj(const FieldTable& table) : table_(table) {}
@@ -343,6 +351,8 @@ inline constexpr FieldTable kWeightsTable{
         {"w1_dgrad_scale", Element::kFloat, {E, HBlocks, GateUpBlocks}, kOptional},
         {"w2_dgrad", Element::kCodes, {E, I, H}, kOptional},
         {"w2_dgrad_scale", Element::kFloat, {E, IBlocks, HBlocks}, kOptional},
+        {"b1", Element::kFloat, {E, TwoI}, kOptional},  // gate and up in turns
+        {"b2", Element::kFloat, {E, H}, kOptional},
     }}};
 
 inline constexpr FieldTable kRoutingTable{"routing",

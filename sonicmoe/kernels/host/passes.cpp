@@ -7,9 +7,9 @@
 //
 // This file holds no kernel and no architecture: the kernels are functions of other modules, which
 // check what they need themselves. A pass takes the handles of `handles.hpp`, an observer, the
-// stream, how many multiprocessors its GEMMs may take (0: all), at most one setting, its
-// destinations, and then its own tensors in the order of its table. Python learns all those names
-// from `argument_names` and passes everything by keyword.
+// stream, how many multiprocessors its GEMMs may take (0: all), its settings, its destinations, and
+// then its own tensors in the order of its table. Python learns all those names from
+// `argument_names` and passes everything by keyword.
 //
 // Weight gradients are added to an accumulator, dw1, or to a destination, into_dw1, which is an
 // object of the module whose kernel adds to it; nothing in here looks into it. One of the two is
@@ -25,6 +25,9 @@
 //
 // z is kept in INT8 codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
 //
+// Biases lie in the weights' handle. dgated sums their gradients too, where it is given memory for
+// them (db1, db2): later there are no codes of dz by rows, nor always values of dout.
+//
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
 //   "show", stage, dtype, MATRIX                        a plain matrix that later launches read
@@ -34,8 +37,8 @@
 // tensor that the caller has passed under that name, so the caller can make a view of it without
 // asking for an address. What the observer writes there, later launches read.
 #include <tvm/ffi/container/map.h>
-#include <tvm/ffi/optional.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -48,7 +51,6 @@ using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 using tvm::ffi::Map;
-using tvm::ffi::Optional;
 using tvm::ffi::Shape;
 using tvm::ffi::String;
 
@@ -94,6 +96,10 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
                                       {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                       {"dx", Element::kTokens, {T, H}, kOptional},
+                                      {"db1", Element::kFloat, {E, TwoI}, kOptional},
+                                      {"db2", Element::kFloat, {E, H}, kOptional},
+                                      // scratch of either
+                                      {"bias_parts", Element::kFloat, {RBlocks, kAnySize}, kOptional},
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -156,16 +162,23 @@ constexpr std::array kKernelNames = {
     "gather_transpose_codes",
     "grouped_wgrad",
     "grouped_wgrad_into",
+    "add_bias_dots",  // this and the next ones are None where no layer has biases
+    "sum_dz",
+    "sum_tokens",
 };
 
 // A pass: its arguments, and the function that launches its kernels.
 class Run;
 struct Pass {
-  const char* setting;                   // name of the number that it takes, or null
+  std::array<const char*, 3> settings;   // names of the numbers that it takes, then nulls
   std::array<const char*, 2> gradients;  // that have a destination, then nulls
   const FieldTable* table;
   void (*run)(const Run&);
 
+  int num_settings() const {
+    return static_cast<int>(std::find(settings.begin(), settings.end(), nullptr) -
+                            settings.begin());
+  }
   int num_gradients() const { return (gradients[0] != nullptr) + (gradients[1] != nullptr); }
 };
 
@@ -176,11 +189,12 @@ class Kernels {
       TVM_FFI_THROW(TypeError) << "a pass needs " << kKernelNames.size() << " kernels, got "
                                << arguments.size() - begin;
     for (size_t i = 0; i < kKernelNames.size(); ++i)
-      functions_.push_back(arguments[begin + static_cast<int>(i)].cast<Function>());
+      functions_.push_back(
+          arguments[begin + static_cast<int>(i)].cast<Optional<Function>>().value_or(Function()));
   }
   const Function& operator[](std::string_view name) const {
     for (size_t i = 0; i < kKernelNames.size(); ++i)
-      if (name == kKernelNames[i]) return functions_[i];
+      if (name == kKernelNames[i] && functions_[i] != nullptr) return functions_[i];
     TVM_FFI_THROW(InternalError) << "there is no kernel " << std::string(name);
     return functions_[0];
   }
@@ -198,7 +212,7 @@ class Run {
   std::array<Any, 2> destinations_;
 
  public:
-  static constexpr int kHead = 5;  // arguments before the setting: see `argument_names`
+  static constexpr int kHead = 5;  // arguments before the settings: see `argument_names`
 
   Run(const Pass& pass, const Kernels& kernels, const PackedArgs& all)
       : weights_(all[0].cast<Weights>()),
@@ -208,7 +222,9 @@ class Run {
         kernel(kernels),
         stream(all[3].cast<int64_t>()),
         multiprocessors(all[4].cast<int64_t>()),
-        setting(pass.setting != nullptr ? all[kHead].cast<int64_t>() : 0),
+        setting(pass.num_settings() > 0 ? all[kHead].cast<int64_t>() : 0),
+        first(pass.num_settings() > 1 ? all[kHead + 1].cast<double>() : 0.),
+        second(pass.num_settings() > 2 ? all[kHead + 2].cast<double>() : 0.),
         sizes(joined(weights_, routing_, inner(all))),
         call(*pass.table, all, first_destination() + pass.num_gradients(), sizes) {
     for (int i = 0; i < pass.num_gradients(); ++i) {
@@ -223,12 +239,16 @@ class Run {
 
   const Kernels& kernel;
   const int64_t stream, multiprocessors, setting;
+  const double first, second;  // parameters of an activation
   Sizes sizes;
   Call call;
 
   TensorView weight(const char* name) const {
     if (!weights_.defined()) TVM_FFI_THROW(ValueError) << "weights are None; needed: " << name;
     return (*weights_.get())[name];
+  }
+  Optional<TensorView> bias(const char* name) const {
+    return weights_.defined() ? weights_->find(name) : Optional<TensorView>();
   }
   TensorView route(const char* name) const { return (*routing_.get())[name]; }
   Matrix given(const char* name) const { return {call[name], name, 0}; }
@@ -261,7 +281,7 @@ class Run {
 
  private:
   int first_destination() const {
-    return kHead + (pass_.setting != nullptr) + (pass_.num_gradients() > 0);
+    return kHead + pass_.num_settings() + (pass_.num_gradients() > 0);
   }
   int64_t inner(const PackedArgs& all) const {
     return pass_.num_gradients() > 0 ? all[first_destination() - 1].cast<int64_t>() : -1;
@@ -347,9 +367,10 @@ void forward(const Run& run) {
   const Quantized z = kept_z(run, t.y1), x = quantised(run, kX, t.x);
   run.stage("up", [&] {
     run.kernel["gather_gated_gemm"](
-        x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"),
+        x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"), run.bias("b1"),
         run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
-        t.y1.codes.view, t.y1.scale.view, run.setting, store_z, run.multiprocessors, run.stream);
+        t.y1.codes.view, t.y1.scale.view, run.setting, run.first, run.second, store_z,
+        run.multiprocessors, run.stream);
   });
   if (store_z) run.show("z", z);
   run.show("y1", t.y1);
@@ -357,8 +378,9 @@ void forward(const Run& run) {
   const Matrix y2 = arena.matrix(run.sizes['R'], run.sizes['H'], kBrain);
   run.stage("down", [&] {
     run.kernel["grouped_gemm"](t.y1.codes.view, t.y1.scale.view, run.weight("w2"),
-                               run.weight("w2_scale"), run.route("padded_offsets"), y2.view,
-                               run.multiprocessors, run.stream);
+                               run.weight("w2_scale"), run.bias("b2"),
+                               run.route("padded_offsets"), y2.view, run.multiprocessors,
+                               run.stream);
   });
   run.show("y2", "bfloat16", y2);
   run.stage("aggregate_out", [&] {
@@ -381,13 +403,46 @@ Arena& behind_dz(const Run& run, Arena& arena) {
 void launch_dgrad(const Run& run, const Quantized& dz, const Matrix& dx_rows) {
   run.stage("dx_gemm", [&] {
     run.kernel["grouped_gemm"](dz.codes.view, dz.scale.view, run.weight("w1_dgrad"),
-                               run.weight("w1_dgrad_scale"), run.route("padded_offsets"),
-                               dx_rows.view, run.multiprocessors, run.stream);
+                               run.weight("w1_dgrad_scale"), Optional<TensorView>(),
+                               run.route("padded_offsets"), dx_rows.view, run.multiprocessors,
+                               run.stream);
   });
   run.show("dx_rows", "bfloat16", dx_rows);
   run.stage("aggregate_dx", [&] {
     run.kernel["aggregate_rows"](dx_rows.view, run.route("slot_row"), run.route("row_prob"),
                                  run.call["dx"], false, run.stream);
+  });
+}
+
+// dout as it came: values, or codes and their scales.
+struct GivenDout {
+  TensorView tokens;
+  Optional<TensorView> scale;
+  explicit GivenDout(const Run& run)
+      : tokens(run.call[run.call.has("dout") ? "dout" : "dout_codes"]) {
+    if (!run.call.has("dout")) scale = run.call["dout_scale"];
+  }
+};
+
+// <dout, b2> of every row goes into its first partial sum of dprobs. The bias is not quantised, and
+// neither is dout in this product, unless it came so.
+void add_bias_dots(const Run& run, const Matrix& dprob_parts) {
+  const Optional<TensorView> b2 = run.bias("b2");
+  if (!b2.has_value()) return;
+  const GivenDout dout(run);
+  run.kernel["add_bias_dots"](dout.tokens, dout.scale, b2, run.route("row_token"),
+                              run.route("padded_offsets"), dprob_parts.view, run.stream);
+}
+
+void sum_biases(const Run& run, const Quantized& dz) {
+  const GivenDout dout(run);
+  run.stage("biases", [&] {
+    run.kernel["sum_dz"](dz.codes.view, dz.scale.view, run.route("row_token"),
+                         run.route("padded_offsets"), run.call["bias_parts"], run.call["db1"],
+                         run.stream);
+    run.kernel["sum_tokens"](dout.tokens, dout.scale, run.route("row_prob"),
+                             run.route("row_token"), run.route("padded_offsets"),
+                             run.call["bias_parts"], run.call["db2"], run.stream);
   });
 }
 
@@ -437,7 +492,8 @@ void dgated(const Run& run) {
         run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
         z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
         dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
-        run.multiprocessors, run.stream);
+        run.first, run.second, run.multiprocessors, run.stream);
+    add_bias_dots(run, t.dprob_parts);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
   });
@@ -447,6 +503,7 @@ void dgated(const Run& run) {
     run.show("dz", dz);
     run.show("y1s", y1s);
   }
+  if (run.call.has("db1")) sum_biases(run, t.dz);
   if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows);
 }
 
@@ -567,12 +624,12 @@ constexpr std::array kScratches = {
 };
 
 constexpr std::array kPasses = {
-    Pass{"activation", {}, &kForwardTable, forward},
-    Pass{"activation", {}, &kDgatedTable, dgated},
-    Pass{nullptr, {}, &kDgradTable, dgrad},
-    Pass{"shares_gpu", {"dw1", "dw2"}, &kWgradTable, wgrad},
-    Pass{"shares_gpu", {"dw1"}, &kDw1Table, dw1},
-    Pass{"shares_gpu", {"dw2"}, &kDw2Table, dw2},
+    Pass{{"activation", "first", "second"}, {}, &kForwardTable, forward},
+    Pass{{"activation", "first", "second"}, {}, &kDgatedTable, dgated},
+    Pass{{}, {}, &kDgradTable, dgrad},
+    Pass{{"shares_gpu"}, {"dw1", "dw2"}, &kWgradTable, wgrad},
+    Pass{{"shares_gpu"}, {"dw1"}, &kDw1Table, dw1},
+    Pass{{"shares_gpu"}, {"dw2"}, &kDw2Table, dw2},
 };
 
 const Pass& pass_named(const std::string& name) {
@@ -599,7 +656,7 @@ Array<String> argument_names(const String& what) {
   } else {
     const Pass& pass = pass_named(what);
     names = {"weights", "routing", "observer", "stream", "multiprocessors"};
-    if (pass.setting != nullptr) names.push_back(pass.setting);
+    for (int i = 0; i < pass.num_settings(); ++i) names.push_back(pass.settings[i]);
     if (pass.num_gradients() > 0) names.push_back("inner");
     for (int i = 0; i < pass.num_gradients(); ++i)
       names.push_back(std::string("into_") + pass.gradients[i]);

@@ -4,14 +4,15 @@
 // include this table, and each compiled module exports the names it was built with
 // (`activation_names`): a number is a place in that list and is agreed on nowhere else.
 //
-// Parameters that a layer sets are macros of the build. Where it sets none they have the defaults of
-// the records (`enums.ACTIVATIONS`).
+// Parameters that a layer sets are arguments of a launch, in the order in which their struct names
+// them: kernels read them from the constant memory of their arguments.
 #pragma once
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
 
+#include <string>
 #include <string_view>
 
 #include "ptx.cuh"
@@ -21,28 +22,14 @@
   X(swiglu, Silu)                     \
   X(geglu, Gelu)                      \
   X(reglu, Relu)                      \
+  X(geglu_tanh, GeluTanh)             \
+  X(swiglu_oai, Oai)                  \
   X(swiglu_clamp, ClampedSilu)        \
   X(situ_glu, Situ)
 
-#ifndef SWIGLU_CLAMP_LIMIT
-#define SWIGLU_CLAMP_LIMIT 10.0f
-#endif
-#ifndef SWIGLU_OAI_ALPHA
-#define SWIGLU_OAI_ALPHA 1.702f
-#endif
-#ifndef SWIGLU_OAI_LIMIT
-#define SWIGLU_OAI_LIMIT 7.0f
-#endif
-#ifndef SITU_GLU_BETA
-#define SITU_GLU_BETA 1.0f
-#endif
-#ifndef SITU_GLU_LINEAR_BETA
-#define SITU_GLU_LINEAR_BETA __builtin_huge_valf()
-#endif
-
 namespace sonicmoe::sm90 {
 
-// One struct per gate, each with the same members:
+// One struct per gate, each with the same members, which are static where it has no parameters:
 //   value(x)   act(x), for forward.
 //   both(...)  for backward, of x = code * scale: slope = act'(x), and value = act(x) / scale. The
 //              scale is a constant of the row, so the epilogue multiplies by it once per row.
@@ -51,7 +38,11 @@ namespace sonicmoe::sm90 {
 //   up_value(u)   what the gate's value is multiplied by, for forward.
 //   up_both(...)  that, and its derivative by u, for backward.
 // Where bounds are compared with z (kBoundsUp), all of them get z in its own units and a scale of 1.
+//
+// kParameters names the parameters. A gate that has some has `with(first, second, launch)` too, which
+// calls `launch` with an object that holds them, and numbers that follow from them.
 struct PlainUp {
+  static constexpr const char* kParameters = "";
   static constexpr bool kBoundsUp = false;
   __device__ static __forceinline__ float up_value(float u) { return u; }
   __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
@@ -138,48 +129,61 @@ struct Relu : PlainUp {
 // silu(min(gate, limit)) and clamp(up, -limit, limit). A bound passes the gradient; beyond it there
 // is none. Comparisons with a NaN are false, so it stays.
 struct ClampedSilu : BoundedUp {
-  static constexpr float kLimit = SWIGLU_CLAMP_LIMIT, kArgument = Silu::kArgument;
-  __device__ static __forceinline__ float value(float x) {
-    return Silu::value(at_most(x, kLimit));
+  static constexpr const char* kParameters = "limit";
+  static constexpr float kArgument = Silu::kArgument;
+  float limit;
+  __device__ __forceinline__ float value(float x) const { return Silu::value(at_most(x, limit)); }
+  __device__ __forceinline__ void both(float x, float, float, float& value, float& slope) const {
+    const float g = at_most(x, limit);
+    const float s = reciprocal(1.f + exp2_approx(g * kArgument));
+    value = g * s;
+    slope = x > limit ? 0.f : fmaf(value, 1.f - s, s);
   }
-  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
-    Silu::both(at_most(x, kLimit), 1.f, kArgument, value, slope);
-    if (x > kLimit) slope = 0.f;
+  __device__ __forceinline__ float up_value(float u) const {
+    return at_least(at_most(u, limit), -limit);
   }
-  __device__ static __forceinline__ float up_value(float u) {
-    return at_least(at_most(u, kLimit), -kLimit);
-  }
-  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+  __device__ __forceinline__ void up_both(float u, float& value, float& slope) const {
     value = up_value(u);
-    slope = fabsf(u) > kLimit ? 0.f : 1.f;
+    slope = fabsf(u) > limit ? 0.f : 1.f;
+  }
+  template <class Launch>
+  static void with(double limit, double, Launch launch) {
+    launch(ClampedSilu{{}, static_cast<float>(limit)});
   }
 };
 
 // GPT-OSS's gate: g * sigmoid(alpha * g) with g = min(gate, limit), times clamp(up, -limit, limit) + 1.
 struct Oai : BoundedUp {
-  static constexpr float kLimit = SWIGLU_OAI_LIMIT, kAlpha = SWIGLU_OAI_ALPHA,
-                         kArgument = Silu::kArgument;
-  __device__ static __forceinline__ float value(float x) {
-    const float g = at_most(x, kLimit);
-    return g * reciprocal(1.f + exp2_approx(g * (kAlpha * kArgument)));
+  static constexpr const char* kParameters = "alpha limit";
+  static constexpr float kArgument = Silu::kArgument;
+  float alpha, argument, limit;  // argument: alpha * kArgument
+  __device__ __forceinline__ float value(float x) const {
+    const float g = at_most(x, limit);
+    return g * reciprocal(1.f + exp2_approx(g * argument));
   }
-  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
-    const float g = at_most(x, kLimit);
-    const float s = reciprocal(1.f + exp2_approx(g * (kAlpha * kArgument)));
+  __device__ __forceinline__ void both(float x, float, float, float& value, float& slope) const {
+    const float g = at_most(x, limit);
+    const float s = reciprocal(1.f + exp2_approx(g * argument));
     value = g * s;
-    slope = x > kLimit ? 0.f : fmaf(kAlpha * value, 1.f - s, s);
+    slope = x > limit ? 0.f : fmaf(alpha * value, 1.f - s, s);
   }
-  __device__ static __forceinline__ float up_value(float u) {
-    return at_least(at_most(u, kLimit), -kLimit) + 1.f;
+  __device__ __forceinline__ float up_value(float u) const {
+    return at_least(at_most(u, limit), -limit) + 1.f;
   }
-  __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
+  __device__ __forceinline__ void up_both(float u, float& value, float& slope) const {
     value = up_value(u);
-    slope = fabsf(u) > kLimit ? 0.f : 1.f;
+    slope = fabsf(u) > limit ? 0.f : 1.f;
+  }
+  template <class Launch>
+  static void with(double alpha, double limit, Launch launch) {
+    const float a = static_cast<float>(alpha);
+    launch(Oai{{}, a, a * kArgument, static_cast<float>(limit)});
   }
 };
 
 // max(x, 0)^2, which has no gate.
 struct SquaredRelu {
+  static constexpr const char* kParameters = "";
   static constexpr float kArgument = 1.f;
   __device__ static __forceinline__ float value(float x) { return x > 0.f ? x * x : x * 0.f; }
   __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
@@ -193,40 +197,65 @@ struct SquaredRelu {
 // Below a quarter of the bound 1 - 2 r would lose digits, and a polynomial takes over. Off by less
 // than 2^-19 of the value: e4m3 rounds at 2^-4, and `tanh.approx`, off by 2^-11, would make the
 // derivative of a flat tanh all error.
-__device__ __forceinline__ float softcap(float x, float bound, float& slope) {
-  const float r = reciprocal(1.f + exp2_approx(fabsf(x) * (2.8853900817779268f / bound)));
-  const float s = x * (1.f / bound), square = s * s;
-  // tanh(s) / s to the sixth power of s; the next term is 62/2835 s^8.
-  const float near = x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
-  const float far = copysignf(fmaf(-2.f * bound, r, bound), x);
-  slope = fmaf(-4.f * r, r, 4.f * r);
-  return fabsf(x) < 0.25f * bound ? near : far;
-}
-
-// softcap(gate, beta) * sigmoid(gate), and softcap(up, linear_beta), or up where that is infinite.
-struct Situ : BoundedUp {
-  static constexpr float kBeta = SITU_GLU_BETA, kLinearBeta = SITU_GLU_LINEAR_BETA,
-                         kArgument = Silu::kArgument;
-  static constexpr bool kCapsUp = kLinearBeta < __builtin_huge_valf();
-  __device__ static __forceinline__ float value(float x) {
-    float slope;
-    return softcap(x, kBeta, slope) * reciprocal(1.f + exp2_approx(x * kArgument));
+struct Softcap {
+  float bound, argument, inverse, quarter;  // argument: 2 log2(e) / bound
+  explicit Softcap(double to)
+      : bound(static_cast<float>(to)),
+        argument(2.8853900817779268f / bound),
+        inverse(1.f / bound),
+        quarter(0.25f * bound) {}
+  __device__ __forceinline__ float both(float x, float& slope) const {
+    const float r = reciprocal(1.f + exp2_approx(fabsf(x) * argument));
+    const float s = x * inverse, square = s * s;
+    // tanh(s) / s to the sixth power of s; the next term is 62/2835 s^8.
+    const float near = x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
+    const float far = copysignf(bound * fmaf(-2.f, r, 1.f), x);
+    slope = fmaf(-4.f * r, r, 4.f * r);
+    return fabsf(x) < quarter ? near : far;
   }
-  __device__ static __forceinline__ void both(float x, float, float, float& value, float& slope) {
+};
+
+// softcap(gate, beta) * sigmoid(gate), times up.
+struct SoftcappedGate : BoundedUp {
+  static constexpr float kArgument = Silu::kArgument;
+  Softcap gate_cap;
+  explicit SoftcappedGate(double beta) : gate_cap(beta) {}
+  __device__ __forceinline__ float value(float x) const {
+    float slope;
+    return gate_cap.both(x, slope) * reciprocal(1.f + exp2_approx(x * kArgument));
+  }
+  __device__ __forceinline__ void both(float x, float, float, float& value, float& slope) const {
     float cap_slope;
-    const float cap = softcap(x, kBeta, cap_slope);
+    const float cap = gate_cap.both(x, cap_slope);
     const float s = reciprocal(1.f + exp2_approx(x * kArgument));
     value = cap * s;
     slope = fmaf(value, 1.f - s, cap_slope * s);
   }
-  __device__ static __forceinline__ float up_value(float u) {
-    float slope;
-    return kCapsUp ? softcap(u, kLinearBeta, slope) : u;
-  }
+  __device__ static __forceinline__ float up_value(float u) { return u; }
   __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
     value = u;
     slope = 1.f;
-    if constexpr (kCapsUp) value = softcap(u, kLinearBeta, slope);
+  }
+};
+// The same times softcap(up, linear_beta).
+struct SoftcappedBoth : SoftcappedGate {
+  Softcap up_cap;
+  SoftcappedBoth(double beta, double linear_beta) : SoftcappedGate(beta), up_cap(linear_beta) {}
+  __device__ __forceinline__ float up_value(float u) const {
+    float slope;
+    return up_cap.both(u, slope);
+  }
+  __device__ __forceinline__ void up_both(float u, float& value, float& slope) const {
+    value = up_cap.both(u, slope);
+  }
+};
+// An infinite linear_beta caps nothing, and costs nothing.
+struct Situ {
+  static constexpr const char* kParameters = "beta linear_beta";
+  template <class Launch>
+  static void with(double beta, double linear_beta, Launch launch) {
+    linear_beta < __builtin_huge_val() ? launch(SoftcappedBoth(beta, linear_beta))
+                                       : launch(SoftcappedGate(beta));
   }
 };
 
@@ -248,11 +277,11 @@ constexpr bool is_compiled([[maybe_unused]] std::string_view name) {
 #endif
 }
 
-// The names that are compiled, in the order of the table.
+// What is compiled, in the order of the table: a name and, behind it, those of its parameters.
 inline tvm::ffi::Array<tvm::ffi::String> activation_names() {
   tvm::ffi::Array<tvm::ffi::String> names;
 #define SONICMOE_NAME(name, Gate) \
-  if (is_compiled(#name)) names.push_back(tvm::ffi::String(#name));
+  if (is_compiled(#name)) names.push_back(std::string(#name " ") + sm90::Gate::kParameters);
   SONICMOE_GATED_ACTIVATIONS(SONICMOE_NAME)
 #undef SONICMOE_NAME
   return names;
@@ -269,14 +298,24 @@ inline void check_activation(int64_t number) {
 #undef SONICMOE_COUNT
 }
 
-// Calls `launch` with an object of the struct at this place of `activation_names()`. What is not
-// compiled is discarded here, before any kernel of it is instantiated.
+// Calls `launch` with an object of this struct that holds these parameters, as far as it has any.
+template <class Gate, class Launch>
+void with_parameters(double first, double second, Launch launch) {
+  if constexpr (*Gate::kParameters == 0) {
+    launch(Gate{});
+  } else {
+    Gate::with(first, second, launch);
+  }
+}
+
+// The same for the struct at this place of `activation_names()`. What is not compiled is discarded
+// here, before any kernel of it is instantiated.
 template <class Launch>
-void with_activation(int64_t number, Launch launch) {
+void with_activation(int64_t number, double first, double second, Launch launch) {
   int64_t place = 0;
 #define SONICMOE_LAUNCH(name, Gate) \
   if constexpr (is_compiled(#name)) \
-    if (number == place++) return launch(sm90::Gate{});
+    if (number == place++) return with_parameters<sm90::Gate>(first, second, launch);
   SONICMOE_GATED_ACTIVATIONS(SONICMOE_LAUNCH)
 #undef SONICMOE_LAUNCH
 }

@@ -10,11 +10,13 @@ namespace {
 // [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns as `up` wrote them;
 // row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the order of z's columns, y1s [R, I]
 // and partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. dz may lie
-// where z lies. Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at
-// most; 0: all.
+// where z lies. Rows at and behind padded_offsets[E] are not written. first, second: the activation's
+// parameters in the order of `activation_names()`, else anything. multiprocessors: how many at most;
+// 0: all.
 void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
-            TensorView y1s, TensorView partials, int64_t multiprocessors, int64_t stream) {
+            TensorView y1s, TensorView partials, double first, double second,
+            int64_t multiprocessors, int64_t stream) {
   const int64_t rows = row_token.numel();
   const DLDevice device = dout.device();
   // The product contracts over H: the matrices as dgrad reads them.
@@ -41,15 +43,17 @@ void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, Te
   maps.c = matrix_map(y1s_data, rows, inner, sm90::kGroupRows, 2);
   maps.d = parts_map(dz_data, rows, n1, parts, sm90::kGroupRows);
   maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);
-  with_gate(halves, [&](auto gate, auto order) {
-    using Epilogue = sm90::DgatedHalf<decltype(gate), decltype(order)::value>;
+  with_gate(first, second, halves, [&](const auto& gate, auto order) {
+    using Epilogue = sm90::DgatedHalf<std::decay_t<decltype(gate)>, decltype(order)::value>;
     const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<kGathers, true, Epilogue>
                                            : sm90::bf16_grouped_gemm<kGathers, false, Epilogue>;
-    launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
+    const typename Epilogue::Params more{gate, e};
+    launch_persistent(kernel, multiprocessors, device, stream, maps, p, more);
   });
 }
 
 }  // namespace
 }  // namespace sonicmoe
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::half_activation_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dgated, sonicmoe::dgated);

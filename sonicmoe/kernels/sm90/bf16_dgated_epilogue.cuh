@@ -19,7 +19,7 @@ struct DgatedHalfParams {
 
 template <class Activation, GateOrder kOrder>
 struct DgatedHalf : HalfEpilogue {
-  using Params = DgatedHalfParams;
+  struct Params : Activation, DgatedHalfParams {};
   static constexpr int kZStages = kTileN / 64;  // of 64 columns of y1
   // Boxes of 128 rows x 64 columns of z: the gates and the up values of these columns, or 32
   // columns each of both in turns.
@@ -88,11 +88,11 @@ struct DgatedHalf : HalfEpilogue {
   struct Gradient {
     float gate, up, y1s;
   };
-  __device__ static __forceinline__ Gradient gradient(float dy1, float gate, float up, float prob,
-                                                      float& dprob) {
+  __device__ __forceinline__ Gradient gradient(float dy1, float gate, float up, float prob,
+                                               float& dprob) const {
     float value, slope, up_value = 1.f, up_slope = 0.f;
-    Activation::both(gate, 1.f, Activation::kArgument, value, slope);
-    if constexpr (kOrder != GateOrder::kNone) Activation::up_both(up, up_value, up_slope);
+    e.both(gate, 1.f, Activation::kArgument, value, slope);
+    if constexpr (kOrder != GateOrder::kNone) e.up_both(up, up_value, up_slope);
     const float y1 = value * up_value, d = dy1 * prob;
     dprob = fmaf(dy1, y1, dprob);
     return {d * slope * up_value, d * value * up_slope, prob * y1};

@@ -159,7 +159,7 @@ struct ActivationParams {
 // z = a * b^T + bias, y1 = act(z).
 template <class Activation, GateOrder kOrder>
 struct Activate : HalfEpilogue {
-  using Params = ActivationParams;
+  struct Params : Activation, ActivationParams {};
   static constexpr bool kSplitsColumns = kOrder == GateOrder::kHalves;
   const Params& e;
   __device__ __forceinline__ Activate(const HalfParams& params, const Params& more,
@@ -191,8 +191,8 @@ struct Activate : HalfEpilogue {
   }
 
  private:
-  __device__ static __forceinline__ float gated(float gate, float up) {
-    return Activation::value(gate) * Activation::up_value(up);
+  __device__ static __forceinline__ float gated(const Activation& act, float gate, float up) {
+    return act.value(gate) * act.up_value(up);
   }
 
   __device__ __forceinline__ void store_y(const Accumulators& acc, const OutputTile& tile) {
@@ -200,12 +200,13 @@ struct Activate : HalfEpilogue {
       store_y_of_turns(acc, tile);
     } else {
       constexpr bool kHalves = kOrder == GateOrder::kHalves;
+      const Activation& act = e;
 #pragma unroll
       for (int c = 0; c < (kHalves ? 2 : 4); ++c) {
         fill(way_out.acquire(), [&](int j, int h, int n) {
           const int i = 4 * (8 * (c % 2) + j) + 2 * h + n;
-          if constexpr (kHalves) return gated(acc[0][i], acc[1][i]);
-          return Activation::value(acc[c / 2][i]);
+          if constexpr (kHalves) return gated(act, acc[0][i], acc[1][i]);
+          return act.value(acc[c / 2][i]);
         });
         way_out.publish(&maps.c, (kHalves ? tile.col / 2 : tile.col) + 64 * c, first_row(tile));
       }
@@ -223,7 +224,7 @@ struct Activate : HalfEpilogue {
 #pragma unroll
       for (int j = 0; j < 16; ++j) {  // columns 4 j to 4 j + 3 of 64
         const float* z = &acc[c][4 * j];
-        const float y[2] = {gated(z[0], z[1]), gated(z[2], z[3])};
+        const float y[2] = {gated(e, z[0], z[1]), gated(e, z[2], z[3])};
         const float other = __shfl_xor_sync(~0u, odd ? y[0] : y[1], 1);
         const uint32_t pair = odd ? half_pair(other, y[1]) : half_pair(y[0], other);
         store_shared_4(chunk_address(patch, row, j / 2) + j % 2 * 8 + q / 2 * 4, pair);

@@ -11,11 +11,13 @@ namespace {
 // is `transposed`. Where there is a gate, N1 is 2 I: with `halves` all gates and then all up values,
 // else the two in turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order
 // of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
-// if their tokens were zeros. Rows at and behind padded_offsets[E] are not written.
-// multiprocessors: how many at most; 0: all.
+// if their tokens were zeros. Rows at and behind padded_offsets[E] are not written. first, second: the
+// activation's parameters in the order of `activation_names()`, else anything. multiprocessors: how
+// many at most; 0: all.
 void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<TensorView> b1,
         TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
-        Optional<TensorView> y1, int64_t multiprocessors, int64_t stream) {
+        Optional<TensorView> y1, double first, double second, int64_t multiprocessors,
+        int64_t stream) {
   const int64_t rows = row_token.numel();
   const DLDevice device = x.device();
   const HalfWeights weights(w1, transposed, "w1", device);
@@ -35,11 +37,12 @@ void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<
   weights.map_parts(parts, maps);
   if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, parts, sm90::kGroupRows);
   if (e.store_y) maps.c = matrix_map(y_data, rows, inner, sm90::kGroupRows, 2);
-  with_gate(halves, [&](auto gate, auto order) {
-    using Epilogue = sm90::Activate<decltype(gate), decltype(order)::value>;
+  with_gate(first, second, halves, [&](const auto& gate, auto order) {
+    using Epilogue = sm90::Activate<std::decay_t<decltype(gate)>, decltype(order)::value>;
     const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<kGathers, true, Epilogue>
                                            : sm90::bf16_grouped_gemm<kGathers, false, Epilogue>;
-    launch_persistent(kernel, multiprocessors, device, stream, maps, p, e);
+    const typename Epilogue::Params more{gate, e};
+    launch_persistent(kernel, multiprocessors, device, stream, maps, p, more);
   });
 }
 
@@ -68,6 +71,7 @@ void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<Tens
 }  // namespace
 }  // namespace sonicmoe
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_names, sonicmoe::half_activation_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(up, sonicmoe::up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, sonicmoe::grouped_gemm);
 #ifdef SEPARATE_WEIGHTS

@@ -39,20 +39,32 @@ constexpr bool kGathers = false;
 constexpr bool kGathers = true;
 #endif
 
-// Calls `launch` with the module's activation and the order of gate and up as types.
+// Calls `launch` with the module's activation, which holds these parameters, and the order of gate and
+// up as a type.
 template <class Launch>
-void with_gate(bool halves, Launch launch) {
-#define SONICMOE_LAUNCH(name, Gate, gated)                                                   \
-  if constexpr (is_compiled(#name)) {                                                        \
-    if constexpr (!gated)                                                                    \
-      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kNone>{});    \
-    else if (halves)                                                                         \
-      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kHalves>{});  \
-    else                                                                                     \
-      return launch(sm90::Gate{}, std::integral_constant<GateOrder, GateOrder::kTurns>{});   \
-  }
+void with_gate(double first, double second, bool halves, Launch launch) {
+#define SONICMOE_LAUNCH(name, Gate, gated)                                                  \
+  if constexpr (is_compiled(#name))                                                         \
+    return with_parameters<sm90::Gate>(first, second, [&](const auto& gate) {               \
+      if constexpr (!gated)                                                                 \
+        launch(gate, std::integral_constant<GateOrder, GateOrder::kNone>{});                \
+      else if (halves)                                                                      \
+        launch(gate, std::integral_constant<GateOrder, GateOrder::kHalves>{});              \
+      else                                                                                  \
+        launch(gate, std::integral_constant<GateOrder, GateOrder::kTurns>{});               \
+    });
   SONICMOE_HALF_ACTIVATIONS(SONICMOE_LAUNCH)
 #undef SONICMOE_LAUNCH
+}
+
+// The module's activation and, behind it, the names of its parameters.
+inline tvm::ffi::Array<tvm::ffi::String> half_activation_names() {
+  tvm::ffi::Array<tvm::ffi::String> names;
+#define SONICMOE_NAME(name, Gate, gated) \
+  if (is_compiled(#name)) names.push_back(std::string(#name " ") + sm90::Gate::kParameters);
+  SONICMOE_HALF_ACTIVATIONS(SONICMOE_NAME)
+#undef SONICMOE_NAME
+  return names;
 }
 
 // Whether the module's activation has a gate.

@@ -142,7 +142,7 @@ __device__ __forceinline__ float biased_byte(uint32_t word) {
 
 template <class Activation, bool kWgradFp8>
 struct DgatedFp8 {
-  using Params = DgatedParams;
+  struct Params : Activation, DgatedParams {};
   // z of 64 columns of dy1: of each row, 32 columns at a time. In INT8 word j holds (gate, up) of
   // columns 8 (lane % 4) + 2 j and + 1, in bf16 of column 8 (lane % 4) + j.
   static constexpr int kZChunks = kZIsBf16 ? 2 : 1;  // of 16 bytes
@@ -160,8 +160,10 @@ struct DgatedFp8 {
   template <int kSide>
   static constexpr bool kLoadsZLate =
       kFolds && (kSide == 1 || !std::is_same_v<Activation, Silu>);
+  // The z of a side's columns comes in two parts where registers do not suffice for all of it.
+  static constexpr bool kLoadsZInParts = !kWgradFp8 && kZIsBf16 && Activation::kBoundsUp;
   const GemmParams& p;
-  const DgatedParams& e;
+  const Params& e;
   SharedTiles tiles;
   SharedStorage& s;
   const int warp, lane;
@@ -290,11 +292,13 @@ struct DgatedFp8 {
     if constexpr (!kZIsBf16)
       z.scale[h] = load_early(e.z_scale + static_cast<uint32_t>(row + h) * (p.n / 64) + col / 64);
 #pragma unroll
-    for (int g = 0; g < 2; ++g)
+    for (int g = 0; g < 2; ++g) load_part_of_z(h, g, row, col);
+  }
+  __device__ __forceinline__ void load_part_of_z(int h, int g, int row, int col) {
 #pragma unroll
-      for (int i = 0; i < kZChunks; ++i)
-        z.word[h][g][i] =
-            load_early_16(e.z + kZChunks * chunk_offset(row + h, col + 32 * g) + 16 * i);
+    for (int i = 0; i < kZChunks; ++i)
+      z.word[h][g][i] =
+          load_early_16(e.z + kZChunks * chunk_offset(row + h, col + 32 * g) + 16 * i);
   }
   // gate and up of columns 8 (lane % 4) + 2 (j % 4) and + 1 of 32, in units of z's scale.
   __device__ __forceinline__ void decode(int h, int j, float (&gate)[2], float (&up)[2]) const {
@@ -329,7 +333,8 @@ struct DgatedFp8 {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // Not before where results are wide: registers would not suffice.
-      if (!kWgradFp8 && inside) load_row_of_z(h, row, col);
+      if (!kWgradFp8 && !kLoadsZInParts && inside) load_row_of_z(h, row, col);
+      if constexpr (kZIsBf16) z.scale[h] = 1.f;
       // In units of z's scale, but for an activation with bounds: it decodes every element.
       const float scale = Activation::kBoundsUp ? 1.f : z.scale[h],
                   argument_scale = Activation::kArgument * scale;
@@ -339,15 +344,16 @@ struct DgatedFp8 {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float gate[2], up[2], y1[2];
+        if (kLoadsZInParts && j % 4 == 0 && inside) load_part_of_z(h, j / 4, row, col);
         decode(h, j, gate, up);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float factor, factor_slope, value, slope;
-          Activation::up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor,
-                              factor_slope);
+          e.up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor,
+                    factor_slope);
           const float dy1 = acc[4 * (8 * kSide + j) + 2 * h + c], dy1_up = dy1 * factor;
-          Activation::both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale,
-                           argument_scale, value, slope);
+          e.both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale, argument_scale,
+                 value, slope);
           y1[c] = value * factor;
           sum = fmaf(dy1_up, value, sum);
           uint32_t& dz = out.dz[kSide][h][j][c];

@@ -13,6 +13,12 @@ constexpr bool kZIsBf16 = true;
 #else
 constexpr bool kZIsBf16 = false;
 #endif
+// Whether both projections have biases.
+#ifdef BIAS
+constexpr bool kBiased = true;
+#else
+constexpr bool kBiased = false;
+#endif
 
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -49,16 +55,21 @@ struct PatchEpilogue {
   __device__ __forceinline__ void finish() { way_out.finish(lane); }
 };
 
+template <bool kAddsBias>
 struct StoreBf16 : PatchEpilogue {
   static constexpr int kColumnGroup = 0;
-  struct Params {};
-  __device__ __forceinline__ StoreBf16(const GemmParams& params, const Params&,
+  struct Params {
+    const float* bias;  // [E, N]
+  };
+  const Params& e;
+  __device__ __forceinline__ StoreBf16(const GemmParams& params, const Params& more,
                                        const TensorMaps& tensor_maps, SharedStorage& s, int warp,
                                        int lane_)
-      : PatchEpilogue(params, tensor_maps, s, warp, lane_) {}
+      : PatchEpilogue(params, tensor_maps, s, warp, lane_), e(more) {}
 
   __device__ __forceinline__ void store(Accumulators& acc, const float (&unit)[2][2], int row0,
                                         const OutputTile& tile) {
+    if constexpr (kAddsBias) add_bias(acc, unit, tile);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {  // 64 columns, 128 bytes
       const uint32_t patch = way_out.acquire(lane);
@@ -68,7 +79,7 @@ struct StoreBf16 : PatchEpilogue {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int j = 8 * c + 2 * i + m / 2, h = m % 2;
-          const float scale = unit[h][j / 16];
+          const float scale = kAddsBias ? 1.f : unit[h][j / 16];
           const float low = acc[j / 16][4 * (j % 16) + 2 * h] * scale,
                       high = acc[j / 16][4 * (j % 16) + 2 * h + 1] * scale;
           w[m] = bf16x2(low, high);
@@ -78,30 +89,60 @@ struct StoreBf16 : PatchEpilogue {
       way_out.publish(&maps.c, tile.col + 64 * c, row0, lane);
     }
   }
+
+ private:
+  // acc = acc * unit + bias
+  __device__ __forceinline__ void add_bias(Accumulators& acc, const float (&unit)[2][2],
+                                           const OutputTile& tile) const {
+    const float* bias = e.bias + static_cast<int64_t>(tile.expert) * p.n;
+    constexpr int kAtOnce = 8;  // loads that are on their way together
+#pragma unroll
+    for (int first = 0; first < 32; first += kAtOnce) {
+      float2 b[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = tile.col + 8 * (first + i) + 2 * (lane % 4);
+        // Columns behind the last one are not stored, so it does not matter what is added there.
+        b[i] = load_early_8(bias + min(at, p.n - 2));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int j = first + i;
+          float* sum = &acc[j / 16][4 * (j % 16) + 2 * h];
+          sum[0] = fmaf(sum[0], unit[h][j / 16], b[i].x);
+          sum[1] = fmaf(sum[1], unit[h][j / 16], b[i].y);
+        }
+    }
+  }
 };
 
 // z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in
 // one quad's registers. `up`, and with it y1 until it is quantised, stays in units of the
 // accumulator's scale: maxima are scaled, not elements. Where the activation bounds `up`, the
-// accumulators are scaled first, because a bound is in units of z; and where z is kept in bf16.
+// accumulators are scaled first, because a bound is in units of z; where there is a bias; and where z
+// is kept in bf16.
 template <class Activation, bool kStoreZ>
 struct GatedFp8 : PatchEpilogue {
   static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are
                                            // neighbours: no exchange before they are stored
-  static constexpr bool kInUnitsOfZ = Activation::kBoundsUp || kZIsBf16;
+  static constexpr bool kInUnitsOfZ = Activation::kBoundsUp || kZIsBf16 || kBiased;
   static constexpr bool kQuantisesZ = kStoreZ && !kZIsBf16;
-  struct Params {
+  struct Params : Activation {
     float* y1_scale;  // [R, ceil(N / 256)]
     float* z_scale;   // [R, N / 128]
+    const float* b1;  // [E, N], where layers have biases
   };
-  Params out;
-  __device__ __forceinline__ GatedFp8(const GemmParams& params, const Params& e,
+  const Params& e;
+  __device__ __forceinline__ GatedFp8(const GemmParams& params, const Params& more,
                                       const TensorMaps& tensor_maps, SharedStorage& s, int warp,
                                       int lane_)
-      : PatchEpilogue(params, tensor_maps, s, warp, lane_), out(e) {}
+      : PatchEpilogue(params, tensor_maps, s, warp, lane_), e(more) {}
 
   __device__ __forceinline__ void store(Accumulators& acc, const float (&acc_unit)[2][2], int row0,
                                         const OutputTile& tile) {
+    if constexpr (kBiased) add_bias(acc, acc_unit, tile);
     if (tile.col + 128 >= p.n) {  // the second half lies behind the last column
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[1][i] = 0.f;
@@ -117,14 +158,15 @@ struct GatedFp8 : PatchEpilogue {
       for (int j = 0; j < 32; ++j) {
         float &gate = acc[j / 16][4 * (j % 16) + 2 * h],
               &up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
-        if constexpr (kInUnitsOfZ) gate *= acc_unit[h][j / 16], up *= acc_unit[h][j / 16];
+        if constexpr (kInUnitsOfZ && !kBiased)
+          gate *= acc_unit[h][j / 16], up *= acc_unit[h][j / 16];
         if constexpr (kQuantisesZ)
           top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
-        y[j] = Activation::value(gate * unit[j / 16]) * Activation::up_value(up);
+        y[j] = e.value(gate * unit[j / 16]) * e.up_value(up);
         float& top = top_y[kInUnitsOfZ ? 0 : j / 16];  // in one unit, one maximum
         top = fmaxf(top, fabsf(y[j]));
-        // The compiler then does not mix both halves, for which registers would not suffice.
-        if (kInUnitsOfZ && j == 15) __syncwarp();
+        // The compiler then does not mix columns far apart, for which registers would not suffice.
+        if (kInUnitsOfZ && j % (kBiased ? 8 : 16) == (kBiased ? 7 : 15) && j < 31) __syncwarp();
       }
       const float amax_y = quad_max(fmaxf(top_y[0] * unit[0], top_y[1] * unit[1]));
       const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]), quad_max_nan(top_z[1] * unit[1])};
@@ -144,6 +186,30 @@ struct GatedFp8 : PatchEpilogue {
   }
 
  private:
+  // acc = acc * unit + b1, 64 columns at a time: registers hold no more of b1.
+  __device__ __forceinline__ void add_bias(Accumulators& acc, const float (&unit)[2][2],
+                                           const OutputTile& tile) const {
+    const float* bias = e.b1 + static_cast<int64_t>(tile.expert) * p.n + 16 * (lane % 4);
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      // Columns behind the last one are zeroed afterwards, so it does not matter what is added there.
+      const float4* from = reinterpret_cast<const float4*>(bias + min(tile.col + 64 * g, p.n - 64));
+      float4 b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = __ldg(from + i);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float* sum = &acc[g / 2][4 * (8 * (g % 2) + 2 * i) + 2 * h];
+          const float by = unit[h][g / 2];
+          sum[0] = fmaf(sum[0], by, b[i].x), sum[1] = fmaf(sum[1], by, b[i].y);
+          sum[4] = fmaf(sum[4], by, b[i].z), sum[5] = fmaf(sum[5], by, b[i].w);
+        }
+      __syncwarp();  // the compiler then does not load ahead, for which registers would not suffice
+    }
+  }
+
   // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's,
   // lanes 1 and 2 z's.
   __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2],
@@ -156,10 +222,10 @@ struct GatedFp8 : PatchEpilogue {
                                                       : amax_z[1],
                                kAmaxFloor);
     const float multiply = __fdiv_rn(limit, amax), scale = __fdiv_rn(amax, limit);
-    if (q == 0) out.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
+    if (q == 0) e.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
     if constexpr (kQuantisesZ) {
       const int block = col / 128 + q - 1;
-      if ((q == 1 || q == 2) && block < p.n / 128) out.z_scale[row * (p.n / 128) + block] = scale;
+      if ((q == 1 || q == 2) && block < p.n / 128) e.z_scale[row * (p.n / 128) + block] = scale;
 #pragma unroll
       for (int b = 0; b < 2; ++b) multiply_z[b] = __shfl_sync(~0u, multiply, (lane & ~3) + 1 + b);
     }

@@ -5,16 +5,11 @@
 namespace sonicmoe {
 namespace {
 
-template <class Activation>
-void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::DgatedParams& more,
+template <class Epilogue>
+void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more,
                    int64_t multiprocessors, int64_t stream) {
-  more.dz_wide == nullptr
-      ? launch_persistent(
-            sm90::fp8_grouped_gemm<true, sm90::SquareBlocks, sm90::DgatedFp8<Activation, true>>,
-            multiprocessors, o.device, stream, maps, o.params, more)
-      : launch_persistent(
-            sm90::fp8_grouped_gemm<true, sm90::SquareBlocks, sm90::DgatedFp8<Activation, false>>,
-            multiprocessors, o.device, stream, maps, o.params, more);
+  launch_persistent(sm90::fp8_grouped_gemm<true, sm90::SquareBlocks, Epilogue>, multiprocessors,
+                    o.device, stream, maps, o.params, more);
 }
 
 // dout e4m3 [T, H] with 1x128 scales, gathered through row_token; w2 e4m3 [E, I, H] (dgrad's order)
@@ -25,14 +20,16 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const sm90::Dgated
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
 // y1s_t_scale, both [ceil(I / 128), R / 128]. Built with STEADY_SCALES, and not `wide`, dz_t and
 // y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is [I / 64, R /
-// 128]; else row_scales are not read. activation: a place in `activation_names()`. Rows at and
-// behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
+// 128]; else row_scales are not read. activation: a place in `activation_names()`; first, second: its
+// parameters in the order that stands there, else anything. Rows at and behind padded_offsets[E] are
+// not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         TensorView row_token, TensorView row_prob, TensorView padded_offsets,
                         TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
                         TensorView dprob_parts, TensorView dz_t, TensorView dz_t_scale,
                         TensorView y1s_t, TensorView y1s_t_scale, TensorView row_scales, bool wide,
-                        int64_t activation, int64_t multiprocessors, int64_t stream) {
+                        int64_t activation, double first, double second, int64_t multiprocessors,
+                        int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o =
       check_operands<sm90::SquareBlocks>(dout, dout_scale, w2, w2_scale, padded_offsets, rows);
@@ -78,8 +75,12 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
     maps.c = matrix_map(dz_t_data, 2 * n, rows, 128);
     maps.d = matrix_map(y1s_t_data, n, rows, 128);
   }
-  with_activation(activation, [&](auto gate) {
-    launch_dgated<decltype(gate)>(o, maps, more, multiprocessors, stream);
+  with_activation(activation, first, second, [&](const auto& gate) {
+    using Gate = std::decay_t<decltype(gate)>;
+    wide ? launch_dgated<sm90::DgatedFp8<Gate, false>>(o, maps, {gate, more}, multiprocessors,
+                                                       stream)
+         : launch_dgated<sm90::DgatedFp8<Gate, true>>(o, maps, {gate, more}, multiprocessors,
+                                                      stream);
   });
 }
 
