@@ -90,7 +90,7 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     # The usual case first: this is asked of every argument of every call.
     if isinstance(value, torch.Tensor):
         if not is_dense(value):
-            kind = "nested" if value.is_nested else str(value.layout)
+            kind = "nested" if not IS_PADDLE and value.is_nested else "sparse"
             raise LayoutError(f"{argument} is {kind}; needed: a dense tensor")
         return
     module = type(value).__module__
@@ -111,9 +111,11 @@ def require_framework_tensor(value: Any, argument: str) -> None:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Whether a tensor has a value at every place of its shape; Paddle has a class for others."""
+    """Whether a tensor has a value at every place of its shape."""
+    if IS_PADDLE:
+        return bool(tensor.is_dense())
     # Some nested tensors call themselves strided, and have no shape.
-    return IS_PADDLE or (tensor.layout == torch.strided and not tensor.is_nested)
+    return bool(tensor.layout == torch.strided and not tensor.is_nested)
 
 
 def _wants_gradient(tensor: Any) -> bool:

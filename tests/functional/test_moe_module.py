@@ -354,7 +354,7 @@ REFUSED_TOKENS = [
         for shape in ((4, 31), (31,), ())
     ),
     (torch.zeros(4, 32, device="meta"), DeviceError, "^hidden_states is on meta"),
-    (torch.eye(32).to_sparse(), LayoutError, "^hidden_states is torch.sparse_coo; needed: a dense"),
+    (torch.eye(32).to_sparse(), LayoutError, "^hidden_states is sparse; needed: a dense"),
 ]
 
 
