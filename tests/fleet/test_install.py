@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from sonicmoe.fleet import install as installer
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
 from sonicmoe.fleet.symbols import MOUNT, SYMBOLS
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_paddle = pytest.mark.skipif(not IS_PADDLE, reason="PaddleFleet runs under Paddle")
 
 

@@ -12,7 +12,6 @@ from framework import numpy, relative_rmse, torch
 from sonicmoe import MoE
 from sonicmoe.enums import ActivationType, is_glu
 
-PARAMETERS = ("router.weight", "c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 AUX_WEIGHT = 0.3
 FP8 = {"use_fp8": True}
 MODES = pytest.mark.parametrize("options", [{}, FP8], ids=["fp32", "fp8"])

@@ -161,32 +161,6 @@ def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
     on(Bf16Engine(), step)
 
 
-@pytest.mark.parametrize("stagewise", [False, True])
-def test_a_backward_that_cannot_write_runs_once(on, stagewise):
-    """fp16 gradients are rounded from accumulators. Stage-wise memory frees what dx was made of."""
-    seen = []
-    backward_dx = Bf16Engine.backward_dx
-
-    def noted(*arguments):
-        seen.append("dx")
-        return backward_dx(*arguments)
-
-    def step():
-        x, indices, probs, dout = batch()
-        own = [t.detach().half().requires_grad_() for t in parameters(LAYOUTS[3], True)]
-        x = x.detach().half().requires_grad_()
-        with SonicMoEConfig(stagewise_memory=stagewise).activate():
-            out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=LAYOUTS[3])
-            out.backward(dout.half())
-        return [t.grad for t in (x, probs, *own)]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bf16Engine, "backward_dx", noted)
-        found, targets = on(Bf16Engine(), step)
-    assert targets == ["NativeBuffer"] and seen == ["dx"]
-    assert_close(found, on(ReferenceEngine(), step)[0])
-
-
 def node_of(arrangement):
     """`(node, its weights)`."""
     if arrangement != "per_expert":

@@ -26,7 +26,7 @@ from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
 
 SWIGLU = ActivationType.SWIGLU
-EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
+EXPERTS = 5
 
 # Tokens that come not at all, once, many times, and twice to one expert; both sentinels, first and
 # last.
@@ -191,23 +191,6 @@ def test_inference_keeps_nothing(saves):
     with torch.inference_mode():
         split, _ = moe_general_routing_inputs(*arguments, concat_layout=True)
     assert split.shape == x.shape
-
-
-@pytest.mark.parametrize(
-    "wanted", ["x", "scores", "c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"]
-)
-def test_one_wanted_gradient(wanted):
-    """Frozen inputs get no gradient, and freezing them changes no bit of the others'."""
-    moe, x, dout = make_layer(bias=True), *batch(8)
-    scores, tokens, experts = triples()
-    expected, _ = run_triples(moe, x, scores, tokens, experts, dout)
-    leaves = {"x": x, "scores": scores, **dict(moe.named_parameters())}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name == wanted)
-    out, _ = moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
-    (out * dout).sum().backward()
-    assert torch.equal(leaves[wanted].grad, expected[wanted])
-    assert all(leaf.grad is None for name, leaf in leaves.items() if name != wanted)
 
 
 def ids(*values):

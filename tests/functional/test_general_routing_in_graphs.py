@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from framework import torch
-from functional.layer_golden import MODES, batch, make_layer, views
+from functional.layer_golden import FP8, MODES, batch, make_layer, views
 from functional.test_general_routing import DROPPED, TOKENS, run_triples, triples
 
 from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
@@ -62,9 +62,14 @@ def test_nothing_is_read_back(on_a_gpu):
         triples_module.triples_to_topk(scores, tokens, experts, 8, None)
 
 
-@MODES
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.every_variant)]
+    ("backend", "options"),
+    [
+        ("eager", {}),
+        ("aot_eager", FP8),
+        pytest.param("inductor", {}, marks=pytest.mark.every_variant),
+        pytest.param("inductor", FP8, marks=pytest.mark.every_variant),
+    ],
 )
 def test_one_full_graph(fresh_compiler, backend, options):
     moe, x, dout = biased_layer()

@@ -167,10 +167,9 @@ class TestKeptCodes:
         assert not torch.equal(after, before)
         assert torch.equal(after, without_cache(moe, x, face))
 
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_in_a_compiled_graph(self, backend, following, moe, x):
+    def test_in_a_compiled_graph(self, following, moe, x):
         torch._dynamo.reset()
-        graph = torch.compile(lambda x: whole_layer(moe, x), fullgraph=True, backend=backend)
+        graph = torch.compile(lambda x: whole_layer(moe, x), fullgraph=True, backend="aot_eager")
         for _ in range(3):
             graph(x).square().sum().backward()
         assert following.events == ["made"]
