@@ -36,7 +36,8 @@ ALL_ACTIVATIONS = list(ActivationType)
 OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
 PLAIN, FP8 = EngineSettings(), EngineSettings(recipe=RECIPES["dx256"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
-MODES = pytest.mark.parametrize("settings", [PLAIN, FP8, ROWS], ids=["plain", "dx256", "1x128"])
+SETTINGS = {"plain": PLAIN, "dx256": FP8, "1x128": ROWS}
+MODES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
 def base_of(activation):

@@ -145,21 +145,6 @@ def test_other_architectures(record, arch):
     assert problem(REFERENCE, None, arch) is problem(REFERENCE, None, HOST) is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"gemm_num_sms": 64}, {"recompute_z": True}, {"hidden_size": 4096}, {"intermediate_size": 8}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_on_hopper_the_models_of_an_activation_share_the_bf16_kernels(changes):
-    ours, theirs = (
-        {job.key() for job in BF16.jobs(workload, "sm_90a")}
-        for workload in (BF16_LOAD, changed(BF16_LOAD, **changes))
-    )
-    assert ours == theirs and {key.arch for key in ours} == {"sm_90a"}
-    fp16 = {job.key() for job in BF16.jobs(changed(BF16_LOAD, dtype="float16"), "sm_90a")}
-    assert {key.kernel for key in ours - fp16} == {"bf16_gemm", "bf16_dgated", "bf16_wgrad"}
-
-
 class TestActivationsOfRecords:
     """A record says an engine has a kernel exactly where its sources have one."""
 
@@ -241,12 +226,6 @@ class TestTools:
 
     EVERYTHING = {"apache-tvm-ffi": "1", **PACKAGES}  # noqa: RUF012
 
-    def test_a_complete_machine(self, machine):
-        machine(self.EVERYTHING)
-        for record, workload in ((HOPPER, HOPPER_LOAD), (BF16, BF16_LOAD)):
-            for asked in (workload, None):
-                assert missing_tool(record, asked, "sm_90a") is None
-
     @pytest.mark.parametrize("record", [HOPPER, BF16], ids=lambda record: record.name.value)
     def test_without_the_loader(self, machine, record):
         machine({**PACKAGES})
@@ -279,12 +258,6 @@ class TestTools:
         for record, load in ((BF16, BF16_LOAD), (HOPPER, HOPPER_LOAD), (HOPPER, plain_wgrad)):
             assert missing_tool(record, None, "sm_90a") is None
             assert missing_tool(record, load, "sm_90a") is None
-
-    def test_every_kernel_is_compiled_for_the_architecture_that_is_asked_for(self):
-        for record in (HOPPER, BF16):
-            workload = changed(HOPPER_LOAD, fp8_wgrad=False, recompute_z=True)
-            jobs = record.jobs(workload, "sm_103a")
-            assert jobs and {job.key().arch for job in jobs} == {"sm_103a"}
 
 
 def test_pinned_versions_are_those_of_the_installation():

@@ -13,12 +13,14 @@ from engine.fp8_layer import with_spare_rows
 from engine.moe_golden import (
     ALL_ACTIVATIONS,
     MODES,
+    SETTINGS,
     assert_same_bits,
     make_problem,
     run_engine,
     set_up,
 )
 from framework import IS_PADDLE, numpy, tensor, torch
+from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.quant.format import BlockScaledTensor
@@ -113,11 +115,13 @@ class TestPoison:
 
 
 class TestNonFiniteTokens:
-    @MODES
-    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-    @pytest.mark.parametrize("where", ["x", "dout"])
-    @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
-    def test_stay_in_their_token_and_never_become_finite(self, settings, value, where, activation):
+    @pytest.mark.parametrize(
+        ("activation", "mode", "value", "where"),
+        pairwise(ALL_ACTIVATIONS, list(SETTINGS), [np.nan, np.inf, -np.inf], ["x", "dout"]),
+        ids=str,
+    )
+    def test_stay_in_their_token_and_never_become_finite(self, activation, mode, value, where):
+        settings = SETTINGS[mode]
         problem, token, expected, whole = self.healthy_runs(settings, where, activation)
         bad = getattr(problem, where).copy()
         bad[token, 3] = value

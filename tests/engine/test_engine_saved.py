@@ -69,16 +69,6 @@ class TestMemory:
         setup.engine.backward_dw(pending, setup.accumulators())
         assert seen == [not frees]
 
-    @pytest.mark.parametrize("frees", [True, False])
-    def test_pending_operands_are_released_by_dw(self, frees):
-        setup = set_up(make_problem(), replace(FP8, frees_stagewise=frees))
-        pending = setup.pending()
-        operands = [weakref.ref(rows) for rows in (pending.dz, pending.y1s)]
-        assert all(is_alive(operand) for operand in operands)
-        setup.engine.backward_dw(pending, setup.accumulators())
-        assert not any(is_alive(operand) for operand in operands)
-        assert pending.x is pending.dout is pending.dz is pending.y1s is None
-
     def test_a_released_forward_says_so(self):
         setup = set_up(make_problem(), self.STAGEWISE)
         _, saved = setup.forward()

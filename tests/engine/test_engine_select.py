@@ -138,31 +138,6 @@ class TestOnHopper:
             assert choice.reason.endswith(f"{how}, without FP8")
             assert choice.settings == replace(workload.settings, recipe=None)
 
-    @beyond_hopper
-    def test_and_is_refused_by_name(self, hopper, words):
-        with pytest.raises(EngineUnavailableError) as caught:
-            choose_engine("cuda:0", EngineName.HOPPER, BEYOND_HOPPER[words])
-        assert "engine 'hopper' cannot run: " in str(caught.value) and words in str(caught.value)
-        assert "able: ['reference']" in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("name", "workload", "words"),
-        [
-            (EngineName.BF16, WORKLOAD, r"FP8 is on \(recipe 'dx256'\), and it quantises nothing"),
-            (
-                EngineName.HOPPER,
-                PLAIN,
-                r"FP8 is off, and its GEMMs are FP8; able: \['reference', 'bf16', 'triton'\]",
-            ),
-        ],
-        ids=["bf16", "hopper"],
-    )
-    def test_an_engine_of_the_other_precision_is_refused_by_name(
-        self, hopper, name, workload, words
-    ):
-        with pytest.raises(EngineUnavailableError, match=words):
-            choose_engine("cuda:0", name, workload)
-
     @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_gpus_before_hopper_run_the_triton_engine(self, machine, arch, dtype):

@@ -152,20 +152,6 @@ class TestEvents:
             weights.read(engine, other)
         assert engine.prepared == 1
 
-    @each_source
-    def test_weights_are_described_only_for_an_engine_that_reads_them(self, make, monkeypatch):
-        """Views of every expert's matrices take longer than a launch."""
-        layer, described = make(*weight_arrays()), []
-        source = layer.source
-        monkeypatch.setattr(
-            layer, "source", lambda *arguments: described.append(1) or source(*arguments)
-        )
-        engine, weights = kept(layer)
-        assert len(described) == 1
-        weights.invalidate()
-        weights.read(engine, FP8)
-        assert len(described) == 2
-
     @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch shows writes")
     def test_paddle_keeps_nothing_that_nobody_announces(self):
         """Its optimizers leave no trace, and nobody calls `step()` where only evaluation runs."""
@@ -262,10 +248,6 @@ class TestBackwardsThatAreLate:
         with pytest.raises(RuntimeError, match="read by another forward, between this forward and"):
             early.check_current()
         late.check_current()
-
-    def test_a_step_without_a_change_is_none(self):
-        early, _ = self.scenario(LookingEngine(), lambda weights, weight: weights.invalidate())
-        early.check_current()
 
     @pytest.mark.parametrize("keeps", [False, True])
     def test_an_engine_that_kept_the_old_ones_has_them(self, keeps, request):
