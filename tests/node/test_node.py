@@ -89,14 +89,6 @@ class TestGradients:
             "every weight gets its zero gradient"
         )
 
-    def test_garbage_at_invalid_slots(self):
-        layer = Layer(main_grad=0.0)
-        problem = layer.problem
-        invalid = (problem.indices < 0) | (problem.indices >= 4)
-        call = layer.step(problem.but(probs=np.where(invalid, np.nan, problem.probs)))
-        assert_close(layer.result(call), golden(problem))
-        assert not call.dprobs[invalid].any()
-
 
 class TestWhereGradientsGo:
     @covered("arrangement, flush, dtype", ARRANGEMENTS, FLUSHES, ("float32", "bfloat16"))

@@ -114,16 +114,6 @@ def test_a_forward_without_memory_and_without_copies_is_refused():
         layer.node.make_copies()
 
 
-def test_a_configuration_without_fp8_reads_the_parameters():
-    layer, copies = copied(freed=False)
-    layer.node = layer.another_node(config=FULL)
-    expected = numpy(layer.call().out)
-    assert np.array_equal(numpy(layer.call(copies=copies).out), expected)
-    free(*layer.weights)
-    with pytest.raises(LayoutError, match="hold no memory"):
-        layer.call(copies=copies)
-
-
 ANNOUNCEMENTS = {
     "step": lambda layer: layer.node.step(),
     "invalidate_caches": lambda layer: layer.node.invalidate_caches(),
@@ -225,16 +215,6 @@ class TestRelease:
         del call
         gc.collect()
         assert copies.release_forward() == ""
-
-
-def test_copies_belong_to_their_holder():
-    """A node keeps none: whoever drops his reference has the memory back."""
-    layer, copies = copied(freed=False)
-    layer.run(copies=copies)
-    buffer = weakref.ref(copies.weights.w1)
-    del copies
-    gc.collect()
-    assert buffer() is None
 
 
 @pytest.mark.parametrize("release", [False, True])

@@ -125,20 +125,6 @@ def test_the_step_of_a_recomputed_block(path, reentrant, config):
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
 
 
-@each_kind
-def test_of_several_micro_batches_the_first_backward_is_whole(path, reentrant):
-    first, second = problems(2)
-    layer = Layer(first)
-    calls = [layer.call(first), layer.call(second)]
-    layer.node.dump(path)
-    outs = [block(layer, call, reentrant) for call in calls]
-    outs[1].backward(calls[1].dout)
-    outs[0].backward(calls[0].dout)
-    step = load_dump(path)
-    assert_inputs(step, calls[1], layer)
-    np.testing.assert_array_equal(step.dout, numpy(calls[1].dout))
-
-
 def test_a_dump_that_comes_too_late_says_so_at_the_end(path, monkeypatch, caplog):
     at_end = []
     monkeypatch.setattr(atexit, "register", at_end.append)

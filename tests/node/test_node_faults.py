@@ -33,14 +33,11 @@ SAMPLE = 4  # allocations that fail per case; each is a run of its own
 CASES = {
     "plain": (FULL, PER_EXPERT, "bound", {}),
     "plain, stacked, fresh main_grad": (FULL, "fused", "fresh", {}),
-    "plain, native layout": (FULL, "native", "bound", {}),
     "plain, .grad": (FULL, PER_EXPERT, "grad", {}),
     "fp8": (FP8, PER_EXPERT, "bound", {}),
     "fp8, mem": (MEM, PER_EXPERT, "fresh", {}),
     "fp8, recompute z": (FROM_SCRATCH, "fused", "bound", {}),
     "step": (FULL, PER_EXPERT, "bound", {"flush": "step"}),
-    "step, fresh main_grad": (FULL, "fused", "fresh", {"flush": "step"}),
-    "step, .grad": (FULL, PER_EXPERT, "grad", {"flush": "step"}),
     "split": (FULL, PER_EXPERT, "bound", {"split_wgrad": True}),
     "split, fp8": (FP8, "fused", "bound", {"split_wgrad": True}),
 }

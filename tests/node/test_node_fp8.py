@@ -20,7 +20,7 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
-from sonicmoe.errors import DeviceError, DTypeError, ShapeError
+from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import to_bfloat16, tokens_of
 
@@ -228,20 +228,6 @@ class TestBothWays:
         assert report.healthy, report.fault
         assert f"wgrad_{name}" not in report.missing
 
-    def test_a_dump_with_half_of_it_is_refused(self, problem, way, tmp_path):
-        layer, name = bf16_layer(problem), way.name
-        layer.node.dump(tmp_path / "step.npz")
-        way.call(layer, way.of(problem)).backward()
-        step = load_dump(tmp_path / "step.npz")
-        with pytest.raises(ShapeError, match=f"{name}_codes has shape None and {name}_scale"):
-            step.but(**{f"{name}_codes": None})
-        if name == "x":
-            with pytest.raises(ShapeError, match=r"x_scale has shape \(37, 5\)"):
-                step.but(x_scale=np.zeros((37, 5)))
-        else:
-            with pytest.raises(ShapeError, match="and codes of its shape None"):
-                step.but(dout=None)
-
     def test_the_first_nan_is_found(self, problem, way):
         arrived = way.of(problem)
         scale = numpy(arrived.scale_inv)
@@ -382,15 +368,6 @@ class TestGradients:
         assert memory() is None
         del call
 
-    def test_a_dump_for_an_engine_that_got_values_holds_values(self, problem, tmp_path):
-        layer, dout = bf16_layer(problem, FULL), quantised(problem.dout)
-        layer.node.dump(tmp_path / "step.npz")
-        GradientCall(layer, Source(dout)).backward()
-        step = load_dump(tmp_path / "step.npz")
-        assert step.dout_codes is None
-        np.testing.assert_array_equal(step.dout, numpy(to_bfloat16(dout)))
-        assert bisect(step, "reference").healthy
-
     def test_the_placeholder_is_no_finding(self, problem):
         with detect_nonfinite():
             GradientCall(bf16_layer(problem), Source(quantised(problem.dout))).backward()
@@ -428,17 +405,6 @@ class TestAutogradsOwnGradient:
         (asked,) = source.asked
         assert asked.dtype == torch.float8_e4m3fn
         np.testing.assert_array_equal(call.dx, run(problem, ISO128, dout).dx)
-
-    def test_other_dtypes_are_cast_to_the_outputs(self, problem):
-        """As Paddle does by itself for PyLayers that do not refuse."""
-        results, source = [], Source(quantised(problem.dout))
-        for given in (None, source):
-            call = GradientCall(bf16_layer(problem), given)
-            out = self.delivered(call.out, tensor(problem.dout, torch.float32))
-            out.backward(bf16(problem.dout))
-            results.append(call.dx)
-        assert source.asked[0].dtype == torch.bfloat16
-        np.testing.assert_array_equal(results[0], run(problem, ISO128).dx)
 
 
 def fp32(array):
@@ -479,12 +445,6 @@ class TestRefusals:
         words = r"x_scale has shape .* needs \[T, ceil\(H/128\)\] = \(37, 2\)"
         self.refused(problem, ShapeError, words, x_scale=fp32(np.ones(shape)))
 
-    def test_strides(self, problem):
-        by_columns = fp32(np.ones((2, 37))).transpose(0, 1)
-        words = "x_scale has strides .*needed: contiguous"
-        if not by_columns.is_contiguous():
-            self.refused(problem, ShapeError, words, x_scale=by_columns)
-
     def test_codes_that_want_a_gradient(self, problem):
         codes = quantised(problem.x).codes
         want_gradient(codes, True)
@@ -493,13 +453,6 @@ class TestRefusals:
         if not IS_PADDLE:
             words = "PyTorch casts the gradient"
             self.refused(problem, DTypeError, words, codes=codes, dx_to=codes)
-
-    @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
-    def test_devices(self, problem):
-        scale = quantised(problem.x).scale_inv.to("meta")
-        self.refused(problem, DeviceError, "x_scale is on meta but x is on cpu", x_scale=scale)
-        anchor = torch.zeros(37, 256, dtype=torch.bfloat16, device="meta")
-        self.refused(problem, DeviceError, "dx_to is on meta", dx_to=anchor)
 
     def test_what_is_no_source(self, problem):
         for given in (quantised(problem.dout), {"data": None}):

@@ -23,7 +23,6 @@ from node.node_harness import (
     counts_of,
     has_gradient_path,
     problems,
-    want_gradient,
 )
 from pairwise import pairwise
 
@@ -57,14 +56,6 @@ class TestInference:
         assert layer.node.gradient_bytes == 0
         assert not has_gradient_path(call.out)
         assert relative_rmse(numpy(call.out), golden(layer.problem).out) < 1e-5
-
-    def test_nothing_wants_a_gradient(self, saves):
-        layer = Layer()
-        for weight in layer.weights:
-            want_gradient(weight, False)
-        call = layer.call(x_grad=False, probs_grad=False)
-        assert saves == [False]
-        assert not has_gradient_path(call.out)
 
     def test_gradient_memory_begins_with_the_first_backward(self):
         layer = Layer(flush="step")

@@ -275,13 +275,6 @@ class TestCorrectLoops:
             clear(layer)
         assert said() == []
 
-    def test_scaled_between_micro_batches_without_a_flush(self, said):
-        layer = Layer(main_grad=0.0)
-        layer.run()
-        scale(layer)
-        layer.step()
-        assert layer.error(times=1.5) < 1e-5 and said() == []
-
     @each_flush
     def test_two_optimizers(self, said, flush):
         layer = Layer(flush=flush)

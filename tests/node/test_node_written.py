@@ -85,17 +85,6 @@ class TestFlag:
         for weight, memory in zip(layer.weights, held, strict=True):
             assert weight.main_grad is memory and weight.overwrite_main_grad is False
 
-    @each_engine
-    def test_weights_that_differ_in_it(self, engine, which):
-        engine(which)
-        first, second = problems(2)
-        layer = Layer(first, main_grad=0.0)
-        layer.run(first)
-        flag(layer.weights[1:])
-        layer.run(second)
-        assert max(up_error(layer, second)[1:]) < 1e-5
-        assert up_error(layer, first, second)[0] < 1e-5
-
     @pytest.mark.parametrize("which", ["adds", "elsewhere"])
     def test_a_weight_of_two_experts_gets_both_gradients(self, engine, which):
         """An engine that writes refuses memory that overlaps (`problem_of`)."""
@@ -227,38 +216,6 @@ class TestFirstBackward:
             assert layer.error(*batches) < 1e-5
             assert len(written) == (step + 1 if which == "writes" else 0)
         assert all(w.main_grad is m for w, m in zip(layer.weights, held, strict=True))
-
-    def test_a_pipeline(self):
-        """Four forwards ahead of the backwards."""
-        batches = problems(6)
-        layer = written_first(batches[0])
-        for _ in range(2):
-            ahead = [layer.call(problem) for problem in batches[:4]]
-            for problem in batches[4:]:
-                ahead.pop(0).backward()
-                ahead.append(layer.call(problem))
-            for call in ahead:
-                call.backward()
-            layer.node.step()
-            assert layer.error(*batches) < 1e-5
-
-    def test_flush_grads_begins_no_step(self):
-        layer = written_first()
-        layer.run()
-        layer.node.flush_grads()
-        layer.step()
-        assert layer.error(times=2) < 1e-5
-
-    @each_engine
-    def test_a_layer_that_no_token_reached_gets_zeros(self, engine, which):
-        engine(which)
-        empty = make_problem(tokens=0)
-        layer = written_first(empty)
-        layer.step()
-        assert not layer.has_gradients()
-        one = problems(1)[0].but(up_gate=empty.up_gate, down=empty.down)
-        layer.step(empty, one, empty)
-        assert layer.error(one) < 1e-5
 
     @each_engine
     def test_each_gradient_has_its_own_first_backward(self, engine, which):

@@ -27,7 +27,6 @@ FP8 = SonicMoEConfig(fp8_mode="perf")
 PRECISE = SonicMoEConfig()
 DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
 PRECISE_BOUND = 2e-5
-FP8_BOUND = 0.08
 
 
 class Projection(paddle.nn.Layer):

@@ -8,7 +8,6 @@ import pytest
 from ernie import paddle
 
 from sonicmoe import interop
-from sonicmoe.interop import torch
 
 
 @contextmanager
@@ -39,14 +38,3 @@ def test_plain_ops(gradients):
         with interop.plain_ops():
             assert (weight * 2).stop_gradient
         assert (weight * 2).stop_gradient is not gradients
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
-)
-@pytest.mark.parametrize("shape", [(3, 5), (0,), (2, 0), (1,)])
-def test_empty(shape, dtype):
-    like = paddle.ones([1])
-    made = interop.empty(shape, dtype, interop.device_of(like))
-    assert tuple(made.shape) == shape and made.dtype == dtype and made.stop_gradient
-    assert interop.device_name(made) == interop.device_name(like)
