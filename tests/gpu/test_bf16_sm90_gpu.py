@@ -140,16 +140,6 @@ def test_the_same_numbers_in_every_layout(shape, layout, activation, bias, separ
     assert bool((relative(dx, wanted["dx"]) < 5e-3).all())
 
 
-def test_weights_are_read_where_they_lie():
-    case = case_of()
-    for layout in LAYOUTS:
-        w1, w2 = layout.user_w1(case.weights[0]), layout.user_w2(case.weights[1])
-        weights = OURS.refresh(WeightSource.stacked(w1, w2, layout=layout), EngineSettings())
-        assert weights.w1.data_ptr() == w1.data_ptr() and weights.w2.data_ptr() == w2.data_ptr()
-        apart = lying(case, layout, separate=True)
-        assert len(apart.w1.tensors) == len(apart.w2.tensors) == case.num_experts
-
-
 @pytest.mark.parametrize(
     ("shape", "arrangement", "layout", "activation"),
     pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, [SWIGLU, GELU]),

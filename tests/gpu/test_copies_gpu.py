@@ -197,19 +197,3 @@ def test_a_graph_reads_the_copies_and_keeps_forwards_order():
         torch.cuda.synchronize()
         assert torch.equal(out, wanted[0])
         assert_same_bits(layer.main_grads, wanted[3:])
-
-
-class TestWrites:
-    @pytest.mark.parametrize("setup", [FP8, ISO], ids=["two orders", "iso"])
-    def test_a_write_that_no_counter_shows_is_found_on_the_device(self, setup):
-        layer = DirectLayer(setup, "native")
-        copies = layer.node.make_copies()
-        where, before = addresses(copies), copied(copies)
-        for weight in layer.weights:
-            weight.data.mul_(0.5)
-        outstanding(layer, (0,), copies)
-        now = copied(copies)
-        assert addresses(copies) == where
-        fresh = copied(layer.node.make_copies())
-        assert_same_bits(now, fresh)
-        assert not any(torch.equal(a, b) for a, b in zip(now[1::2], before[1::2], strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -200,64 +199,6 @@ def test_every_allocation_may_fail(case):
         assert_same_bits(run, wanted, number)
         phases.add(phase(error))
     assert {"forward", "backward"} <= phases
-
-
-@contextmanager
-def at_most(extra):
-    """The process may reserve `extra` bytes more than it uses now. Yields what lifts the bound."""
-    total = torch.cuda.get_device_properties(0).total_memory
-
-    def lift():
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
-
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + extra) / total)
-    try:
-        yield lift
-    finally:
-        lift()
-
-
-def take_free_memory():
-    """Tensors in the free parts of the segments that earlier tests still hold, so that what runs
-    next has to reserve memory of its own.
-    """
-    held, size = [], 1 << 30
-    with at_most(0):
-        while size > 1 << 20:
-            try:
-                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except torch.cuda.OutOfMemoryError:
-                size //= 2
-    return held
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["fp8, step", "fp8", "fp8, mem", "fp8, split_wgrad", "bf16", "bf16, grad", "bf16, native"],
-)
-def test_a_gpu_that_is_full(case):
-    """The allocator's own error, at memory limits from nothing to all that a run takes."""
-    options = {"sizes": LARGE, "tokens": (4096, 2048)}
-    wanted = Run(case, **options)
-    held = take_free_memory()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    wanted.run()
-    peak = torch.cuda.max_memory_reserved() - before
-    assert wanted.errors == [] and peak > 100 << 20, peak
-    failed_in, steps = set(), 24
-    for step in range(steps):
-        run = Run(case, **options)
-        with at_most(peak * step // steps) as lift:
-            run.freed = lift
-            run.run()
-        failed_in |= set(map(phase, run.errors))
-        assert_same_bits(run, wanted, step)
-    assert {"forward", "backward"} <= failed_in, failed_in
-    del held
 
 
 @pytest.mark.parametrize("case", CASES)

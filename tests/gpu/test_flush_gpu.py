@@ -85,18 +85,6 @@ def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fr
         assert not dw1.any() and not dw2.any()
 
 
-def test_more_experts_than_one_launch_takes(kernel, flush_gradients):
-    dw1, dw2 = native_gradients(450, 32, 24, 16)
-    want = [in_layout(dw1, True, True), in_layout(dw2, True, False)]
-    targets = [torch.ones_like(gradient) for gradient in want]
-    places = [destinations.Destination(target, target, False) for target in targets]
-    table = destinations.destination_table(places, 450, kernel)
-    flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
-    for got, gradient in zip(targets, want, strict=True):
-        assert torch.equal(got, 1 + gradient)
-    assert not dw1.any() and not dw2.any()
-
-
 def test_past_two_to_the_31_elements(kernel, flush_gradients):
     experts, n1, hidden = 200, 4096, 2688
     assert experts * n1 * hidden > 2**31
@@ -166,23 +154,3 @@ def test_graph_and_no_sync(make):
     wanted = {weight: gradient for weight, gradient, _ in source.user_gradients(held)}
     for weight, earlier in zip(source.parameters(), before, strict=True):
         assert torch.equal(weight.main_grad, earlier + wanted[weight])
-
-
-def test_the_border(flush_gradients):
-    dw1, dw2 = native_gradients(2, 8, 4, 4)
-    stream = current_stream(dw1)
-    for first, second, numbers, split, words in (
-        (dw1, dw2, [0] * 4, True, "destinations has 4 numbers; needed: 8"),
-        (dw1[:, :7].contiguous(), dw2, [0] * 8, True, "dw1 has 7 rows"),
-        (dw1, dw2.double(), [0] * 8, True, "dw2 must have 32-bit elements"),
-        (dw1.transpose(1, 2), dw2, [0] * 8, False, "dw1 must be contiguous"),
-        (
-            dw1,
-            dw2,
-            [dw1.data_ptr(), 3] * 4,
-            True,
-            "has format 3, which gradient_format did not return",
-        ),
-    ):
-        with pytest.raises(Exception, match=words):
-            flush_gradients(first, second, numbers, True, split, stream)

@@ -190,30 +190,6 @@ def test_graph_replay_follows_its_inputs(kernels):
         assert_equal(routing, expected(indices, probs, 48, routing.num_rows)[0], seed)
 
 
-def test_many_streams_and_graphs_at_once(kernels):
-    """Concurrent calls and replays share nothing: each keeps its own results."""
-    cases = [sentinels(topk_of(6000 + 999 * i, 8, 24, i), 16, i % 3) for i in range(6)]
-    inputs = [(ids.cuda(), distinct_probs(ids, 16).cuda()) for ids in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    graphs = []
-    for ids, probs in inputs[:2]:
-        built_by(kernels, ids, probs, 16)
-        graphs.append(captured(partial(built_by, kernels, ids, probs, 16)))
-    torch.cuda.synchronize()
-    results = {}
-    for _ in range(20):
-        for number, (stream, (ids, probs)) in enumerate(zip(streams, inputs, strict=True)):
-            with torch.cuda.stream(stream):
-                if number < len(graphs):
-                    graphs[number][0].replay()
-                    results[number] = graphs[number][1]
-                else:
-                    results[number] = built_by(kernels, ids, probs, 16)
-    torch.cuda.synchronize()
-    for number, (ids, probs) in enumerate(inputs):
-        assert_equal(results[number], expected(ids, probs, 16, results[number].num_rows)[0], number)
-
-
 def test_never_waits_for_the_gpu(kernels):
     indices, probs = topk_of(8192, 8, 16, 0).cuda(), torch.rand(8192, 8).cuda()
     built_by(kernels, indices, probs, 8)

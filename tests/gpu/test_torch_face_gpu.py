@@ -9,7 +9,7 @@ import torch
 from gpu.device import captured
 from node.direct_layers import assert_same_bits, relative
 
-from sonicmoe import KernelBackendMoE, MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe import MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.engine.hopper import HopperEngine
 
 pytestmark = pytest.mark.gpu
@@ -140,30 +140,3 @@ def test_weights_are_quantised_once_per_update(face, monkeypatch) -> None:
             parameter.grad = gradient
         optimizer.step()
         calls.clear()
-
-
-def against_plain(moe, x, dout, use_fp8: bool, bound: float) -> None:
-    """Whatever engine takes them: the plain PyTorch layer's numbers."""
-
-    def plain(x, **_):
-        return moe(x, KernelBackendMoE.torch)
-
-    found = gradients(moe, moe, x, dout, use_fp8)
-    for a, b in zip(found, gradients(moe, plain, x, dout, use_fp8), strict=True):
-        assert bool(torch.isfinite(a).all()) and relative(a, b) <= bound
-
-
-@MODES
-def test_fp16_parameters(use_fp8: bool) -> None:
-    moe, (x, dout) = layer(dtype=torch.float16), batch(300)
-    against_plain(moe, x.half(), dout.half(), use_fp8, 0.15 if use_fp8 else 0.02)
-
-
-@MODES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["to bf16", "to fp16"])
-def test_autocast_of_fp32_parameters(dtype: torch.dtype, use_fp8: bool) -> None:
-    moe, (x, dout) = layer(dtype=torch.float32), batch(300)
-    with torch.autocast("cuda", dtype):
-        out, _ = moe(x.float(), use_fp8=use_fp8)
-        assert out.dtype == dtype
-        against_plain(moe, x.float(), dout.to(dtype), use_fp8, 0.15 if use_fp8 else 0.05)

@@ -21,8 +21,7 @@ from sonicmoe.engine.cold_start import compile_missing
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.trust import Limits, Subject, try_engine
-from sonicmoe.enums import ActivationType, EngineName, ZCode
-from sonicmoe.errors import EngineUnavailableError
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import default_cache
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.backends import arch_of
@@ -150,20 +149,3 @@ def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words
     # This process computes on, and the other one is gone, and with it its memory.
     assert float((here * 2).sum()) == 56.0
     assert not trials_of_this_process()
-
-
-def test_a_capture_waits_for_a_first_forward(planted_cache, monkeypatch):
-    monkeypatch.setitem(select.ENGINES, EngineName.BF16, planted_gpu_engines.Sound)
-    monkeypatch.setitem(RECORDS, EngineName.BF16, NOT_PROVEN)
-    asked, graph = WORKLOADS["swiglu"], torch.cuda.CUDAGraph()
-    with planted_cache.activate():
-        with (
-            pytest.raises(EngineUnavailableError, match="run one forward before the capture"),
-            torch.cuda.graph(graph),
-        ):
-            select.ready_engine(DEVICE, EngineName.BF16, asked)
-        assert select.ready_engine(DEVICE, EngineName.BF16, asked).engine.name == "bf16"
-        trust.forget()
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            chosen = select.ready_engine(DEVICE, EngineName.BF16, asked)
-    assert chosen.engine.name == "bf16"
