@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from sonicmoe.jit import cpus, slots
+from sonicmoe.jit import cpus
 from sonicmoe.jit.slots import AUTO, HostSlots
 
 
@@ -105,8 +105,3 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path):
     folder.mkdir()
     (folder / "kernel.lock").symlink_to(target)
     assert HostSlots(tmp_path, 1).claim("kernel") is not None and not target.exists()
-
-
-def test_ranks_with_different_problems_each_explain_theirs(tmp_path):
-    assert slots.may_say(tmp_path / "local", "full") and slots.may_say(tmp_path / "local", "old")
-    assert not slots.may_say(tmp_path / "local", "full")

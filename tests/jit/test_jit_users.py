@@ -7,12 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from forks import User, needs_root, run_as, start
+from forks import User, needs_root, run_as
 from racer import FakeCompiler, load, make_key
 from racers import Field
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit import child as child_module
 
 pytestmark = needs_root
 
@@ -90,38 +89,6 @@ def test_a_member_repairs_what_another_one_built(field, umask):
         assert found == str(path.parent)
     assert path.stat().st_uid == 30_002 and path.stat().st_size == 4096
     assert len(list((field.root / "quarantine").iterdir())) == 3
-
-
-@pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_a_member_removes_what_a_killed_build_of_another_left(field, umask):
-    group_cache(field)
-    one, two = member(1, umask), member(2, umask)
-
-    def stuck(folder):
-        scratch = folder / ".scratch"
-        scratch.mkdir()
-        # A real build, whose compiler makes intermediate files and directories of its own.
-        script = field.folder / "compiler.py"
-        child_module.run_build_script("fake", script, {"build_directory": str(scratch)}, {})
-
-    def begin():
-        cache_of(field)._shared.build(KEY, stuck)
-
-    # The interpreter may be out of reach for another user, so a shell plays the compiler.
-    (field.folder / "compiler.py").write_text(
-        'mkdir "${1%/*}/deep" && > "${1%/*}/deep/x.o" && kill -9 $PPID'
-    )
-    script = field.folder / "sh"
-    script.write_text('#!/bin/sh\nshift; exec /bin/sh "$@"\n')
-    script.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_module.sys, "executable", str(script))
-        child = start(begin, one)
-        os.waitpid(child, 0)
-    (left,) = (field.root / "staging").iterdir()
-    assert (left / ".scratch" / "deep" / "x.o").exists()
-    run_as(two, lambda: only_shared(field))
-    assert list((field.root / "staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700], ids=oct)

@@ -20,7 +20,6 @@ import sonicmoe.jit.worker as worker_module
 import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig, current_config
-from sonicmoe.engine import capabilities
 from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.enums import EngineName, ZCode
@@ -251,20 +250,6 @@ def test_what_has_no_fp8_kernels_is_left_out_unless_asked_for(change, config, wo
         warmup_jit(**sizes, precision="fp8", config=SonicMoEConfig(cache_dir=tmp_path, **config))
 
 
-def test_without_the_bf16_compiler_its_part_is_left_out(monkeypatch):
-    why, there = "quack-kernels 0.6.5 compiles its GEMMs, and it is absent", {}
-    versions = lambda *names: tuple((name, there.get(name, "absent")) for name in names)  # noqa: E731
-    monkeypatch.setattr(capabilities, "package_versions", versions)
-    planned = warm_up_plan(BLACKWELL, "bf16")
-    neither = f"bf16: not bf16: {why}; not triton: triton compiles its kernels, and it is absent"
-    assert planned.precision == "neither" and planned.left_out == (neither,)
-    assert names(planned) == EVERY_RUN
-    # Where Triton is there, its kernels are what a run without quack launches.
-    there["triton"] = "3.6.0"
-    planned = warm_up_plan(BLACKWELL, "bf16")
-    assert planned.left_out == () and "triton_dgated" in names(planned)
-
-
 def test_gpus_before_hopper_are_given_triton_kernels():
     planned = warm_up_plan(ModelSpec(8, 3072, 1536, arch="sm_80"), "bf16")
     products = {"up", "down", "dgated", "dgrad", "wgrad_down", "wgrad_up"}
@@ -295,13 +280,6 @@ def test_a_model_or_precision_that_cannot_be_is_refused(change, words):
 def test_what_a_program_cannot_ask_for(asked, kind, words, tmp_path):
     with pytest.raises(kind, match=words):
         warmup_jit(8, 64, 64, cache_dir=tmp_path, **asked)
-
-
-def test_in_process_nothing_is_compiled_for_a_cpu(tmp_path):
-    report = warmup_jit(8, 64, 64, device="cpu", cache_dir=tmp_path)
-    assert report.kernels == () and report.record is None and list(tmp_path.iterdir()) == []
-    named = type("Device", (), {"__str__": lambda self: "cpu"})()  # as a torch.device prints
-    assert warmup_jit(8, 64, 64, device=named, cache_dir=tmp_path).kernels == ()
 
 
 def test_command_checks_without_compiling(own_caches):
