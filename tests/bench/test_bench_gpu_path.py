@@ -109,20 +109,6 @@ def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(prof
     assert profile_steps(idle, 3) is None, "the driver lets nobody profile"
 
 
-def test_steady_figures_reach_the_result_unless_layers_do_not_fit(profiler, gpu):
-    def run():
-        raise torch.OutOfMemoryError
-
-    fits, full = result(), result()
-    stacks = {0: FakeStack(gpu), 1: SimpleNamespace(layers=2, run=run)}
-    runner._time_steady(stacks, [fits, full], "cuda:0")
-    assert (fits.steady.count, fits.steady.median, fits.steady_busy) == (10, 1000, 12)
-    assert fits.to_json()["steady_ratio"] == pytest.approx(1000 / 12)
-    runner._time_sustained(stacks, [fits, full], 0.01, "cpu")
-    assert full.steady is full.steady_ratio is full.sustained is None
-    assert fits.sustained.us.count >= 2
-
-
 def test_a_stack_computes_what_its_calls_compute():
     """All weight gradients arrive, and the gradients of a batch that layers share stay out of the
     batch.
@@ -221,16 +207,6 @@ def test_every_quantity_comes_in_the_units_of_its_name(board):
     assert [mean_watts(readings), mean_watts(readings[:3])] == pytest.approx([700, 700])
 
 
-def test_what_gives_no_reading_is_said(board, monkeypatch):
-    board()
-    assert read() == "the time was too short for the board's energy counter"
-    assert read("cpu") == "no GPU"
-    board("GPU is lost")
-    assert read() == "NVML: GPU is lost"
-    monkeypatch.setattr(power, "pynvml", None)
-    assert read() == "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
-
-
 class TimedSteps:
     """A step of two layers moves the host's clock by 10 ms. The first ten are burst clocks: half as
     long.
@@ -249,17 +225,6 @@ def test_steps_before_clocks_have_settled_do_not_count(monkeypatch):
     us, reason = sustain(steps, 0.2, "cpu", settle_s=0.1)
     assert us == pytest.approx([5000.0] * len(us))
     assert 20 <= len(us) <= 21 and reason == "no GPU"
-
-
-def test_turns_are_joined():
-    slow = ([10.0, 10.0], Reading(1400.0, 700.0, 650.0))
-    fast = ([5.0, 5.0, 5.0, 5.0], Reading(1600.0, 600.0, 650.0))
-    row = Sustained.of([slow, fast])
-    assert (row.us.median, row.us.count) == (5.0, 6)
-    assert row.power == Reading(1500.0, 650.0, 650.0) and row.unavailable is None
-    assert row.joules == pytest.approx(650 * 40e-6 / 6), "40 us of six layers"
-    silent = Sustained.of([slow, ([5.0], "GPU is lost")])
-    assert silent.us.count == 3 and silent.joules is None and silent.unavailable == "GPU is lost"
 
 
 def test_engines_take_turns_and_their_figures_reach_table_and_json(monkeypatch):

@@ -162,17 +162,12 @@ def test_the_shell_script_says_which_interpreter_is_missing():
     assert found.returncode == 0 and "--record" in found.stdout
 
 
-def test_the_real_phases_pass_and_a_worse_engine_does_not(core, monkeypatch, tmp_path):
-    """The fastest real phases on the committed baselines; then with the coarsest recipe in place of
-    the default.
-    """
+def test_a_worse_engine_does_not_pass(core, monkeypatch):
+    """The coarsest recipe in place of the default; `make core` runs the phases as they are."""
     core_phases = sys.modules["core_phases"]
     baselines = json.loads((TOOLS / "baselines.json").read_text())
     real = {phase.name: phase for phase in core_phases.PHASES}
     assert set(baselines) == set(real), "every phase has its baselines"
-    for name in ("precision", "quantisers"):
-        outcome = core.run_phase(real[name], True, core.gates_of(real[name], baselines, True))
-        assert outcome.state == "passed", outcome.misses
     monkeypatch.setattr(core_phases, "DEFAULT_RECIPE", "deepseek-v3-pow2")
     gates = core.gates_of(real["precision"], baselines, True)
     outcome = core.run_phase(real["precision"], True, gates)

@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from fake_jobs import FakeJob
 from racers import Field
@@ -16,13 +15,10 @@ from sonicmoe.cli.main import main
 from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.diagnostics.doctor import warmed_models
 from sonicmoe.engine import compile_plan
-from sonicmoe.engine.capabilities import BF16, missing_package
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-MISSING = missing_package(BF16.jobs(None, "sm_100a"))
-needs_quack = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 class Shell:

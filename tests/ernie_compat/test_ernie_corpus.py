@@ -32,12 +32,6 @@ def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path):
     assert text_of(load_corpus([tmp_path])) == b"kept"
 
 
-def test_a_file_named_directly_is_read_whatever_it_holds(tmp_path):
-    path = tmp_path / ".raw"
-    path.write_bytes(bytes(range(256)))
-    assert text_of(load_corpus([path])) == bytes(range(256))
-
-
 def test_batches_depend_on_seed_and_step_only(corpus):
     batch = corpus.batch(step=7, batch_size=5, seq_len=16, seed=3)
     assert batch.shape == (5, 17) and batch.dtype == np.int64
@@ -53,17 +47,6 @@ def test_batches_are_windows_of_their_own_part(corpus):
         assert bytes(row.tolist()) in training
     for row in corpus.held_out_batch(0, batch_size=20, seq_len=30):
         assert bytes(row.tolist()) in held_out
-
-
-def test_text_exactly_one_window_long_is_enough_and_one_byte_less_is_not(tmp_path):
-    path = tmp_path / "x.txt"
-    path.write_bytes(b"0123456789" * 100)
-    corpus = load_corpus([path])
-    assert (len(corpus.train), len(corpus.held_out)) == (950, 50)
-    corpus.require_length(49)
-    assert corpus.held_out_batch(0, 2, 49).shape == (2, 50)
-    with pytest.raises(CorpusError, match="50 held-out bytes"):
-        corpus.require_length(50)
 
 
 def test_reading_stops_at_the_limit(tmp_path, caplog):

@@ -86,16 +86,3 @@ def test_a_step_waits_for_nothing(config, corpus, precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert figures[1][0] < figures[0][0]
-
-
-def test_fp32_is_fp32_throughout(config, corpus):
-    """On the reference engine, with plain products around it: the host's numbers."""
-    tokens = corpus.batch(1, 8, MODEL.seq_len, 0)
-    learner = make_learner("torch", MODEL, config.train, "fp32", "reference")
-    assert learner.device == "cuda" and not learner.decoder.layers[0].attention.fused
-    on_gpu = learner.evaluate(tokens)
-    on_host = make_learner("torch", MODEL, config.train, "fp32", "reference").decoder.to("cpu")
-    inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].reshape(-1))
-    with torch.no_grad():
-        wanted = torch.nn.functional.cross_entropy(on_host(inputs).logits, targets)
-    assert on_gpu == pytest.approx(float(wanted), rel=1e-4)

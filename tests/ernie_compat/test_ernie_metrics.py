@@ -12,11 +12,8 @@ from ernie_compat.metrics import (
     MetricsFile,
     StepRecord,
     continued_metrics,
-    expert_load,
-    load_imbalance,
     loss_gap,
     read_metrics,
-    recorded_loss_gap,
     smoothed,
 )
 from ernie_compat.model_config import smoothing_window
@@ -25,18 +22,6 @@ from ernie_compat.model_config import smoothing_window
 def record(step, loss=3.0, reference=None):
     load = ((0.5, 0.25, 0.25), (0.2, 0.2, 0.6))
     return StepRecord(step, loss, 1.0, 2.0, 0.5, 1e-3, 1000.0, 0.1, 1.65, load, reference)
-
-
-def test_expert_load_and_imbalance():
-    counts = np.array([[4, 0, 0, 0], [1, 1, 1, 1]])
-    assert expert_load(counts) == ((1.0, 0.0, 0.0, 0.0), (0.25, 0.25, 0.25, 0.25))
-    assert load_imbalance(counts) == pytest.approx((4 + 1) / 2)
-    assert load_imbalance(np.zeros((1, 4))) == 0
-
-
-def test_smoothing_is_the_mean_of_what_is_there():
-    assert smoothed([4.0, 2.0, 0.0, 6.0], window=2).tolist() == [4.0, 3.0, 1.0, 3.0]
-    assert smoothed([4.0, 2.0], window=25).tolist() == [4.0, 3.0]
 
 
 def test_short_runs_are_smoothed_over_a_quarter():
@@ -59,11 +44,6 @@ def test_loss_gap_is_the_mean_relative_difference_of_the_tail():
     assert loss_gap([1.8] * 8, reference) == pytest.approx(0.1)  # better is a gap too
     with pytest.raises(ValueError, match="3 and 8 steps"):
         loss_gap([1.0] * 3, reference)
-
-
-def test_recorded_gap_needs_a_twin():
-    assert recorded_loss_gap([record(1)]) is None
-    assert recorded_loss_gap([record(1, 3.0, 2.0)]) == pytest.approx(0.5)
 
 
 def test_metrics_file_round_trip_and_restart(tmp_path):
