@@ -6,11 +6,14 @@ says why. None touches the experts, their dispatcher, parallelism, checkpoints o
 
 from __future__ import annotations
 
+import sys
 import types
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torchtitan.tools import utils
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 # torchtitan takes "cuda" where it finds no accelerator. Its modules copy both names when they are
 # imported, so this comes first.
@@ -29,10 +32,9 @@ utils.device_module = types.SimpleNamespace(
 )
 
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import fsdp  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
+from torchtitan_tokens import NoTokenizer, OurTokens  # noqa: E402
 
 
 def causal_attention(q, k, v, *, scale, enable_gqa, **_):
@@ -60,50 +62,6 @@ def sums_without_division(model, as_ever=fsdp.disable_fsdp_gradient_division):
 
 
 fsdp.disable_fsdp_gradient_division = sums_without_division
-
-
-class OurTokens(BaseDataLoader):
-    """Endless batches of tokens in which each follows from the one before: a task that a model
-    learns. The package ships no data set.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        vocabulary: int = 256
-
-    def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
-        self.shape, self.vocabulary = (local_batch_size, seq_len + 1), config.vocabulary
-        self.generator = torch.Generator().manual_seed(dp_rank)
-
-    def __iter__(self):
-        batch, length = self.shape
-        positions = torch.arange(length - 1).expand(batch, -1).clone()
-        while True:
-            first = torch.randint(0, self.vocabulary, (batch, 1), generator=self.generator)
-            tokens = (first + 7 * torch.arange(length)) % self.vocabulary
-            yield {"input": tokens[:, :-1].clone(), "positions": positions}, tokens[:, 1:].clone()
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
-class NoTokenizer(BaseTokenizer):
-    """Our data are tokens already; the package ships no tokenizer."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config, **_):
-        super().__init__()
-
-    def encode(self, *_, **__):
-        raise NotImplementedError
-
-    decode = get_vocab_size = encode
 
 
 def job(config, folder, *, steps=20, imports=(), layers=2):

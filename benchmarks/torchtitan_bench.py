@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""A training step of Qwen3-30B-A3B through torchtitan, with FSDP2 and expert parallelism: its stock
+experts in BF16, and this engine's in BF16 and in FP8, in turn within one job.
+
+    torchrun --nproc-per-node 8 benchmarks/torchtitan_bench.py                   # eight GPUs, all 48 layers
+    torchrun --nproc-per-node 1 benchmarks/torchtitan_bench.py --layers 4        # any number of GPUs
+    torchrun --nproc-per-node 2 benchmarks/torchtitan_bench.py --quick --steps 3 # tiny, on CPUs: is it right?
+
+| figure | what |
+|---|---|
+| tokens/s | of a GPU: a step by the host's clock, median without the first fifth of the steps |
+| MFU | operations of a token, times tokens/s, over the dense BF16 peak, also in FP8 |
+| peak GiB | of the rank with most, behind the first step |
+| exchange | of a step: rows of dispatch and combine travel, or a rank waits there for another |
+| loss gap | of the stock loss of the same step, the largest in all steps |
+
+A token takes 6 N + 12 L h d s operations: N parameters multiply it (no embedding, and of E experts
+K), in L layers with h heads of d, and s is the length of a sequence. The formula is that of PaLM
+(arXiv:2204.02311, appendix B) as torchtitan counts: attention without a mask, nothing recomputed.
+
+The exchange is NCCL's all-to-all in two further steps under the profiler, mean of the ranks; sorting
+rows is no part of it. Each turn makes its model and frees it, because three would not fit. All
+begin with the same weights, which wait in host memory, and read the same tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from sonicmoe.bench.runner import machine
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+EXPERTS = ("stock", "bf16", "fp8")
+# Layers, experts and tokens of a sequence, of the model and of the tiny one.
+SIZES, TINY = (48, 128, 4096), (4, 8, 64)
+GIB = 1 << 30
+HEADS = ("experts", "tokens/s", "of stock", "step ms", "MFU", "peak GiB", "exchange", "loss gap")
+
+
+def expert_parallel_of(given: int | None, experts: int) -> int:
+    """Ranks that share the experts of a layer: 8, or all where there are fewer."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    size = min(8, ranks) if given is None else given
+    for count, things in ((ranks, "ranks"), (experts, "experts")):
+        if count % size:
+            raise click.UsageError(f"--expert-parallel {size} does not divide the {count} {things}")
+    return size
+
+
+def shown(value: float | None, form: str) -> str:
+    """A cell of the table."""
+    return "–" if value is None else form.format(value)
+
+
+def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
+    """A line of the table; stock: Figures, or None where stock experts had no turn."""
+    rate = tokens / found.step
+    mfu = rate * found.flops / found.peak_flops if found.peak_flops else None
+    gain = gap = None
+    if stock is not None:
+        pairs = zip(found.losses, stock.losses, strict=True)
+        gain, gap = stock.step / found.step, max(abs(ours / theirs - 1) for ours, theirs in pairs)
+    cells = (
+        *(name, f"{rate:.0f}", shown(gain, "{:.2f}x"), f"{1e3 * found.step:.1f}"),
+        *(shown(mfu, "{:.1%}"), shown(found.peak and found.peak / GIB, "{:.1f}")),
+        *(shown(found.exchange, "{:.1%}"), shown(gap, "{:.3%}")),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+@click.command(help=__doc__)
+@click.option("--layers", type=click.IntRange(1, SIZES[0]), help="48, or 4 tiny ones.")
+@click.option("--sequences", "counts", type=click.IntRange(1), multiple=True, default=(1, 2, 4),
+              show_default=True, help="Of a GPU; may be repeated.")  # fmt: skip
+@click.option("--length", type=click.IntRange(8, 40960), help="Of a sequence: 4096, or 64 tiny.")
+@click.option("--steps", type=click.IntRange(2), default=50, show_default=True)
+@click.option("--experts", "names", type=click.Choice(EXPERTS), multiple=True, default=EXPERTS,
+              show_default=True, help="May be repeated.")  # fmt: skip
+@click.option("--expert-parallel", type=click.IntRange(1), help="8, or all ranks if fewer.")
+@click.option("--checkpoint", type=click.Choice(("full", "selective", "none")), default="full",
+              show_default=True, help="Activation checkpointing.")  # fmt: skip
+@click.option("--compile", "backend", type=click.Choice(("inductor", "aot_eager", "none")),
+              default="inductor", show_default=True, help="Of every block and the loss.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+def main(
+    layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
+    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str,
+    quick: bool, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Measure; the first rank prints."""
+    if not quick and not torch.cuda.is_available():
+        raise click.ClickException("this needs a GPU, or --quick")
+    if quick and (layers or 1) > 8:
+        raise click.UsageError(f"--layers {layers}: the tiny model has 8 layers at most")
+    if "WORLD_SIZE" not in os.environ:
+        raise click.ClickException("this is started by torchrun, also for one GPU")
+    depth, experts, tokens = TINY if quick else SIZES
+    size = expert_parallel_of(expert_parallel, experts)
+    if quick:
+        # Before anything of torchtitan, which asks for a GPU while it is imported.
+        sys.path.insert(0, str(TESTS))
+        importlib.import_module("doors.torchtitan_on_cpu")
+        # Flash attention counts as random. Where a checkpointed block has something random,
+        # AOTAutograd of PyTorch 2.13 takes the mesh of its experts for a tensor. FlexAttention,
+        # which a GPU uses, does not count as random.
+        torch.backends.cuda.enable_flash_sdp(False)
+    import torchtitan_turn
+
+    depth, tokens = layers or depth, length or tokens
+    job = torchtitan_turn.Job(depth, tokens, steps, size, checkpoint, backend, quick)
+    is_first = os.environ["RANK"] == "0"
+    say = click.echo if is_first else lambda _: None
+    said = {"machine": machine(), "ranks": int(os.environ["WORLD_SIZE"]), "job": vars(job)}
+    rows: list[dict[str, Any]] = []
+    say(f"{job}, ranks={said['ranks']}")
+    for count in counts:
+        say(f"\n{count} sequences of a GPU\n\n| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")
+        of: dict[str, Any] = {}
+        for name in names:
+            of[name] = found = torchtitan_turn.run_turn(job, name, count)
+            say(row_of(name, found, of.get("stock"), count * tokens))
+            rows.append({"sequences": count, "experts": name, "step": found.step, **vars(found)})
+            # At once, because a later turn may run out of memory.
+            if json_file is not None and is_first:
+                json_file.write_text(json.dumps({**said, "rows": rows}, indent=2) + "\n")
+        for name, found in of.items():
+            say(f"\nloss of {name}: {' '.join(f'{loss:.4f}' for loss in found.losses)}")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

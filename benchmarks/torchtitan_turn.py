@@ -1,0 +1,188 @@
+"""One turn of torchtitan_bench.py: torchtitan's trainer with these experts, from its beginning to its
+end, after which nothing of it may be left, because two of these models do not fit on a GPU.
+
+Imported when it is known whether torchtitan runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_moe_debug
+from torchtitan.tools.utils import device_module
+from torchtitan.trainer import Trainer
+from torchtitan_tokens import NoTokenizer, OurTokens
+
+from sonicmoe.bench.timing import trace_of
+from sonicmoe.bench.trace import Kernel, covered_us
+
+DOOR = "sonicmoe.integrations.torchtitan"
+POLICIES = {"full": FullAC.Config, "selective": SelectiveAC.Config, "none": lambda: None}
+VOCABULARY = 4096  # tokens that occur, so few that fifty steps teach something
+PROFILED = 2  # steps
+# An all-to-all in a trace: NCCL's kernel, which no collective of FSDP2 uses, or gloo's call.
+EXCHANGES = ("ncclDevKernel_SendRecv", "gloo:all_to_all")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all turns have in common."""
+
+    layers: int
+    length: int
+    steps: int
+    expert_parallel: int
+    checkpoint: str
+    backend: str  # of torch.compile, or "none"
+    quick: bool
+
+    def config(self, experts: str, sequences: int, folder: str) -> Trainer.Config:
+        """torchtitan's own job of this model, with these experts in it."""
+        config = qwen3_moe_debug() if self.quick else qwen3_30b_a3b()
+        model = config.model_spec.model
+        model.layers = model.layers[: self.layers]
+        if self.quick:
+            shrink(model.layers)
+        config.dump_folder, config.debug.seed, config.metrics.log_freq = folder, 0, 1
+        config.dataloader = OurTokens.Config(vocabulary=min(VOCABULARY, model.vocab_size))
+        config.tokenizer = NoTokenizer.Config()
+        config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
+        config.lr_scheduler.warmup_steps = self.steps // 5
+        config.training.local_batch_size, config.training.seq_len = sequences, self.length
+        config.training.steps = self.steps + PROFILED
+        # The counts of torchtitan's all-to-all come to the host, which no CUDA graph can hold.
+        config.training.disable_cuda_graphs = True
+        # In the first step a rank may have to compile our kernels.
+        config.comm.init_timeout_seconds = 1800
+        config.parallelism.expert_parallel_degree = self.expert_parallel
+        # The default one asks FSDP2 for more than PyTorch 2.13 has, on more than one rank.
+        config.parallelism.spmd_backend = "partial_dtensor"
+        if self.backend != "none":
+            config.compile = CompileConfig(enable=True, backend=self.backend)
+        config.activation_checkpoint = POLICIES[self.checkpoint]()
+        config.checkpoint.enable = False
+        if experts != "stock":
+            options = {"fp8_mode": "perf" if experts == "fp8" else "off"}
+            config.override.imports = [(f"{DOOR}.routed_experts", options)]
+            if self.checkpoint == "selective":
+                config.override.imports.append(f"{DOOR}.selective_ac")
+        return config
+
+
+def shrink(layers: list[Any], experts: int = 8) -> None:
+    """The debug model has 64 experts, too many for a CPU."""
+    for moe in (layer.moe for layer in layers):
+        routed = moe.routed_experts
+        for config in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
+            config.num_experts = experts
+        moe.router.gate.out_features, routed.inner_experts.hidden_dim = experts, 128
+        moe.router.top_k = routed.token_dispatcher.top_k = 2
+
+
+@dataclass
+class Figures:
+    """Of one turn: seconds and loss of every step; the peak of memory in bytes; the share of a step
+    that exchanges take; operations a token, and the GPU's peak of them. None: there is none.
+    """
+
+    flops: int
+    peak_flops: float | None
+    peak: int | None = None
+    exchange: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Median seconds without the first fifth, in which torch.compile works and clocks rise."""
+        return statistics.median(self.seconds[max(1, len(self.seconds) // 5) :])
+
+    def over_ranks(self) -> None:
+        """Take the largest peak of memory, and the mean share of exchanges."""
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, (self.peak or 0, self.exchange or 0.0))
+        peaks, shares = zip(*ranks, strict=True)
+        self.peak, self.exchange = max(peaks) or None, statistics.fmean(shares) or None
+
+
+class Turn(Trainer):
+    """A trainer that begins with the weights of the first one, and runs on its process groups: NCCL
+    keeps memory for each group.
+    """
+
+    dims: ClassVar[ParallelDims | None] = None
+    start: ClassVar[dict[str, torch.Tensor]] = {}  # this rank's part, on the host
+
+    def init_distributed(self) -> ParallelDims:
+        Turn.dims = Turn.dims or super().init_distributed()
+        return Turn.dims
+
+    def take_start(self) -> None:
+        """Write the weights of the first, or keep them, if this is the first."""
+        state = self.model_parts[0].state_dict()  # under the stock names, whoever computes
+        for name, tensor in state.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name in self.start:
+                local.copy_(self.start[name])
+            else:
+                self.start[name] = local.to("cpu", copy=True)
+        self.model_parts[0].load_state_dict(state)
+
+    def measure(self, quick: bool) -> Figures:
+        """All steps, of which the last ones run under the profiler and do not count."""
+        metrics, data = self.metrics_processor, self.batch_generator(self.dataloader)
+        found = Figures(metrics.num_flops_per_token, None if quick else metrics.gpu_peak_flops)
+        metrics.log = lambda step, loss, *_, **__: found.losses.append(loss)
+        for number in range(self.config.training.steps - PROFILED):
+            if number == 1:
+                device_module.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            self._step(data)  # waits for the device, because it gives the loss to the host
+            found.seconds.append(time.perf_counter() - begin)
+        found.peak = None if quick else torch.cuda.max_memory_allocated()
+        kind = ProfilerActivity.CPU if quick else ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[kind]) as profiler:
+            for _ in range(PROFILED):
+                self._step(data)
+        del found.losses[-PROFILED:]
+        found.exchange = 1e-6 * exchange_us(trace_of(profiler)) / PROFILED / found.step
+        found.over_ranks()
+        return found
+
+    def _step(self, data: Any) -> None:
+        self.step += 1
+        self.gc_handler.run(self.step)
+        self.train_step(data)
+
+
+def run_turn(job: Job, experts: str, sequences: int) -> Figures:
+    """Train with these experts, and free everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Turn(job.config(experts, sequences, folder))
+        trainer.take_start()
+        found = trainer.measure(job.quick)
+        trainer.close()
+    del trainer
+    torch._dynamo.reset()  # compiled blocks know their parameters
+    gc.collect()
+    device_module.empty_cache()
+    return found
+
+
+def exchange_us(trace: dict[str, Any]) -> float:
+    """Microseconds of a trace in which rows travelled between ranks, or one waited for another."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    found = [e for e in events if e["name"].startswith(EXCHANGES)]
+    kernels = [Kernel(e["name"], e["ts"], e["dur"], "", "") for e in found]
+    return covered_us(sorted(kernels, key=lambda kernel: kernel.start))
