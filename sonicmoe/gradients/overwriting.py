@@ -83,6 +83,8 @@ class Overwriting:
         """
         # Read at every backward and never written here: Megatron-FSDP sets it when it unshards.
         asked = list(map(getattr, parameters, repeat("overwrite_main_grad"), repeat(False)))
+        if any(asked):
+            asked = [flag and not _keeps_sums(p) for flag, p in zip(asked, parameters, strict=True)]
         if self.is_on:
             if is_among(ABSENT, main_grads):
                 at = next(index for index, held in enumerate(main_grads) if held is ABSENT)
@@ -158,6 +160,13 @@ class Overwriting:
         self._parameters = list(parameters)
         self._written.intersection_update(map(id, parameters))
         _owners.update(dict.fromkeys(map(id, parameters), self))
+
+
+def _keeps_sums(parameter: Tensor) -> bool:
+    """Whether Megatron-FSDP keeps this gradient whole, as in a group of one rank. It sets
+    `overwrite_main_grad` there too, although earlier backwards of the step have their sums there.
+    """
+    return not getattr(getattr(parameter, "_gbuf", None), "is_data_distributed", True)
 
 
 # Of each parameter whose first gradients are written, by id. A node that is dropped is none.

@@ -24,19 +24,20 @@ torch.cuda.synchronize = lambda *_: None
 
 
 class _Stream:
-    """The alltoall dispatcher copies counts to the host on a stream of its own."""
+    """Or an event. The alltoall dispatcher copies counts to the host on a stream of its own, and the
+    schedule that overlaps micro-batches has two.
+    """
 
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
+    def _nothing(self, *_):
         return self
 
-    def synchronize(self):
-        pass
+    wait = record = synchronize = wait_stream = wait_event = record_event = _nothing
 
 
 _STREAM = _Stream()
+torch.cuda.Event = lambda *_, **__: _STREAM
+torch.Tensor.record_stream = lambda *_: None
+torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
 torch.cuda.Stream = lambda *_, **__: _STREAM
 torch.cuda.current_stream = lambda *_: _STREAM
 torch.cuda.stream = lambda _: contextlib.nullcontext()
@@ -55,6 +56,9 @@ tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcon
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 # Writers of a checkpoint are forked, and threads of PyTorch do not survive a fork.
 filesystem_async.mp = SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
+# The layers of attention delay their weight gradients in Transformer Engine only.
+layers.ColumnParallelLinear.backward_dw = lambda _: None
+layers.RowParallelLinear.backward_dw = lambda _: None
 # apex has the GEMM by which stock layers add to main_grad.
 layers._grad_accum_fusion_available = True
 layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(

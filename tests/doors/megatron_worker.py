@@ -21,8 +21,12 @@ if __name__ == "__main__":
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.model_chunk_schedule_plan import (
+    TransformerModelChunkSchedulePlan,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -60,6 +64,22 @@ def batch(step):
     return ids, positions, torch.ones(LENGTH, LENGTH, dtype=bool).triu(1)[None, None]
 
 
+def scheduled(model, parallel, batches):
+    """Losses of micro-batches by Megatron's own schedule, which runs the forward of one through the
+    backward of the one before, frees what it takes for used up, and delays weight gradients.
+    """
+    run = TransformerModelChunkSchedulePlan.run
+    before, gradient, losses = None, None, []
+    for batch in (*batches, None):
+        plan = batch and model.build_schedule_plan(*batch, labels=batch[0])
+        with parallel.no_sync() if batch else torch.enable_grad():
+            out = run(plan, before, b_grad=gradient)
+        if batch:
+            losses.append(float(out.mean()))
+            before, gradient = plan, torch.full_like(out, 1 / out.numel())
+    return losses
+
+
 def train(model, steps=3, late=False):
     """The losses of this rank, and the norms of the expert gradients of each step."""
     config = DistributedDataParallelConfig(
@@ -69,15 +89,15 @@ def train(model, steps=3, late=False):
     losses, norms = [], []
     for step in range(steps):
         parallel.zero_grad_buffer()
-        for micro in range(2):
-            ids, *rest = batch(2 * step + micro)
+        batches = [batch(2 * step + micro) for micro in range(2)]
+        if late:
+            losses += scheduled(model, parallel, batches)
+        for micro, (ids, *rest) in enumerate(() if late else batches):
             loss = parallel(ids, *rest, labels=ids).mean()
             losses.append(float(loss))
             # Reductions begin with the last micro-batch.
             with parallel.no_sync() if micro == 0 else torch.enable_grad():
                 loss.backward()
-                for layer in model.decoder.layers if late else ():
-                    layer.mlp.backward_dw()
         parallel.finish_grad_sync()
         experts = [p for name, p in model.named_parameters() if ".experts." in name]
         norms.append(float(torch.stack([p.main_grad.square().sum() for p in experts]).sum()))
@@ -158,10 +178,11 @@ def main(root):
     for name, changes, options in (
         ("autograd", {"gradient_accumulation_fusion": False}, {}),
         ("fp8", {}, {"fp8_mode": "perf"}),
-        ("late", {}, {}),
+        ("late", {"moe_token_dispatcher_type": "flex"}, {}),
     ):
         config = config_of("alltoall", **changes)
-        config.delay_wgrad_compute = name == "late"  # of a schedule that this script stands in for
+        # Set here, because the configuration asks for Transformer Engine first.
+        config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = name == "late"
         model = load(model_of(config, ours=True, **options), start)
         results[name] = train(model, late=name == "late")
     results["wrong shape"] = wrong_shape(start)
@@ -172,5 +193,6 @@ if __name__ == "__main__":
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    set_streams()
     main(Path(sys.argv[1]))
     dist.destroy_process_group()

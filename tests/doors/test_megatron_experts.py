@@ -347,6 +347,27 @@ def test_no_rows_leave_gradients_of_zero(fused):
         assert all((p.grad == 0.0).all() and (p.main_grad == 0.0).all() for p in fired)
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_late_weight_gradients_fire_the_hooks_of_whoever_has_them(registered):
+    """Data parallelism has a hook on the module, or on the weights, where it was not told."""
+    config = config_of(delay_wgrad_compute=True, gradient_accumulation_fusion=True)
+    experts, fired = built(SonicExperts, config), []
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    for projection in (experts.linear_fc1, experts.linear_fc2) if registered else ():
+        projection.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(None))
+    experts(torch.randn(9, H).requires_grad_(), COUNTS, torch.rand(9))[0].sum().backward()
+    assert not fired
+    experts.backward_dw()
+    weights = list(experts.parameters())
+    assert set(fired) == ({None} if registered else set(weights))
+    assert len(fired) == (2 if registered else len(weights))
+    assert all((weight.grad == 0.0).all() for weight in weights)
+    assert experts.linear_fc1.weight0.main_grad.any()
+
+
 @pytest.mark.parametrize("way", ["one expert", "routes", "quantised"])
 def test_rows_that_the_schedule_frees_are_kept(way):
     """With `overlap_moe_expert_parallel_comm`, once the experts' forward is over."""

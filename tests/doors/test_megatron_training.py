@@ -38,7 +38,9 @@ def test_losses_and_gradients_are_those_of_stock_experts(ranks, dispatcher):
 
 @pytest.mark.parametrize(("name", "tolerance"), [("autograd", 1e-5), ("late", 1e-5), ("fp8", 0.02)])
 def test_other_ways_of_gradients_and_fp8_train_alike(ranks, name, tolerance):
-    """`autograd`: without gradient_accumulation_fusion. `late`: with delay_wgrad_compute."""
+    """`autograd`: without gradient_accumulation_fusion. `late`: with delay_wgrad_compute, over DeepEP, in
+    the schedule of overlap_moe_expert_parallel_comm.
+    """
     for results in ranks:
         close(results[name], results["alltoall stock"], tolerance)
         assert name != "fp8" or results[name] != results["alltoall ours"]

@@ -4,6 +4,8 @@ Megatron-Core's layers, against the same layer of plain operations under autogra
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from framework import IS_PADDLE, torch
 
@@ -142,6 +144,20 @@ def test_memory_is_asked_for_at_each_backward(put_off):
             store.run()
         assert len(asked) == times * len(case.weights)
         close([weight.main_grad for weight in case.weights], case.wanted()[2:])
+
+
+def test_sums_that_megatron_fsdp_keeps_whole_are_added_to():
+    """It asks to overwrite there too, as of an expert-data-parallel group of one rank."""
+    case = Case()
+    for weight in case.weights:
+        weight.main_grad, weight.overwrite_main_grad = torch.zeros_like(weight), True
+        weight.get_main_grad = lambda weight=weight: weight.main_grad
+        weight._gbuf = SimpleNamespace(is_data_distributed=False)
+    node = case.node()
+    for times in (1, 2):
+        case.run(node).backward(case.dout)
+        wanted = [times * dw for dw in case.wanted()[2:]]
+        close([weight.main_grad for weight in case.weights], wanted)
 
 
 def test_stand_ins_share_memory_and_stay_zero():

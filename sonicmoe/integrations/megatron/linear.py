@@ -124,9 +124,16 @@ class ExpertLinear(nn.Module):
         self._hooks.append(hook)
 
     def fire_hooks(self) -> None:
-        """Weight gradients are complete."""
+        """Weight gradients are complete: call the hooks of this module, or, where there are none, those
+        of the weights, which autograd has not reached.
+        """
         for hook in self._hooks:
             hook()
+        weights = () if self._hooks else (w for w in self.parameters() if w.grad is not None)
+        for weight in weights:
+            stand_in, weight.grad = weight.grad, None
+            with torch.enable_grad():  # also from within a backward
+                weight.view_as(weight).backward(stand_in)
 
     # Checkpoints. Megatron's own layers and Transformer Engine's have an extra state.
 
