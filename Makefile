@@ -66,7 +66,7 @@ quick: $(VENV)/.installed-dev ## what the pre-commit hook runs: ruff, generated 
 	$(PY) tools/ci/generate_env_docs.py --check
 	$(PY) -m pytest $(FAST_TESTS)
 
-wheel: $(VENV)/.installed-dev ## a wheel in dist/ that carries compiled kernels for Hopper; needs nvcc, takes an hour of CPU time (WHEEL_ARGS="--part fp8")
+wheel: $(VENV)/.installed-dev ## a wheel in dist/ that carries compiled kernels for Hopper; needs nvcc, takes hours of CPU time (WHEEL_ARGS="--part fp8")
 	$(PY) tools/build_wheel.py $(WHEEL_ARGS)
 
 clean: ## remove .venv, caches and build products (runs/ stays)

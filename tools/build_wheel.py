@@ -6,7 +6,7 @@ a program may choose, so a new variant enters by itself. Needs nvcc and no GPU. 
 earlier run compiled are taken from `build/wheel/cache`.
 
     tools/build_wheel.py                                 # everything that PARTS lists
-    tools/build_wheel.py --part fp8 --jobs 1
+    tools/build_wheel.py --part fp8 --activation swiglu --jobs 1
     tools/build_wheel.py --kernel routing_metadata       # one kernel, as the tests do
 """
 
@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +59,6 @@ class Part:
     inner: int = 1024
 
 
-# In the order in which they are worth their bytes. The others are listed as left out.
 PARTS = {
     "fp8": Part(FP8),
     "bf16": Part(BF16),
@@ -67,7 +66,6 @@ PARTS = {
     "fp16": Part(BF16, "float16"),
     "fp16, I >= 8192": Part(BF16, "float16", 8192),
 }
-DEFAULT = ("fp8", "bf16")
 
 
 def kernels(part: Part, activation: ActivationType, own: ActivationParameters = ()) -> Jobs:
@@ -97,21 +95,27 @@ def settings(part: Part) -> Iterator[dict[str, object]]:
                 yield {"recipe": recipe, "save_z": code, "fp8_wgrad": quantised}
 
 
-def plan(names: tuple[str, ...]) -> tuple[Jobs, dict[str, list[str]], list[str]]:
-    """The compile jobs of these parts, the activations of each, and what is left out."""
+def plan(
+    names: Sequence[str], activations: Sequence[ActivationType]
+) -> tuple[Jobs, dict[str, list[str]], list[str]]:
+    """The compile jobs of these parts and activations, the activations of each part, and what is
+    left out.
+    """
     jobs: Jobs = {}
     contents: dict[str, list[str]] = {}
     for name in names:
-        for activation in ActivationType:
+        for activation in activations:
             found = kernels(PARTS[name], activation)
             if found:
                 jobs |= found
                 contents.setdefault(name, []).append(activation.value)
-    left_out = [f"{name}, for its size" for name in PARTS if name not in names]
+    left_out = [name for name in PARTS if name not in names]
+    left_out += [kind.value for kind in ActivationType if kind not in activations]
     # Numbers that a layer sets may be compiled in.
     for name in names:
-        for activation, record in ACTIVATIONS.items():
-            own = tuple((each.name, min(each.default, 8.0) / 2) for each in record.parameters)
+        for activation in activations:
+            numbers = ACTIVATIONS[activation].parameters
+            own = tuple((each.name, min(each.default, 8.0) / 2) for each in numbers)
             if own and not kernels(PARTS[name], activation, own).keys() <= jobs.keys():
                 left_out.append(f"{name}: {activation.value} with parameters of a layer's own")
     return jobs, contents, left_out
@@ -212,15 +216,17 @@ def for_the_hub(tree: Path, versions: dict[str, str], digest: str, out: Path) ->
 def main() -> None:
     """Compile, stage, build; the last line printed is the wheel."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--part", action="append", choices=PARTS, help="default: fp8 and bf16")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
+    kinds = [kind.value for kind in ActivationType]
+    parser.add_argument("--activation", action="append", choices=kinds, help="default: all")
     parser.add_argument("--kernel", action="append", help="only kernels of this name")
     parser.add_argument("--jobs", type=int, help="compilers at a time")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheel")
     parser.add_argument("--cache", type=Path, help="of compiled kernels; default: in --work")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     asked = parser.parse_args()
-    parts = tuple(asked.part or DEFAULT)
-    jobs, contents, left_out = plan(parts)
+    activations = [ActivationType(name) for name in asked.activation or kinds]
+    jobs, contents, left_out = plan(asked.part or list(PARTS), activations)
     if asked.kernel:
         jobs = {job: None for job in jobs if job.name in asked.kernel}
         contents, left_out = {}, [f"everything but {', '.join(asked.kernel)}"]

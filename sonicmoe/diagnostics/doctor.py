@@ -186,7 +186,7 @@ def examine_carried(report: Report) -> None:
     count, archs = len(held.manifests), ", ".join(held.architectures)
     built = f"nvcc {held.versions['nvcc']} for apache-tvm-ffi {held.versions['apache-tvm-ffi']}"
     report.carried = [f"{count} kernels for {archs} by {built}; {held.summary}"]
-    report.carried += [f"not inside: {line}" for line in held.left_out]
+    report.carried += [f"not inside: {'; '.join(held.left_out)}"] if held.left_out else []
     if held.misfit:
         what, _, remedy = held.misfit.partition("; ")
         report.warning(what, remedy or "install the wheel for this kind of machine")

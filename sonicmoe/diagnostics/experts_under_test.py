@@ -98,7 +98,7 @@ def load(name: str) -> Experts:
             found: Any = runpy.run_path(place, run_name=Path(place).stem)[attribute]
         else:
             found = getattr(importlib.import_module(place), attribute)
-    except (ImportError, OSError, AttributeError, KeyError) as error:
+    except Exception as error:  # of a wrong name, or of the code that it names
         words = f"experts {name!r} cannot be loaded ({type(error).__name__}: {error})"
         raise ConfigError(f"{words}; needed: {needed}") from error
     expect(callable(found), ConfigError, f"{name} is {type(found).__name__}; needed: a callable")
