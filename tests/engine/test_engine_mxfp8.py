@@ -32,7 +32,6 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.node.late_wgrad import tensors_in
 from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import RECIPES
 
@@ -119,19 +118,6 @@ def test_every_activation(activation):
         assert distance(found[name], wanted[name]) <= 2 * BARS[name], name
 
 
-def test_what_is_launched(case, gemms):
-    case.run(OURS)
-    (host,) = gemms.values()
-    backward = ["dgated", "dgrad", "load hidden", "load inner", "wgrad_down", "wgrad_up"]
-    assert host.calls == ["up", "down", *backward]
-    host.calls.clear()
-    _, _, saved = case.forward(OURS, MX, save=False)
-    assert saved is None and host.calls == ["up_only", "down"]
-    host.calls.clear()
-    case.run(OURS, replace(MX, recompute_z=True))
-    assert host.calls[:4] == ["up_only", "down", "up_again", "dgated"]
-
-
 def test_no_token_at_all():
     empty = Case(6, invalid=1.1)
     found = empty.run(OURS)
@@ -191,20 +177,6 @@ def test_parameters_that_its_gemms_cannot_add_to():
     assert "the MXFP8 GEMMs add to one for all" in OURS.problem_of(targets, MX)
     with pytest.raises(ConfigError, match="the MXFP8 GEMMs cannot add to these parameters"):
         Case().run(OURS, targets=targets)
-
-
-def test_released_operands_are_refused(case):
-    weights, _, saved = case.forward(OURS, MX)
-    _, _, pending = OURS.backward_dx(case.dout, saved, weights)
-    # Everything that a side stream reads is found in them.
-    held = {tensor.data_ptr() for tensor in tensors_in(pending)}
-    for q in (pending.dz, pending.y1s, pending.native):
-        assert {part.data_ptr() for part in q.parts} <= held
-    assert pending.y1s.along_columns is None, "nobody contracts y1s over its columns"
-    sums = case.accumulators()
-    OURS.backward_dw(pending, sums)
-    with pytest.raises(RuntimeError, match="released by an earlier backward_dw"):
-        OURS.backward_dw(pending, sums)
 
 
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SITU_GLU])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
 from sonicmoe.errors import ConfigError
@@ -73,12 +71,3 @@ def test_a_number_out_of_range_is_refused(name, bad):
 def test_a_word_that_is_not_understood_is_named(rest):
     with pytest.raises(ConfigError, match=f"situ_glu:{rest}"):
         parse_situ_activation(f"situ_glu:{rest}")
-
-
-def test_the_signature_is_what_fleet_calls():
-    parameters = inspect.signature(encode_situ_activation).parameters
-    assert [(p.name, p.default) for p in parameters.values()] == [
-        ("beta", 4.0),
-        ("linear_beta", 25.0),
-        ("precise", True),
-    ]

@@ -5,27 +5,25 @@ knows it.
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from findings import NAN, fault_of, found, measured, said_by, spoil
+from findings import fault_of, found, measured, said_by, spoil
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens
 from pairwise import pairwise
 from torch import nn
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer, observe
-from sonicmoe.diagnostics import bisect as bisect_module
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.observe import listening
 
 E, K, H, I = 5, 2, 32, 24
+QUANTISED = {"use_fp8": True}
 FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 
 
@@ -55,14 +53,14 @@ class Model(nn.Module):
         return x
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "fp8"])
-def compiled(request):
+@pytest.fixture(scope="module")
+def compiled():
     """A sound model, and a step of it in a graph that was compiled before anybody observed."""
     torch._dynamo.reset()
-    model, fp8 = Model(bias=True), request.param
+    model = Model(bias=True)
     graph = torch.compile(model, backend="aot_eager", fullgraph=True)
-    graph(make_tokens(4, 10, H).requires_grad_(), use_fp8=fp8).sum().backward()
-    yield model, lambda x: graph(x, use_fp8=fp8), fp8
+    graph(make_tokens(4, 10, H).requires_grad_(), **QUANTISED).sum().backward()
+    yield model, lambda x: graph(x, **QUANTISED)
     torch._dynamo.reset()
 
 
@@ -157,13 +155,13 @@ def test_captured_calls_run_again(fp8, bias, activation, path):
 class TestCompiled:
     def test_it_is_captured_and_dumped(self, compiled, path):
         """The same copies as of the eager model."""
-        model, graph, fp8 = compiled
+        model, graph = compiled
         x = make_tokens(4, 10, H).requires_grad_()
         model.layers[1].dump(path)
         with captured_calls("call") as cases:
             graph(x).sum().backward()
         with captured_calls("call") as eager:
-            model(x, use_fp8=fp8).sum().backward()
+            model(x, **QUANTISED).sum().backward()
         for case, wanted in zip(cases, eager, strict=True):
             assert case.name == wanted.name and case.settings == wanted.settings
             for name in ("indices", "w1", "w2", "b1", "b2"):
@@ -175,7 +173,7 @@ class TestCompiled:
 
     @pytest.mark.parametrize("weight", WEIGHTS)
     def test_a_weight_is_named_as_the_model_names_it(self, weight, compiled):
-        model, graph, _ = compiled
+        model, graph = compiled
         sound = {name: value.clone() for name, value in model.state_dict().items()}
         try:
             check_name(model, weight, lambda: graph(make_tokens(4, 10, H).requires_grad_()))
@@ -250,25 +248,6 @@ class TestFunctional:
             where = f"{holder}.{name} at expert 4, row 7, column 3"
             assert text.startswith(f"first bad: input {stage} = {where}: nan")
 
-    def test_a_weight_gradient_that_does_not_repeat(self, call, monkeypatch):
-        """Of an engine whose sums are broken once: nothing but the name of the result is known."""
-        original = ReferenceEngine.backward_dw
-
-        def broken(engine, pending, targets):
-            original(engine, pending, targets)
-            if type(engine) is ReferenceEngine:
-                targets.dw2[2, 7, 3] = NAN
-
-        class Sound(ReferenceEngine):
-            pass
-
-        monkeypatch.setattr(bisect_module, "engine_named", lambda *_: Sound())
-        monkeypatch.setattr(ReferenceEngine, "backward_dw", broken)
-        tensors = [weight.requires_grad_() for weight in weights()]
-        error = found(lambda: call(make_tokens(30, H), tensors).sum().backward())
-        assert str(error).startswith("the gradient of w2 is not finite (engine reference, call 1")
-        assert "did not repeat its result" in str(error) and error.report.healthy
-
     @FP8
     def test_a_dump_follows_the_parameter(self, call, fp8, path):
         w1, b1, w2, b2 = weights()
@@ -315,14 +294,3 @@ def test_a_weight_gradient_is_named_by_the_callers_weight(path):
         fault = bisect(load_dump(path), "reference").fault
     where = "the gradient of w1 at expert 2, row 15, column 3: nan"
     assert str(fault).startswith(f"first bad: stage dw1 = {where}")
-
-
-@pytest.mark.parametrize("observed", [False, True])
-def test_only_an_observed_forward_keeps_the_weights_for_its_backward(observed):
-    """Quantised weights are copies, and the graph holds no others unless somebody watches."""
-    moe, x = make_layer(), make_tokens(10, H).requires_grad_()
-    with observe.observing(lambda event: None) if observed else nullcontext():
-        node = moe(x, use_fp8=True)[0].grad_fn
-    while not hasattr(node, "observed"):
-        node = node.next_functions[0][0]
-    assert (node.observed is not None) == observed

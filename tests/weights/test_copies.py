@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from framework import numpy, tensor, torch
+from framework import numpy, torch
 from weights.freed_memory import free
 from weights.weight_sources import fused_weights, weight_arrays
 
@@ -20,8 +20,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import LayoutError
-from sonicmoe.layouts import NATIVE, WeightLayout, WeightSource
-from sonicmoe.quant import gpu
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.weights.copies import WeightCopies
@@ -85,59 +84,3 @@ def test_copies_keep_no_parameter_alive_and_no_parameter_is_mistaken():
     other = make_layer()
     with pytest.raises(LayoutError, match="made of other parameters"):
         copies.read(ReferenceEngine(), FP8, other, other.parameters())
-
-
-class Kernels:
-    """The quantiser's module on a GPU, as far as its buffers are concerned."""
-
-    def __init__(self):
-        self.written = []
-
-    def num_checksums(self, *_):
-        return 4
-
-    def store_addresses(self, *_):
-        pass
-
-    def check_weights(self, *_):
-        pass
-
-    def quantize_weights(self, table, *rest):
-        self.written.append([q for q in rest[:8] if q is not None])
-
-
-class TestBuffersOnTheGpu:
-    """Which memory `QuantizedWeights` hands its kernels, with kernels that only look."""
-
-    @pytest.fixture
-    def kernels(self, monkeypatch):
-        made = Kernels()
-        monkeypatch.setattr(gpu, "_kernels", lambda _device: made)
-        monkeypatch.setattr(gpu, "is_cuda", lambda _tensor: True)
-        monkeypatch.setattr(gpu, "current_stream", lambda _tensor: 0)
-        return made
-
-    def source(self, layout, experts=2, hidden=32, inner=64):
-        shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
-        if layout.transposed:
-            shapes = tuple((e, columns, rows) for e, rows, columns in shapes)
-        # Addresses of 16 bytes, which the kernels need.
-        weights = (tensor(np.zeros(shape), torch.bfloat16) for shape in shapes)
-        return WeightSource.stacked(*weights, layout=layout)
-
-    @pytest.mark.parametrize("iso_weight", [False, True])
-    def test_a_switch_of_the_layout_keeps_them(self, kernels, iso_weight):
-        weights = gpu.QuantizedWeights(iso_weight)
-        for layout in (GROUPED, NATIVE, GROUPED):
-            weights.update(self.source(layout))
-        first, *others = kernels.written
-        assert len(first) == (4 if iso_weight else 8)
-        for other in others:
-            assert all(one is two for one, two in zip(first, other, strict=True))
-
-    def test_other_sizes_get_others(self, kernels):
-        weights = gpu.QuantizedWeights()
-        weights.update(self.source(NATIVE))
-        weights.update(self.source(NATIVE, experts=3))
-        first, second = kernels.written
-        assert not any(one is two for one, two in zip(first, second, strict=True))
