@@ -54,12 +54,6 @@ def test_a_tiny_problem_is_bound_by_the_weights_it_reads():
     assert read > 2 * 128 * 4096 * 1024
 
 
-def test_spread():
-    spread = Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
-    assert spread == Spread(median=3, percent=pytest.approx(50 * 2 / 3), count=5)
-    assert Spread.of([7.0]) == Spread(7.0, 0.0, 1)
-
-
 def gpu_result(fp8=True, **changes):
     fields = {
         "busy": {"forward": 2000.0, "backward": 3566.0, "step": 500.0},
@@ -116,17 +110,6 @@ def test_peaks_and_floors_of_hopper_are_not_held_against_another_gpu():
     assert result.tflops > 0 and result.mfu is None and result.to_json()["floors_us"] == {}
     assert "MFU, floors: not known for this architecture" in notes([result])
     assert cells(stage_table(result))["up"] == ["1,000", NONE, NONE]
-
-
-def test_what_is_missing_is_said():
-    refused = Result(REFERENCE, "mxfp8:perf", True, True, refusal="not here")
-    assert notes([refused])[0] == f"mxfp8:perf at {REFERENCE} did not run: not here"
-    assert any("do not fit at once" in line for line in notes([gpu_result(steady=None)]))
-    unprofiled = gpu_result(busy={})
-    assert unprofiled.tflops == pytest.approx(REFERENCE.flop / 6000 / 1e6)
-    assert any("profiler saw no kernel" in line for line in notes([unprofiled]))
-    assert Result(REFERENCE, "reference:perf", True, False, steady=Spread.of([9.0])).mfu is None
-    assert "MFU: of 1979 TFLOPS (fp8) and 989 TFLOPS (bf16)" in notes([gpu_result()])
 
 
 def event(cat, name, ts, dur, correlation=None, tid=1):

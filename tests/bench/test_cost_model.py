@@ -5,7 +5,6 @@ cost nothing left out.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ from sonicmoe.bench.floors import OTHER_STAGES, floors
 from sonicmoe.bench.points import Point, SweepError, read_points
 from sonicmoe.bench.shapes import REFERENCE, Shape
 from sonicmoe.bench.sweep import grid, sweep
-from sonicmoe.bench.tables import term_table
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName
@@ -76,25 +74,6 @@ def test_held_out_points_do_not_move_the_fit():
     again = fit_model(spoiled)
     assert again.coefficients == model.coefficients
     assert again.held_out_error > 90
-
-
-def test_prediction_and_mfu_agree():
-    points = made_points()
-    model = fit_model(points)
-    (us,), (mfu,) = model.predict([REFERENCE]), model.mfu([REFERENCE])
-    assert mfu == pytest.approx(REFERENCE.flop / us / 1e6 / 1979)
-    assert us == pytest.approx(plain(REFERENCE), rel=0.01)
-    assert sum(model.shares([p.shape for p in points]).values()) == pytest.approx(1)
-    terms, units, _ = (list(column.cells) for column in term_table(model, points).columns)
-    assert dict(zip(terms, units, strict=True))["TK*H*I"] == "1.4e-08"
-
-
-def test_the_grid_groups_experts():
-    shapes = grid("cuda:0")
-    assert len(shapes) == len(set(shapes)) == 200
-    widths = [(s.hidden, s.intermediate, s.experts) for s in shapes]
-    changes = sum(a != b for a, b in itertools.pairwise(widths))
-    assert changes == len(set(widths)) - 1, "experts are built once"
 
 
 def test_terms_of_tiles_and_floors():

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 import sonicmoe
 from sonicmoe.cli import main as main_module
 from sonicmoe.cli.main import COMMANDS, main
-from sonicmoe.cli.screen import SteadyStream
 from sonicmoe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,17 +109,3 @@ def test_output_that_cannot_be_written_is_one_line(line, monkeypatch, capsys):
     assert end.value.code == 1
     said = "Error: the output cannot be written: No space left on device\n"
     assert capsys.readouterr().err == said
-
-
-def test_a_stream_that_cannot_be_written_never_raises(tmp_path):
-    closed = (tmp_path / "closed").open("w")
-    closed.close()
-    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  closing it would fail
-    for stream in (full, closed):
-        steady = SteadyStream(stream)
-        for _ in range(3):
-            assert steady.write("a line\n") == 7
-            steady.flush()
-    monitor = (tmp_path / "open").open("w")
-    assert SteadyStream(monitor).fileno() == monitor.fileno()
-    assert not SteadyStream(monitor).isatty()

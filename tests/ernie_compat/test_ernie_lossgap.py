@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from small_run import run_config, write_text
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.gap_runs import GapRun, Interval, LossGapError, read_run, summarise
+from ernie_compat.gap_runs import GapRun, Interval, LossGapError, read_run
 from ernie_compat.lossgap import lossgap
 from ernie_compat.metrics import loss_gap
 from ernie_compat.trainer import Trainer
@@ -60,25 +60,6 @@ def test_interval_is_students():
     assert Interval.of([0.0, 0.001, 0.1], least=0.0).low == 0
     many = Interval.of([float(i % 2) for i in range(100)])
     assert many.high - many.mean == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
-
-
-def test_kinds_are_summarised_apart_and_a_shift_is_seen():
-    noise = [
-        made("noise", seed, gap=0.001, signed=value)
-        for seed, value in enumerate((-0.001, 0.001, 0.0005, -0.0004))
-    ]
-    shift = [made("shift", seed, gap=value) for seed, value in enumerate((0.0030, 0.0032, 0.0029))]
-    first, second = summarise([*noise, *shift])
-    assert (first.kind, first.runs, first.shifted) == ("noise", 4, False)
-    assert (second.kind, second.runs, second.shifted) == ("shift", 3, True)
-    assert second.worst == 0.0032 and second.gap.low < second.gap.mean < second.gap.high
-    assert summarise([made()])[0].shifted is False
-
-
-def test_a_seed_counts_once():
-    with pytest.raises(LossGapError, match=r"seed \[3\] occurs more than once"):
-        summarise([made(seed=3), made(seed=3)])
-    assert len(summarise([made("a", 3), made("b", 3)])) == 2
 
 
 def test_what_is_no_compared_run_is_refused(tmp_path):

@@ -60,16 +60,6 @@ def test_only_the_wide_products_are_narrow():
     assert all(seen[name].dtype == torch.float32 for name in exact)
 
 
-@pytest.mark.usefixtures("mixed")
-def test_weights_gradients_and_moments_stay_fp32(corpus):
-    made = learner()
-    losses(made, corpus)
-    tensors = [
-        t for p in made.parameters.values() for t in (p, p.grad, *made.optimizer.state[p].values())
-    ]
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
-
-
 @pytest.mark.trained
 def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus, monkeypatch):
     exact = losses(learner(), corpus)

@@ -64,13 +64,6 @@ def test_tokens_without_rows_are_exact_zeros(kernels):
     assert bool((out == 0).all())
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(0, 64), (8, 0)])
-def test_empty(kernels, tokens, width):
-    routing = routing_of(tokens, 2, 4, 4)
-    rows = torch.zeros((routing.num_rows, width), device="cuda")
-    assert summed_by(kernels, rows, routing, weighted=False).shape == (tokens, width)
-
-
 def test_rows_past_two_to_the_31_elements(kernels):
     tokens, width = 900_000, 2560
     indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
@@ -83,17 +76,6 @@ def test_rows_past_two_to_the_31_elements(kernels):
     assert torch.equal(out[:, 0], rows[routing.slot_row[:, 0], 0])
     assert torch.equal(out[-1], rows[routing.slot_row[-1, 0]])
     assert torch.equal(out[:, -1], out[:, 0])
-
-
-def test_unaligned_rows(kernels):
-    """A view that starts off a 16-byte boundary takes the element-wise path."""
-    routing = routing_of(64, 4, 8, 8)
-    base = torch.randn(routing.num_rows * 64 + 1, device="cuda").to(torch.bfloat16)
-    rows = base[1:].reshape(routing.num_rows, 64)
-    assert torch.equal(
-        summed_by(kernels, rows, routing, weighted=True),
-        summed_by(PLAIN, rows, routing, weighted=True),
-    )
 
 
 def test_graph_and_no_sync(kernels):

@@ -2,8 +2,6 @@
 again, at growing pauses.
 """
 
-import logging
-
 import pytest
 
 from sonicmoe.jit import CompileKey, decided
@@ -66,14 +64,6 @@ def test_attempts_that_keep_failing_become_rare(monkeypatch):
         assert choose("cuda:0") == "fallback"
         clock.now += 0.01
     assert 15 <= len(asked) <= 30, "in a thousand seconds"
-
-
-def test_what_was_said_is_not_said_again(caplog):
-    choose, _ = failing([])
-    with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        for text in ("100 % full", "100 % full", "other"):
-            choose.say(logging.WARNING, text)
-    assert [record.getMessage() for record in caplog.records] == ["100 % full", "other"]
 
 
 def test_an_artefact_that_did_not_load_may_load_later_though_there_is_no_compiler(cache, caplog):
