@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
@@ -186,16 +187,23 @@ def test_other_classes_stay_and_overrides_are_idempotent(caplog):
     )
 
 
-def test_the_commands_and_the_snippet_of_the_page_switch_it_on():
+def test_the_page_switches_it_on(monkeypatch):
     page = (ROOT / "docs" / "torchtitan.md").read_text(encoding="utf-8")
     command = page.split("-m torchtitan.train ")[1].split("\n\n")[0].replace("\\\n", " ")
-    given = {}
-    exec(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], given)
-    for job in (ConfigManager().parse_args(shlex.split(command)), given["config"]):
-        lines = apply_overrides(job.override, job)
-        experts = [line for line in lines if "-> SonicRoutedExperts.Config with fp8_mode" in line]
-        layers = [layer for layer in job.model_spec.model.layers if layer.moe is not None]
-        assert len(experts) == len(layers) > 0
+    job, own = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    given, overrides = {}, ModuleType("my_overrides")
+    exec(job, given)
+    exec(own, overrides.__dict__)
+    monkeypatch.setitem(sys.modules, "my_overrides", overrides)
+    some = deepseek_v3_debugmodel()
+    some.override.imports = ["my_overrides.inner_layers"]
+    typed = ConfigManager().parse_args(shlex.split(command))
+    for config, layers in ((typed, 48), (given["config"], 5), (some, 4)):
+        apply_overrides(config.override, config)
+        replaced = list(config.model_spec.model.traverse(door.SonicRoutedExperts.Config))
+        assert len(replaced) == layers
+        options = [each.inner_experts.options for _, each, *_ in replaced]
+        assert all(each == {"fp8_mode": "perf"} for each in options)
     assert type(given["config"].activation_checkpoint) is door.SonicSelectiveAC.Config
 
 
