@@ -247,7 +247,9 @@ def show(report: WarmUpReport, console: Console) -> None:
             alone if report.only_local == ready else f"{where}, {report.only_local} of them {alone}"
         )
     if report.carried:
-        where = f"{where}, {report.carried} of them inside the installed package"
+        inside = "inside the installed package"
+        all_inside = report.carried == ready
+        where = inside if all_inside else f"{where}, {report.carried} of them {inside}"
     summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels {where}, {report.seconds:.1f} s{record}"
     console.print(summary, soft_wrap=True)
 
