@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from .enums import member_of
 from .ep import Dispatcher, make_dispatcher
-from .errors import EngineUnavailableError
+from .errors import ConfigError, EngineUnavailableError
+from .refusals import need_type
 
 
 class DispatchMode(StrEnum):
@@ -81,8 +82,15 @@ def default_group() -> Any:
 
 
 def world_size(group: Any) -> int:
-    """How many ranks it has; None is one."""
-    return 1 if group is None else dist.get_world_size(group)
+    """How many ranks it has; None is one.
+
+    Raises:
+        ConfigError: it is no process group.
+    """
+    if group is None:
+        return 1
+    need_type("group", group, dist.ProcessGroup, "a process group, or None", ConfigError)
+    return dist.get_world_size(group)
 
 
 # By group, experts and whether the host waits: the dispatcher, and the most tokens it has room for.

@@ -20,7 +20,7 @@ from .functional.border import check_router_dtype, need_values
 from .functional.plan import check_use_fp8
 from .interop import current_stream
 from .observe import MOE
-from .refusals import need_type
+from .refusals import need_shape, need_type
 from .weights.stacked_cache import forget
 
 Tensor = torch.Tensor
@@ -165,7 +165,7 @@ class MoE(nn.Module):
         Raises:
             EngineUnavailableError: a backend this package does not have.
             TypeError: `hidden_states` is no tensor.
-            ShapeError: its last axis is not H.
+            ShapeError: its last axis is not H, or the router's is not E.
             LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
             DTypeError: tokens and router differ in dtype outside autocast.
             ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
@@ -196,9 +196,10 @@ class MoE(nn.Module):
             )
             use_fp8 = True
         if fp8_only or backend == KernelBackendMoE.sonicmoe.value:
-            out, logits, counts = softmax_topk_layer(
+            logits = self._logits(hidden_states.reshape(-1, self.hidden_size))
+            out, counts = softmax_topk_layer(
                 hidden_states,
-                self.router.weight,
+                logits,
                 (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
                 self.top_k,
                 self.activation_function,
@@ -230,7 +231,7 @@ class MoE(nn.Module):
         """The caller's current stream, for the `stream_id` arguments of upstream's functions; 0 on
         the host.
         """
-        return current_stream(self.router.weight)
+        return current_stream(self.c_fc.weight)
 
     def invalidate_caches(self) -> None:
         """Forget prepared weights; needed after a write through `.data`, or by an optimizer that is
@@ -251,9 +252,18 @@ class MoE(nn.Module):
 
         dump(self, path)
 
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """`[T, E]`, by the module, which may have hooks, an adapter or a bias, or be another one."""
+        weight = getattr(self.router, "weight", None)
+        if isinstance(weight, Tensor):
+            check_router_dtype(tokens, weight)
+        logits: Tensor = self.router(tokens)
+        fits = logits.dim() == 2 and logits.shape[1] == self.num_experts
+        need_shape(fits, "the router's output", logits, f"[T, {self.num_experts}]")
+        return logits
+
     def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_router_dtype(tokens, self.router.weight)
-        logits = self.router(tokens)
+        logits = self._logits(tokens)
         chosen, indices = torch.topk(logits.float(), self.top_k, dim=-1)
         probs = torch.softmax(chosen, dim=-1)
         # One expert after the other, in operations that autograd knows: an independent computation

@@ -28,7 +28,14 @@ from ..observe import TOPK, TRIPLES
 from ..refusals import need_shape
 from ..weights.stacked_cache import Weights
 from .autograd import expert_mlp
-from .border import check_router, check_router_dtype, check_stacks, check_tokens, check_triples
+from .border import (
+    check_router,
+    check_router_dtype,
+    check_stacks,
+    check_switch,
+    check_tokens,
+    check_triples,
+)
 from .triples import count_cumsum, frequency_of, triples_to_topk
 
 Tensor = torch.Tensor
@@ -101,10 +108,13 @@ def moe_TC_softmax_topk_layer(
     check_tokens(x)
     check_router(router_w, x)
     check_stacks((w1, w2, b1, b2), int(router_w.shape[0]), "the rows of router_w")
+    check_router_dtype(x, router_w)
     activation = member_of(ActivationType, activation_type, "activation_type")
-    return softmax_topk_layer(
+    # An operation of the caller's: autograd, autocast and hooks see it as any other.
+    logits = torch.nn.functional.linear(x, router_w)
+    out, counts = softmax_topk_layer(
         x,
-        router_w,
+        logits,
         (w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         K,
         activation,
@@ -116,11 +126,12 @@ def moe_TC_softmax_topk_layer(
         use_fp8=use_fp8,
         face=TOPK,
     )
+    return out, logits, counts
 
 
 def softmax_topk_layer(
     x: Tensor,
-    router_w: Tensor,
+    logits: Tensor,
     weights: Weights,
     K: int,
     activation: ActivationType,
@@ -128,17 +139,14 @@ def softmax_topk_layer(
     softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_TC_softmax_topk_layer` on `(w1, w2, b1, b2)` as they lie in memory, and on tokens
-    `[..., H]`, whose shape the output has; `options` of `expert_mlp`.
+) -> tuple[Tensor, Tensor]:
+    """`(out, expert_frequency)` of `moe_TC_softmax_topk_layer`, from the router's logits `[T, E]`, on
+    `(w1, w2, b1, b2)` as they lie in memory, and on tokens `[..., H]`, whose shape the output has;
+    `options` of `expert_mlp`.
     """
-    check_router_dtype(x, router_w)
-    # The router is an operation of the caller's: autograd, autocast and hooks see it as any other.
-    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    logits = torch.nn.functional.linear(tokens, router_w)
     indices, probs = choose(logits.to(torch.float32), K, softmax_over_topk, norm_topk_probs)
     out = expert_mlp(autocast(x), indices, probs, *weights, activation, **options)
-    return out, logits, frequency_of(indices.reshape(-1), int(router_w.shape[0]))
+    return out, frequency_of(indices.reshape(-1), int(logits.shape[-1]))
 
 
 def choose(
@@ -148,6 +156,7 @@ def choose(
 
     Raises:
         ShapeError: K is no integer in [1, E].
+        ConfigError: one of the other two is no bool.
     """
     experts = int(logits.shape[-1])
     expect(
@@ -155,6 +164,8 @@ def choose(
         ShapeError,
         f"K is {K!r}; needed: 1 to {experts}, the number of experts",
     )
+    check_switch("is_softmax_over_topk", softmax_over_topk)
+    check_switch("norm_topk_probs", norm_topk_probs)
     # A softmax keeps the order, so whatever it is over the experts are those of the K largest
     # logits.
     chosen, indices = torch.topk(logits, K, dim=-1)
@@ -322,6 +333,7 @@ def _from_native(w1: Tensor, w2: Tensor, x_fp8: object) -> tuple[Tensor, None, T
 
 def layout_of(activation: ActivationType, concat_layout: bool) -> WeightLayout:
     """Of stacked weights whose w1 has gate and up rows in turns, or in halves."""
+    check_switch("concat_layout", concat_layout)
     return WeightLayout(split_half=concat_layout and is_glu(activation))
 
 

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..enums import ActivationParameters, ActivationType
-from ..errors import ConfigError
 from ..layouts import WeightLayout
 from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
-from .border import check_stored
+from .border import check_stored, check_switch
 from .call import Origin, backward, forward
 from .compiled import expert_operator
 from .plan import Plan, make_plan
@@ -62,9 +61,7 @@ def expert_mlp(
     """
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     check_stored(x, weights, FACES[face])
-    # By identity, because texts such as "no" are true. Both names of the argument begin so.
-    if inference is not True and inference is not False:
-        raise ConfigError(f"is_inference_mode is {inference!r}; needed: True or False")
+    check_switch("is_inference_mode", inference)  # both names of the argument begin so
     save = not inference and _is_differentiated(x, probs, weights)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError, DTypeError
+from ..errors import ConfigError, DeviceError, DTypeError
 from ..interop import dtype_name, require_framework_tensor, require_same_device
 from ..observe import Face
 from ..refusals import need_dtype, need_shape
@@ -24,6 +24,13 @@ def need_values(name: str, tensor: Any) -> None:
     require_framework_tensor(tensor, name)
     if tensor.device.type == "meta":
         raise DeviceError(f"{name} is on meta, where there are no values; needed: a CPU or a GPU")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuse what is no bool: a text such as "no" is true."""
+    # By identity, because every call asks.
+    if value is not True and value is not False:
+        raise ConfigError(f"{name} is {value!r}; needed: True or False")
 
 
 def check_tokens(x: Tensor) -> None:

@@ -31,7 +31,13 @@ from ..interop import require_framework_tensor, require_same_device
 from ..refusals import need_dtype, need_shape
 from . import autocast, choose, layout_of
 from .autograd import expert_mlp
-from .border import check_router, check_router_dtype, check_tokens, need_values
+from .border import (
+    check_router,
+    check_router_dtype,
+    check_switch,
+    check_tokens,
+    need_values,
+)
 
 Tensor = torch.Tensor
 
@@ -146,6 +152,7 @@ def moe_ep_general_routing_forward(
             require_framework_tensor(bias, name)
     words = "redispatch_x_in_backward is {!r}; needed: False, because the engine keeps the tokens that arrived"
     expect(redispatch_x_in_backward is False, ConfigError, words.format(redispatch_x_in_backward))
+    check_switch("CPU_sync_on_runtime", CPU_sync_on_runtime)
     activation = member_of(ActivationType, activation_type, "activation_type")
     gathers = False
     if ep_config is not None:

@@ -27,7 +27,8 @@ def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Te
         int32 `[E]` counts, or `(counts, inclusive prefix sum)`.
     """
     require_framework_tensor(x, "x")
-    whole = isinstance(E, Integral) and not isinstance(E, bool)
+    # The compiler knows `int`, and numpy's integers are `Integral`.
+    whole = isinstance(E, int | Integral) and not isinstance(E, bool)
     expect(whole and E >= 0, ShapeError, f"E is {E!r}; needed: an integer, at least 0")
     need_shape(len(x.shape) == 1, "x", x, "one axis")
     need_dtype("x", x, torch.int32, torch.int64)
@@ -81,11 +82,9 @@ def _check_token_indices(
     With `topk` nothing waits for a GPU. A wrong argument then cannot raise here, so the device
     itself asserts it (`torch._assert_async`).
     """
-    expect(
-        topk is None or topk >= 1,
-        ShapeError,
-        f"max_experts_per_token is {topk}; needed: at least 1",
-    )
+    whole = isinstance(topk, int | Integral) and not isinstance(topk, bool)
+    words = f"max_experts_per_token is {topk!r}; needed: an integer, at least 1"
+    expect(topk is None or (whole and topk >= 1), ShapeError, words)
     num_tokens = int(per_token.shape[0])
     most = per_token.max() if num_tokens else torch.zeros_like(strays)
     unsorted = (tokens[1:] < tokens[:-1]).any()

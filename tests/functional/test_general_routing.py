@@ -228,6 +228,7 @@ REFUSED = [
     ("x", zeros(8, 32, dtype=torch.int32), DTypeError, "x is int32"),
     ("x", zeros(2, 4, 32), ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
     ("activation_type", "swish", ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
+    ("max_experts_per_token", "2", ShapeError, "max_experts_per_token is '2'; needed: an integer"),
     ("use_fp8", "off", ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
 ]
 

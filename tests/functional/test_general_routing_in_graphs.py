@@ -121,5 +121,7 @@ def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
 
 def test_a_width_of_nothing_is_refused():
     moe, x, dout = biased_layer()
-    with pytest.raises(ShapeError, match="max_experts_per_token is 0; needed: at least 1"):
+    with pytest.raises(
+        ShapeError, match="max_experts_per_token is 0; needed: an integer, at least 1"
+    ):
         run_triples(moe, x, *triples(), dout, max_experts_per_token=0)

@@ -379,6 +379,35 @@ def test_inference_is_a_bool(value):
         make_layer()(make_tokens(19, 32), is_inference_mode=value)
 
 
+class Adapted(torch.nn.Module):
+    """A router with an adapter, which has the base layer's weight, as peft's have."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.adapter = base, torch.nn.Linear(32, 5)
+        self.weight = base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def test_the_router_is_a_module():
+    """What stands in its place computes, trains and has its hooks, as in plain PyTorch."""
+    moe, (x, _), called = make_layer(), batch(), []
+    moe.router = Adapted(moe.router)
+    moe.router.register_forward_hook(lambda *_: called.append(1))
+    gradients = []
+    for backend in ("torch", "sonicmoe"):
+        out, aux = moe(x, backend)
+        wanted = [moe.router.adapter.weight, moe.router.adapter.bias, moe.c_fc.weight]
+        gradients.append([out, *torch.autograd.grad(out.square().sum() + aux, wanted)])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    assert called == [1, 1] and gradients[1][1].abs().max() > 0
+    moe.router = torch.nn.Linear(32, 6)
+    with pytest.raises(ShapeError, match=r"router's output has shape \(19, 6\); needed: \[T, 5\]"):
+        moe(x)
+
+
 @BACKENDS
 def test_a_backend_by_its_value(backend):
     moe, (x, _) = make_layer(), batch()

@@ -120,16 +120,7 @@ def test_refused(changes, message):
         moe_TC_softmax_topk_layer(**arguments(make_layer(), make_tokens(4, 32)) | changes)
 
 
-@pytest.mark.parametrize(
-    "value", [None, [1.0], np.zeros((5, 32), np.float32)], ids=["none", "list", "numpy"]
-)
-@pytest.mark.parametrize("name", ["x", "router_w", "w1", "w2"])
-def test_what_is_no_tensor_is_named(name, value):
-    given = arguments(make_layer(), make_tokens(4, 32)) | {name: value}
-    with pytest.raises(
-        TypeError, match=f"^{name} must be a torch tensor, got {type(value).__name__}$"
-    ):
-        moe_TC_softmax_topk_layer(**given)
+SWITCHES = "is_inference_mode_enabled", "is_softmax_over_topk", "norm_topk_probs", "concat_layout"
 
 
 def test_values_and_dtypes_are_refused():
@@ -138,6 +129,10 @@ def test_values_and_dtypes_are_refused():
     for changes, error, message in (
         ({"x": given["x"].bfloat16()}, DTypeError, words),
         ({"activation_type": "swish"}, ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
+        *(
+            ({name: "no"}, ConfigError, f"{name[:17]}.* is 'no'; needed: True or False")
+            for name in SWITCHES
+        ),
         ({"use_fp8": "off"}, ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
     ):
         with pytest.raises(error, match=message):
