@@ -18,7 +18,7 @@ A token takes 6 N + 12 L h d s operations: N parameters multiply it (no embeddin
 K), in L layers with h heads of d, and s is the length of a sequence. The formula is that of PaLM
 (arXiv:2204.02311, appendix B) as torchtitan counts: attention without a mask, nothing recomputed.
 
-The exchange is NCCL's all-to-all in two further steps under the profiler, mean of the ranks; sorting
+The exchange is NCCL's all-to-all in one further step under the profiler, mean of the ranks; sorting
 rows is no part of it. Each turn makes its model and frees it, because three would not fit. All
 begin with the same weights, which wait in host memory, and read the same tokens.
 """

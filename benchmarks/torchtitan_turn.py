@@ -30,7 +30,6 @@ from sonicmoe.bench.trace import Kernel, covered_us
 DOOR = "sonicmoe.integrations.torchtitan"
 POLICIES = {"full": FullAC.Config, "selective": SelectiveAC.Config, "none": lambda: None}
 VOCABULARY = 4096  # tokens that occur, so few that fifty steps teach something
-PROFILED = 2  # steps
 # An all-to-all in a trace: NCCL's kernel, which no collective of FSDP2 uses, or gloo's call.
 EXCHANGES = ("ncclDevKernel_SendRecv", "gloo:all_to_all")
 
@@ -60,7 +59,7 @@ class Job:
         config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
         config.lr_scheduler.warmup_steps = self.steps // 5
         config.training.local_batch_size, config.training.seq_len = sequences, self.length
-        config.training.steps = self.steps + PROFILED
+        config.training.steps = self.steps + 1  # the last one under the profiler
         # The counts of torchtitan's all-to-all come to the host, which no CUDA graph can hold.
         config.training.disable_cuda_graphs = True
         # In the first step a rank may have to compile our kernels.
@@ -140,11 +139,11 @@ class Turn(Trainer):
         self.model_parts[0].load_state_dict(state)
 
     def measure(self, quick: bool) -> Figures:
-        """All steps, of which the last ones run under the profiler and do not count."""
+        """All steps; the last one runs under the profiler and does not count."""
         metrics, data = self.metrics_processor, self.batch_generator(self.dataloader)
         found = Figures(metrics.num_flops_per_token, None if quick else metrics.gpu_peak_flops)
         metrics.log = lambda step, loss, *_, **__: found.losses.append(loss)
-        for number in range(self.config.training.steps - PROFILED):
+        for number in range(self.config.training.steps - 1):
             if number == 1:
                 device_module.reset_peak_memory_stats()
             begin = time.perf_counter()
@@ -153,10 +152,9 @@ class Turn(Trainer):
         found.peak = None if quick else torch.cuda.max_memory_allocated()
         kind = ProfilerActivity.CPU if quick else ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[kind]) as profiler:
-            for _ in range(PROFILED):
-                self._step(data)
-        del found.losses[-PROFILED:]
-        found.exchange = 1e-6 * exchange_us(trace_of(profiler)) / PROFILED / found.step
+            self._step(data)
+        found.losses.pop()
+        found.exchange = 1e-6 * exchange_us(trace_of(profiler)) / found.step
         found.over_ranks()
         return found
 
