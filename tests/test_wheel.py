@@ -10,10 +10,12 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import processes
 import pytest
 
+from sonicmoe.enums import ActivationType
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import routing_metadata_source
@@ -94,13 +96,26 @@ def test_what_a_user_runs_is_installed(installed: Path) -> None:
     assert "Requires-Dist: apache-tvm-ffi==" in metadata.read_text()
 
 
-@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
-def test_a_library_needs_nothing_of_cuda(installed: Path) -> None:
-    """It would need the version that it was linked with, and a framework brings its own."""
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_wheel", ROOT / "tools" / "build_wheel.py")
     assert spec is not None and spec.loader is not None
-    tool = sys.modules["build_wheel"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    module = sys.modules["build_wheel"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_counts_what_is_inside(tool: ModuleType) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    counts = [int(text) for text in re.findall(r"^\|.*\| (\d+) \|$", page, re.M)]
+    jobs, _, left_out = tool.plan(list(tool.PARTS), list(ActivationType))
+    assert sum(counts) == len(jobs) and f"All {len(jobs)} kernels" in " ".join(page.split())
+    assert left_out == []
+
+
+@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+def test_a_library_needs_nothing_of_cuda(installed: Path, tool: ModuleType) -> None:
+    """It would need the version that it was linked with, and a framework brings its own."""
     (library,) = (installed / CARRIED).rglob("*.so")
     needed, glibc = tool.dynamic(library)
     assert "libtvm_ffi.so" in needed and needed <= tool.MAY_NEED and glibc >= (2, 17)

@@ -34,6 +34,7 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 BLOCK = 128  # tokens of one part
+TOKENS = ("x", "indices", "probs", "dout")  # what a case has of each token
 
 
 class WrongResultError(Exception):

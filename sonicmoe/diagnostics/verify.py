@@ -23,6 +23,7 @@ import torch
 from ..jit.child import search_path
 from .experts_under_test import (
     BLOCK,
+    TOKENS,
     Held,
     NotRunError,
     Subject,
@@ -82,8 +83,7 @@ def _one_expert(subject: Subject) -> str:
 
 def _no_tokens(subject: Subject) -> str:
     case = subject.case()
-    none = {name: getattr(case, name)[:0] for name in ("x", "indices", "probs", "dout")}
-    return _against_golden(subject, case.but(**none))
+    return _against_golden(subject, case.but(**{name: getattr(case, name)[:0] for name in TOKENS}))
 
 
 def with_absent_ids(case: StepDump) -> StepDump:
@@ -214,9 +214,7 @@ def _large(subject: Subject) -> str:
     case = replace(subject, sizes=sizes).case()
     case = case.but(indices=np.zeros((BLOCK, 1), np.int64), probs=case.probs[:, :1])
     times = 2**31 // (case.w1.shape[1] * BLOCK) + 2
-    repeated = {
-        name: np.tile(getattr(case, name), (times, 1)) for name in ("x", "indices", "probs", "dout")
-    }
+    repeated = {name: np.tile(getattr(case, name), (times, 1)) for name in TOKENS}
     repeated["dout"][:-BLOCK] = 0.0  # so that weight gradients are those of the last tokens
     found = run(subject, case.but(**repeated))
     compare(subject, case, {"out": found["out"][:BLOCK]})

@@ -54,8 +54,7 @@ def _train(subject: tested.Subject) -> str:
                 mine.copy_(distribute_tensor(its.detach(), mine.device_mesh, mine.placements))  # type: ignore[attr-defined]
         now = case.but(w1=other.w1, w2=other.w2)
         half = slice(torch.distributed.get_rank(), None, RANKS)
-        tokens = ("x", "indices", "probs", "dout")
-        own = now.but(**{name: getattr(now, name)[half] for name in tokens})
+        own = now.but(**{name: getattr(now, name)[half] for name in tested.TOKENS})
         held = replace(subject, experts=lambda x, ids, probs, *_: model(x, ids, probs))
         found = tested.run(held, own, tuple(model.parameters()))
         tested.compare(subject, own, {name: found[name] for name in ("out", "dx", "ds")})

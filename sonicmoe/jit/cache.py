@@ -99,12 +99,11 @@ class CompileCache:
         return self._shared.place, self._local.place
 
     def try_load(self, key: CompileKey) -> Artefact | None:
-        """The verified artefact of `key`, or None. Takes no lock, writes nothing, never raises."""
-        return (
-            carried().find(key)
-            or self._shared.lookup(key).artefact
-            or self._local.lookup(key).artefact
-        )
+        """The artefact of `key`, verified where no package carries it, or None. Takes no lock, writes
+        nothing, never raises.
+        """
+        found = carried().find(key) or self._shared.lookup(key).artefact
+        return found or self._local.lookup(key).artefact
 
     def share(self, key: CompileKey) -> Artefact | None:
         """The artefact of `key`, or None; one that only this node has is copied into the cache
