@@ -250,6 +250,9 @@ def test_sizes_are_refused_by_name_and_fp8_is_served_by_name():
     exact = built(SonicExperts, config_of())(x, COUNTS, probs)[0]
     error = (experts(x, COUNTS, probs)[0] - exact).norm() / exact.norm()
     assert 0.005 < error < 0.1
+    for at, name in enumerate(("hidden_states", "tokens_per_expert", "probs")):
+        with pytest.raises(TypeError, match=f"^{name} .*list"):
+            experts(*([3, 0, 6] if n == at else t for n, t in enumerate((x, COUNTS, probs))))
     with pytest.raises(ConfigError, match=r"got \['output_buffer'\]"):
         experts(x, COUNTS, probs, output_buffer=x, grad_input_buffer=None)
 

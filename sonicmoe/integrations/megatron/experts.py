@@ -11,9 +11,11 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from ...enums import is_glu
 from ...errors import ConfigError, expect
+from ...interop import require_framework_tensor
 from ...node.late_wgrad import WgradStore
 from ...node.layer_state import LayerState
 from ...node.mlp_node import SonicMoEMlpNode
+from ...refusals import need_type
 from ...weights.numbered import NumberedParameters
 from .dispatcher import Routes
 from .linear import ExpertLinear
@@ -104,6 +106,10 @@ class SonicExperts(TEGroupedMLP):  # type: ignore[misc]
         given = sorted(key for key, value in unserved.items() if value is not None)
         words = f"the experts got {given}, which no engine serves"
         expect(not given, ConfigError, f"{words}; needed: Megatron's options that leave them out")
+        require_framework_tensor(hidden_states, "hidden_states")
+        require_framework_tensor(probs, "probs")
+        needed = "counts [E] in a tensor, or what RowsDispatcher passes on"
+        need_type("tokens_per_expert", tokens_per_expert, (Tensor, Routes), needed)
         # For their hooks: parameters that are gathered in the background are there afterwards.
         self.linear_fc1()
         self.linear_fc2()
