@@ -85,10 +85,10 @@ class CudaSource(SharedObject):
     def _build(self, scratch: Path, toolkit: CudaToolkit) -> str:
         request, environment = self._request(scratch, toolkit), self._environment(toolkit.home)
         if toolkit.static_runtime is not None:
-            # tvm_ffi links `-lcudart`. The linker takes the first directory that has a library of
-            # that name, and this one is in front of the toolkit's.
+            # tvm_ffi links `-lcudart` in this directory. The linker takes the first one that has a
+            # library of that name, and `.` is in front of the toolkit's.
             (scratch / "libcudart.a").symlink_to(toolkit.static_runtime)
-            environment["CXX"] = f"{os.environ.get('CXX', 'c++')} -L{scratch}"
+            environment["CXX"] = f"{os.environ.get('CXX', 'c++')} -L."
         return run_build_script(self.name, _BUILD_SCRIPT, request, environment)
 
     def _request(self, scratch: Path, toolkit: CudaToolkit) -> dict[str, Any]:
