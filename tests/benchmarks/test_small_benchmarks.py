@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 LAYERS, EXPERTS = 2, 4
 HIDDEN, INNER = 64, 32  # of the tiny sizes of freed_weights_bench
 WEIGHTS = LAYERS * EXPERTS * 3 * HIDDEN * INNER / 2**20
 SCALES = LAYERS * EXPERTS * 2 * 4 / 2**20  # every matrix fits into one block
 ACCUMULATORS = 4 * EXPERTS * 3 * 32 * 16 / 2**20  # of the tiny sizes of main_grad_bench
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this says what a host hears")
-def test_small_batches_need_a_gpu(run):
-    said = run("small_batch_bench", exit_code=1)
-    assert said.strip() == "Error: this needs an NVIDIA Hopper GPU"
 
 
 def test_gradients_that_live_once(run, tmp_path):
@@ -54,15 +47,3 @@ def test_freed_weights_are_counted(run, tmp_path):
         "freed, iso_weight": (0, one, one),
     }
     assert all(way["event"] > 0 and way["step"] > 0 for way in ways.values())
-
-
-def test_the_table_of_a_shared_gpu_shows_when_both_are_done(load):
-    bench = load("shared_gpu_bench")
-    assert bench.settings_in_turn(132) == [0, 128, 124, 116, 100], "some are left to others"
-    rows = [
-        bench.Row(0, 5000.0, 900.0, 5100.4, 3000.0),
-        bench.Row(116, 5600.0, 900.0, 5650.0, 6000.0),
-    ]
-    first, second = bench.table(rows).splitlines()[2:]
-    assert first == "| all | 5000 | 900 | 5100 | 3000 | 5100 |"
-    assert second == "| 116 | 5600 | 900 | 5650 | 6000 | 6000 |"

@@ -13,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from start_together import start_together, with_package  # noqa: E402
+from start_together import start_together  # noqa: E402
 
 CHILD = """
 import json, os, sys, time
@@ -52,8 +52,3 @@ def test_a_failure_is_told_and_leaves_no_process(commands: list[list[str]], word
     if children.exists():
         running = [Path(f"/proc/{pid}/cmdline") for pid in children.read_text().split()]
         assert not [path for path in running if b"noise" in path.read_bytes()]
-
-
-def test_the_package_of_the_repository_comes_first() -> None:
-    found = with_package({"PYTHONPATH": "/elsewhere", "A": "b"})
-    assert found == {"PYTHONPATH": f"{BENCHMARKS.parent}{os.pathsep}/elsewhere", "A": "b"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import make_problem
 from framework import numpy
-from node.node_harness import ARRANGEMENTS, CONFIGS, FP8, Layer, problems, recomputed
+from node.node_harness import ARRANGEMENTS, CONFIGS, FP8, Layer, recomputed
 
 from sonicmoe import observe
 from sonicmoe.diagnostics.bisect import bisect
@@ -86,17 +86,6 @@ def test_a_layer_with_parameters_of_its_own_is_judged_by_them(path):
     assert bisect(step, "reference").healthy
     usual = Layer(problem).run()
     assert np.abs(numpy(own.out) - numpy(usual.out)).max() > 1e-3
-
-
-def test_takes_one_step_of_this_node_alone(path):
-    layer, other = Layer(), Layer(problems(2)[1])
-    layer.node.dump(str(path))
-    other.run()
-    assert not path.exists()
-    first = layer.run()
-    assert observe._observers == ()
-    layer.run(problems(2)[1])
-    assert_inputs(load_dump(path), first, layer)
 
 
 def block(layer, call, use_reentrant):
