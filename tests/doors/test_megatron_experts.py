@@ -257,12 +257,9 @@ def test_sizes_are_refused_by_name_and_fp8_is_served_by_name():
         experts(x, COUNTS, probs, output_buffer=x, grad_input_buffer=None)
 
 
-def test_state_dicts_have_transformer_engines_names():
+def test_state_dicts_load_with_the_extra_states_of_others():
     experts = built(SonicExperts, config_of(add_bias_linear=True))
     state = experts.state_dict()
-    names = [f"{kind}{expert}" for kind in ("weight", "bias") for expert in range(E)]
-    names = [f"linear_fc{at}.{name}" for at in (1, 2) for name in [*names, "_extra_state"]]
-    assert list(state) == names
     # One of Transformer Engine's has bytes there, and loads of a sharded checkpoint one of each expert.
     state["linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     state["linear_fc1._extra_state2"] = None
