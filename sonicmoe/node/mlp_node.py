@@ -18,7 +18,7 @@ from ..enums import (
     layer_parameters,
     member_of,
 )
-from ..errors import ConfigError, LayoutError, expect
+from ..errors import ConfigError, LayoutError
 from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
 from ..layouts import NATIVE
 from ..weights.copies import WeightCopies
@@ -113,7 +113,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         parameters = PerExpertParameters(
             experts, n_experts, hidden_size, intermediate_size, activation
         )
-        _refuse_biases(experts)
         state = LayerState(parameters, flush, split_wgrad)
         self._init(state, activation, config, activation_parameters)
 
@@ -329,16 +328,3 @@ class SonicMoEMlpNode(NodeUpkeep):
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)
-
-
-def _refuse_biases(experts: Sequence[Any]) -> None:
-    """Refuse biases: the node would compute without them, and they would never train."""
-    for index, expert in enumerate(experts):
-        for name in ("up_gate_proj", "down_proj"):
-            bias = getattr(getattr(expert, name, None), "bias", None)
-            expect(
-                bias is None,
-                LayoutError,
-                f"experts[{index}].{name} has a bias; the node computes without: needed: "
-                "bias_attr=False (bias=False)",
-            )

@@ -124,22 +124,29 @@ _NAMES = ("up_gate_proj", "down_proj")
 _PARTS = attrgetter(_MODULES)
 
 
-def _weights_of(experts: Sequence[Any]) -> list[Tensor]:
-    """`expert.<name>.weight` as the modules hold them now: all up, then all down.
+def _projections_of(experts: Sequence[Any]) -> list[Any]:
+    """`expert.<name>` as the modules hold them now: all up, then all down.
 
     A module finds its parts in `__getattr__`, after every other look-up has failed. Two weights of
     every expert are read in every forward, so they are looked up where modules keep them, and by
     attribute only where one is not there (a parametrized weight, an expert that is no module).
     """
     try:
+        parts = list(map(_PARTS, experts))
+        return [part[name] for name in _NAMES for part in parts]
+    except (AttributeError, KeyError, TypeError):
+        return [getattr(expert, name, None) for name in _NAMES for expert in experts]
+
+
+def _weights_of(projections: Sequence[Any]) -> list[Tensor]:
+    try:
         # By index, as the module does itself: a sharded model's own dictionary gathers a weight
         # then.
-        parts = list(map(_PARTS, experts))
-        weights = [part[name]._parameters["weight"] for name in _NAMES for part in parts]
+        weights = [projection._parameters["weight"] for projection in projections]
     except (AttributeError, KeyError, TypeError):
         weights = [None]
     if any(map(is_, weights, repeat(None))):
-        return [getattr(expert, name).weight for name in _NAMES for expert in experts]
+        return [projection.weight for projection in projections]
     return weights
 
 
@@ -210,6 +217,7 @@ class PerExpertParameters(SeparateParameters):
         self._given = experts
         self._seen = list(experts)
         self._experts = self._checked(_local(experts), num_experts)
+        self._projections = _projections_of(self._experts)
 
     def _checked(self, local: list[Any], num_experts: int) -> list[Any]:
         # A rank without experts would have no weight from which to tell device and dtype.
@@ -227,12 +235,12 @@ class PerExpertParameters(SeparateParameters):
         )
         up_shape, down_shape = self._shapes
         for index, expert in enumerate(local):
-            up_gate = _projection(expert, index, "up_gate_proj").weight
-            down = _projection(expert, index, "down_proj").weight
-            place = f"experts[{index}]"
             legend = "[H, 2I]" if is_glu(self.activation) else "[H, I]"
-            check_parameter(up_gate, f"{place}.up_gate_proj.weight", up_shape, legend)
-            check_parameter(down, f"{place}.down_proj.weight", down_shape, "[I, H]")
+            wanted = (up_shape, legend), (down_shape, "[I, H]")
+            for name, (shape, axes) in zip(_NAMES, wanted, strict=True):
+                projection, place = _projection(expert, index, name), f"experts[{index}].{name}"
+                check_parameter(projection.weight, f"{place}.weight", shape, axes)
+                _refuse_others(projection, place)
         return local
 
     def parameters(self) -> list[Tensor]:
@@ -246,7 +254,12 @@ class PerExpertParameters(SeparateParameters):
         if given != self._seen:
             self._experts = self._checked(_local(given), len(self._experts))
             self._seen = given
-        return _weights_of(self._experts)
+        projections = _projections_of(self._experts)
+        if not all(map(is_, projections, self._projections)):
+            for index, projection in enumerate(projections):
+                _refuse_others(projection, self.name_of(index).removesuffix(".weight"))
+            self._projections = projections
+        return _weights_of(projections)
 
     def name_of(self, index: int) -> str:
         expert, is_down = index % len(self._experts), index >= len(self._experts)
@@ -282,6 +295,22 @@ def _projection(expert: Any, index: int, name: str) -> Any:
         f"experts[{index}] ({type(expert).__name__}) has no {name}.weight; needed: gate and up in one "
         "up_gate_proj.weight [H, 2I], gate first, and down_proj.weight [I, H]"
     )
+
+
+def _refuse_others(projection: Any, place: str) -> None:
+    """Refuse a bias, and adapters: the node would compute without them, and they would never train."""
+    expect(
+        getattr(projection, "bias", None) is None,
+        LayoutError,
+        f"{place} has a bias; the node computes without: needed: bias_attr=False (bias=False)",
+    )
+    named = getattr(projection, "named_parameters", None)
+    names = [name for name, _ in named()] if named else []
+    # What `weight` itself is computed from trains.
+    others = [n for n in names if n != "weight" and not n.startswith("parametrizations.weight.")]
+    words = f"{place} ({type(projection).__name__}) has parameters beside its weight, {others}"
+    needed = "adapters merged into the weight, or none on experts"
+    expect(not others, LayoutError, f"{words}; the node computes without: needed: {needed}")
 
 
 def check_parameter(weight: Any, name: str, shape: tuple[int, ...], legend: str) -> None:

@@ -227,6 +227,19 @@ class TestRefusals:
         with pytest.raises(LayoutError, match=r"experts\[1\].down_proj has a bias"):
             layer.another_node()
 
+    @pytest.mark.parametrize("late", [False, True], ids=["before the node", "after a forward"])
+    def test_an_adapter_is_refused_and_not_forgotten(self, late):
+        """Its weight is the base layer's, which the node would read alone."""
+        base = Layer().experts[1].down_proj
+        layer = Layer()
+        adapted = (pytest.importorskip("paddle").nn.Layer if IS_PADDLE else torch.nn.Module)()
+        adapted.weight, adapted.lora_A = layer.experts[1].down_proj.weight, base.weight
+        if late:
+            layer.run()
+        layer.experts[1].down_proj = adapted
+        with pytest.raises(LayoutError, match=r"experts\[1\].down_proj .* \['lora_A'\]; .*merged"):
+            layer.run() if late else layer.another_node()
+
     @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
     @pytest.mark.parametrize("devices", [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
     def test_weights_without_memory(self, devices):
