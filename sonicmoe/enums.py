@@ -121,6 +121,11 @@ class Activation:
     base: ActivationType | None = None
     parameters: tuple[Parameter, ...] = ()
 
+    @property
+    def clamps(self) -> bool:
+        """Whether its gradient ends at the parameter `limit`: of gate, and of up on both sides."""
+        return any(parameter.name == "limit" for parameter in self.parameters)
+
     def values(self, overrides: ActivationParameters = ()) -> dict[str, float]:
         """Every parameter by name, at its default where `overrides` does not set it."""
         defaults = {parameter.name: parameter.default for parameter in self.parameters}

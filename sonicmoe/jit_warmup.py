@@ -57,8 +57,8 @@ def warmup_jit(
             `config` where it sets `fp8_mode`, else both, as a program may choose FP8 call by call.
         dtype: dtype of tokens and parameters.
         activation: the expert's activation.
-        activation_parameters: numbers of it that the layers set. They are compiled in: layers with
-            others need a warm-up of their own.
+        activation_parameters: numbers of it that the layers set. On Blackwell they are compiled in:
+            layers with others need a warm-up of their own there.
         arch: the GPU architecture to compile for; default: that of this host's GPUs, and
             `architectures.DEFAULT_ARCH` where it has none.
         jobs: worker processes at most; default: the CPUs this process may use.

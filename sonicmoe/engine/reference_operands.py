@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ..enums import ZCode
+from ..enums import ACTIVATIONS, ZCode
 from ..observe import tap
 from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
@@ -124,13 +124,41 @@ def _folded(
 
 
 def saved_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
-    """z as kept for backward: 8-bit codes under a recipe, else the dtype of the tokens."""
+    """z as kept for backward: 8-bit codes or bf16 under a recipe, else the dtype of the tokens."""
     if settings.recipe is None:
         return z.to(dtype)
     if settings.save_z is ZCode.BF16:
-        return z.to(torch.bfloat16)
+        return _on_its_side(z.to(torch.bfloat16), z, settings)
     code = Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
-    return quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
+    kept = quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
+    return _on_its_side(kept, z, settings)
+
+
+def _on_its_side(kept: Operand, z: Tensor, settings: EngineSettings) -> Operand:
+    """z as it was rounded, but under a clamp on its own side of the bound: there its gradient ends, and
+    rounding to the nearest would turn one in 30 of those beside it on or off.
+    """
+    record = ACTIVATIONS[settings.activation]
+    if not record.clamps:
+        return kept
+    limit = record.values(settings.activation_parameters)["limit"]
+    # Gate and up in turns; a gate has no bound below.
+    is_up = (torch.arange(int(z.shape[1]), device=z.device) % 2).to(torch.bool)
+    exact, found = (torch.where(is_up, v.abs(), v) for v in (z, values_of(kept)))
+    outwards = ((exact > limit) & (found <= limit)).to(torch.int32)
+    inwards = ((exact <= limit) & (found > limit)).to(torch.int32)
+    steps = outwards - inwards
+    if not isinstance(kept, BlockScaledTensor):
+        return (kept.view(torch.int16).to(torch.int32) + steps).to(torch.int16).view(torch.bfloat16)
+    if kept.code is Code.INT8:
+        signed = torch.where(z < 0.0, -steps, steps)
+        codes = (kept.codes.to(torch.int32) + signed).clamp(-127, 127).to(torch.int8)
+    else:
+        # Sign and magnitude, of which the largest is 0x7E.
+        byte = kept.bytes.to(torch.int32)
+        moved = torch.where((byte % 128 == 0x7E) & (steps > 0), byte, byte + steps)
+        codes = moved.to(torch.uint8).view(kept.codes.dtype)
+    return replace(kept, codes=codes)
 
 
 def quantize_operand(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScaledTensor:

@@ -34,7 +34,7 @@ class ModelSpec:
         dtype: dtype of tokens and parameters.
         activation: a value of `ActivationType`.
         arch: the GPU architecture to compile for.
-        activation_parameters: (name, value) pairs that its layers set, compiled into the kernels.
+        activation_parameters: (name, value) pairs that its layers set, compiled into some kernels.
     """
 
     E: int

@@ -15,7 +15,9 @@ import torch
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper_passes import WgradOutput
-from sonicmoe.enums import ActivationType
+from sonicmoe.engine.reference_operands import saved_z
+from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.folding import with_row_scales
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import RECIPES, BlockShape, Line, iso, rows
@@ -130,15 +132,20 @@ def gather_gated_gemm(
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
     out = out + bias_of(out, b1, offsets)
-    if store_z and str(z.dtype) == "bfloat16":
-        at(z, "bfloat16", out.shape)[: offsets[-1]] = out[: offsets[-1]].to(torch.bfloat16)
+    kind, own = launched_activation(OF_UP, activation, first, second)
+    if store_z:
+        wide = str(z.dtype) == "bfloat16"
+        code = ZCode.BF16 if wide else ZCode.INT8
+        settings = EngineSettings(kind, RECIPE, save_z=code, activation_parameters=own)
+        q = saved_z(out, settings, torch.bfloat16)
+    if store_z and wide:
+        at(z, "bfloat16", out.shape)[: offsets[-1]] = q[: offsets[-1]]
     elif store_z:
         found = at(z, "int8|uint8", out.shape)
         scales = at(z_scale, "float32", (r, blocks(int(out.shape[1]))))
-        q = quantize(out, BY_ROWS, Code.INT8)
         found.view(torch.int8)[: offsets[-1]] = q.codes[: offsets[-1]]
         scales[: offsets[-1]] = q.scale_inv[: offsets[-1]]
-    y = activate(out, *launched_activation(OF_UP, activation, first, second))
+    y = activate(out, kind, own)
     put(quantize(y, BY_ROWS), y1, y1_scale, offsets[-1])
 
 

@@ -4,6 +4,7 @@ them, per expert and per block.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -19,12 +20,16 @@ from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, r
 from framework import cosine, relative_rmse, torch
 from pairwise import pairwise
 
+from sonicmoe.engine.activations import activate_backward
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.engine.reference_operands import saved_z, values_of
+from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
 from sonicmoe.quant.recipes import BASE_RECIPES, RECIPES, ScaleFormat
 
 POW2 = [recipe.with_scales(ScaleFormat.POW2) for recipe in BASE_RECIPES]
 ISO128 = EngineSettings(recipe=RECIPES["iso128"])
+DX256 = RECIPES["dx256"]
+CLAMP, OAI = ActivationType.SWIGLU_CLAMP, ActivationType.SWIGLU_OAI
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +126,30 @@ def test_errors_per_expert_and_per_block_of_128_tokens(gaussian):
     for name in OUTPUTS:
         whole = relative_rmse(getattr(actual, name), getattr(exact, name))
         assert whole < (0.068 if name == "out" else 0.071), f"{name}: {whole:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("activation", "own"),
+    [(CLAMP, ()), (CLAMP, (("limit", 7.3),)), (OAI, ()), (OAI, (("limit", 5.3),))],
+    ids=str,
+)
+@pytest.mark.parametrize("code", list(ZCode), ids=lambda z: z.value)
+def test_a_kept_z_stays_on_its_side_of_a_clamp(activation, own, code):
+    """Rounded to the nearest value, dz would be off by 3 to 6 % at z of this size."""
+    settings = EngineSettings(activation, DX256, save_z=code, activation_parameters=own)
+    torch.manual_seed(0)
+    z, dy1 = torch.randn(256, 512) * 6.0, torch.randn(256, 256)
+    limit = ACTIVATIONS[activation].values(own)["limit"]
+    z[::7, 3], z[3::7, 2] = -limit, limit  # a bound passes the gradient
+    kept = values_of(saved_z(z, settings, torch.bfloat16))
+    sides = [torch.where(torch.arange(512) % 2 > 0, v.abs(), v) > limit for v in (z, kept)]
+    assert torch.equal(*sides) and float((kept - z).norm() / z.norm()) < 0.03
+    dz, wanted = (activate_backward(v, dy1, activation, own)[1] for v in (kept, z))
+    bound = {ZCode.INT8: 0.015, ZCode.E4M3: 0.03, ZCode.BF16: 0.002}
+    assert float((dz - wanted).norm() / wanted.norm()) < bound[code]
+    z[5, 4:8] = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
+    lost = values_of(saved_z(z, settings, torch.bfloat16))[5]
+    assert not lost[4:8].isfinite().any()
 
 
 @pytest.mark.parametrize("save_z", list(ZCode), ids=lambda z: z.value)

@@ -41,9 +41,12 @@ namespace sonicmoe::sm90 {
 //
 // kParameters names the parameters. A gate that has some has `with(first, second, launch)` too, which
 // calls `launch` with an object that holds them, and numbers that follow from them.
+//
+// kClamps: the gradient ends at `limit`, of gate, and of up on both sides. z is then kept on its side
+// of it: where a kept value lay at the bound and z beyond, a gradient would begin that is none.
 struct PlainUp {
   static constexpr const char* kParameters = "";
-  static constexpr bool kBoundsUp = false;
+  static constexpr bool kBoundsUp = false, kClamps = false;
   __device__ static __forceinline__ float up_value(float u) { return u; }
   __device__ static __forceinline__ void up_both(float u, float& value, float& slope) {
     value = u;
@@ -51,7 +54,7 @@ struct PlainUp {
   }
 };
 struct BoundedUp {
-  static constexpr bool kBoundsUp = true;
+  static constexpr bool kBoundsUp = true, kClamps = false;
 };
 
 struct Silu : PlainUp {
@@ -130,6 +133,7 @@ struct Relu : PlainUp {
 // is none. Comparisons with a NaN are false, so it stays.
 struct ClampedSilu : BoundedUp {
   static constexpr const char* kParameters = "limit";
+  static constexpr bool kClamps = true;
   static constexpr float kArgument = Silu::kArgument;
   float limit;
   __device__ __forceinline__ float value(float x) const { return Silu::value(at_most(x, limit)); }
@@ -155,6 +159,7 @@ struct ClampedSilu : BoundedUp {
 // GPT-OSS's gate: g * sigmoid(alpha * g) with g = min(gate, limit), times clamp(up, -limit, limit) + 1.
 struct Oai : BoundedUp {
   static constexpr const char* kParameters = "alpha limit";
+  static constexpr bool kClamps = true;
   static constexpr float kArgument = Silu::kArgument;
   float alpha, argument, limit;  // argument: alpha * kArgument
   __device__ __forceinline__ float value(float x) const {

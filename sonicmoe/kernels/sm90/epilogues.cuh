@@ -41,6 +41,49 @@ __device__ __forceinline__ uint32_t int8_bits(float x, float by) {
   return __float_as_uint(__fmaf_rn(x, by, 12582912.f));
 }
 
+// The values that are kept next to a bound: the last one within it, and the first one beyond.
+struct Sides {
+  float limit = 0.f, within = 0.f, beyond = 0.f;
+
+  // x as it may be rounded: to a kept value on its own side of the bound. NaN stays. In place, and
+  // element by element: registers do not suffice for more.
+  __device__ __forceinline__ void gate(float& x) const {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.gt.f32 p, %0, %1;\n@p max.f32 %0, %0, %3;\n"
+        "@!p min.NaN.f32 %0, %0, %2;\n}"
+        : "+f"(x)
+        : "f"(limit), "f"(within), "f"(beyond));
+  }
+  __device__ __forceinline__ void up(float& x) const {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .f32 m;\nabs.f32 m, %0;\nsetp.gt.f32 p, m, %1;\n"
+        "@p max.f32 m, m, %3;\n@!p min.NaN.f32 m, m, %2;\ncopysign.f32 %0, %0, m;\n}"
+        : "+f"(x)
+        : "f"(limit), "f"(within), "f"(beyond));
+  }
+
+  // Of bf16, whose magnitudes are ordered as their bits are.
+  __device__ static __forceinline__ Sides of_bf16(float limit) {
+    const uint32_t below = __float_as_uint(limit) & 0xffff0000u;
+    return {limit, __uint_as_float(below), __uint_as_float(below + 0x10000u)};
+  }
+  // The largest INT8 code within the bound, as dgated decodes and compares codes of this scale: 0 to
+  // 127; or kNoCode where the scale is not finite, because neither is what a code stands for.
+  static constexpr uint32_t kNoCode = 255;
+  __device__ static __forceinline__ uint32_t code_within(float limit, float scale) {
+    float code = floorf(limit * reciprocal(scale));  // off by one at most
+    if (code * scale > limit) code -= 1.f;
+    if ((code + 1.f) * scale <= limit) code += 1.f;
+    return scale < __builtin_huge_valf() ? static_cast<uint32_t>(fminf(code, 127.f)) : kNoCode;
+  }
+  // Of codes that are x * multiply, rounded.
+  __device__ static __forceinline__ Sides of_codes(float limit, uint32_t code, float multiply) {
+    const float last = static_cast<float>(code), scale = reciprocal(multiply);
+    if (code == kNoCode) return {limit, __builtin_huge_valf(), 0.f};
+    return {limit, last * scale, fminf(last + 1.f, 127.f) * scale};
+  }
+};
+
 // Base of the epilogues that leave through per-warp patches.
 struct PatchEpilogue {
   static constexpr bool kAdjacentRows = false, kNeedsRegisters = false;
@@ -129,6 +172,8 @@ struct GatedFp8 : PatchEpilogue {
                                            // neighbours: no exchange before they are stored
   static constexpr bool kInUnitsOfZ = Activation::kBoundsUp || kZIsBf16 || kBiased;
   static constexpr bool kQuantisesZ = kStoreZ && !kZIsBf16;
+  // Where registers do not suffice for the codes of two rows of y1.
+  static constexpr bool kWritesRowsOfY1 = kBiased || (kQuantisesZ && Activation::kClamps);
   struct Params : Activation {
     float* y1_scale;  // [R, ceil(N / 256)]
     float* z_scale;   // [R, N / 128]
@@ -147,8 +192,10 @@ struct GatedFp8 : PatchEpilogue {
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[1][i] = 0.f;
     }
-    uint32_t y8[2][8];
+    uint32_t y8[2][8], patch = 0;
+    if constexpr (kWritesRowsOfY1) patch = way_out.acquire(lane);
     float multiply_z[2][2];
+    uint32_t within_z = 0;  // of `Sides`: a byte for each of these
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
@@ -163,15 +210,19 @@ struct GatedFp8 : PatchEpilogue {
         if constexpr (kQuantisesZ)
           top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
         y[j] = e.value(gate * unit[j / 16]) * e.up_value(up);
+        if constexpr (kStoreZ && kZIsBf16 && Activation::kClamps) {
+          const Sides sides = Sides::of_bf16(e.limit);
+          sides.gate(gate), sides.up(up);
+        }
         float& top = top_y[kInUnitsOfZ ? 0 : j / 16];  // in one unit, one maximum
         top = fmaxf(top, fabsf(y[j]));
-        // The compiler then does not mix columns far apart, for which registers would not suffice.
-        if (kInUnitsOfZ && j % (kBiased ? 8 : 16) == (kBiased ? 7 : 15) && j < 31) __syncwarp();
+        // The compiler then does not mix both halves, for which registers would not suffice.
+        if (kInUnitsOfZ && j == 15) __syncwarp();
       }
       const float amax_y = quad_max(fmaxf(top_y[0] * unit[0], top_y[1] * unit[1]));
       const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]), quad_max_nan(top_z[1] * unit[1])};
-      const float multiply_y =
-          scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h), tile.col, multiply_z[h]);
+      const float multiply_y = scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h),
+                                             tile.col, multiply_z[h], within_z);
       const float by[2] = {multiply_y * unit[0], multiply_y * unit[1]};
       multiply_z[h][0] *= unit[0];
       multiply_z[h][1] *= unit[1];
@@ -179,9 +230,14 @@ struct GatedFp8 : PatchEpilogue {
       for (int m = 0; m < 8; ++m)
         y8[h][m] = e4m3x4(y[4 * m] * by[m / 4], y[4 * m + 1] * by[m / 4], y[4 * m + 2] * by[m / 4],
                           y[4 * m + 3] * by[m / 4]);
+      if constexpr (kWritesRowsOfY1) write_y1(patch, h, y8[h]);
     }
-    store_y1(y8, tile.col / 2, row0);
-    if constexpr (kQuantisesZ) store_z(acc, multiply_z, tile.col, row0);
+    if constexpr (kWritesRowsOfY1) {
+      way_out.publish(&maps.c, tile.col / 2, row0, lane);
+    } else {
+      store_y1(y8, tile.col / 2, row0);
+    }
+    if constexpr (kQuantisesZ) store_z(acc, multiply_z, within_z, tile.col, row0);
     if constexpr (kStoreZ && kZIsBf16) store_plain_z(acc, tile.col, row0);
   }
 
@@ -211,10 +267,10 @@ struct GatedFp8 : PatchEpilogue {
   }
 
   // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's,
-  // lanes 1 and 2 z's.
+  // lanes 1 and 2 z's. Where the activation clamps, two bytes come into within_z, below the others.
   __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2],
-                                                 int64_t row, int col,
-                                                 float (&multiply_z)[2]) const {
+                                                 int64_t row, int col, float (&multiply_z)[2],
+                                                 uint32_t& within_z) const {
     const int q = lane % 4;
     const float limit = kQuantisesZ && q > 0 ? 127.f : kE4m3Max;
     const float amax = max_nan(!kQuantisesZ || q == 0 ? amax_y
@@ -228,30 +284,48 @@ struct GatedFp8 : PatchEpilogue {
       if ((q == 1 || q == 2) && block < p.n / 128) e.z_scale[row * (p.n / 128) + block] = scale;
 #pragma unroll
       for (int b = 0; b < 2; ++b) multiply_z[b] = __shfl_sync(~0u, multiply, (lane & ~3) + 1 + b);
+      if constexpr (Activation::kClamps) {
+        const uint32_t code = Sides::code_within(e.limit, scale);
+#pragma unroll
+        for (int b = 0; b < 2; ++b)
+          within_z = within_z << 8 | __shfl_sync(~0u, code, (lane & ~3) + 1 + b);
+      }
     }
     return __shfl_sync(~0u, multiply, lane & ~3);
   }
 
   __device__ __forceinline__ void store_y1(const uint32_t (&y8)[2][8], int col, int row0) {
-    const int q = lane % 4;
     const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int g = 0; g < 4; ++g)  // 32 columns, eight a thread
-        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * g + q / 2) + q % 2 * 8,
-                       y8[h][2 * g], y8[h][2 * g + 1]);
+    for (int h = 0; h < 2; ++h) write_y1(patch, h, y8[h]);
     way_out.publish(&maps.c, col, row0, lane);
   }
+  // One row.
+  __device__ __forceinline__ void write_y1(uint32_t patch, int h, const uint32_t (&y8)[8]) const {
+    const int q = lane % 4;
+#pragma unroll
+    for (int g = 0; g < 4; ++g)  // 32 columns, eight a thread
+      store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * g + q / 2) + q % 2 * 8, y8[2 * g],
+                     y8[2 * g + 1]);
+  }
 
+  // within: as `scales_of_row` leaves it; its first byte is of the first row and the left half.
   __device__ __forceinline__ void store_z(const Accumulators& acc, const float (&multiply)[2][2],
-                                          int col, int row0) {
+                                          uint32_t within, int col, int row0) {
     const int q = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 128 columns
       const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < 2; ++h) {
+        Sides sides;
+        if constexpr (Activation::kClamps)
+          sides = Sides::of_codes(e.limit, within >> (24 - 16 * h - 8 * half) & 255,
+                                  multiply[h][half]);
+        const auto bits = [&](float gate, float up, float by) {
+          if constexpr (Activation::kClamps) sides.gate(gate), sides.up(up);
+          return __byte_perm(int8_bits(gate, by), int8_bits(up, by), 0x0040);
+        };
 #pragma unroll
         for (int g = 0; g < 2; ++g) {  // 64 columns, 16 a thread
           uint32_t w[4];
@@ -259,13 +333,12 @@ struct GatedFp8 : PatchEpilogue {
           for (int m = 0; m < 4; ++m) {
             const float* v = &acc[half][4 * (8 * g + 2 * m) + 2 * h];
             const float by = multiply[h][half];
-            const uint32_t low = __byte_perm(int8_bits(v[0], by), int8_bits(v[1], by), 0x0040);
-            const uint32_t high = __byte_perm(int8_bits(v[4], by), int8_bits(v[5], by), 0x0040);
-            w[m] = __byte_perm(low, high, 0x5410);
+            w[m] = __byte_perm(bits(v[0], v[1], by), bits(v[4], v[5], by), 0x5410);
           }
           store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[0], w[1], w[2],
                           w[3]);
         }
+      }
       way_out.publish(&maps.d, col + 128 * half, row0, lane);
     }
   }
