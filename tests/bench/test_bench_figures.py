@@ -13,7 +13,7 @@ from sonicmoe.bench.floors import (
     stage_bytes,
 )
 from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
-from sonicmoe.bench.tables import NONE, kernel_table, notes, result_table, stage_table
+from sonicmoe.bench.tables import NONE, kernel_table, result_table, stage_table
 from sonicmoe.bench.trace import Kernel, covered_us, kernels_of, short_name, total_us
 from sonicmoe.errors import ShapeError
 
@@ -102,14 +102,6 @@ def test_stages_and_kernels_are_told_with_what_is_behind_them():
     assert kernels[0] == "gemm" and kernels[-1] == "2 others" and len(kernels) == 13
     names = ["Memcpy DtoD (Device -> Device)", "x" * 70]
     assert list(map(short_name, names)) == ["Memcpy DtoD ", "x" * 60]
-
-
-def test_peaks_and_floors_of_hopper_are_not_held_against_another_gpu():
-    """TFLOPS need neither."""
-    result = gpu_result(has_peaks=False)
-    assert result.tflops > 0 and result.mfu is None and result.to_json()["floors_us"] == {}
-    assert "MFU, floors: not known for this architecture" in notes([result])
-    assert cells(stage_table(result))["up"] == ["1,000", NONE, NONE]
 
 
 def event(cat, name, ts, dur, correlation=None, tid=1):

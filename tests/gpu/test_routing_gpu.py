@@ -216,28 +216,6 @@ def test_slot_values(kernels, poisoned):
         assert bool((ds[routing.slot_row < 0] == 0).all()), name
 
 
-@pytest.mark.parametrize("count", [1, 2, 6])
-@pytest.mark.parametrize("shape", [(777, 3), (1, 1), (0, 4)])
-def test_sums_of_parts(shape, count, poisoned):
-    """Part after part in fp32, moved to the slots; what no slot names is not read, and slots
-    without a row get zeros.
-    """
-    rows = 640
-    index = torch.randint(-2, rows + 5, shape, device="cuda")
-    parts = torch.randn((count, rows), device="cuda") * torch.rand((count, 1), device="cuda") * 100
-    named = torch.zeros(rows + 5, dtype=torch.bool, device="cuda")
-    named = named.index_fill(0, index[index >= 0], True)[:rows]
-    total = torch.zeros(rows, device="cuda")
-    for part in parts:
-        total = total + part
-    parts[:, ~named] = float("nan")
-    out, wanted = torch.empty(shape, device="cuda"), torch.empty(shape, device="cuda")
-    kernels = routing_metadata_source(backends.arch_of("cuda:0")).load()
-    kernels.sum_or_zero(index, parts, out, torch.cuda.current_stream().cuda_stream)
-    backends.PlainKernels().gather_or_zero(index, total, wanted)
-    assert torch.equal(out, wanted)
-
-
 def test_slots_past_two_to_the_31():
     """Offsets of slots are 64-bit: 67 million tokens of 32 slots, of which three are routed."""
     tokens, topk = 2**26 + 5, 32
