@@ -14,7 +14,7 @@ from torch import nn
 from .engine.activations import activate, pre_activation_width
 from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
-from .errors import ConfigError, EngineUnavailableError, ShapeError, expect
+from .errors import ConfigError, EngineUnavailableError, LayoutError, ShapeError, expect
 from .functional import softmax_topk_layer
 from .functional.border import check_router_dtype, need_values
 from .functional.plan import check_use_fp8
@@ -167,6 +167,7 @@ class MoE(nn.Module):
             TypeError: `hidden_states` is no tensor.
             ShapeError: its last axis is not H, or the router's is not E.
             LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
+            LayoutError: `c_fc` or `c_proj` has become an adapter of peft.
             DTypeError: tokens and router differ in dtype outside autocast.
             ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
                 `is_inference_mode` is no bool; `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
@@ -178,6 +179,8 @@ class MoE(nn.Module):
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
+        if not (isinstance(self.c_fc, Experts) and isinstance(self.c_proj, Experts)):
+            self._refuse_adapters()
         # A member or its value: scripts written for upstream pass either.
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
         fp8_only = backend == KernelBackendMoE.sonicmoe_fp8.value
@@ -251,6 +254,18 @@ class MoE(nn.Module):
         from .diagnostics.capture import dump
 
         dump(self, path)
+
+    def _refuse_adapters(self) -> None:
+        """Refuse peft's layers around the experts: their forward, which adds the adapter, is not
+        called, and the weight that they show is that of the base layer.
+        """
+        for name in ("c_fc", "c_proj"):
+            found = getattr(self, name)
+            words = f"{name} is {type(found).__name__}, an adapter that would do nothing here"
+            needed = (
+                "adapters on the router or merged, or a torch.nn.utils.parametrize of the weight"
+            )
+            expect(not hasattr(found, "base_layer"), LayoutError, f"{words}; needed: {needed}")
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """`[T, E]`, by the module, which may have hooks, an adapter or a bias, or be another one."""

@@ -409,6 +409,16 @@ def test_the_router_is_a_module():
 
 
 @BACKENDS
+def test_an_adapter_on_the_experts_is_refused_and_not_forgotten(backend):
+    """As peft's `target_parameters` puts it around them."""
+    moe, wrapper = make_layer(), torch.nn.Module()
+    wrapper.base_layer, wrapper.weight, wrapper.bias = moe.c_fc, moe.c_fc.weight, None
+    moe.c_fc = wrapper
+    with pytest.raises(LayoutError, match=r"^c_fc is Module, an adapter that would do nothing"):
+        moe(make_tokens(19, 32), backend)
+
+
+@BACKENDS
 def test_a_backend_by_its_value(backend):
     moe, (x, _) = make_layer(), batch()
     assert torch.equal(moe(x, backend)[0], moe(x, KernelBackendMoE(backend))[0])
