@@ -91,28 +91,6 @@ def test_holds_no_gradient(setup, arrangement):
     assert step - direct >= 0.98 * accumulators
 
 
-class TestGraphs:
-    """Forward, backward and step in a CUDA graph."""
-
-    @two_setups
-    def test_memory_is_not_made_in_a_capture(self, setup, arrangement):
-        layer = layer_of(setup, arrangement)
-        layer.step(0)
-        layer.bind("none")
-        batch = layer.batch(0)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with (
-            pytest.raises(RuntimeError, match="main_grad allocated before the capture"),
-            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
-        ):
-            layer.run(batch)
-        torch.cuda.synchronize()
-        assert all(gradient is None for gradient in layer.main_grads)
-        layer.bind("own")
-        assert_same_bits(layer.step(0), layer_of(setup, arrangement).step(0))
-
-
 class TestStreams:
     @two_setups
     @pytest.mark.parametrize("flush", ["auto", "step"])
