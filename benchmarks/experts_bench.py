@@ -146,13 +146,10 @@ def modules_of(experts: Experts) -> dict[str, Module]:
     """Every implementation that computes these experts as its name says."""
     stock = experts.module("grouped_mm")
     made: dict[str, Module] = {"stock": stock, "compiled": compiled(experts, "grouped_mm")}
-    plain = not stock.has_bias and not stock.is_transposed
-    if register_torchao() and plain:
+    if register_torchao() and not stock.has_bias and not stock.is_transposed:
         made["torchao"] = compiled(experts, TORCHAO)
     made["bf16"] = experts.module("sonicmoe")
-    # FP8 has neither biases nor gpt-oss's activation yet: it would be BF16 a second time.
-    if plain:
-        made["fp8"] = experts.module("sonicmoe_fp8")
+    made["fp8"] = experts.module("sonicmoe_fp8")
     return made
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `fun
     ("title", "implementations"),
     [
         ("Qwen3-Next-80B", {"stock", "compiled", "bf16", "fp8", "node"}),
-        ("gpt-oss-20b", {"stock", "compiled", "bf16"}),
+        ("gpt-oss-20b", {"stock", "compiled", "bf16", "fp8"}),
     ],
 )
 def test_experts_of_real_models(run, tmp_path, title, implementations):

@@ -33,7 +33,6 @@ BEYOND_HOPPER = {
     "H is 2048 and I is 96": replace(WORKLOAD, intermediate_size=96),
     "tokens are float16": replace(WORKLOAD, dtype="float16"),
     "tokens are float32": replace(WORKLOAD, dtype="float32"),
-    "the experts have biases": replace(WORKLOAD, bias=True),
     "the recipe is 'deepseek-v3'": with_settings(recipe=RECIPES["deepseek-v3"]),
     "z is saved as 'e4m3'": with_settings(save_z=ZCode.E4M3),
     "the activation is 'gelu'": with_settings(activation=ActivationType.GELU),
@@ -184,7 +183,7 @@ class TestLines:
 
     @pytest.mark.parametrize(
         ("workload", "level"),
-        [(WORKLOAD, "INFO"), (replace(WORKLOAD, bias=True), "WARNING")],
+        [(WORKLOAD, "INFO"), (replace(WORKLOAD, dtype="float16"), "WARNING")],
         ids=["serves", "falls back"],
     )
     def test_a_fallback_is_a_warning(self, hopper, caplog, workload, level):
