@@ -19,11 +19,12 @@ _LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
 
 
 # Spills that stay, by architecture and part of the entry's name: bytes of stores and loads together.
-# All but one are of kernels that wait for memory, and whose registers are bounded so that several
-# blocks share a multiprocessor; without the bound fewer of them would. The one is of dgated with z
-# in bf16 and gradients for an unquantised wgrad: one word, stored and loaded once a tile.
+# All but two are of kernels that wait for memory, and whose registers are bounded so that several
+# blocks share a multiprocessor; without the bound fewer of them would. The two are of dgated under a
+# clamp with gradients for an unquantised wgrad: one word, stored and loaded once a tile.
 ALLOWED = {
     ("sm_90a", "DgatedFp8INS0_11ClampedSiluELb0E"): 8,
+    ("sm_90a", "DgatedFp8INS0_3OaiELb0E"): 8,
     **{(arch, "flush_tilesILb1E"): 24 for arch in ("sm_100a", "sm_103a")},
     **{(arch, "flush_tilesILb1E"): 32 for arch in ("sm_120a", "sm_121a")},
     ("sm_80", "aggregate_rowsI6__halfS2_Li8E"): 16,

@@ -77,9 +77,9 @@ WHOLE = (
 # Of further variants of the same files the device half alone is compiled.
 VARIANTS = (
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
-    # GPT-OSS: its gate, z in bf16 because the gate has a bound, biases.
-    with_biases(OAI, ZCode.BF16),
-    *variants(OAI, ZCode.BF16)[1:],
+    # GPT-OSS: its gate, and biases.
+    with_biases(OAI),
+    *variants(OAI)[1:],
     *in_bf16(OAI),
     *in_bf16(SWIGLU, rows_first=True),
     *SEPARATE,

@@ -170,7 +170,7 @@ struct Oai : BoundedUp {
     const float g = at_most(x, limit);
     const float s = reciprocal(1.f + exp2_approx(g * argument));
     value = g * s;
-    slope = x > limit ? 0.f : fmaf(alpha * value, 1.f - s, s);
+    slope = x > limit ? 0.f : fmaf(alpha, fmaf(-value, s, value), s);
   }
   __device__ __forceinline__ float up_value(float u) const {
     return at_least(at_most(u, limit), -limit) + 1.f;

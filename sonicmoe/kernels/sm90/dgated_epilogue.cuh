@@ -377,8 +377,8 @@ struct DgatedFp8 {
       out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
       if (kWgradFp8 && !kLoadsZLate<kSide> && next < end) {
         // The compiler then does not ask for z before the values of both rows have their places:
-        // with GeLU registers would not suffice.
-        if (h == 1 && !kZIsBf16 && !kFolds) __syncwarp();
+        // with GeLU registers would not suffice. Nor would they under a clamp for either row.
+        if ((h == 1 || Activation::kClamps) && !kZIsBf16 && !kFolds) __syncwarp();
         load_row_of_z(h, row, next);
       }
     }
