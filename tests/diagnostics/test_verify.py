@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
-from processes import of_checkout
 
+from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.cases import Sizes
 from sonicmoe.diagnostics.experts_under_test import Subject, load
 from sonicmoe.diagnostics.verify import CHECKS, FAILED, NOT_RUN, PASSED, verify
@@ -66,7 +67,7 @@ def test_what_is_no_callable_is_named(name, words):
         load(name)
 
 
-def test_the_page_shows_what_the_command_prints():
+def test_the_page_shows_what_the_command_prints(monkeypatch):
     """grouped_mm under FSDP2 too; details are those of another processor."""
     page = (ROOT / "docs" / "verify.md").read_text()
     (block,) = re.findall(
@@ -74,6 +75,7 @@ def test_the_page_shows_what_the_command_prints():
     )
     words, table = block
     shown = dict(re.findall(r"^(\S.*?) {2,}(pass|FAIL|not run) ", table, re.M))
-    done = of_checkout("-m", *words.split(), "--device", "cpu", "--json")
-    assert done.returncode == 1, done.stderr
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(main, [*words.split()[1:], "--device", "cpu", "--json"])
+    assert done.exit_code == 1, done.output
     assert {found["check"]: found["state"] for found in json.loads(done.stdout)} == shown
