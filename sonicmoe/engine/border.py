@@ -40,6 +40,11 @@ def check_weights(
     words = f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}"
     expect(tuple(w2.shape) == wanted, ShapeError, words)
     check_width(n1, wanted[2], activation)
+    check_biases(b1, b2, experts, n1, hidden)
+
+
+def check_biases(b1: Tensor | None, b2: Tensor | None, experts: int, n1: int, hidden: int) -> None:
+    """Refuse one bias without the other, and shapes other than `[E, N1]` and `[E, H]`."""
     expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
     for name, bias, width in (("b1", b1, n1), ("b2", b2, hidden)):
         if bias is not None:

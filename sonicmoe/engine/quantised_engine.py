@@ -13,7 +13,7 @@ from ..interop import plain_ops
 from ..layouts import WeightSource
 from ..observe import stage
 from ..quant.gpu import QuantizedWeights
-from .border import check_weights, check_width
+from .border import check_biases, check_weights, check_width
 from .capabilities import require
 from .interface import Engine, EngineWeights
 from .settings import EngineSettings, Workload
@@ -83,6 +83,7 @@ class QuantisedEngine(Engine):
                 f"iso_weight keeps one copy of a weight, and recipe {recipe.name!r} needs two"
             )
         check_width(source.n1, source.intermediate_size, settings.activation)
+        check_biases(source.b1, source.b2, len(source.up), source.n1, source.hidden_size)
 
 
 def _native_biases(

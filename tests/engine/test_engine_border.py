@@ -69,8 +69,10 @@ WEIGHTS = (
      "the hopper engine cannot compute this: the recipe is '1x128'"),
     (HOPPER, FP8, {"w1": (4, 128, 136), "w2": (4, 136, 64)}, ShapeError,
      "H is 136 and I is 64, and it needs multiples of 16"),
-    (HOPPER, FP8, HOPPERS | {"b1": (4, 128), "b2": (4, 80)}, ConfigError,
-     "the experts have biases, and it has none"),
+    (HOPPER, FP8, HOPPERS | {"b1": (4, 128), "b2": (4, 1)}, ShapeError,
+     r"b2 has shape \(4, 1\); needed: \(4, 80\)"),
+    (HOPPER, FP8, HOPPERS | {"b1": (4, 64), "b2": (4, 80)}, ShapeError, r"b1 has shape \(4, 64\)"),
+    (HOPPER, FP8, HOPPERS | {"b2": (4, 80)}, ShapeError, "b1 and b2 must be given both"),
     (HOPPER, FP8, HOPPERS | {"w1": (4, 64, 80)}, ShapeError,
      "w1 has 64 rows per expert; swiglu with I=64 needs 128"),
 )  # fmt: skip
