@@ -49,6 +49,7 @@ WEIGHTS = {
     "w2": lambda: codes(E, H, I), "w2_scale": lambda: scales(E, blocks(H), blocks(I)),
     "w1_dgrad": lambda: codes(E, H, 2 * I), "w1_dgrad_scale": lambda: scales(E, blocks(H), blocks(2 * I, 256)),
     "w2_dgrad": lambda: codes(E, I, H), "w2_dgrad_scale": lambda: scales(E, blocks(I), blocks(H)),
+    "b1": lambda: scales(E, 2 * I), "b2": lambda: scales(E, H),
 }  # fmt: skip
 # 256 rows of w1 are 128 of gate and 128 of up, so that these scales have one shape for all sizes:
 # only their names tell them apart.
@@ -95,7 +96,8 @@ def head(passes):
     """Handles and whatever else a pass takes besides tensors."""
     return {
         "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
-        "stream": 0, "multiprocessors": 0, "activation": 0, "shares_gpu": 0, "inner": I,
+        "stream": 0, "multiprocessors": 0, "activation": 0, "first": 0.0, "second": 0.0,
+        "shares_gpu": 0, "inner": I,
     }  # fmt: skip
 
 
@@ -114,6 +116,8 @@ def fields_of(passes, head, name):
         "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
         "dw1": scales(E, 2 * I, H), "dw2": scales(E, H, I),
         "into_dw1": None, "into_dw2": None,
+        "db1": scales(E, 2 * I), "db2": scales(E, H),
+        "bias_parts": scales(R // ROW_ALIGNMENT, 2 * I),
         "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None, "row_scales": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
