@@ -20,7 +20,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_moe_debug
-from torchtitan.tools.utils import device_module
+from torchtitan.tools.utils import device_module, device_type
 from torchtitan.trainer import Trainer
 from torchtitan_tokens import NoTokenizer, OurTokens
 
@@ -97,7 +97,7 @@ class Figures:
 
     flops: int
     peak_flops: float | None
-    peak: int | None = None
+    peak: float | None = None
     exchange: float | None = None
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -109,9 +109,11 @@ class Figures:
 
     def over_ranks(self) -> None:
         """Take the largest peak of memory, and the mean share of exchanges."""
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, (self.peak or 0, self.exchange or 0.0))
-        peaks, shares = zip(*ranks, strict=True)
+        found = (self.peak or 0.0, self.exchange or 0.0)
+        mine = torch.tensor(found, dtype=torch.float64, device=device_type)
+        ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(ranks, mine)
+        peaks, shares = torch.stack(ranks).T.tolist()
         self.peak, self.exchange = max(peaks) or None, statistics.fmean(shares) or None
 
 

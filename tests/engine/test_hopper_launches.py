@@ -37,7 +37,7 @@ from sonicmoe.diagnostics.nonfinite import NonFiniteError
 from sonicmoe.engine import hopper, hopper_layer, hopper_passes
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import ParameterTargets
-from sonicmoe.enums import ActivationType
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.kernels import aggregate_source, routing_metadata_source
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
@@ -149,8 +149,8 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
         arguments = {name: given[name] if name in names else None for name in given}
         with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
             passes.forward(
-                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, z=None, z_scale=None, z_rows=None,
-                out=None,
+                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, first=0.0,
+                second=0.0, z=None, z_scale=None, z_rows=None, out=None,
                 scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
             )  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_a_step_is_three_native_calls_and_few_allocations(monkeypatch):
 
     for module in (hopper, hopper_layer, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
-    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU)
+    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU, ZCode.INT8, False, False)
     for name in ("forward", "dgated", "dgrad", "wgrad"):
         monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
@@ -363,7 +363,8 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     prepared = hopper_passes.prepared_handle(passes, weights, FP8)
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     arguments = {
-        "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0, "activation": 0,
+        "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0,
+        "activation": 0, "first": 0.0, "second": 0.0,
         **hopper_passes.token_arguments("x", case.x),
         "z": None, "z_scale": None, "z_rows": None, "out": None,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from worlds import ROOT, environment, run_world, torchrun_variables
 
 EXAMPLES = ROOT / "examples"
-PAGES = ("docs/pytorch.md", "docs/finetuning.md", "ernie_compat/README.md")
+PAGES = ("docs/pytorch.md", "docs/finetuning.md", "docs/verify.md", "ernie_compat/README.md")
 # Scripts that print one error at the beginning and three later on, all others have a test below.
 LEARN_A_FUNCTION = ("train_moe", "train_node_main_grad")
 
