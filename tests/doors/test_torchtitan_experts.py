@@ -33,6 +33,13 @@ SIZES = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": EXPERTS}
 DOOR = "sonicmoe.integrations.torchtitan"
 
 
+@pytest.fixture(autouse=True)
+def with_compiler():
+    """Megatron's tests switch it off, and may have run in this process."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 def normal(scale):
     return lambda weight: torch.nn.init.normal_(weight, std=scale)
 
