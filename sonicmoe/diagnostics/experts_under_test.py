@@ -47,7 +47,7 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified.
+    """The experts that are verified.
 
     Attributes:
         experts: the callable.
@@ -71,8 +71,9 @@ class Subject:
     name: str = ""
 
     def __post_init__(self) -> None:
-        words = f"topk is {self.sizes.topk} of {self.sizes.experts} experts; needed: fewer, as one has no token"
-        expect(self.sizes.topk < self.sizes.experts, ConfigError, words)
+        words = f"topk is {self.sizes.topk} of {self.sizes.experts} experts"
+        needed = "needed: fewer, because one expert has no token"
+        expect(self.sizes.topk < self.sizes.experts, ConfigError, f"{words}; {needed}")
 
     @property
     def bound(self) -> float:
@@ -215,14 +216,14 @@ def memory_full_of_nan(device: str, filled: bool = True) -> Iterator[None]:
     """PyTorch's deterministic mode, in which every fresh `torch.empty` is full of NaN, or of the
     largest integer. filled: without it the mode alone, to compare with. NotRunError where it is not.
     """
-    memory = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    memory.fill_uninitialized_memory = filled
     try:
         if filled and not bool(torch.isnan(torch.empty(7, device=device)).all()):
             raise NotRunError(f"fresh memory on {device} is not filled")
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+        memory.fill_uninitialized_memory = before[1]

@@ -1,4 +1,4 @@
-"""Checks of any experts of PyTorch against fp64: what `sonicmoe verify` runs.
+"""Checks of any experts of PyTorch against fp64, which `sonicmoe verify` runs.
 
 Experts are a callable `experts(x, ids, probs, w1, w2) -> out` with x and out `[T, H]`, ids and probs
 `[T, K]`, and stacked weights in a layout of `ExpertLayout`. Each check draws operands, runs forward
@@ -51,7 +51,7 @@ class Finding:
 
 
 def verify(name: str, subject: Subject, check: Check | None = None) -> Finding:
-    """Run one of `CHECKS`, or another one under that name. What the callable raises is a finding."""
+    """Run one of `CHECKS`, or another one under that name. An exception of the callable is a finding."""
     try:
         return Finding(name, PASSED, (check or CHECKS[name])(subject))
     except NotRunError as reason:

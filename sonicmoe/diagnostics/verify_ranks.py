@@ -50,13 +50,14 @@ def _train(subject: tested.Subject) -> str:
         other = subject.case(seed)
         with torch.no_grad():
             fresh = tested.weights_of(subject, other)
-            for mine, its in zip(model.parameters(), fresh, strict=True):
-                mine.copy_(distribute_tensor(its.detach(), mine.device_mesh, mine.placements))  # type: ignore[attr-defined]
+            held: Any  # `fully_shard` has made DTensors of the parameters
+            for held, whole in zip(model.parameters(), fresh, strict=True):
+                held.copy_(distribute_tensor(whole.detach(), held.device_mesh, held.placements))
         now = case.but(w1=other.w1, w2=other.w2)
         half = slice(torch.distributed.get_rank(), None, RANKS)
         own = now.but(**{name: getattr(now, name)[half] for name in tested.TOKENS})
-        held = replace(subject, experts=lambda x, ids, probs, *_: model(x, ids, probs))
-        found = tested.run(held, own, tuple(model.parameters()))
+        sharded = replace(subject, experts=lambda x, ids, probs, *_: model(x, ids, probs))
+        found = tested.run(sharded, own, tuple(model.parameters()))
         tested.compare(subject, own, {name: found[name] for name in ("out", "dx", "ds")})
         # FSDP2 averages over the ranks, and the golden sums over all tokens.
         sums = {name: RANKS * found[name] for name in ("dw1", "dw2")}

@@ -1,4 +1,4 @@
-"""What the PyTorch face checks before anything is computed: each message names the caller's argument.
+"""Checks of the PyTorch face before anything is computed. Each message names the caller's argument.
 Sizes of weights are the engine's to check, which knows the activation and the layout.
 """
 

@@ -1,4 +1,4 @@
-"""Upstream SonicMoE's functions for expert parallelism: T tokens of each rank in, their results out.
+"""Upstream SonicMoE's functions for expert parallelism. Each rank gives T tokens and gets their results.
 
     tokens of this rank ──dispatch──► experts of this rank ──combine──► tokens of this rank
 
@@ -150,8 +150,9 @@ def moe_ep_general_routing_forward(
     for name, bias in (("b1", b1), ("b2", b2)):
         if bias is not None:
             require_framework_tensor(bias, name)
-    words = "redispatch_x_in_backward is {!r}; needed: False, because the engine keeps the tokens that arrived"
-    expect(redispatch_x_in_backward is False, ConfigError, words.format(redispatch_x_in_backward))
+    words = f"redispatch_x_in_backward is {redispatch_x_in_backward!r}; needed: False"
+    reason = "because the engine keeps the tokens that arrived"
+    expect(redispatch_x_in_backward is False, ConfigError, f"{words}, {reason}")
     check_switch("CPU_sync_on_runtime", CPU_sync_on_runtime)
     activation = member_of(ActivationType, activation_type, "activation_type")
     gathers = False

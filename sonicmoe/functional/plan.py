@@ -1,5 +1,5 @@
-"""What is decided before a call of the routed expert MLP and kept: its settings, and the engine for each
-kind of tokens.
+"""The plan of a call of the routed expert MLP: its settings, and the engine for each kind of tokens.
+It is made once and kept.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
 
 
 class _OnEngine(nn.Module):
-    """What both kinds of experts do on the engine, before their own class."""
+    """The common part of both kinds of experts; it stands before their own class."""
 
     def _prepare(self, config: Any, plan: Plan, bias: bool) -> None:
         """Take the plan; EngineUnavailableError where no engine takes the sizes."""

@@ -24,7 +24,7 @@ LOADER = "apache-tvm-ffi"
 
 @dataclass(frozen=True)
 class Carried:
-    """What lies in a folder of carried kernels.
+    """A folder of carried kernels.
 
     Attributes:
         versions: of the loader, the compiler and the ABI, by name.
@@ -41,7 +41,7 @@ class Carried:
 
     @property
     def architectures(self) -> list[str]:
-        """What the kernels are compiled for."""
+        """Those for which the kernels are compiled."""
         return sorted({manifest["key"]["arch"] for manifest in self.manifests.values()})
 
     def find(self, key: CompileKey) -> Artefact | None:
@@ -59,7 +59,8 @@ class Carried:
             built_for = self.versions[name]
             if found != built_for:
                 remedy = f"; pip install {LOADER}=={built_for}" if name == LOADER else ""
-                return f"the kernels of this package are built for {name} {built_for}, and here it is {found}{remedy}"
+                words = f"the kernels of this package are built for {name} {built_for}"
+                return f"{words}, and here it is {found}{remedy}"
         return ""
 
     def shortfall(self, arch: str) -> str:
@@ -82,7 +83,7 @@ class Carried:
 
 
 def carried() -> Carried:
-    """What this installation carries."""
+    """The kernels of this installation."""
     return read(FOLDER)
 
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (
-        "cluster", "design", "env", "finetuning", "install", "jit", "kernels", "migrating", "newcomer", "numerics", "performance",
+        "cluster", "design", "env", "finetuning", "install", "jit", "kernels", "migrating", "newcomer",
+        "numerics", "performance",
         "pytorch", "transformers", "troubleshooting", "verify",
     )),
 )  # fmt: skip

@@ -66,7 +66,8 @@ def config_of(**changes):
 
 LATE = (
     "fp8", "fp4", "quant_recipe", "expert_gtp_weight_remat_size", "transformer_impl",
-    "overlap_moe_expert_parallel_comm", "use_te_activation_func", "activation_func_fp8_input_store", "fine_grained_activation_offloading",
+    "overlap_moe_expert_parallel_comm", "use_te_activation_func", "activation_func_fp8_input_store",
+    "fine_grained_activation_offloading",
     "offload_modules", "moe_mlp_glu_interleave_size", "delay_wgrad_compute", "moe_paged_stash",
     "moe_latent_size", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
@@ -325,15 +326,22 @@ def test_checkpoints_of_grouped_experts_are_exchanged(kinds, tmp_path):
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_no_rows_leave_gradients_of_zero(fused):
-    """A rank that nobody sends a token to; its hooks must fire all the same."""
-    config = config_of(gradient_accumulation_fusion=fused, add_bias_linear=True)
-    experts, fired = built(SonicExperts, config), []
+def hooked(experts):
+    """Give every parameter memory for its gradient; returns the list of the parameters whose hooks fire."""
+    fired = []
     for parameter in experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
         parameter.grad_added_to_main_grad = False
         parameter.register_post_accumulate_grad_hook(fired.append)
+    return fired
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_rows_leave_gradients_of_zero(fused):
+    """A rank that nobody sends a token to; its hooks must fire all the same."""
+    config = config_of(gradient_accumulation_fusion=fused, add_bias_linear=True)
+    experts = built(SonicExperts, config)
+    fired = hooked(experts)
     for counts in (
         torch.zeros(E, dtype=torch.long),
         Routes(torch.empty(0, 2, dtype=torch.long), None),
@@ -349,14 +357,11 @@ def test_no_rows_leave_gradients_of_zero(fused):
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_late_weight_gradients_fire_the_hooks_of_whoever_has_them(registered):
+def test_late_weight_gradients_fire_hooks_of_the_module_or_of_the_weights(registered):
     """Data parallelism has a hook on the module, or on the weights, where it was not told."""
     config = config_of(delay_wgrad_compute=True, gradient_accumulation_fusion=True)
-    experts, fired = built(SonicExperts, config), []
-    for parameter in experts.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-        parameter.grad_added_to_main_grad = False
-        parameter.register_post_accumulate_grad_hook(fired.append)
+    experts = built(SonicExperts, config)
+    fired = hooked(experts)
     for projection in (experts.linear_fc1, experts.linear_fc2) if registered else ():
         projection.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(None))
     experts(torch.randn(9, H).requires_grad_(), COUNTS, torch.rand(9))[0].sum().backward()

@@ -188,7 +188,8 @@ def test_biases(shape, z, activation):
         assert bool((block_errors(dequantize(kept)[:used], wanted_z) <= 1.03 * exact + 1e-4).all())
     else:
         assert float(block_errors(kept[:used], wanted_z).max()) <= BF16_ROUNDING
-    a, w = quantize(torch.randn((routing.num_rows, w2.shape[2]), device="cuda"), rows(128)), quantize(w2, RECIPE.w2)  # fmt: skip
+    y1 = torch.randn((routing.num_rows, w2.shape[2]), device="cuda")
+    a, w = quantize(y1, rows(128)), quantize(w2, RECIPE.w2)
     out, wanted = grouped(built, a, w, routing, bias=b2), products(dequantize(a), w, routing)
     assert float(block_errors(out[:used], wanted + rows_of(b2, routing)).max()) <= BF16_ROUNDING
     # dgrad's product has none in the same module.

@@ -25,7 +25,8 @@ REWRITES = (
     (r'asm volatile\("ld\.global\.nc\..*?: "l"\(address\)\);', "host_cuda::load16(word, address);"),
     (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 [^;]*;" : "=h"\((\w+)\) : "f"\((\w)\), "f"\((\w)\)\);',
      r"\1 = host_cuda::e4m3x2(\2, \3);"),
-    (r'asm\("cvt\.rn\.f16x2\.e4m3x2 [^;]*;" : "=r"\((\w+)\) : "h"\((.*?)\)\);', r"\1 = host_cuda::halves_of_e4m3x2(\2);"),
+    (r'asm\("cvt\.rn\.f16x2\.e4m3x2 [^;]*;" : "=r"\((\w+)\) : "h"\((.*?)\)\);',
+     r"\1 = host_cuda::halves_of_e4m3x2(\2);"),
     (r'asm\(instruction .*?"\+r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = host_cuda::max_of_halves<Vector16>(\1, \2);"),
     (r"#include <tvm/ffi/extra/cuda/device_guard.h>", ""),
     (r'#include "\.\./(?:host/)?', '#include "'),  # all files lie in one folder

@@ -279,7 +279,11 @@ class TestBackwardsThatAreLate:
         options = {"through_autograd": through_autograd}
         weights = LayerWeights(NumberedParameters(*modules, (1, 4, 4), SWIGLU, **options))
         engine = ReferenceEngine()
-        engine.refresh = lambda source, *_: EngineWeights(*map(ExpertMatrices, (source.up, source.down) * 2))  # fmt: skip
+
+        def refresh(source, *_):
+            return EngineWeights(*map(ExpertMatrices, (source.up, source.down) * 2))
+
+        engine.refresh = refresh
         reading = weights.read(engine, PLAIN)
         held, former = reading.weights, reading.weights.w1.addresses
         own = modules[0].weight0

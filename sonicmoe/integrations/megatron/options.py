@@ -1,4 +1,4 @@
-"""What a `TransformerConfig` asks of the experts: read into the engine's words, or refused by the
+"""Reads a `TransformerConfig` into the engine's words, or refuses an option of it by the
 option's own name. docs/megatron.md has the table.
 """
 
