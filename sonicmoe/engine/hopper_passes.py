@@ -294,7 +294,7 @@ def passes_on(
         "wgrad_destination": wgrad.wgrad_destination,
     }
     of_biases = bias_gradients_source(arch).load() if bias else None
-    for name in ("add_bias_dots", "sum_dz", "sum_tokens"):
+    for name in ("sum_dz", "sum_tokens"):
         kernels[name] = getattr(of_biases, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)

@@ -20,7 +20,7 @@ def wgrad_operands_source(arch: str) -> CudaSource:
 
 
 def bias_gradients_source(arch: str) -> CudaSource:
-    """Exports `add_bias_dots`, `sum_tokens` and `sum_dz`. One artefact serves every model."""
+    """Exports `sum_tokens` and `sum_dz`. One artefact serves every model."""
     return CudaSource.make("bias_gradients", _CUDA / "bias_gradients.cu", arch=arch)
 
 

@@ -224,15 +224,6 @@ def sums_of_experts(rows, padded_offsets, sums):
         sums[expert] = rows[first:last].sum(0)
 
 
-def add_bias_dots(tokens, scale, b2, row_token, padded_offsets, sums, stream):
-    rows = dout_rows(tokens, scale, row_token)
-    added = bias_of(rows, b2, at(padded_offsets, "int64").tolist())
-    # Only where there is a token: elsewhere nobody has written the partial sum.
-    real = at(row_token, "int32") >= 0
-    first = at(sums, "float32")[0]
-    first[real] += (rows * added)[real].sum(1)
-
-
 def sum_dz(dz, dz_scale, row_token, padded_offsets, parts, db1, stream):
     assert at(parts, "float32").numel() >= dz.shape[0] // 128 * dz.shape[1]
     real = (at(row_token, "int32") >= 0).unsqueeze(1)
@@ -240,10 +231,18 @@ def sum_dz(dz, dz_scale, row_token, padded_offsets, parts, db1, stream):
     sums_of_experts(rows, padded_offsets, db1)
 
 
-def sum_tokens(tokens, scale, row_prob, row_token, padded_offsets, parts, db2, stream):
+def sum_tokens(
+    tokens, scale, b2, row_prob, row_token, padded_offsets, sums, parts, db2, stream
+):
     rows = dout_rows(tokens, scale, row_token)
-    assert at(parts, "float32").numel() >= len(rows) // 128 * rows.shape[1]
-    sums_of_experts(rows * at(row_prob, "float32").unsqueeze(1), padded_offsets, db2)
+    added = bias_of(rows, b2, at(padded_offsets, "int64").tolist())
+    # Only where there is a token: elsewhere nobody has written the partial sum.
+    real = at(row_token, "int32") >= 0
+    first = at(sums, "float32")[0]
+    first[real] += (rows * added)[real].sum(1)
+    if db2 is not None:
+        assert at(parts, "float32").numel() >= len(rows) // 128 * rows.shape[1]
+        sums_of_experts(rows * at(row_prob, "float32").unsqueeze(1), padded_offsets, db2)
 
 
 def sum_or_zero(index, given, out, stream):
@@ -373,7 +372,7 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
-        grouped_wgrad, grouped_wgrad_into, add_bias_dots, sum_dz, sum_tokens,
+        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip
 STEADY_KERNELS = KERNELS | {

@@ -341,4 +341,4 @@ def test_wrong_arguments_are_named(wgrad, dgated):
     case = Backward(SHAPES[0], seed=7)
     beyond = len(HOPPER.activations)
     with pytest.raises(Exception, match=f"activation is {beyond}"):
-        case.run(dgated, beyond)
+        case.run(dgated, (beyond, 0.0, 0.0))

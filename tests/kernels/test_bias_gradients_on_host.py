@@ -71,8 +71,10 @@ def test_of_tokens(module, routing, quantised):
         wanted[own] += read @ b2[expert].double()
         wanted_db2[expert] = routing.row_prob[own].double() @ read
     where = routing.row_token, routing.padded_offsets
-    module.add_bias_dots(*given, b2, *where, sums, 0)
-    module.sum_tokens(*given, routing.row_prob, *where, parts, db2, 0)
+    alone = sums.clone()
+    module.sum_tokens(*given, b2, routing.row_prob, *where, sums, parts, db2, 0)
+    module.sum_tokens(*given, b2, routing.row_prob, *where, alone, None, None, 0)
+    assert torch.equal(alone, sums)
     torch.testing.assert_close(sums.double(), wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(db2.double(), wanted_db2, rtol=0, atol=1e-3)
     assert not db2[routing.expert_counts == 0].any()

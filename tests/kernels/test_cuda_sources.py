@@ -155,8 +155,9 @@ WANTED = {
     # Index; sums of rows and of columns for two dtypes each.
     "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
-    # The part of dprobs and the sums of blocks, of values and codes each; sums of experts.
-    "bias_gradients": Wanted(5, "add_bias_dots sum_tokens sum_dz", 64),
+    # Of tokens as values and as codes, with db2 and without; blocks of dz; sums of experts. Two CTAs
+    # of 256 threads keep eight loads of each thread under way.
+    "bias_gradients": Wanted(6, "sum_tokens sum_dz", 128),
     # The plain GEMM with either depth of its blocks, seven activations, of which SiTU-GLU is two, with
     # a cap on up and without, x {with z, without}.
     "fp8_grouped_gemm": Wanted(18, "activation_names grouped_gemm gather_gated_gemm"),

@@ -295,6 +295,10 @@ class Call {
         << table_.handle << ": " << table_.fields[i].name << " is None";
     return TensorView(&values_.tensor[i]);
   }
+  tvm::ffi::Optional<TensorView> find(std::string_view name) const {
+    if (!has(name)) return {};
+    return (*this)[name];
+  }
 
  private:
   const FieldTable& table_;

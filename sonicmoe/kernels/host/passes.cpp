@@ -162,8 +162,7 @@ constexpr std::array kKernelNames = {
     "gather_transpose_codes",
     "grouped_wgrad",
     "grouped_wgrad_into",
-    "add_bias_dots",  // this and the next ones are None where no layer has biases
-    "sum_dz",
+    "sum_dz",  // this and the next one are None where no layer has biases
     "sum_tokens",
 };
 
@@ -424,25 +423,22 @@ struct GivenDout {
   }
 };
 
-// <dout, b2> of every row goes into its first partial sum of dprobs. The bias is not quantised, and
-// neither is dout in this product, unless it came so.
-void add_bias_dots(const Run& run, const Matrix& dprob_parts) {
+// Of dout: <dout, b2> of every row, into its first partial sum of dprobs, and db2. The bias is not
+// quantised, and neither is dout in these sums, unless it came so.
+void sum_tokens(const Run& run, const Matrix& dprob_parts) {
   const Optional<TensorView> b2 = run.bias("b2");
   if (!b2.has_value()) return;
   const GivenDout dout(run);
-  run.kernel["add_bias_dots"](dout.tokens, dout.scale, b2, run.route("row_token"),
-                              run.route("padded_offsets"), dprob_parts.view, run.stream);
+  run.kernel["sum_tokens"](dout.tokens, dout.scale, b2, run.route("row_prob"),
+                           run.route("row_token"), run.route("padded_offsets"), dprob_parts.view,
+                           run.call.find("bias_parts"), run.call.find("db2"), run.stream);
 }
 
-void sum_biases(const Run& run, const Quantized& dz) {
-  const GivenDout dout(run);
+void sum_dz(const Run& run, const Quantized& dz) {
   run.stage("biases", [&] {
     run.kernel["sum_dz"](dz.codes.view, dz.scale.view, run.route("row_token"),
                          run.route("padded_offsets"), run.call["bias_parts"], run.call["db1"],
                          run.stream);
-    run.kernel["sum_tokens"](dout.tokens, dout.scale, run.route("row_prob"),
-                             run.route("row_token"), run.route("padded_offsets"),
-                             run.call["bias_parts"], run.call["db2"], run.stream);
   });
 }
 
@@ -493,7 +489,7 @@ void dgated(const Run& run) {
         z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
         dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
         run.first, run.second, run.multiprocessors, run.stream);
-    add_bias_dots(run, t.dprob_parts);
+    sum_tokens(run, t.dprob_parts);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
   });
@@ -503,7 +499,7 @@ void dgated(const Run& run) {
     run.show("dz", dz);
     run.show("y1s", y1s);
   }
-  if (run.call.has("db1")) sum_biases(run, t.dz);
+  if (run.call.has("db1")) sum_dz(run, t.dz);
   if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows);
 }
 
