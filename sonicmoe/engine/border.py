@@ -106,6 +106,12 @@ def check_forward(
         raise ShapeError(
             f"x has shape {tuple(x.shape)}; routing and weights need [T, H] = {wanted}"
         )
+    if weights.adapters is not None:
+        if not record.low_rank:
+            raise ConfigError(
+                f"the {record.name.value} engine has no low-rank adapters, and the layer has some"
+            )
+        weights.adapters.check(*weights.native_shapes)
     # Counts of experts agree wherever both come from one model; a rank of another size shows here.
     if routing.num_experts != weights.num_experts:
         raise RoutingError(

@@ -48,6 +48,7 @@ class EngineRecord:
         loads_with: the package that loads and launches its kernels.
         compiler: the one that compiles its kernels, and those of its step.
         packages: those that compile its kernels, with the version its builders are written for.
+        low_rank: whether it computes low-rank adapters on the projections.
         tokens: formats in which it reads tokens, and gradients of its output.
         by_name_only: `auto` never chooses it, because nobody has run it.
         jobs: its kernels for a workload and an architecture, as compile jobs. Without a workload,
@@ -64,6 +65,7 @@ class EngineRecord:
     hidden_multiple: int
     intermediate_multiple: int
     biases: bool
+    low_rank: bool = False
     tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
     gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
     proven: tuple[Architecture, ...] = ()
@@ -105,6 +107,7 @@ REFERENCE = EngineRecord(
     hidden_multiple=1,
     intermediate_multiple=1,
     biases=True,
+    low_rank=True,
     tokens=tuple(TokenFormat),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
     compiler=None,
@@ -228,6 +231,8 @@ def _problems(record: EngineRecord, workload: Workload | None, arch: str | None)
     yield from _format_problems(record, workload.settings, workload.tokens, "x")
     if workload.bias and not record.biases:
         yield ConfigError, "the experts have biases, and it has none"
+    if workload.low_rank and not record.low_rank:
+        yield ConfigError, "the experts have low-rank adapters, and it has no kernels for them"
     multiples = record.hidden_multiple, record.intermediate_multiple
     sizes = workload.hidden_size, workload.intermediate_size
     if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):

@@ -14,6 +14,7 @@ in expert order.
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from ..routing.metadata import RoutingMetadata
 from .capabilities import RECORDS, EngineRecord
 from .expert_matrices import ExpertMatrices
 from .gradient_memory import WeightTarget
+from .low_rank import Adapters
 from .settings import EngineSettings, GradientTarget
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets, native_buffer
 from .tokens import (
@@ -77,6 +79,7 @@ class EngineWeights:
         native one.
     store: engine-private state for bringing the weights up to date in place; opaque to callers.
     native: the engine's handle of these very tensors, once it made one.
+    adapters: low-rank pairs beside the weights (`with_adapters`), in the native order.
     """
 
     w1: EngineWeight
@@ -88,6 +91,16 @@ class EngineWeights:
     layout: WeightLayout = NATIVE
     store: Any = None
     native: Any = field(default=None, init=False, repr=False)
+    adapters: Adapters | None = field(default=None, init=False, repr=False)
+
+    def with_adapters(self, adapters: Adapters | None) -> EngineWeights:
+        """These very weights with the adapters of one call; itself without any."""
+        if adapters is None:
+            return self
+        # What is prepared outlives the call and has no adapters. The copy shares all that it holds.
+        made = copy.copy(self)
+        object.__setattr__(made, "adapters", adapters)
+        return made
 
     @property
     def updated_in_place(self) -> bool:
@@ -235,6 +248,12 @@ class Engine(ABC):
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
+
+    def backward_adapters(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
+        """fp32 gradients of `Adapters.factors`, summed in a fixed order; None for a projection without
+        a pair. Before `backward_dw`, which releases `pending`, and as often as wanted.
+        """
+        raise NotImplementedError(f"the {self.name} engine has no low-rank adapters")
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
         """Whether `backward_dw` takes `FreshTargets` under these settings, on the device of this name:

@@ -24,7 +24,6 @@ from .capabilities import REFERENCE
 from .interface import (
     Engine,
     EngineSettings,
-    EngineWeight,
     EngineWeights,
     GradientTargets,
     PendingWgrad,
@@ -32,9 +31,11 @@ from .interface import (
     Tokens,
     token_dtype,
 )
+from .reference_low_rank import NarrowProducts, narrow_products
 from .reference_operands import (
     experts_with_rows,
     gather_rows,
+    grouped,
     operand,
     quantize_operand,
     rounded,
@@ -94,19 +95,27 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             # Autograd is the bridge's affair: a graph in here would keep every intermediate.
             x, dtype = _detached(x), token_dtype(x)
+            up, down = narrow_products(weights, routing, x)
             # fp32 until the activation: rounding z first would round y1 twice.
-            z = tap("z", _up_projection(x, routing, weights, settings))
+            z, of_up = _up_projection(x, routing, weights, settings, up)
+            z = tap("z", z)
             y1 = activate(z, settings.activation, settings.activation_parameters)
             y1 = operand(y1, "y1", settings, dtype)
             # The probability is applied in the sum per token and not here: y2 is rounded to the
             # dtype of the tokens before the weighting, as in the GPU engines.
-            y2 = _grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
+            y2 = grouped(y1, weights.w2, routing, transpose_weight=True, bias=weights.b2)
+            of_down = None
+            if down is not None:
+                of_down, added = down.forward(y1)
+                y2 += added
             y2 = tap("y2", rounded(y2, dtype))
             out = tap("out", aggregate(y2, routing, weighted=True, dtype=dtype))
             if not save:
                 return out, None
             kept = None if settings.recompute_z else tap("z_saved", saved_z(z, settings, dtype))
-            return out, Saved(settings, routing, x, kept)
+            projected = [u.to(dtype) for u in (of_up, of_down) if u is not None]
+            beside = torch.cat(projected, 1) if projected else None
+            return out, Saved(settings, routing, x, kept, projected=beside)
 
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
@@ -126,7 +135,8 @@ class ReferenceEngine(Engine):
             # memory.
             if settings.frees_stagewise:
                 saved.z = None
-            y1, dz, row_dprob = _dgated(dout, z, routing, weights, settings)
+            up, down = narrow_products(weights, routing, x)
+            y1, dz, row_dprob, v_down = _dgated(dout, z, routing, weights, settings, down)
             dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
             y1s = y1 * routing.row_prob.unsqueeze(-1)
             if settings.recipe is not None and settings.recipe.rounds_rows:
@@ -141,12 +151,20 @@ class ReferenceEngine(Engine):
             # The codes of dz are all that an engine in FP8 has of it.
             if weights.b1 is not None and settings.recipe is not None and settings.fp8_wgrad:
                 biases = _sums_of_rows(dz_operand, routing), _db2(dout, routing)
-            dx_rows = _grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
+            dx_rows = grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
+            adapters = None
+            if up is not None or down is not None:
+                v_up = None
+                if up is not None:
+                    v_up, added = up.backward(dz_operand)
+                    dx_rows += added
+                adapters = up, v_up, dz_operand, down, v_down, saved.projected
             del dz_operand
             dx_rows = tap("dx_rows", rounded(dx_rows, dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s, biases=biases)
+            pending.adapters = adapters
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -183,13 +201,35 @@ class ReferenceEngine(Engine):
             _show_total("dw1", targets)
             targets.adding = False
             pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
+            pending.adapters = None
+
+    def backward_adapters(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
+        """da = v^T x and db = dy^T u of each pair, per expert. x, dout and y1s are read as they are, dz
+        as dgrad reads it.
+        """
+        require_operands(pending)
+        assert pending.x is not None and pending.dout is not None
+        found: list[Tensor | None] = [None] * 4
+        with plain_ops(), ieee_matmul():
+            up, v_up, dz, down, v_down, projected = pending.adapters
+            u = projected.to(torch.float32)
+            if up is not None:
+                x, of_up = gather_rows(values_of(pending.x), pending.routing), u[:, : up.pair.width]
+                found[:2] = up.gradients(x, v_up, dz, of_up)
+            if down is not None:
+                # out = sum p y2: the gradient of a row of y2 is p dout, and y1s has the p of y1.
+                dout = gather_rows(values_of(pending.dout), pending.routing)
+                of_down = u[:, -down.pair.width :] * pending.routing.row_prob.unsqueeze(-1)
+                found[2:] = down.gradients(pending.y1s, v_down, dout, of_down)
+        return tuple(found)
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
         """fp32 z as backward reads it."""
         assert saved.x is not None
         kept = saved.z
         if kept is None:
-            z = _up_projection(saved.x, saved.routing, weights, saved.settings)
+            up, _ = narrow_products(weights, saved.routing, saved.x)
+            z, _ = _up_projection(saved.x, saved.routing, weights, saved.settings, up)
             # A recomputed z takes the way through the codes too; without it the two modes would
             # differ.
             kept = saved_z(z, saved.settings, token_dtype(saved.x))
@@ -197,11 +237,19 @@ class ReferenceEngine(Engine):
 
 
 def _up_projection(
-    x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
-) -> Tensor:
-    """fp32 `z [R, N1]`; padding rows are zero."""
+    x: Tokens,
+    routing: RoutingMetadata,
+    weights: EngineWeights,
+    settings: EngineSettings,
+    adapter: NarrowProducts | None,
+) -> tuple[Tensor, Tensor | None]:
+    """fp32 `z [R, N1]`, whose padding rows are zero, and u of the adapter."""
     rows = token_rows(x, "x", routing, settings)
-    return _grouped(rows, weights.w1, routing, transpose_weight=True, bias=weights.b1)
+    z = grouped(rows, weights.w1, routing, transpose_weight=True, bias=weights.b1)
+    if adapter is None:
+        return z, None
+    u, added = adapter.forward(rows)
+    return z + added, u
 
 
 def _dgated(
@@ -210,13 +258,19 @@ def _dgated(
     routing: RoutingMetadata,
     weights: EngineWeights,
     settings: EngineSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
+    adapter: NarrowProducts | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
-    weighting by the probability.
+    weighting by the probability; and v of the adapter, unweighted too.
     """
     dout_rows = token_rows(dout, "dout", routing, settings)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
-    dy1 = tap("dy1", _grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False))
+    dy1 = grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False)
+    v = None
+    if adapter is not None:
+        v, added = adapter.backward(dout_rows)
+        dy1 += added
+    dy1 = tap("dy1", dy1)
     weighted, own = dy1 * routing.row_prob.unsqueeze(-1), settings.activation_parameters
     y1, dz = activate_backward(z, weighted, settings.activation, own)
     del weighted
@@ -232,32 +286,7 @@ def _dgated(
     # Padding rows of y1 and dz must be finite zeros, because a GPU engine's weight gradients read
     # whole tiles, and this engine defines their operands.
     real = (routing.row_token >= 0).to(torch.float32).unsqueeze(-1)
-    return y1 * real, dz * real, row_dprob
-
-
-def _grouped(
-    rows: Tensor,
-    weight: EngineWeight,
-    routing: RoutingMetadata,
-    *,
-    transpose_weight: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Per expert `rows @ W` or `rows @ W^T` (+ bias), fp32 `[R, N]`; padding rows are zero.
-
-    weight: native `[E, N, K]`; forward contracts over its columns (`transpose_weight`), dgrad over
-    its rows.
-    """
-    width = int(weight.shape[1] if transpose_weight else weight.shape[2])
-    result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
-    for expert, first, count, _ in experts_with_rows(routing):
-        # One expert at a time is decoded, so that the fp32 copy of all weights never exists.
-        matrix = values_of(weight[expert])
-        product = rows[first : first + count] @ (
-            matrix.transpose(0, 1) if transpose_weight else matrix
-        )
-        result[first : first + count] = product if bias is None else product + bias[expert]
-    return result
+    return y1 * real, dz * real, row_dprob, v
 
 
 def _products(

@@ -18,6 +18,7 @@ from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, quantize
 from ..routing.metadata import RoutingMetadata
+from .interface import EngineWeight
 from .settings import EngineSettings
 from .tokens import Tokens
 
@@ -183,6 +184,31 @@ def experts_with_rows(routing: RoutingMetadata) -> Iterator[tuple[int, int, int,
     for expert, (first, count, padded) in enumerate(routing.expert_slices()):
         if count:
             yield expert, first, count, padded
+
+
+def grouped(
+    rows: Tensor,
+    weight: EngineWeight,
+    routing: RoutingMetadata,
+    *,
+    transpose_weight: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Per expert `rows @ W` or `rows @ W^T` (+ bias), fp32 `[R, N]`; padding rows are zero.
+
+    weight: native `[E, N, K]`; forward contracts over its columns (`transpose_weight`), dgrad over
+    its rows.
+    """
+    width = int(weight.shape[1] if transpose_weight else weight.shape[2])
+    result = torch.zeros((routing.num_rows, width), dtype=torch.float32, device=rows.device)
+    for expert, first, count, _ in experts_with_rows(routing):
+        # One expert at a time is decoded, so that the fp32 copy of all weights never exists.
+        matrix = values_of(weight[expert])
+        product = rows[first : first + count] @ (
+            matrix.transpose(0, 1) if transpose_weight else matrix
+        )
+        result[first : first + count] = product if bias is None else product + bias[expert]
+    return result
 
 
 def gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:

@@ -118,6 +118,7 @@ class Workload:
     dtype are those of the experts and their tokens.
 
     separate: each expert has weights of its own, and not a part of stacked ones.
+    low_rank: a projection has a low-rank adapter (`low_rank.py`).
     """
 
     settings: EngineSettings
@@ -127,3 +128,4 @@ class Workload:
     bias: bool = False
     separate: bool = False
     tokens: TokenFormat = TokenFormat.PLAIN
+    low_rank: bool = False

@@ -47,6 +47,8 @@ class Saved:
     x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
     it is recomputed.
     donated: nobody reads z after this backward, and its memory is the engine's from then on.
+    projected: u of both projections beside each other, `[R, columns]` (`low_rank.py`); None without
+        adapters.
     """
 
     settings: EngineSettings
@@ -54,6 +56,7 @@ class Saved:
     x: Tokens | None
     z: BlockScaledTensor | Tensor | None
     donated: bool = False
+    projected: Tensor | None = None
 
     def take_z(self) -> BlockScaledTensor | Tensor | None:
         """Move `z` out, so that its holder alone keeps it alive and may drop it in the middle of a
@@ -76,6 +79,8 @@ class Saved:
         else:
             tensors = [self.x]
         tensors += self.routing.held
+        if self.projected is not None:
+            tensors.append(self.projected)
         # z last, because recomputing leaves it out.
         z_spec: BlockSpec | None = None
         if isinstance(self.z, BlockScaledTensor):
@@ -83,7 +88,8 @@ class Saved:
             z_spec = BlockSpec(self.z.block, self.z.code)
         elif self.z is not None:
             tensors.append(self.z)
-        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec)
+        has_projected = self.projected is not None
+        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec, has_projected)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class SavedSpec:
     host_counts: tuple[int, ...] | None
     x: BlockSpec | None
     z: BlockSpec | None
+    has_projected: bool
     routing_checksum: int | None
 
     def __init__(
@@ -114,6 +121,7 @@ class SavedSpec:
         routing: RoutingMetadata,
         x: BlockSpec | None,
         z: BlockSpec | None,
+        has_projected: bool = False,
     ) -> None:
         """Keep the routing's numbers, drop its tensors."""
         # The class is frozen, so its fields are set past `__setattr__`.
@@ -124,6 +132,7 @@ class SavedSpec:
             host_counts=routing.host_counts,
             x=x,
             z=z,
+            has_projected=has_projected,
             routing_checksum=routing_checksum(routing),
         )
 
@@ -136,7 +145,7 @@ class SavedSpec:
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         """Inverse of `Saved.pack`."""
-        # The order of `Saved.pack`: x, the routing, z.
+        # The order of `Saved.pack`: x, the routing, what adapters project, z.
         n_routing = len(RoutingMetadata.TENSOR_FIELDS) if self.places is None else 1
         n_given = self.given
         given, tensors = tensors[:n_given], tensors[n_given:]
@@ -154,12 +163,14 @@ class SavedSpec:
         x: Tokens = given[0]
         if self.x is not None:
             x = BlockScaledTensor(given[0], given[1], self.x.block, self.x.code)
+        projected = rest[0] if self.has_projected else None
+        rest = rest[int(self.has_projected) :]
         z: BlockScaledTensor | Tensor | None = None
         if self.z is not None:
             z = BlockScaledTensor.from_bytes(rest[0], rest[1], self.z.block, self.z.code)
         elif rest:
             z = rest[0]
-        return Saved(self.settings, routing, x, z)
+        return Saved(self.settings, routing, x, z, projected=projected)
 
 
 def routing_checksum(routing: RoutingMetadata) -> int | None:
@@ -197,7 +208,7 @@ class PendingWgrad:
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
     of the routing. biases: db1 `[E, N1]`, native, and db2 `[E, H]` in fp32, where the backward has
-    summed them.
+    summed them. adapters: what `backward_adapters` reads, the engine's own affair.
     """
 
     settings: EngineSettings
@@ -210,3 +221,4 @@ class PendingWgrad:
     shares_gpu: bool = False
     native: Any = None
     biases: tuple[Tensor, Tensor] | None = None
+    adapters: Any = None

@@ -1,0 +1,72 @@
+"""The products of a low-rank pair in the reference engine, in fp32 (`low_rank.py` has the formulas).
+
+Legend: R padded rows in expert order, r columns of u and v; other letters as in `interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..routing.metadata import RoutingMetadata
+from .interface import EngineWeights
+from .low_rank import LowRank
+from .reference_operands import experts_with_rows, grouped, rounded
+from .tokens import Tokens, token_dtype
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowProducts:
+    """Of one projection. u and v are `[R, r]`, fp32 values that the dtype of the tokens can hold."""
+
+    a: Tensor
+    b: Tensor
+    pair: LowRank
+    routing: RoutingMetadata
+    dtype: torch.dtype
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """u, and what the pair adds to the projection of `rows`, its operand as the GEMM reads it."""
+        u = self._narrow(rows, self.a, transpose=True)
+        return u, grouped(u, self.b, self.routing, transpose_weight=True)
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """v, and what the pair adds to the gradient of the operand; `gradient` of the projection's
+        output, as dgrad reads it.
+        """
+        v = self._narrow(gradient, self.b, transpose=False)
+        return v, grouped(v, self.a, self.routing, transpose_weight=False)
+
+    def gradients(
+        self, rows: Tensor, v: Tensor, gradient: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """fp32 `(da, db)`; zeros for experts without rows."""
+        rank = self.pair.rank
+        da, db = (
+            torch.zeros(tuple(t.shape), dtype=torch.float32, device=rows.device)
+            for t in (self.pair.a, self.pair.b)
+        )
+        for expert, first, count, _ in experts_with_rows(self.routing):
+            true = slice(first, first + count)
+            da[expert] = v[true, :rank].transpose(0, 1) @ rows[true]
+            db[expert] = gradient[true].transpose(0, 1) @ u[true, :rank]
+        return da, db
+
+    def _narrow(self, rows: Tensor, factor: Tensor, *, transpose: bool) -> Tensor:
+        product = grouped(rows, factor, self.routing, transpose_weight=transpose)
+        return rounded(product * self.pair.scale, self.dtype)
+
+
+def narrow_products(
+    weights: EngineWeights, routing: RoutingMetadata, x: Tokens
+) -> tuple[NarrowProducts | None, NarrowProducts | None]:
+    """Of the up- and the down-projection; None where there is no adapter."""
+    dtype = token_dtype(x)
+    up, down = (
+        None if pair is None else NarrowProducts(*pair.operands(dtype), pair, routing, dtype)
+        for pair in (weights.adapters or (None, None))
+    )
+    return up, down
