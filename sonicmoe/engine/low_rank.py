@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigError, expect
-from ..interop import require_framework_tensor
+from ..interop import plain_ops, require_framework_tensor
 from ..layouts import WeightLayout
 from ..refusals import need_dtype, need_shape, need_type
 from ..routing.metadata import round_up
@@ -29,7 +29,7 @@ from ..routing.metadata import round_up
 Tensor = torch.Tensor
 MAX_RANK = 128
 _COLUMNS = 8  # of bf16 are the 16 bytes that GEMMs read at a time; narrower factors get zeros
-_NAMES = "up.a", "up.b", "down.a", "down.b"
+NAMES_OF_FACTORS = "up.a", "up.b", "down.a", "down.b"
 
 
 class LowRank(NamedTuple):
@@ -89,11 +89,12 @@ class Adapters(NamedTuple):
         return up, down
 
     @classmethod
-    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> Adapters:
-        """The inverse of `factors` and `scales`."""
+    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> Adapters | None:
+        """The inverse of `factors` and `scales`; None where there is no factor."""
         a1, b1, a2, b2 = factors
         up = None if a1 is None or b1 is None else LowRank(a1, b1, scales[0])
-        return cls(up, None if a2 is None or b2 is None else LowRank(a2, b2, scales[1]))
+        down = None if a2 is None or b2 is None else LowRank(a2, b2, scales[1])
+        return None if up is None and down is None else cls(up, down)
 
     def native(self, layout: WeightLayout) -> Adapters:
         """With `up.b` in native order, by operations that autograd sees."""
@@ -108,6 +109,17 @@ class Adapters(NamedTuple):
         """Where u of either projection lies in the rows that a forward saves."""
         first, second = (0 if pair is None else pair.width for pair in self.pairs)
         return slice(0, first), slice(first, first + second)
+
+    def merged(
+        self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Native weights with what the pairs add to them, in new tensors. For diagnosis alone."""
+        with plain_ops():
+            w1, w2 = (
+                weight if pair is None else (weight.float() + pair.delta()).to(weight.dtype)
+                for weight, pair in zip((w1, w2), self.pairs, strict=True)
+            )
+        return w1, w2, b1, b2
 
     def check(self, w1: tuple[int, int, int], w2: tuple[int, int, int]) -> None:
         """Refuse pairs that do not fit native weights of these shapes; the message names the factor."""

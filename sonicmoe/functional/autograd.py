@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
+from ..engine.low_rank import Adapters
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import FACES, STACKED, is_awaited, is_heard
@@ -37,6 +38,7 @@ def expert_mlp(
     use_fp8: bool | None = None,
     face: str = STACKED,
     module: object = None,
+    adapters: Adapters | None = None,
 ) -> Tensor:
     """Routed expert MLP `[..., H] -> [..., H]`, differentiable in all but `indices`.
 
@@ -51,6 +53,7 @@ def expert_mlp(
         use_fp8: True or False overrides the configuration's FP8 mode.
         face: a key of `observe.FACES`: the names of the arguments, for a diagnosis.
         module: whose attributes the weights are, for a diagnosis.
+        adapters: low-rank pairs beside w1 and w2, whose `up.b` has the order of the rows of w1.
 
     Returns:
         The output in the shape of x, in memory of its own: it is no view, so that the caller may
@@ -62,7 +65,8 @@ def expert_mlp(
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     check_stored(x, weights, FACES[face])
     check_switch("is_inference_mode", inference)  # both names of the argument begin so
-    save = not inference and _is_differentiated(x, probs, weights)
+    adapters = None if adapters is None else adapters.native(layout)
+    save = not inference and _is_differentiated(x, probs, weights, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
     if torch.compiler.is_compiling():
@@ -72,12 +76,13 @@ def expert_mlp(
         # Asked for while the compiler traces: the number becomes a constant of the graph, and names
         # the configuration of that moment.
         of_layout = layout.transposed, layout.split_half
-        number = plan_number(activation.value, parameters, *of_layout, use_fp8, face)
-        return expert_operator(x, indices, probs, weights, number, save)
+        asked = activation.value, parameters, *of_layout, use_fp8, face
+        number = plan_number(*asked, adapters is not None)
+        return expert_operator(x, indices, probs, weights, number, save, adapters)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters, face)
-    return _run(plan, x, probs, weights, Origin(indices, module), save)
+    plan = make_plan(activation, layout, use_fp8, parameters, face, adapters is not None)
+    return _run(plan, x, probs, weights, Origin(indices, module), save, adapters)
 
 
 def planned_mlp(
@@ -103,22 +108,35 @@ def planned_mlp(
     return _run(plan, x, probs, weights, Origin(routes, module), save)
 
 
-def _is_differentiated(x: Tensor, probs: Tensor | None, weights: Weights) -> bool:
+def _is_differentiated(
+    x: Tensor, probs: Tensor | None, weights: Weights, adapters: Adapters | None = None
+) -> bool:
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
-    given = (x, probs, *weights)
+    given = (x, probs, *weights, *_factors(adapters))
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
 
 
+def _factors(adapters: Adapters | None) -> tuple[Tensor | None, ...]:
+    return () if adapters is None else adapters.factors
+
+
 def _run(
-    plan: Plan, x: Tensor, probs: Tensor | None, weights: Weights, origin: Origin, save: bool
+    plan: Plan,
+    x: Tensor,
+    probs: Tensor | None,
+    weights: Weights,
+    origin: Origin,
+    save: bool,
+    adapters: Adapters | None = None,
 ) -> Tensor:
-    differentiable = (x, probs, *weights)
+    differentiable = (x, probs, *weights, *_factors(adapters))
     refuse_transforms(differentiable)
     plan = plan.fitted(x, weights)
     if not save:
-        return forward(plan, x, probs, weights, origin, save=False)[0]
-    out: Tensor = apply_function(_ExpertMlp, (plan, origin), differentiable)
+        return forward(plan, x, probs, weights, origin, save=False, adapters=adapters)[0]
+    scales = None if adapters is None else adapters.scales
+    out: Tensor = apply_function(_ExpertMlp, (plan, origin, scales), differentiable)
     return out
 
 
@@ -131,27 +149,33 @@ def _keeps_graph() -> bool:
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Weight gradients are summed in fp32 and returned in each weight's dtype."""
+    """Gradients of weights and adapters are summed in fp32 and returned in the dtype of each."""
 
     @staticmethod
     def forward(
         ctx: Any,
         plan: Plan,
         origin: Origin,
+        scales: tuple[float, float] | None,
         x: Tensor,
         probs: Tensor | None,
-        *weights: Any,
+        *tensors: Any,
     ) -> Tensor:
-        """Run the engine, and keep its tensors through `save_for_backward`."""
-        out, saved, reading = forward(plan, x, probs, weights, origin, save=True)
+        """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights are
+        the factors of adapters, where `scales` has theirs.
+        """
+        weights, factors = tensors[:4], tensors[4:]
+        adapters = None if scales is None else Adapters.of(factors, scales)
+        out, saved, reading = forward(plan, x, probs, weights, origin, save=True, adapters=adapters)
         assert saved is not None
-        tensors, ctx.spec = saved.pack()
+        kept, ctx.spec = saved.pack()
         # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd
         # refuse a backward after they were changed in place, and they are prepared again for
         # backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
-        ctx.save_for_backward(*((None,) * 4 if quantised else weights), *tensors)
+        ctx.save_for_backward(*((None,) * 4 if quantised else weights), *factors, *kept)
+        ctx.scales = scales
         ctx.plan, ctx.shape_of_probs = plan, None if probs is None else probs.shape
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
@@ -161,10 +185,13 @@ class _ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, probs, w1, w2, b1, b2."""
+        """Gradients of x, probs, w1, w2, b1, b2, and of the factors of adapters."""
         refuse_second_derivative()
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
-        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[2:]
+        adapters = None
+        if ctx.scales is not None:
+            adapters, tensors = Adapters.of(tensors[:4], ctx.scales), tensors[4:]
+        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[3:]
         weights, origin = ctx.observed or (None, Origin())
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
@@ -183,9 +210,10 @@ class _ExpertMlp(torch.autograd.Function):
             trained=trained,
             given=weights,
             origin=origin,
+            adapters=adapters,
         )
         dx = dx.view(dout.shape)
         # Probabilities of rows in expert order have one axis.
         of_probs = dprobs.view(ctx.shape_of_probs) if probs_wanted else None
         of_tokens = dx if x_wanted else None, of_probs
-        return (None, None, *of_tokens, *gradients)
+        return (None, None, None, *of_tokens, *gradients)

@@ -5,7 +5,7 @@ compiled graphs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ from ..engine.interface import (
     Engine,
     EngineWeights,
     FreshTargets,
+    PendingWgrad,
     Saved,
     plain_tokens,
 )
+from ..engine.low_rank import NAMES_OF_FACTORS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, plain_ops
@@ -86,9 +88,10 @@ def forward(
     *,
     save: bool,
     static_rows: bool = False,
+    adapters: Adapters | None = None,
 ) -> tuple[Tensor, Saved | None, Reading]:
     """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
-    needs, and the weights as the engine read them.
+    needs, and the weights as the engine read them, without the adapters.
 
     static_rows, and probs of None: see `route`.
     """
@@ -99,11 +102,12 @@ def forward(
         routing = route(plan, origin, probs, sizes, static_rows=static_rows)
         engine = plan.choose(rows, weights)
         reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-        out, saved = engine.forward(rows, routing, reading.weights, plan.settings, save=save)
+        read = reading.weights.with_adapters(adapters)
+        out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
         # Asked before anything is built, so that a run without observers pays one read of a global.
         if is_awaited():
             origin, probs = _in_slots(origin, probs, sizes[0])
-            call = _described(plan, engine, reading, weights, origin)
+            call = _described(plan, engine, reading, weights, origin, adapters)
             emit(ForwardDone(call, rows, probs, out, saved))
     return in_shape_of(x, out), saved, reading
 
@@ -166,9 +170,11 @@ def backward(
     trained: Sequence[bool],
     given: Weights | None,
     origin: Origin,
+    adapters: Adapters | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then
-    rounded once to `dtypes`. Those are None that `trained` does not mark.
+    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`, and with adapters behind these the gradients of
+    their factors; all but dx and dprobs are summed in fp32, then rounded once to `dtypes` or the dtype
+    of the factor. Those are None that `trained` does not mark.
 
     reading: the weights as the forward read them; None: they are read again from `given`.
     given: the caller's weights. Where `reading` is there they are for those who observe the call,
@@ -188,13 +194,26 @@ def backward(
             # The routing stands for the counts.
             is_sorted = origin.indices is not None and origin.indices.dim() == 1
             origin = Origin(None, origin.module) if is_sorted else origin
-            call = _described(plan, engine, reading, given, origin)
+            call = _described(plan, engine, reading, given, origin, adapters)
             emit(BackwardBegins(call, dout, saved))
+        read, count = reading.weights.with_adapters(adapters), len(dtypes)
+        of_factors: list[Tensor | None] = []
+
+        def to_tokens() -> tuple[Tensor, Tensor, PendingWgrad]:
+            found = engine.backward_dx(dout, saved, read)
+            # At once, because the operands are released with those of the weights.
+            if adapters is not None and any(trained[count:]):
+                of_factors.extend(engine.backward_adapters(found[2]))
+            return found
+
         dx, dprobs, gradients = _differentiate(
-            plan, engine, dout, saved, reading.weights, dtypes, trained
+            plan, engine, to_tokens, dout, read, dtypes, trained[:count]
         )
+        if adapters is not None:
+            gradients += _as_factors(adapters, of_factors, trained[count:])
         if call is not None:
-            named = zip(("dw1", "dw2", "db1", "db2"), gradients, strict=True)
+            names = ("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS)
+            named = zip(names, gradients, strict=False)
             left = [(name, gradient) for name, gradient in named if gradient is not None]
             emit(BackwardDone(call, dx, dprobs, lambda: left))
     return dx, dprobs, gradients
@@ -203,16 +222,17 @@ def backward(
 def _differentiate(
     plan: Plan,
     engine: Engine,
+    to_tokens: Callable[[], tuple[Tensor, Tensor, PendingWgrad]],
     dout: Tensor,
-    saved: Saved,
     weights: EngineWeights,
     dtypes: tuple[torch.dtype | None, ...],
     trained: Sequence[bool],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """`to_tokens` is the backward to the tokens, and (dw1, dw2, db1, db2) follow."""
     nothing = (None,) * len(dtypes)
     # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
     if not any(trained):
-        dx, dprobs, _ = engine.backward_dx(dout, saved, weights)
+        dx, dprobs, _ = to_tokens()
         return dx, dprobs, nothing
     passed = plan.passed(weights, dtypes)
     parameters = passed.parameters()
@@ -220,7 +240,7 @@ def _differentiate(
     # Asked before `backward_dx`, which runs once: it may free what it reads.
     writes = engine.writes_gradients(plan.settings, device_name(dout))
     if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):
-        dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+        dx, dprobs, pending = to_tokens()
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
         make = late_targets if engine.frees_dw1_first else targets_of_each
@@ -231,13 +251,33 @@ def _differentiate(
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)
-    dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+    dx, dprobs, pending = to_tokens()
     sink.add(engine, pending, batch)
     return dx, dprobs, (*sink.close(batch), *rest)
 
 
+def _as_factors(
+    adapters: Adapters, found: Sequence[Tensor | None], trained: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """fp32 gradients in the dtypes of the factors; None for those that nobody wants."""
+    each = zip(adapters.factors, found or (None,) * 4, trained, strict=True)
+    return tuple(
+        [
+            gradient.to(factor.dtype)
+            if wanted and factor is not None and gradient is not None
+            else None
+            for factor, gradient, wanted in each
+        ]
+    )
+
+
 def _described(
-    plan: Plan, engine: Engine, reading: Reading, weights: Weights | None, origin: Origin
+    plan: Plan,
+    engine: Engine,
+    reading: Reading,
+    weights: Weights | None,
+    origin: Origin,
+    adapters: Adapters | None,
 ) -> ExpertCall:
     # Bound and not called: an observer that looks at no weight pays for no copy.
     names = zip(("w1", "w2", "b1", "b2"), weights or (), strict=False)
@@ -245,7 +285,7 @@ def _described(
         engine.name,
         plan.settings,
         origin.indices,
-        functools.partial(_native, plan.layout, reading, weights),
+        functools.partial(_native, plan.layout, reading, weights, adapters),
         reading.values,
         {name: (weight,) for name, weight in names if weight is not None},
         plan.face,
@@ -253,10 +293,15 @@ def _described(
     )
 
 
-def _native(layout: WeightLayout, reading: Reading, weights: Weights | None) -> NativeWeights:
+def _native(
+    layout: WeightLayout, reading: Reading, weights: Weights | None, adapters: Adapters | None
+) -> NativeWeights:
     # Quantised weights are kept without the tensors that they were made of, so that a backward
     # holds no more than it reads.
     if weights is None:
-        return (*reading.values(), reading.weights.b1, reading.weights.b2)
-    with plain_ops():
-        return WeightSource.stacked(*weights, layout=layout).native()
+        given = (*reading.values(), reading.weights.b1, reading.weights.b2)
+    else:
+        with plain_ops():
+            given = WeightSource.stacked(*weights, layout=layout).native()
+    # Who observes a call sees the weights that the layer computes with.
+    return given if adapters is None else adapters.merged(*given)

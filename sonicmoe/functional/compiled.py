@@ -14,6 +14,7 @@ import torch
 from ..autograd import refuse_second_derivative
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import EngineSettings, Saved
+from ..engine.low_rank import Adapters
 from ..enums import ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
@@ -28,14 +29,22 @@ TensorSpec = tuple[tuple[Any, ...], torch.dtype]
 
 
 def expert_operator(
-    x: Tensor, routes: Tensor, probs: Tensor | None, weights: Weights, number: int, save: bool
+    x: Tensor,
+    routes: Tensor,
+    probs: Tensor | None,
+    weights: Weights,
+    number: int,
+    save: bool,
+    adapters: Adapters | None = None,
 ) -> Tensor:
     """`expert_mlp` as one operator: inside a graph, or where a dispatch mode looks at operators.
 
     routes: indices `[T, K]`, or counts `[E]` of rows in expert order. number: of the plan. Unless
     that is the layer's own, the operator raises at run time under another `SonicMoEConfig`.
     """
-    out: Tensor = _expert_mlp(x, routes, probs, *weights, number, save)[0]
+    given = adapters or Adapters()
+    low_rank = *given.factors, *given.scales
+    out: Tensor = _expert_mlp(x, routes, probs, *weights, *low_rank, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
@@ -48,23 +57,33 @@ def _expert_mlp(
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    up_scale: float,
+    down_scale: float,
     plan_number: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out [..., H], z or its codes, scales of the codes)`; the last two are empty where backward
-    needs none.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(out [..., H], z or its codes, scales of the codes, what adapters project)`; all but the first
+    are empty where backward needs none.
     """
     plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
     plan, origin = plan.fitted(x, weights), Origin(routes)
-    out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
+    adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
+    out, saved, _ = forward(
+        plan, x, probs, weights, origin, save=save, static_rows=True, adapters=adapters
+    )
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
-    specs = _NO_Z
+    specs, projected = _NO_Z, x.new_empty(0)
     if saved is not None:
         specs = _z_specs(plan.settings, saved.routing.num_rows, _n1(w1, plan), x.dtype)
+        projected = projected if saved.projected is None else saved.projected
     for tensor, (shape, dtype) in zip((z, scales), specs, strict=True):
         expect(
             tuple(tensor.shape) == shape and tensor.dtype == dtype,
@@ -72,20 +91,22 @@ def _expert_mlp(
             f"engine {plan.choose(x, weights).name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
             f"torch.compile needs {dtype_name(dtype)} {shape}",
         )
-    return out, z, scales
+    return out, z, scales, projected
 
 
 @_expert_mlp.register_fake
 def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
-    weights, (plan_number, save) = arguments[:4], arguments[4:]
+    weights, factors, (plan_number, save) = arguments[:4], arguments[4:8], arguments[10:]
     plan, w1 = plan_of(int(plan_number)).fitted(x, weights), weights[0]
     # Rows in expert order are one slot each.
     slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
-    saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in specs)
+    adapters = Adapters.of(factors, (0.0, 0.0)) if save else None
+    projected = (0,) if adapters is None else (rows, adapters.columns[1].stop)
+    saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in (*specs, (projected, x.dtype)))
     return (torch.empty_like(x, memory_format=torch.contiguous_format), *saved)
 
 
@@ -99,12 +120,20 @@ def _expert_mlp_backward(
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    up_scale: float,
+    down_scale: float,
     z: Tensor,
     scales: Tensor,
+    projected: Tensor,
     plan_number: int,
     wgrad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(dx, dprobs, dw1, dw2, db1, db2)`; a gradient that is not wanted is empty."""
+    trains_adapters: bool,
+) -> list[Tensor]:
+    """`dx, dprobs, dw1, dw2, db1, db2` and those of the factors; a gradient that is not wanted is empty."""
     weights = (w1, w2, b1, b2)
     plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes)
     tokens = rows_of(x.detach())
@@ -116,65 +145,66 @@ def _expert_mlp_backward(
     # The same contents as in eager mode, with x from the graph's saved tensors and z from the
     # forward's outputs.
     z_saved = _restore_z(plan.settings, z, scales)
+    factors = up_a, up_b, down_a, down_b
+    adapters = Adapters.of(factors, (up_scale, down_scale))
+    trained = [wgrad and weight is not None for weight in weights]
     dx, dprobs, gradients = backward(
         plan,
         dout,
-        Saved(plan.settings, routing, tokens, z_saved),
+        Saved(plan.settings, routing, tokens, z_saved, projected=projected),
         # Autograd has compared the versions of the saved weights, so these are the forward's.
         None,
         tuple(None if weight is None else weight.dtype for weight in weights),
-        trained=[wgrad and weight is not None for weight in weights],
+        trained=[*trained, *[trains_adapters] * 4],
         given=weights,
         origin=origin,
+        adapters=adapters,
     )
-    dw1, dw2, db1, db2 = (
-        x.new_empty(0) if gradient is None else gradient for gradient in gradients
-    )
+    gradients += (None,) * (8 - len(gradients))
+    left = [x.new_empty(0) if gradient is None else gradient for gradient in gradients]
     dprobs = x.new_empty(0) if probs is None else dprobs.view(probs.shape)
-    return in_shape_of(x, dx), dprobs, dw1, dw2, db1, db2
+    return [in_shape_of(x, dx), dprobs, *left]
 
 
 @_expert_mlp_backward.register_fake
 def _(
     dout: Tensor, x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any
-) -> tuple[Tensor, ...]:
-    *weights, _z, _scales, _plan_number, wgrad = arguments
+) -> list[Tensor]:
+    *_, wgrad, trains_adapters = arguments
+    wanted = [wgrad] * 4 + [trains_adapters] * 4
     gradients = [
-        weight.new_empty(weight.shape) if wgrad and weight is not None else x.new_empty(0)
-        for weight in weights
+        tensor.new_empty(tensor.shape) if trains and tensor is not None else x.new_empty(0)
+        for tensor, trains in zip(arguments[:8], wanted, strict=True)
     ]
     dprobs = x.new_empty(0) if probs is None else probs.new_empty(probs.shape)
-    return x.new_empty(x.shape), dprobs, *gradients
+    return [x.new_empty(x.shape), dprobs, *gradients]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.plan_number, _ = inputs
-    _, z, scales = output
-    # z and its scales leave the operator only for its own backward. Without the second line
-    # autograd would make zeros for their gradients, as large as z.
-    ctx.mark_non_differentiable(z, scales)
+    *tensors, up_scale, down_scale, ctx.plan_number, _ = inputs
+    ctx.low_rank_scales = up_scale, down_scale
+    # What follows the output leaves the operator only for its own backward. Without the second line
+    # autograd would make zeros for its gradients, as large as z.
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, z, scales)
+    ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    # The nine inputs: x, routes, probs, w1, w2, b1, b2, then two numbers.
-    wanted = ctx.needs_input_grad[:7]
+    # The inputs: x, routes, probs, w1, w2, b1, b2, four factors of adapters, then four numbers.
+    wanted = ctx.needs_input_grad[:11]
     # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
-        return (None,) * 9
-    wgrad = any(wanted[3:])
-    *tensors, z, scales = ctx.saved_tensors
-    dx, dprobs, *weight_gradients = _expert_mlp_backward(
-        dout, *tensors, z, scales, ctx.plan_number, wgrad
+        return (None,) * 15
+    trained = any(wanted[3:7]), any(wanted[7:])
+    tensors, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
+    dx, dprobs, *others = _expert_mlp_backward(
+        dout, *tensors, *ctx.low_rank_scales, *saved, ctx.plan_number, *trained
     )
-    gradients = (dx, None, dprobs, *weight_gradients)
-    return (
-        *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)),
-        None,
-        None,
-    )
+    gradients = (dx, None, dprobs, *others)
+    kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+    return *kept, None, None, None, None
 
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_setup_context)

@@ -17,9 +17,11 @@ def plan_number(
     split_half: bool,
     use_fp8: bool | None,
     face: str,
+    low_rank: bool,
 ) -> int:
     """The number of the plan in force now."""
     # `assume_constant_result` takes constants, so the members of enums and layouts travel as plain
     # values.
     layout = WeightLayout(transposed, split_half)
-    return number_of(make_plan(ActivationType(activation), layout, use_fp8, parameters, face))
+    asked = ActivationType(activation), layout, use_fp8, parameters, face, low_rank
+    return number_of(make_plan(*asked))

@@ -32,6 +32,7 @@ class Plan:
 
     face: a key of `observe.FACES`, for those who observe the call.
     is_own: made of a configuration of the layer's own, whatever is in force around a call.
+    low_rank: the experts have low-rank adapters.
     """
 
     config: SonicMoEConfig
@@ -42,6 +43,7 @@ class Plan:
     validate: bool
     face: str = STACKED
     is_own: bool = False
+    low_rank: bool = False
     _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
     _passed: dict[Any, PassedParameters] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -69,7 +71,8 @@ class Plan:
         found = self._fits.get(kind)
         if found is None:
             device = device_name(x)
-            workload = Workload(self.settings, hidden, inner, dtype_name(x.dtype), bias)
+            sizes = hidden, inner, dtype_name(x.dtype), bias
+            workload = Workload(self.settings, *sizes, low_rank=self.low_rank)
             with self.config.activate():
                 choice = ready_engine(device, self.engine, workload)
                 announce(choice, device)
@@ -106,6 +109,7 @@ def make_plan(
     use_fp8: bool | None,
     parameters: ActivationParameters = (),
     face: str = STACKED,
+    low_rank: bool = False,
 ) -> Plan:
     """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode."""
     check_use_fp8(use_fp8)
@@ -113,7 +117,7 @@ def make_plan(
     resolved = config.resolve()
     # By identity: a configuration resolves to the same object until the environment is read again.
     # The plan that is kept beside it holds that object, so no other one can have its id.
-    key = id(resolved), activation, layout, use_fp8, parameters, face
+    key = id(resolved), activation, layout, use_fp8, parameters, face, low_rank
     made = _made.get(key)
     if made is None:
         # Replaced only where it differs, because a configuration of its own would be resolved anew.
@@ -122,9 +126,8 @@ def make_plan(
             config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
             of_call = config.resolve()
         settings = EngineSettings.from_config(of_call, activation, parameters)
-        plan = Plan(
-            config, settings, layout, use_fp8, of_call.engine, of_call.validate_dispatch, face
-        )
+        decided = of_call.engine, of_call.validate_dispatch
+        plan = Plan(config, settings, layout, use_fp8, *decided, face, low_rank=low_rank)
         if len(_made) >= MAX_PLANS:
             _made.clear()
         made = _made[key] = resolved, plan

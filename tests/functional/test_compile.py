@@ -245,7 +245,8 @@ def operator_inputs(options, save=True, trained=True):
     probs = torch.rand(19, 2, generator=torch.Generator().manual_seed(4)).requires_grad_(trained)
     plan = make_plan(ActivationType.SWIGLU, WeightLayout(), options.get("use_fp8"))
     weights = moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias
-    return (x.requires_grad_(trained), indices, probs, *weights, number_of(plan), save)
+    low_rank = (*[None] * 4, 0.0, 0.0)
+    return (x.requires_grad_(trained), indices, probs, *weights, *low_rank, number_of(plan), save)
 
 
 @MODES

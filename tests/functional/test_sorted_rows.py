@@ -108,4 +108,5 @@ def test_counts_that_do_not_fit_are_named():
 
 
 def planned_mlp_by_number(number, x, weights):
-    return torch.ops.sonicmoe.expert_mlp(x, torch.tensor(COUNTS), None, *weights, number, False)
+    given = (*weights, *[None] * 4, 0.0, 0.0, number, False)
+    return torch.ops.sonicmoe.expert_mlp(x, torch.tensor(COUNTS), None, *given)
