@@ -13,12 +13,13 @@ default; `sonicmoe_fp8` is FP8 always.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine.low_rank import Adapters, LowRank
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
@@ -26,10 +27,11 @@ from ..interop import parse_version
 from ..layouts import WeightLayout
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
+from . import peft
 from .gates import Found, activation_of
 
 Tensor = torch.Tensor
-ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+ExpertsForward = Callable[..., Tensor]
 
 logger = logging.getLogger("sonicmoe")
 
@@ -48,7 +50,8 @@ def register() -> None:
     called again.
 
     `"sonicmoe"` replaces the implementation of that name which transformers downloads from its
-    kernel hub.
+    kernel hub. Adapters of peft on weights of experts (`target_parameters`) are computed as low-rank
+    products by both.
 
     Raises:
         FrameworkError: transformers is missing, or older than 5.7.
@@ -59,6 +62,7 @@ def register() -> None:
         # The registry is shared by all its readers, and registering a name again replaces the
         # entry.
         moe.ALL_EXPERTS_FUNCTIONS.register(name, _experts_forward(use_fp8, moe._default_apply_gate))
+    peft.hand_over(_takes_adapters)
 
 
 def check_model(model: nn.Module) -> None:
@@ -107,6 +111,12 @@ def unsupported_reason(experts: nn.Module) -> str | None:
 
 def _implementation(experts: nn.Module) -> str | None:
     return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def _takes_adapters(experts: nn.Module, weight: str) -> bool:
+    """Whether these experts run on the engine, and this is the weight of a projection."""
+    ours = _is_experts(experts) and _implementation(experts) in IMPLEMENTATIONS
+    return ours and weight in _weight_names(experts)[:2]
 
 
 def _not_in_force(name: str) -> str | None:
@@ -161,9 +171,15 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
     """
 
     def forward(
-        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        self: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, LowRank] | None = None,
     ) -> Tensor:
-        """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`."""
+        """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`; adapters: those of peft, by the
+        name of the weight.
+        """
         # Checked in every forward, because registration sees no model. The checks read attributes
         # and no device memory.
         names = _weight_names(self)
@@ -192,6 +208,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             use_fp8=use_fp8,
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
             module=self,
+            adapters=Adapters(*map(adapters.get, names[:2])) if adapters else None,
         )
         return _in_dtype(out, tokens.dtype)
 

@@ -1,0 +1,277 @@
+"""peft's adapters on the weights of experts (`target_parameters`): computed here as low-rank products,
+beside peft alone, which adds them to the weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from integrations.hf_models import FAMILIES, IMPLEMENTATIONS, build, errors, relative_rmse, run, text
+
+peft = pytest.importorskip("peft", minversion="0.17")
+from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
+
+from sonicmoe.engine.reference import ReferenceEngine  # noqa: E402
+from sonicmoe.errors import ShapeError  # noqa: E402
+from sonicmoe.functional import call  # noqa: E402
+from sonicmoe.integrations.transformers import register  # noqa: E402
+
+UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A product of the size of a weight fails the test, as does a weight that is parametrized."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a product of full size")
+
+    for owner, name in ((ParamWrapper, "get_delta_weight"), (ParamWrapper, "_activate_lora")):
+        monkeypatch.setattr(owner, name, refuse)
+    monkeypatch.setattr(ReferenceEngine, "backward_dw", refuse)
+
+
+def config_of(targets=(UP, DOWN), **options):
+    options = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False, **options}
+    return peft.LoraConfig(target_parameters=list(targets), **options)
+
+
+def adapted(family="qwen3-moe", layers=1, **options):
+    torch.manual_seed(3)
+    return peft.get_peft_model(build(FAMILIES[family](layers)), config_of(**options))
+
+
+def alone(model):
+    """What peft gives without this engine."""
+    return run(model.get_base_model(), "eager")
+
+
+CASES = (
+    ("qwen3-moe", {}),
+    ("mixtral", {"r": 3, "use_rslora": True}),
+    ("gpt-oss", {"rank_pattern": {"mlp.experts": 5}}),
+    ("deepseek-v3", {"targets": (DOWN,)}),
+    ("gpt-oss", {"targets": (UP,), "target_modules": ["q_proj", "v_proj"]}),
+)
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_outputs_and_gradients_are_those_of_peft(family, options, request):
+    model = adapted(family, layers=2, **options)
+    expected = alone(model)
+    request.getfixturevalue("narrow")
+    found = run(model.get_base_model(), "sonicmoe")
+    assert all("lora_" in name for name in expected if name != "logits")
+    assert max(errors(found, expected).values()) < 5e-6
+
+
+def test_in_fp8_gradients_are_near_those_of_the_exact_layer(narrow):
+    """Of one layer's experts, whose routing is given."""
+    model = adapted("mixtral").get_base_model()
+    experts, x, dout = model.model.layers[0].mlp.experts, torch.randn(300, 64), torch.randn(300, 64)
+    ids, weights, found = torch.rand(300, 6).topk(2).indices, torch.rand(300, 2), {}
+    for implementation in ("sonicmoe", "sonicmoe_fp8"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        out = experts(x, ids, weights)
+        out.backward(dout)
+        of_factors = {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
+        found[implementation] = {"out": out.detach(), **of_factors}
+    assert len(of_factors) == 4
+    off = errors(found["sonicmoe_fp8"], found["sonicmoe"])
+    assert max(off.values()) < 0.069 and min(off.values()) > 1e-3
+
+
+def steps(model, implementation, count=3):
+    """Losses of a short training."""
+    model.get_base_model().set_experts_implementation(implementation)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    for step in range(count):
+        ids = text(seed=step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_from_one_file_ends_in_files_of_equal_values(tmp_path):
+    from safetensors.torch import load_file
+
+    begin = tmp_path / "begin"
+    adapted("gpt-oss").save_pretrained(begin)
+
+    def trained(implementation):
+        base = build(FAMILIES["gpt-oss"](1))
+        model = peft.PeftModel.from_pretrained(base, begin, is_trainable=True)
+        losses = steps(model, implementation)
+        model.save_pretrained(tmp_path / implementation)
+        return losses
+
+    of_peft = trained("eager")
+    assert trained("sonicmoe") == pytest.approx(of_peft, rel=1e-5)
+    assert of_peft[-1] < of_peft[0]
+    files = [load_file(p / "adapter_model.safetensors") for p in (tmp_path / "eager", tmp_path / "sonicmoe", begin)]  # fmt: skip
+    assert max(errors(files[1], files[0]).values()) < 1e-4
+    assert min(errors(files[2], files[0]).values()) > 1e-2
+    # Of the other one's file each computes the same.
+    logits = []
+    for source, implementation in (("sonicmoe", "eager"), ("eager", "sonicmoe")):
+        base = build(FAMILIES["gpt-oss"](1), implementation)
+        model = peft.PeftModel.from_pretrained(base, tmp_path / source)
+        logits.append(model(input_ids=text()).logits)
+    assert relative_rmse(*logits) < 1e-4
+
+
+def logits_of(model, implementation):
+    with torch.no_grad():
+        model.get_base_model().set_experts_implementation(implementation)
+        return model(input_ids=text()).logits
+
+
+def test_several_adapters_one_or_more_active():
+    model = adapted()
+    model.add_adapter("other", config_of(r=7, lora_alpha=3))
+
+    def both():
+        found = logits_of(model, "sonicmoe")
+        assert relative_rmse(found, logits_of(model, "eager")) < 5e-6
+        return found
+
+    seen = [both()]
+    model.set_adapter("other")
+    seen.append(both())
+    model.base_model.set_adapter(["default", "other"])
+    seen.append(both())
+    with model.disable_adapter():
+        seen.append(both())
+    assert all(
+        relative_rmse(one, other) > 1e-3
+        for index, one in enumerate(seen)
+        for other in seen[:index]
+    )
+    assert [n for n, p in model.named_parameters() if p.requires_grad and "other" in n]
+
+
+def test_merging_and_unmerging(narrow, monkeypatch):
+    model = adapted()
+    apart = logits_of(model, "sonicmoe")
+    monkeypatch.undo()
+    model.merge_adapter()
+    assert relative_rmse(logits_of(model, "sonicmoe"), apart) < 5e-6
+    model.unmerge_adapter()
+    assert relative_rmse(logits_of(model, "sonicmoe"), apart) < 5e-6
+    base = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in base.named_parameters())
+    assert relative_rmse(base(input_ids=text()).logits, apart) < 5e-6
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_kept_codes_follow_a_merge_that_leaves_no_trace(safe, blind):
+    """`merge` writes through `.data`."""
+    model = adapted()
+    apart = logits_of(model, "sonicmoe_fp8")
+    model.merge_adapter(safe_merge=safe)
+    merged = logits_of(model, "sonicmoe_fp8")
+    model.unmerge_adapter()
+    assert relative_rmse(merged, apart) < 0.1
+    with model.disable_adapter():
+        assert relative_rmse(logits_of(model, "sonicmoe_fp8"), merged) > 0.1
+
+
+def test_dropout_is_refused_by_name():
+    with pytest.raises(ValueError, match="ParamWrapper does not work with lora_dropout"):
+        adapted(lora_dropout=0.1)
+
+
+def test_a_rank_that_no_engine_takes_is_refused_by_name():
+    model = adapted("mixtral", r=129).get_base_model()
+    with pytest.raises(ShapeError, match=r"^up\.a has shape .* 1 to 128"):
+        run(model, "sonicmoe")
+
+
+def test_adapters_of_older_versions_of_peft(narrow):
+    """Before 0.19 the outputs of untransposed weights were called inputs: `delta[e] = (B_e A_e)^T`."""
+    model = adapted("mixtral")
+    wrapper = model.get_base_model().model.layers[0].mlp.experts.base_layer
+    assert wrapper.parameter_name == "gate_up_proj"
+    inputs, outputs = wrapper.in_features, wrapper.out_features
+    a, b = torch.randn(4 * 6, outputs) * 0.1, torch.randn(inputs, 4 * 6)
+    wrapper.lora_A["default"].weight = torch.nn.Parameter(a)
+    wrapper.lora_B["default"].weight = torch.nn.Parameter(b)
+    wrapper._did_swap_in_out_features = False
+    found = logits_of(model, "sonicmoe")
+    delta = torch.einsum("ore,eri->eio", b.reshape(inputs, 4, 6), a.reshape(6, 4, outputs))
+    wrapper.get_param().data += 1.5 * delta
+    wrapper.set_adapter([])
+    assert relative_rmse(found, logits_of(model, "sonicmoe")) < 5e-6
+
+
+def test_other_implementations_and_other_weights_stay_with_peft(monkeypatch):
+    """An adapter on a bias has no factors here."""
+    seen = []
+    activate = ParamWrapper._activate_lora
+    monkeypatch.setattr(
+        ParamWrapper, "_activate_lora", lambda self, names: seen.append(self.parameter_name) or activate(self, names)
+    )  # fmt: skip
+    model = adapted()
+    logits_of(model, "grouped_mm")
+    assert seen == ["down_proj", "gate_up_proj"]
+    seen.clear()
+    logits_of(model, "sonicmoe")
+    assert seen == []
+
+
+def test_a_process_without_peft_registers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", None)
+    register()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, narrow):
+    model = adapted(layers=2)
+    base = model.get_base_model()
+    expected = run(base, "sonicmoe_fp8")
+    model.enable_input_require_grads()
+    options = {"use_reentrant": reentrant}
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    found = run(base, "sonicmoe_fp8")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@IMPLEMENTATIONS
+def test_compiled_without_a_graph_break(implementation, narrow):
+    model = adapted("gpt-oss").get_base_model()
+    expected = run(model, implementation)
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    found = run(model, implementation)
+    assert max(errors(found, expected).values()) < 1e-5
+    torch._dynamo.reset()
+
+
+def test_an_observer_sees_the_weights_that_the_layer_computes_with(monkeypatch):
+    from sonicmoe import observe
+
+    model, seen = adapted(), []
+    model.get_base_model().set_experts_implementation("sonicmoe")
+    with observe.observing(seen.append):
+        ids = text()
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert {type(event) for event in seen} == {observe.ForwardDone, observe.BackwardBegins, observe.BackwardDone}  # fmt: skip
+    names = [name for name, _ in seen[-1].weight_gradients()]
+    assert names == list(call.NAMES_OF_FACTORS)
+    _, w2, *_ = seen[0].call.native_weights()
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    experts.merge()
+    assert relative_rmse(w2, experts.get_param()) < 1e-6
