@@ -95,7 +95,7 @@ class EngineWeights:
 
     def with_adapters(self, adapters: Adapters | None) -> EngineWeights:
         """These very weights with the adapters of one call; itself without any."""
-        if adapters is None:
+        if adapters is None or adapters == (None, None):
             return self
         # What is prepared outlives the call and has no adapters. The copy shares all that it holds.
         made = copy.copy(self)
@@ -248,12 +248,6 @@ class Engine(ABC):
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
-
-    def backward_adapters(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
-        """fp32 gradients of `Adapters.factors`, summed in a fixed order; None for a projection without
-        a pair. Before `backward_dw`, which releases `pending`, and as often as wanted.
-        """
-        raise NotImplementedError(f"the {self.name} engine has no low-rank adapters")
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
         """Whether `backward_dw` takes `FreshTargets` under these settings, on the device of this name:

@@ -11,6 +11,9 @@ FP8) this one rounds to it too.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from ..interop import ieee_matmul, plain_ops
@@ -152,19 +155,21 @@ class ReferenceEngine(Engine):
             if weights.b1 is not None and settings.recipe is not None and settings.fp8_wgrad:
                 biases = _sums_of_rows(dz_operand, routing), _db2(dout, routing)
             dx_rows = grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
-            adapters = None
-            if up is not None or down is not None:
-                v_up = None
-                if up is not None:
-                    v_up, added = up.backward(dz_operand)
-                    dx_rows += added
-                adapters = up, v_up, dz_operand, down, v_down, saved.projected
+            of_up: tuple[Any, ...] = ()
+            if up is not None:
+                v_up, added = up.backward(dz_operand)
+                dx_rows += added
+                of_up = x, v_up, dz_operand
             del dz_operand
             dx_rows = tap("dx_rows", rounded(dx_rows, dtype))
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s, biases=biases)
-            pending.adapters = adapters
+            if saved.projected is not None:
+                products, of_down = (up, down), (y1s, v_down, dout)
+                pending.adapters = partial(
+                    _adapter_gradients, *products, of_up, of_down, saved.projected, routing
+                )
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
@@ -201,27 +206,6 @@ class ReferenceEngine(Engine):
             _show_total("dw1", targets)
             targets.adding = False
             pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
-            pending.adapters = None
-
-    def backward_adapters(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
-        """da = v^T x and db = dy^T u of each pair, per expert. x, dout and y1s are read as they are, dz
-        as dgrad reads it.
-        """
-        require_operands(pending)
-        assert pending.x is not None and pending.dout is not None
-        found: list[Tensor | None] = [None] * 4
-        with plain_ops(), ieee_matmul():
-            up, v_up, dz, down, v_down, projected = pending.adapters
-            u = projected.to(torch.float32)
-            if up is not None:
-                x, of_up = gather_rows(values_of(pending.x), pending.routing), u[:, : up.pair.width]
-                found[:2] = up.gradients(x, v_up, dz, of_up)
-            if down is not None:
-                # out = sum p y2: the gradient of a row of y2 is p dout, and y1s has the p of y1.
-                dout = gather_rows(values_of(pending.dout), pending.routing)
-                of_down = u[:, -down.pair.width :] * pending.routing.row_prob.unsqueeze(-1)
-                found[2:] = down.gradients(pending.y1s, v_down, dout, of_down)
-        return tuple(found)
 
     def _restore_z(self, saved: Saved, weights: EngineWeights) -> Tensor:
         """fp32 z as backward reads it."""
@@ -234,6 +218,29 @@ class ReferenceEngine(Engine):
             # differ.
             kept = saved_z(z, saved.settings, token_dtype(saved.x))
         return values_of(kept)
+
+
+def _adapter_gradients(
+    up: NarrowProducts | None,
+    down: NarrowProducts | None,
+    of_up: tuple[Any, ...],
+    of_down: tuple[Any, ...],
+    projected: Tensor,
+    routing: RoutingMetadata,
+) -> tuple[Tensor | None, ...]:
+    """`PendingWgrad.adapters`; x, dout and y1s are read as they are, dz as dgrad reads it."""
+    found: list[Tensor | None] = [None] * 4
+    with plain_ops(), ieee_matmul():
+        u = projected.to(torch.float32)
+        if up is not None:
+            x, v, dz = of_up
+            found[:2] = up.gradients(gather_rows(values_of(x), routing), v, dz, u[:, : up.width])
+        if down is not None:
+            y1s, v, dout = of_down
+            # out = sum p y2: the gradient of a row of y2 is p dout, and y1s has the p of y1.
+            weighted = u[:, -down.width :] * routing.row_prob.unsqueeze(-1)
+            found[2:] = down.gradients(y1s, v, gather_rows(values_of(dout), routing), weighted)
+    return tuple(found)
 
 
 def _up_projection(

@@ -1,6 +1,6 @@
 """The products of a low-rank pair in the reference engine, in fp32 (`low_rank.py` has the formulas).
 
-Legend: R padded rows in expert order, r columns of u and v; other letters as in `interface`.
+Legend: R padded rows in expert order; other letters as in `interface`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 
 from ..routing.metadata import RoutingMetadata
 from .interface import EngineWeights
-from .low_rank import LowRank
 from .reference_operands import experts_with_rows, grouped, rounded
 from .tokens import Tokens, token_dtype
 
@@ -20,13 +19,17 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class NarrowProducts:
-    """Of one projection. u and v are `[R, r]`, fp32 values that the dtype of the tokens can hold."""
+    """Of one projection. u and v are `[R, width]`, fp32 values that the dtype of the tokens can hold."""
 
     a: Tensor
     b: Tensor
-    pair: LowRank
+    rank: int
+    scale: float
     routing: RoutingMetadata
-    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return int(self.a.shape[1])
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """u, and what the pair adds to the projection of `rows`, its operand as the GEMM reads it."""
@@ -44,29 +47,29 @@ class NarrowProducts:
         self, rows: Tensor, v: Tensor, gradient: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor]:
         """fp32 `(da, db)`; zeros for experts without rows."""
-        rank = self.pair.rank
+        device = rows.device
         da, db = (
-            torch.zeros(tuple(t.shape), dtype=torch.float32, device=rows.device)
-            for t in (self.pair.a, self.pair.b)
+            torch.zeros(f.shape, dtype=torch.float32, device=device) for f in (self.a, self.b)
         )
         for expert, first, count, _ in experts_with_rows(self.routing):
             true = slice(first, first + count)
-            da[expert] = v[true, :rank].transpose(0, 1) @ rows[true]
-            db[expert] = gradient[true].transpose(0, 1) @ u[true, :rank]
-        return da, db
+            da[expert] = v[true].transpose(0, 1) @ rows[true]
+            db[expert] = gradient[true].transpose(0, 1) @ u[true]
+        return da[:, : self.rank], db[:, :, : self.rank]
 
     def _narrow(self, rows: Tensor, factor: Tensor, *, transpose: bool) -> Tensor:
         product = grouped(rows, factor, self.routing, transpose_weight=transpose)
-        return rounded(product * self.pair.scale, self.dtype)
+        return rounded(product * self.scale, self.a.dtype)
 
 
 def narrow_products(
     weights: EngineWeights, routing: RoutingMetadata, x: Tokens
-) -> tuple[NarrowProducts | None, NarrowProducts | None]:
+) -> list[NarrowProducts | None]:
     """Of the up- and the down-projection; None where there is no adapter."""
-    dtype = token_dtype(x)
-    up, down = (
-        None if pair is None else NarrowProducts(*pair.operands(dtype), pair, routing, dtype)
+    return [
+        pair
+        and NarrowProducts(
+            *pair.operands(token_dtype(x)), int(pair.a.shape[1]), pair.scale, routing
+        )
         for pair in (weights.adapters or (None, None))
-    )
-    return up, down
+    ]

@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +209,8 @@ class PendingWgrad:
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
     of the routing. biases: db1 `[E, N1]`, native, and db2 `[E, H]` in fp32, where the backward has
-    summed them. adapters: what `backward_adapters` reads, the engine's own affair.
+    summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a fixed order, of
+    operands of its own, which live as long as it does; None without adapters.
     """
 
     settings: EngineSettings
@@ -221,4 +223,4 @@ class PendingWgrad:
     shares_gpu: bool = False
     native: Any = None
     biases: tuple[Tensor, Tensor] | None = None
-    adapters: Any = None
+    adapters: Callable[[], tuple[Tensor | None, ...]] | None = None

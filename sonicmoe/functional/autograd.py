@@ -149,7 +149,9 @@ def _keeps_graph() -> bool:
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Gradients of weights and adapters are summed in fp32 and returned in the dtype of each."""
+    """Gradients of weights are summed in fp32 and returned in each weight's dtype. Those of adapters are
+    returned in fp32, and PyTorch casts them.
+    """
 
     @staticmethod
     def forward(
@@ -216,4 +218,5 @@ class _ExpertMlp(torch.autograd.Function):
         # Probabilities of rows in expert order have one axis.
         of_probs = dprobs.view(ctx.shape_of_probs) if probs_wanted else None
         of_tokens = dx if x_wanted else None, of_probs
-        return (None, None, None, *of_tokens, *gradients)
+        nothing = (None,) * (len(trained) - len(gradients))
+        return (None, None, None, *of_tokens, *gradients, *nothing)

@@ -5,7 +5,7 @@ compiled graphs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,9 +172,9 @@ def backward(
     origin: Origin,
     adapters: Adapters | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`, and with adapters behind these the gradients of
-    their factors; all but dx and dprobs are summed in fp32, then rounded once to `dtypes` or the dtype
-    of the factor. Those are None that `trained` does not mark.
+    """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then
+    rounded once to `dtypes`. Those are None that `trained` does not mark. Behind them are those of the
+    factors of adapters, in fp32, where `trained` marks one.
 
     reading: the weights as the forward read them; None: they are read again from `given`.
     given: the caller's weights. Where `reading` is there they are for those who observe the call,
@@ -196,21 +196,12 @@ def backward(
             origin = Origin(None, origin.module) if is_sorted else origin
             call = _described(plan, engine, reading, given, origin, adapters)
             emit(BackwardBegins(call, dout, saved))
-        read, count = reading.weights.with_adapters(adapters), len(dtypes)
-        of_factors: list[Tensor | None] = []
-
-        def to_tokens() -> tuple[Tensor, Tensor, PendingWgrad]:
-            found = engine.backward_dx(dout, saved, read)
-            # At once, because the operands are released with those of the weights.
-            if adapters is not None and any(trained[count:]):
-                of_factors.extend(engine.backward_adapters(found[2]))
-            return found
-
-        dx, dprobs, gradients = _differentiate(
-            plan, engine, to_tokens, dout, read, dtypes, trained[:count]
+        read = reading.weights.with_adapters(adapters)
+        dx, dprobs, pending, gradients = _differentiate(
+            plan, engine, dout, saved, read, dtypes, trained[:4]
         )
-        if adapters is not None:
-            gradients += _as_factors(adapters, of_factors, trained[count:])
+        if pending.adapters is not None and any(trained[4:]):
+            gradients += pending.adapters()
         if call is not None:
             names = ("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS)
             named = zip(names, gradients, strict=False)
@@ -222,53 +213,36 @@ def backward(
 def _differentiate(
     plan: Plan,
     engine: Engine,
-    to_tokens: Callable[[], tuple[Tensor, Tensor, PendingWgrad]],
     dout: Tensor,
+    saved: Saved,
     weights: EngineWeights,
     dtypes: tuple[torch.dtype | None, ...],
     trained: Sequence[bool],
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """`to_tokens` is the backward to the tokens, and (dw1, dw2, db1, db2) follow."""
+) -> tuple[Tensor, Tensor, PendingWgrad, tuple[Tensor | None, ...]]:
     nothing = (None,) * len(dtypes)
     # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
     if not any(trained):
-        dx, dprobs, _ = to_tokens()
-        return dx, dprobs, nothing
+        return *engine.backward_dx(dout, saved, weights), nothing
     passed = plan.passed(weights, dtypes)
     parameters = passed.parameters()
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
     # Asked before `backward_dx`, which runs once: it may free what it reads.
     writes = engine.writes_gradients(plan.settings, device_name(dout))
     if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):
-        dx, dprobs, pending = to_tokens()
+        dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
         make = late_targets if engine.frees_dw1_first else targets_of_each
         targets = make(passed, parameters, wanted, dout)
         # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
         engine.backward_dw(pending, targets)
-        return dx, dprobs, (*targets.of_parameters(len(parameters)), *rest)
+        return dx, dprobs, pending, (*targets.of_parameters(len(parameters)), *rest)
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
     batch = sink.open(engine, plan.settings, parameters, wanted, dout)
-    dx, dprobs, pending = to_tokens()
+    dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
-    return dx, dprobs, (*sink.close(batch), *rest)
-
-
-def _as_factors(
-    adapters: Adapters, found: Sequence[Tensor | None], trained: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """fp32 gradients in the dtypes of the factors; None for those that nobody wants."""
-    each = zip(adapters.factors, found or (None,) * 4, trained, strict=True)
-    return tuple(
-        [
-            gradient.to(factor.dtype)
-            if wanted and factor is not None and gradient is not None
-            else None
-            for factor, gradient, wanted in each
-        ]
-    )
+    return dx, dprobs, pending, (*sink.close(batch), *rest)
 
 
 def _described(
@@ -304,4 +278,7 @@ def _native(
         with plain_ops():
             given = WeightSource.stacked(*weights, layout=layout).native()
     # Who observes a call sees the weights that the layer computes with.
-    return given if adapters is None else adapters.merged(*given)
+    if adapters is None:
+        return given
+    w1, w2 = adapters.merged(*given[:2])
+    return w1, w2, *given[2:]

@@ -7,6 +7,7 @@ the inputs' shapes: the rows of the saved `z` are the worst case of any routing,
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
     adapters = Adapters.of(factors, (0.0, 0.0)) if save else None
-    projected = (0,) if adapters is None else (rows, adapters.columns[1].stop)
+    projected = (0,) if adapters is None else (rows, sum(adapters.widths))
     saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in (*specs, (projected, x.dtype)))
     return (torch.empty_like(x, memory_format=torch.contiguous_format), *saved)
 
@@ -160,8 +161,10 @@ def _expert_mlp_backward(
         origin=origin,
         adapters=adapters,
     )
-    gradients += (None,) * (8 - len(gradients))
-    left = [x.new_empty(0) if gradient is None else gradient for gradient in gradients]
+    each = itertools.zip_longest(gradients, (*weights, *factors))
+    left = [
+        x.new_empty(0) if g is None or of is None else g.to(of.dtype).contiguous() for g, of in each
+    ]
     dprobs = x.new_empty(0) if probs is None else dprobs.view(probs.shape)
     return [in_shape_of(x, dx), dprobs, *left]
 

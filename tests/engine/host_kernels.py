@@ -231,9 +231,7 @@ def sum_dz(dz, dz_scale, row_token, padded_offsets, parts, db1, stream):
     sums_of_experts(rows, padded_offsets, db1)
 
 
-def sum_tokens(
-    tokens, scale, b2, row_prob, row_token, padded_offsets, sums, parts, db2, stream
-):
+def sum_tokens(tokens, scale, b2, row_prob, row_token, padded_offsets, sums, parts, db2, stream):
     rows = dout_rows(tokens, scale, row_token)
     added = bias_of(rows, b2, at(padded_offsets, "int64").tolist())
     # Only where there is a token: elsewhere nobody has written the partial sum.

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 import torch
-from integrations.hf_models import FAMILIES, IMPLEMENTATIONS, build, errors, relative_rmse, run, text
+from integrations.hf_models import (
+    FAMILIES,
+    IMPLEMENTATIONS,
+    build,
+    errors,
+    relative_rmse,
+    run,
+    text,
+)
 
 peft = pytest.importorskip("peft", minversion="0.17")
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
@@ -155,9 +163,7 @@ def test_several_adapters_one_or_more_active():
     with model.disable_adapter():
         seen.append(both())
     assert all(
-        relative_rmse(one, other) > 1e-3
-        for index, one in enumerate(seen)
-        for other in seen[:index]
+        relative_rmse(one, other) > 1e-3 for index, one in enumerate(seen) for other in seen[:index]
     )
     assert [n for n, p in model.named_parameters() if p.requires_grad and "other" in n]
 
