@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Host time of a layer's forward and backward on engine hopper, on any machine: its real host code
-over kernels that do nothing.
+"""Host time of a layer's forward and backward on a Hopper GPU's engines, on any machine: their real
+host code over kernels that do nothing.
 
     benchmarks/host_bench.py                                         # the node, 8 experts
     benchmarks/host_bench.py --face transformers --experts 128 --profile
     benchmarks/host_bench.py --framework paddle --experts 64
     benchmarks/host_bench.py --face node --face frozen --count       # calls of functions, as JSON
+    benchmarks/host_bench.py --precision bf16 --face transformers    # engine bf16 in place of hopper
 
 | face | weights | gradients |
 |---|---|---|
@@ -15,13 +16,14 @@ over kernels that do nothing.
 | step | as node; every backward is followed by `step()`, so that weights are made again | `main_grad` |
 | MoE | a `MoE` with its router | `.grad` |
 | transformers | an experts module of transformers | `.grad` |
+| written | the same, written before every forward, as by an optimizer | `.grad` |
 | frozen | the same | none |
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`; of grad, step, MoE and transformers eight times forward and backward. Compare times of one
+`backward()`; of grad, step, MoE and transformers' faces eight times forward and backward. Compare times of one
 machine only; a count of calls is the same on every machine with the same versions of Python and
 PyTorch.
 """
@@ -48,6 +50,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from host_layers import LAYERS, moe_step, paddle_step, torch_step, transformers_step
 
+NODE_FACES = "node", "grad", "stacked", "step"
+MODULE_FACES = "transformers", "written", "frozen"
+
 
 @click.command(help=__doc__)
 @click.option(
@@ -66,10 +71,19 @@ from host_layers import LAYERS, moe_step, paddle_step, torch_step, transformers_
     "--face",
     "faces",
     multiple=True,
-    type=click.Choice(["node", "grad", "stacked", "step", "MoE", "transformers", "frozen"]),
+    type=click.Choice([*NODE_FACES, "MoE", *MODULE_FACES]),
     default=["node"],
     show_default=True,
     help="Whose layer; may be given several times.",
+)
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(["fp8", "bf16"]),
+    default=["fp8"],
+    show_default=True,
+    help="FP8 on engine hopper, BF16 on engine bf16; may be given several times.",
 )
 @click.option(
     "--flush",
@@ -90,6 +104,7 @@ def main(
     tokens: int,
     steps: int,
     faces: tuple[str, ...],
+    precisions: tuple[str, ...],
     flush: str,
     profile: bool,
     count: bool,
@@ -103,28 +118,30 @@ def main(
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
     launch_nothing()
     made = {}
-    for face, local in itertools.product(faces, experts):
+    for precision, face, local in itertools.product(precisions, faces, experts):
+        is_fp8, sizes = precision == "fp8", (local, tokens)
         if framework == "paddle":
-            made[face, local] = paddle_step(local, tokens, face == "stacked", flush)
-        elif face in ("node", "grad", "stacked", "step"):
-            made[face, local] = torch_step(local, tokens, face, flush)
+            step = paddle_step(*sizes, is_fp8, face == "stacked", flush)
+        elif face in NODE_FACES:
+            step = torch_step(*sizes, is_fp8, face, flush)
         elif face == "MoE":
-            made[face, local] = moe_step(local, tokens)
+            step = moe_step(*sizes, is_fp8)
         else:
-            made[face, local] = transformers_step(local, tokens, face == "frozen")
+            step = transformers_step(*sizes, is_fp8, face)
+        made[f"{face}, {'' if is_fp8 else 'bf16, '}E={local}"] = step
     take_host_for_gpu()
     counts = {}
-    for (face, local), step in made.items():
+    for name, step in made.items():
         step()
         with one_thread(framework):  # a profiler sees one
             if profile:
                 print_profile(step, steps)
             elif count:
-                counts[f"{face}, E={local}"] = count_calls(step)
+                counts[name] = count_calls(step)
             else:
                 times = [step_us(step) for _ in range(steps)]
                 print(
-                    f"{framework}, {face}, E={local}: {min(times):.0f} us per layer at best, "
+                    f"{framework}, {name}: {min(times):.0f} us per layer at best, "
                     f"median {statistics.median(times):.0f}; {count_allocations(step):.0f} allocations"
                 )
     if count:
@@ -218,8 +235,9 @@ def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
 
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
-    from sonicmoe.engine import hopper, hopper_layer, hopper_passes
+    from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes
     from sonicmoe.engine.select import EngineChoice
+    from sonicmoe.engine.wgrad_destinations import Destinations
     from sonicmoe.kernels.host import passes_source
     from sonicmoe.node import choices
     from sonicmoe.quant import gpu as quant_gpu
@@ -241,14 +259,34 @@ def launch_nothing() -> None:
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
     routing._build, routing._scratch_per_expert, routing._forced_ctas = nothing, 1, 0
+    routing._gather_sums = routing._aggregate = nothing
     routing._places = lambda *_: (0, 0, 0, 0, 0, 1 << 20)
     backends._choose = lambda device: routing
-    choice = EngineChoice(hopper.HopperEngine(), "measured without its kernels")
-    choices.ready_engine = lambda *_: choice
+    empty = SimpleNamespace(
+        up=nothing,
+        grouped_gemm=nothing,
+        dgated=nothing,
+        wgrad=nothing,
+        expert_matrices=lambda *_: nothing,
+    )
+    products = bf16_sm90.Kernels(empty, empty, empty, empty.expert_matrices, (0.0, 0.0))
+    bf16_sm90.kernels_on = lambda *_: products
+    wgrad = bf16_sm90.Wgrad(empty, Destinations(lambda *_: nothing))
+    bf16_sm90.wgrad_on = lambda *_: wgrad
+    bf16._is_hopper = lambda device: True
+    made = {
+        is_fp8: EngineChoice(engine(), "measured without its kernels")
+        for is_fp8, engine in ((True, hopper.HopperEngine), (False, bf16.Bf16Engine))
+    }
+
+    def ready_engine(device: str, requested: Any, workload: Any) -> Any:
+        return made[workload.settings.recipe is not None]
+
+    choices.ready_engine = ready_engine
     if framework_is_torch():
         from sonicmoe.functional import plan
 
-        plan.ready_engine = lambda *_: choice
+        plan.ready_engine = ready_engine
         answer_for_streams()
 
 

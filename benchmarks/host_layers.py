@@ -13,7 +13,7 @@ HIDDEN, INNER, TOPK = 256, 128, 8  # the host's work does not depend on them
 Step = Callable[[], None]
 
 
-def torch_step(experts: int, tokens: int, face: str, flush: str) -> Step:
+def torch_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) -> Step:
     """A step of a node; see `host_bench.py` for its faces."""
     import torch
 
@@ -29,6 +29,7 @@ def torch_step(experts: int, tokens: int, face: str, flush: str) -> Step:
         face == "stacked",
         lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
         lambda weight: torch.zeros(weight.shape),
+        is_fp8,
         flush,
     )
     weights = [p for module in modules for p in module.parameters()]
@@ -61,7 +62,7 @@ def torch_step(experts: int, tokens: int, face: str, flush: str) -> Step:
     return {"step": step_each, "grad": step_grad}.get(face, step)
 
 
-def moe_step(experts: int, tokens: int) -> Step:
+def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:
     """A step of a `MoE`, whose weights are kept; gradients in `.grad`."""
     import torch
 
@@ -76,13 +77,15 @@ def moe_step(experts: int, tokens: int) -> Step:
         for _ in range(LAYERS):
             for tensor in (x, *parameters):
                 tensor.grad = None
-            layer(x, use_fp8=True)[0].backward(dout)
+            layer(x, use_fp8=is_fp8)[0].backward(dout)
 
     return step
 
 
-def transformers_step(experts: int, tokens: int, frozen: bool) -> Step:
-    """A step of Qwen3-MoE's experts module, whose weights are kept; gradients in `.grad`."""
+def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
+    """A step of Qwen3-MoE's experts module, whose weights are kept, or written before every forward;
+    gradients in `.grad`.
+    """
     from model_experts import Experts, Row
 
     from sonicmoe.integrations.transformers import register
@@ -90,18 +93,20 @@ def transformers_step(experts: int, tokens: int, frozen: bool) -> Step:
     register()
     topk = min(TOPK, experts)
     batch = Experts(Row("Qwen3-30B-A3B", HIDDEN, INNER, experts, topk, tokens), "cpu")
-    batch.train_weights(not frozen)
-    module = batch.module("sonicmoe_fp8")
+    batch.train_weights(face != "frozen")
+    module = batch.module("sonicmoe_fp8" if is_fp8 else "sonicmoe")
 
     def step() -> None:
         for _ in range(LAYERS):
             batch.clear()
+            if face == "written":
+                batch.write_weights()
             module(batch.x, batch.ids, batch.probs).backward(batch.dout)
 
     return step
 
 
-def paddle_step(experts: int, tokens: int, stacked: bool, flush: str) -> Step:
+def paddle_step(experts: int, tokens: int, is_fp8: bool, stacked: bool, flush: str) -> Step:
     """A step of a node in Paddle."""
     import paddle
 
@@ -116,7 +121,8 @@ def paddle_step(experts: int, tokens: int, stacked: bool, flush: str) -> Step:
         shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
         return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
 
-    node = make_node(modules, stacked, stack, lambda w: paddle.zeros(w.shape, "float32"), flush)
+    zeros_like = lambda w: paddle.zeros(w.shape, "float32")  # noqa: E731
+    node = make_node(modules, stacked, stack, zeros_like, is_fp8, flush)
     indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
     counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
     x, dout = (paddle.randn([tokens, HIDDEN]).astype("bfloat16") for _ in range(2))
@@ -147,6 +153,7 @@ def make_node(
     stacked: bool,
     stack: Callable[[list[Any]], Any],
     zeros_like: Callable[[Any], Any],
+    is_fp8: bool,
     flush: str,
 ) -> Any:
     """A node on the modules, or on stacked parameters of their weights' shapes; all of them have
@@ -155,7 +162,8 @@ def make_node(
     from sonicmoe import SonicMoEConfig
     from sonicmoe.ernie_compat import SonicMoEMlpNode
 
-    options: dict[str, Any] = {"config": SonicMoEConfig(fp8_mode="perf"), "flush": flush}
+    config = SonicMoEConfig(fp8_mode="perf" if is_fp8 else "off")
+    options: dict[str, Any] = {"config": config, "flush": flush}
     names = ("up_gate_proj", "down_proj")
     weights = [[getattr(module, name).weight for module in modules] for name in names]
     if stacked:

@@ -45,9 +45,10 @@ def measure(artefacts, *options):
     "options",
     [
         ["--face", "node", "--face", "grad", "--face", "stacked"],
+        ["--precision", "bf16", "--face", "node", "--face", "grad", "--face", "stacked"],
         pytest.param(["--framework", "paddle"], marks=pytest.mark.paddle),
     ],
-    ids=["direct", "paddle"],
+    ids=["direct", "bf16", "paddle"],
 )
 def test_allocations_do_not_grow_with_the_experts(artefacts, options):
     found = measure(artefacts, "--experts", "2", "--experts", "16", *options)
@@ -58,7 +59,7 @@ def test_allocations_do_not_grow_with_the_experts(artefacts, options):
 
 def test_calls_do_not_grow_with_the_experts(artefacts):
     pytest.importorskip("transformers", minversion="5.7")
-    faces = ("node", "step", "stacked", "MoE", "transformers", "frozen")
+    faces = ("node", "step", "stacked", "MoE", "transformers", "written", "frozen")
     options = [option for face in faces for option in ("--face", face)]
     counts = json.loads(run(artefacts, "--count", "--experts", "8", "--experts", "64", *options))
     for face in faces:
