@@ -18,7 +18,7 @@ Interleaving keeps a (gate, up) pair in one GPU thread's registers: no exchange 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,19 +73,13 @@ class StackedMatrices(Sequence[Tensor]):
     def __init__(self, stacked: Tensor) -> None:
         self.stacked = stacked
         self._contiguous: Tensor | None = None
-        self._first: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.stacked.shape[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """A view; the first, which stands for all, is made once."""
-        # Every engine asks the first matrix for sizes and dtype at each call, and the rest rarely.
-        if index != 0:
-            return self._readable()[index]
-        if self._first is None:
-            self._first = self._readable()[0]
-        return self._first
+        """A view."""
+        return self._readable()[index]
 
     def __iter__(self) -> Iterator[Tensor]:
         """All views, in one operation."""
@@ -106,10 +100,16 @@ class StackedMatrices(Sequence[Tensor]):
         return self._contiguous
 
 
-def _addresses(matrices: Sequence[Tensor]) -> Iterable[int]:
-    if isinstance(matrices, StackedMatrices):
+def _addresses(matrices: Sequence[Tensor]) -> Sequence[int]:
+    if type(matrices) is StackedMatrices:
         return matrices.addresses()
-    return map(data_ptr, matrices)
+    return tuple(map(data_ptr, matrices))
+
+
+def _size(matrices: Sequence[Tensor], axis: int) -> int:
+    """Of every matrix; axis -1 or -2."""
+    first = matrices.stacked if type(matrices) is StackedMatrices else matrices[0]
+    return int(first.shape[axis])
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
@@ -347,11 +347,18 @@ class WeightSource:
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
         return cls(up, down, layout, b1, b2, compute_dtype)
 
-    @functools.cached_property
+    @property
+    def places(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Addresses of the up matrices, and of the down matrices; those of stacked ones are ranges,
+        which are compared without a look at each.
+        """
+        return _addresses(self.up), _addresses(self.down)
+
+    @property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the up matrices, then of the down matrices."""
-        # The node's cache takes them for the place of the weights: one that moves changes one.
-        return (*_addresses(self.up), *_addresses(self.down))
+        up, down = self.places
+        return (*up, *down)
 
     @property
     def is_copied(self) -> bool:
@@ -368,15 +375,15 @@ class WeightSource:
     @functools.cached_property
     def n1(self) -> int:
         """Rows of a native w1."""
-        return int(self.up[0].shape[1 if self.layout.transposed else 0])
+        return _size(self.up, -1 if self.layout.transposed else -2)
 
     @functools.cached_property
     def hidden_size(self) -> int:
-        return int(self.up[0].shape[0 if self.layout.transposed else 1])
+        return _size(self.up, -2 if self.layout.transposed else -1)
 
     @functools.cached_property
     def intermediate_size(self) -> int:
-        return int(self.down[0].shape[0 if self.layout.transposed else 1])
+        return _size(self.down, -2 if self.layout.transposed else -1)
 
     def native(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """`(w1 [E, N1, H], w2 [E, H, I], b1, b2)`, contiguous, native, in the weights' dtypes.

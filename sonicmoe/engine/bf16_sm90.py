@@ -135,7 +135,7 @@ def _stay_apart(source: WeightSource) -> bool:
     """Whether these are a tensor of each expert that the kernels can read."""
     if isinstance(source.up, StackedMatrices) or isinstance(source.down, StackedMatrices):
         return False
-    dtype, wanted = source.up[0].dtype, source.compute_dtype
+    dtype, wanted = source.anchor.dtype, source.compute_dtype
     fits = may_stay_apart(len(source.up), dtype) and wanted in (None, dtype)
     inner = int(source.up[0].shape[-1]), int(source.down[0].shape[-1])
     aligned_rows = all(size % _ITEMS == 0 for size in inner)

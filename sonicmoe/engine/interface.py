@@ -173,6 +173,12 @@ class Engine(ABC):
         """
         return True
 
+    def remake(self, previous: EngineWeights) -> bool:
+        """The same after a write that the host knows of, or that may have come without a trace: make
+        `previous` anew where it lies. False: this engine needs `refresh`.
+        """
+        return False
+
     def refresh(
         self,
         source: WeightSource,

@@ -60,13 +60,20 @@ class QuantisedEngine(Engine):
         """The comparison on the device that `refresh` launches too. Not of biases, which `refresh` copies
         every time: they are too small to be sampled.
         """
+        return self._update(previous, force=False)
+
+    def remake(self, previous: EngineWeights) -> bool:
+        """The same launches, the second of which quantises whatever the first one finds."""
+        return self._update(previous, force=True)
+
+    def _update(self, previous: EngineWeights, force: bool) -> bool:
         store = previous.store
         if previous.b1 is not None:
             return False
         if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:
             return False
         with stage("prepare_weights"):
-            return store.keep()
+            return store.keep(force)
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings

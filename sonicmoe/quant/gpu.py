@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class QuantizedWeights:
         """
         self._iso_weight = iso_weight
         self._layout: tuple[Any, ...] | None = None
-        self._pointers: tuple[int, ...] = ()
+        self._pointers: tuple[Sequence[int], ...] = ()
         self._current = self._was_copied = False
         self._forward: tuple[BlockScaledTensor, ...] = ()
         self._dgrad: tuple[BlockScaledTensor, ...] = ()
@@ -114,11 +115,11 @@ class QuantizedWeights:
             DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that the kernels
             cannot read in place.
         """
-        if not is_cuda(source.up[0]):
+        if not is_cuda(source.anchor):
             self._update_on_host(source)
             return
         # The host knows addresses and layouts; what the values are is the device's affair.
-        pointers = source.pointers
+        pointers = source.places
         layout = _layout_of(source)
         if layout != self._layout or pointers != self._pointers:
             _check_source(source)
@@ -131,13 +132,14 @@ class QuantizedWeights:
         table = self._check_arguments[0]
         if pointers != self._pointers:
             self._order.enter(table)
+            addresses = list(source.pointers)
             self._module(device_name(table)).store_addresses(
-                list(pointers), table, current_stream(table)
+                addresses, table, current_stream(table)
             )
             self._pointers = pointers
         self._launch(force)
 
-    def keep(self) -> bool:
+    def keep(self, force: bool = False) -> bool:
         """`update` for weights that lie where they lay at the last one, without their source; False
         where that one failed, read a copy, or was on a host.
         """
@@ -145,7 +147,7 @@ class QuantizedWeights:
         if not self._current or self._was_copied or not self._check_arguments:
             return False
         self._current = False
-        self._launch(force=False)
+        self._launch(force)
         return True
 
     def _launch(self, force: bool) -> None:
@@ -204,16 +206,16 @@ class QuantizedWeights:
         return sum(q.nbytes for q in (*self._forward, *self._dgrad))
 
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
-        experts, device = len(source.up), device_of(source.up[0])
+        experts, device = len(source.up), device_of(source.anchor)
         n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
         if _codes_of(self._layout) != _codes_of(layout):
             self._allocate_codes(experts, n1, hidden, inner, device)
         table = empty((2 * experts,), torch.int64, device)
-        dtype, transposed = dtype_name(source.up[0].dtype), source.layout.transposed
+        dtype, transposed = dtype_name(source.anchor.dtype), source.layout.transposed
         sizes = (table, n1, hidden, inner, transposed, dtype)
         self._kernels = self._module(device_name(table))
         checksums = empty((int(self._kernels.num_checksums(*sizes)),), torch.int32, device)
-        state = torch.zeros((2,), dtype=torch.int32, device=source.up[0].device)
+        state = torch.zeros((2,), dtype=torch.int32, device=source.anchor.device)
         self._check_arguments = (*sizes, checksums, state)
         form = transposed, source.layout.split_half, dtype
         self._quantize_arguments = (table, *self._written(), *form, state)
@@ -324,7 +326,7 @@ def release_scratch() -> None:
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:
     sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
-    layout, first = source.layout, source.up[0]
+    layout, first = source.layout, source.anchor
     return (*sizes, layout.transposed, layout.split_half, first.dtype, device_name(first))
 
 

@@ -139,7 +139,8 @@ class PreparedWeights:
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
-            if held is None or changed or not engine.keep(held):
+            known = held is not None and (engine.remake if changed else engine.keep)(held)
+            if not known:
                 # Views of the parameters are no part of the caller's graph.
                 with plain_ops():
                     held = engine.refresh(source(), settings, held, changed)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from engine.moe_golden import make_problem, native_weights
-from framework import tensor, torch
+from framework import IS_PADDLE, tensor, torch
 
 from sonicmoe.engine import native_calls
 from sonicmoe.engine.hopper import HopperEngine
@@ -12,6 +15,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightSource
+from sonicmoe.quant import gpu
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
 
@@ -81,3 +85,48 @@ class TestPreparedWeights:
         assert again.store is first.store
         wanted = ReferenceEngine().prepare_weights(*stacked(given), None, None, FP8)
         assert same(again.w1, wanted.w1)
+
+
+class TestPreparedWeightsOnADevice:
+    """Brought up to date without their source, which lies where it lay: kernels that do nothing."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        """Whether each launch was told to quantise whatever the guard finds; "fail" makes one fail."""
+        calls = []
+
+        def quantize(*arguments):
+            if calls and calls[-1] == "fail":
+                raise MemoryError
+            calls.append(arguments[-2])
+
+        kernels = SimpleNamespace(
+            num_checksums=lambda *_: 1,
+            store_addresses=lambda *_: None,
+            check_weights=lambda *_: None,
+            quantize_weights=quantize,
+        )
+        monkeypatch.setattr(gpu, "_kernels", lambda device: kernels)
+        monkeypatch.setattr(gpu, "is_cuda", lambda tensor: True)
+        return calls
+
+    def test_a_known_write_is_quantised_whatever_a_sample_shows(self, launched):
+        weights = ENGINE.refresh(WeightSource.stacked(*stacked(source())), FP8)
+        assert ENGINE.keep(weights) and ENGINE.remake(weights) and ENGINE.keep(weights)
+        assert launched == [True, False, True, False]
+
+    @pytest.mark.parametrize("look", [ENGINE.keep, ENGINE.remake], ids=["keep", "remake"])
+    def test_a_source_is_asked_for_where_it_must_be_read(self, launched, look):
+        """Biases, copies of weights that are not contiguous, and codes of a launch that failed."""
+        w1, w2 = stacked(source())
+        given = WeightSource.stacked(w1, w2)
+        with_biases = replace(given, b1=torch.zeros((2, 128)), b2=torch.zeros((2, 144)))
+        turned = w1.transpose(1, 2).contiguous().transpose(1, 2)
+        copied = [] if IS_PADDLE else [WeightSource.stacked(turned, w2)]
+        for read in (with_biases, *copied):
+            assert not look(ENGINE.refresh(read, FP8))
+        weights = ENGINE.refresh(given, FP8)
+        launched.append("fail")
+        with pytest.raises(MemoryError):
+            ENGINE.refresh(given, FP8, weights, written=False)
+        assert not look(weights)

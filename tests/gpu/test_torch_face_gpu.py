@@ -113,6 +113,7 @@ def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
 @FACES
 def test_weights_are_quantised_once_per_update(face, monkeypatch) -> None:
     calls, original, kept = [], HopperEngine.refresh, HopperEngine.keep
+    remade = HopperEngine.remake
 
     def refresh(self, source, settings, previous, *written):
         calls.append("new buffers" if previous is None else "changed")
@@ -123,8 +124,14 @@ def test_weights_are_quantised_once_per_update(face, monkeypatch) -> None:
         assert kept(self, previous)
         return True
 
+    def remake(self, previous):
+        calls.append("changed")
+        assert remade(self, previous)
+        return True
+
     monkeypatch.setattr(HopperEngine, "refresh", refresh)
     monkeypatch.setattr(HopperEngine, "keep", keep)
+    monkeypatch.setattr(HopperEngine, "remake", remake)
     moe, (x, dout) = layer(), batch(512)
     optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, fused=True)
     for update in range(3):
