@@ -149,6 +149,14 @@ class WeightLayout:
         # A bias is a matrix of one column, so that one function defines the order.
         return interleave_gate_up(b1.unsqueeze(-1)).squeeze(-1) if self.split_half else b1
 
+    def ordered_b1(self, b1: Tensor, split_half: bool) -> Tensor:
+        """`b1`, or its gradient, whose gates and up values lie in halves where `split_half` says so,
+        else in turns, in this order.
+        """
+        if split_half == self.split_half:
+            return b1
+        return self.user_b1(WeightLayout(split_half=split_half).native_b1(b1))
+
     def user_w1(self, native: Tensor) -> Tensor:
         """Inverse of `native_w1`."""
         # The inverse in reverse order: halves first, then the transposition.

@@ -82,19 +82,26 @@ class Bf16Engine(PlainEngine):
         """On Hopper a tile reads its part of z before it writes the same part of dz."""
         return _is_hopper(device_name(z))
 
+    def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
+        dout, routing = plain_tokens(pending.dout), pending.routing
+        with launch_scope(dout):
+            rows = ExpertRows.of(routing)
+            rows.add_columns(dout, db2, weight=routing.row_prob)
+            rows.add_columns(plain_operand(pending.dz), db1, weight=None)
+
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+        biases = self.bias_gradients(pending) if targets.has_biases else None
         if _is_hopper(device_name(pending.dz)):
-            sums = partial(_column_sums, pending.routing)
-            bf16_sm90.add_gradients(pending, targets, sums)
+            bf16_sm90.add_gradients(pending, targets, biases)
             return
         places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
-        if routing.num_rows == 0 or not places.are_wanted:
+        if routing.num_rows == 0 or not (places.are_wanted or biases is not None):
             return
         # dout and y1s have no local name that lasts: their memory is free for dw1 only when all
         # references are gone.
         x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
         sizes = int(x.shape[1]), int(pending.y1s.shape[1])
-        gemms = _gemms(x, sizes, settings, places.db1 is not None)
+        gemms = _gemms(x, sizes, settings, biases is not None)
         with launch_scope(x):
             rows = ExpertRows.of(routing)
             if places.dw2 is not None:
@@ -102,9 +109,8 @@ class Bf16Engine(PlainEngine):
             if places.dw1 is not None:
                 gemms.load_wgrad("wgrad_up", places.dw1.stored)
             targets.adding = True
-            if places.db1 is not None and places.db2 is not None:
-                rows.add_columns(plain_tokens(pending.dout), places.db2, weight=routing.row_prob)
-                rows.add_columns(dz, places.db1, weight=None)
+            if biases is not None:
+                targets.add_biases(*biases, split_half=False)
             index = rows.cu_rows, rows.gather_index
             if places.dw2 is not None:
                 with stage("dw2"):
@@ -144,12 +150,6 @@ def _row_sums(
     routing: RoutingMetadata, partials: Tensor, dout: Tensor, b2: Tensor | None
 ) -> Tensor:
     return ExpertRows.of(routing).sum_partials(partials, dout, b2)
-
-
-def _column_sums(
-    routing: RoutingMetadata, values: Tensor, sums: Tensor, *, weight: Tensor | None
-) -> None:
-    ExpertRows.of(routing).add_columns(values, sums, weight=weight)
 
 
 @dataclass(frozen=True, eq=False)

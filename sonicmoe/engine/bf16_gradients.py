@@ -27,12 +27,10 @@ class Destination(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """What one backward adds to; None: nobody wants that gradient."""
+    """What the GEMMs of one backward add to; None: nobody wants that gradient."""
 
     dw1: Destination | None
     dw2: Destination | None
-    db1: Tensor | None = None
-    db2: Tensor | None = None
 
     @property
     def are_wanted(self) -> bool:
@@ -46,14 +44,11 @@ class Destinations(NamedTuple):
         """
         if isinstance(targets, NativeBuffer):
             dw1, dw2 = targets.dw1, targets.dw2
-            native = Destination(dw1, Stored.HIDDEN), Destination(dw2, Stored.INNER)
-            return cls(*native, targets.db1, targets.db2)
+            return cls(Destination(dw1, Stored.HIDDEN), Destination(dw2, Stored.INNER))
         if not isinstance(targets, ParameterTargets):
             raise ConfigError(f"gradient targets are {type(targets).__name__}")
         # Here and not at the launches: when the second one is refused, the first has added already.
         problem = problem_of(targets, gemms)
-        if targets.has_biases:
-            problem = problem or "gradients of biases go to accumulators"
         if problem is not None:
             raise ConfigError(f"the {gemms} GEMMs cannot add to these parameters: {problem}")
         up, down = targets.up, targets.down

@@ -27,7 +27,7 @@ from .border import check_weights
 from .expert_matrices import ExpertMatrices, may_stay_apart
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
-from .products import Products, bias_sums, empty_rows, plain_operand, shown_in_turns, write_zeros
+from .products import Products, empty_rows, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
@@ -241,10 +241,11 @@ class HopperProducts(Products):
         return tap(name, operand)
 
 
-def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: Any) -> None:
-    """`backward_dw` of operands that are there.
-
-    column_sums: `ExpertRows.add_columns` of these rows; called only where there are biases.
+def add_gradients(
+    pending: PendingWgrad, targets: GradientTargets, biases: tuple[Tensor, Tensor] | None
+) -> None:
+    """`backward_dw` of operands that are there. biases: `Engine.bias_gradients`, where the targets want
+    these.
     """
     late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
     if pending.routing.num_rows == 0:
@@ -257,13 +258,9 @@ def add_gradients(pending: PendingWgrad, targets: GradientTargets, column_sums: 
     del dz  # its memory may be wanted before the end
     order = pending.split_half, is_glu(pending.settings.activation)
     into_dw1, into_dw2 = _destinations(kernels.destinations, targets, *order)
-    sums = bias_sums(pending) if targets.has_biases else None
     targets.adding = True
-    if sums is not None:
-        db1, db2 = sums
-        column_sums(plain_tokens(pending.dout), db2, weight=pending.routing.row_prob)
-        column_sums(plain_operand(pending.dz), db1, weight=None)
-        targets.add_biases(db1, db2, split_half=pending.split_half)
+    if biases is not None:
+        targets.add_biases(*biases, split_half=pending.split_half)
     if late is not None:
         # dz is larger than y1s, and its memory is free for dw2.
         _add_dw1(kernels, pending, into_dw1)

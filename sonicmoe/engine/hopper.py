@@ -96,7 +96,8 @@ class HopperEngine(QuantisedEngine):
                 dout = dout.to(layer.dtype)
             dout = _aligned(dout)
             z = layer.restored_z(x, saved)
-            tokens, biases = layer.dgated_tokens(x, dout), layer.empty_biases()
+            tokens = layer.dgated_tokens(x, dout)
+            biases = layer.empty_biases() if saved.wants_biases else None
             dx = None if settings.frees_stagewise else layer.empty_dx(x)
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
@@ -116,6 +117,16 @@ class HopperEngine(QuantisedEngine):
                 saved.x = None
             return dx, dprobs, pending
 
+    def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
+        """As dgated has summed them, of dz as dgrad read it; with `fp8_wgrad` off as the BF16 engine
+        does, of dz in bf16.
+        """
+        require_operands(pending)
+        if pending.settings.fp8_wgrad:
+            assert pending.biases is not None
+            return pending.biases
+        return Bf16Engine().bias_gradients(replace(pending, dout=_decoded(pending.dout)))
+
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """Two GEMMs that add into the accumulators or the parameters' own memory, or write fresh
         memory, in FP8; in BF16 with `fp8_wgrad` off.
@@ -124,10 +135,7 @@ class HopperEngine(QuantisedEngine):
         require_operands(pending)
         if not settings.fp8_wgrad:
             # Here and not in backward_dx: until now the tokens take half the memory.
-            if isinstance(pending.x, BlockScaledTensor):
-                pending.x = to_bfloat16(pending.x)
-            if isinstance(pending.dout, BlockScaledTensor):
-                pending.dout = to_bfloat16(pending.dout)
+            pending.x, pending.dout = _decoded(pending.x), _decoded(pending.dout)
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
@@ -135,6 +143,7 @@ class HopperEngine(QuantisedEngine):
                 for memory in targets.tensors():  # there is nothing to launch
                     memory.zero_()
                 return
+            biases = self.bias_gradients(pending) if targets.has_biases else None
             passes = pending.native.passes
             both = targets.wants("dw1") and targets.wants("dw2")
             # Both at once take two launches fewer, and memory for the operands of both. Fresh
@@ -142,9 +151,9 @@ class HopperEngine(QuantisedEngine):
             apart = settings.frees_stagewise or isinstance(targets, FreshTargets) or not both
             add = _add_one_by_one if apart else _add_both
             add(passes, pending, targets, passes.gradients(targets))
-            if pending.biases is not None and targets.has_biases:
+            if biases is not None:
                 targets.adding = True
-                targets.add_biases(*pending.biases, split_half=False)
+                targets.add_biases(*biases, split_half=False)
                 targets.adding = False
         pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
 
@@ -163,6 +172,10 @@ class HopperEngine(QuantisedEngine):
         if not settings.fp8_wgrad:
             return Bf16Engine().problem_of(targets, settings)  # dz is in the native order
         return targets.copy_engine_problem()
+
+
+def _decoded(tokens: Tokens | None) -> Tokens | None:
+    return to_bfloat16(tokens) if isinstance(tokens, BlockScaledTensor) else tokens
 
 
 def _free(z: Tensor | BlockScaledTensor) -> None:

@@ -3,10 +3,12 @@ module, no state.
 
     forward(x, routing, weights, settings, save)      -> out, Saved
     backward_dx(dout, saved, weights)                  -> dx, dprobs, PendingWgrad
+    bias_gradients(pending)                            -> db1, db2
     backward_dw(pending, targets)                      -> None (adds fp32 weight gradients to the targets)
 
 `dx` and `dw` are separate calls so that a schedule may put a combine, or a whole pipeline bubble,
-between them.
+between them. Gradients of biases are asked for by themselves where they go elsewhere than those of
+the weights, or sooner.
 
 Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I, R padded rows
 in expert order.
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from ..enums import EngineName
+from ..errors import ConfigError
 from ..interop import plain_ops
 from ..layouts import NATIVE, WeightLayout, WeightSource
 from ..quant.format import BlockScaledTensor
@@ -246,10 +249,19 @@ class Engine(ABC):
         format. Its codes and scales are the operand of dgated, and their values that of wgrad.
         """
 
+    def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
+        """Of a backward whose weights have biases, fp32 sums over the rows of each expert, zeros where
+        it has none: db1 `[E, N1]`, whose columns lie as `pending.split_half` says, and db2 `[E, H]`.
+
+        It reads operands that `backward_dw` has not released, and releases none: the call may be
+        repeated, and has equal bits again.
+        """
+        raise ConfigError(f"engine {self.name!r} computes no biases")
+
     @abstractmethod
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Add dw1, dw2 (and bias gradients) to the targets, or write `FreshTargets`, and release
-        `pending`.
+        """Add dw1, dw2, and `bias_gradients` where the targets want these, to the targets, or write
+        `FreshTargets`, and release `pending`.
 
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.

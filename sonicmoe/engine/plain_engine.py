@@ -4,6 +4,7 @@ bfloat16 or float16. Their passes are those of `products.py`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -11,19 +12,19 @@ import torch
 from ..errors import DeviceError, DTypeError, expect
 from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
 from ..layouts import WeightSource
-from .border import check_weights
+from .border import check_weights, require_operands
 from .capabilities import require
 from .expert_matrices import tensors_of
 from .interface import EngineWeights
-from .products import ProductsEngine
+from .products import ProductsEngine, plain_operand
 from .settings import EngineSettings, Workload
-from .tokens import Tokens
+from .tokens import PendingWgrad, Tokens, plain_tokens
 
 Tensor = torch.Tensor
 
 
 class PlainEngine(ProductsEngine):
-    """All of such an engine but its `Products` and the addition of weight gradients."""
+    """All of such an engine but its `Products`, sums of biases and the addition of weight gradients."""
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
@@ -75,6 +76,21 @@ class PlainEngine(ProductsEngine):
         if source.anchor.dtype == torch.float32 and source.compute_dtype is None:
             return replace(source, compute_dtype=torch.bfloat16)
         return source
+
+    def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
+        """A launch for each of the two, of dz as it is stored."""
+        require_operands(pending)
+        dz, dout = plain_operand(pending.dz), plain_tokens(pending.dout)
+        sizes = [(pending.routing.num_experts, int(rows.shape[1])) for rows in (dz, dout)]
+        with plain_ops():
+            db1, db2 = (torch.zeros(s, dtype=torch.float32, device=dz.device) for s in sizes)
+            if pending.routing.num_rows:
+                self._sum_biases(pending, db1, db2)
+        return db1, db2
+
+    @abstractmethod
+    def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
+        """Add the rows of each expert, of dz and of dout times probability, to zeros."""
 
     def _runs_beside(self, weight: Tensor) -> bool:
         """Whether the kernels run where this weight lies."""

@@ -259,15 +259,6 @@ def write_zeros(targets: GradientTargets) -> None:
             tensor.zero_()
 
 
-def bias_sums(pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-    """fp32 zeros for the sums of db1 `[E, N1]` and db2 `[E, H]`."""
-    dz, x = plain_operand(pending.dz), plain_tokens(pending.x)
-    experts = pending.routing.num_experts
-    sizes = (experts, int(dz.shape[1])), (experts, int(x.shape[1]))
-    db1, db2 = (torch.zeros(size, dtype=torch.float32, device=dz.device) for size in sizes)
-    return db1, db2
-
-
 def empty_rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
     """Unwritten `[R, width]`."""
     return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)

@@ -152,7 +152,8 @@ class ReferenceEngine(Engine):
             dz_operand = operand(dz, "dz", settings, dtype)
             biases = None
             # The codes of dz are all that an engine in FP8 has of it.
-            if weights.b1 is not None and settings.recipe is not None and settings.fp8_wgrad:
+            in_fp8 = settings.recipe is not None and settings.fp8_wgrad
+            if weights.b1 is not None and in_fp8 and saved.wants_biases:
                 biases = _sums_of_rows(dz_operand, routing), _db2(dout, routing)
             dx_rows = grouped(dz_operand, weights.w1_dgrad, routing, transpose_weight=False)
             of_up: tuple[Any, ...] = ()
@@ -174,6 +175,16 @@ class ReferenceEngine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
+    def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
+        """Of dz as dgrad read it, or exact where weight gradients are not in FP8."""
+        require_operands(pending)
+        if pending.biases is not None:
+            return pending.biases
+        with plain_ops():
+            assert pending.dout is not None
+            routing = pending.routing
+            return _sums_of_rows(pending.dz, routing), _db2(pending.dout, routing)
+
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """dw2 += dout^T y1s, then dw1 += dz^T x, per expert, fp32."""
         settings, routing = pending.settings, pending.routing
@@ -183,9 +194,8 @@ class ReferenceEngine(Engine):
         with plain_ops(), ieee_matmul():
             # Every product is made before the first is added: who runs out of memory in between
             # must find the sums as they were.
-            products, of_biases = [], None
-            if targets.has_biases:
-                of_biases = pending.biases or (_sums_of_rows(dz, routing), _db2(dout, routing))
+            of_biases = self.bias_gradients(pending) if targets.has_biases else None
+            products = []
             # dw2 before dw1, each with its own gather: the rows of dout are freed before those of x
             # are made, so the two never exist together.
             dtype = token_dtype(x)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import numel
-from ..layouts import WeightLayout, stack
+from ..layouts import NATIVE, stack
 from .footprint import Footprint
 from .gradient_memory import WeightTarget, contiguous_axis, extent_of, misfit, tma_misfit
 
@@ -75,7 +75,7 @@ class GradientTargets(ABC):
 
     @property
     def has_biases(self) -> bool:
-        """Whether gradients of biases are wanted."""
+        """Whether anybody wants a gradient of a bias."""
         return False
 
     def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
@@ -133,7 +133,7 @@ class NativeBuffer(GradientTargets):
 
     def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
         assert self.db1 is not None and self.db2 is not None
-        self.db1.add_(WeightLayout(split_half=split_half).native_b1(db1))
+        self.db1.add_(NATIVE.ordered_b1(db1, split_half))
         self.db2.add_(db2)
 
     def arranged(self, name: str, gradient: Tensor) -> Tensor:
@@ -215,15 +215,13 @@ class ParameterTargets(GradientTargets):
 
     @property
     def has_biases(self) -> bool:
-        return self.biases is not None
+        return any(memory is not None for memory in self.biases or ())
 
     def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
         assert self.biases is not None
         into1, into2 = self.biases
         if into1 is not None:
-            lies, wanted = WeightLayout(split_half=split_half), self.up.layout
-            same = split_half == wanted.split_half
-            self._leave(into1, db1 if same else wanted.user_b1(lies.native_b1(db1)))
+            self._leave(into1, self.up.layout.ordered_b1(db1, split_half))
         if into2 is not None:
             self._leave(into2, db2)
 

@@ -48,6 +48,7 @@ class Saved:
     x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
     it is recomputed.
     donated: nobody reads z after this backward, and its memory is the engine's from then on.
+    wants_biases: whether anybody asks for the gradients of biases afterwards.
     projected: u of both projections beside each other, `[R, columns]` (`low_rank.py`); None without
         adapters.
     """
@@ -57,6 +58,7 @@ class Saved:
     x: Tokens | None
     z: BlockScaledTensor | Tensor | None
     donated: bool = False
+    wants_biases: bool = True
     projected: Tensor | None = None
 
     def take_z(self) -> BlockScaledTensor | Tensor | None:
@@ -208,9 +210,9 @@ class PendingWgrad:
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
-    of the routing. biases: db1 `[E, N1]`, native, and db2 `[E, H]` in fp32, where the backward has
-    summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a fixed order, of
-    operands of its own, which live as long as it does; None without adapters.
+    of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to the
+    tokens has summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a fixed
+    order, of operands of its own, which live as long as it does; None without adapters.
     """
 
     settings: EngineSettings

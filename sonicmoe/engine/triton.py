@@ -25,7 +25,7 @@ from .gpu import Gpu, gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import expert_shape
 from .plain_engine import PlainEngine
-from .products import Products, bias_sums, plain_operand, shown_in_turns, write_zeros
+from .products import Products, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
 from .targets import GradientTargets, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
@@ -51,14 +51,22 @@ class TritonEngine(PlainEngine):
             calls = _calls(sizes, settings, weights.b1 is not None, x)
             yield _Products(routing, weights, calls, index_of(calls, routing))
 
+    def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
+        dout = plain_tokens(pending.dout)
+        with _launch_scope(dout):
+            calls = _calls(_sizes(pending), pending.settings, True, dout)
+            rows = index_of(calls, pending.routing)
+            calls.column_sums(dout, pending.routing.row_prob, db2, rows).launch()
+            calls.column_sums(plain_operand(pending.dz), None, db1, rows).launch()
+
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         if pending.routing.num_rows == 0:
             write_zeros(targets)
             return
         settings, x, dz = pending.settings, plain_tokens(pending.x), plain_operand(pending.dz)
-        biased = targets.has_biases
+        biases = self.bias_gradients(pending) if targets.has_biases else None
         with _launch_scope(x):
-            calls = _calls((int(x.shape[1]), int(pending.y1s.shape[1])), settings, biased, x)
+            calls = _calls(_sizes(pending), settings, biases is not None, x)
             rows = index_of(calls, pending.routing)
             # All memory is taken and all kernels are loaded before the first addition, so that
             # running out of memory leaves the targets as they were.
@@ -67,14 +75,9 @@ class TritonEngine(PlainEngine):
                 calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).load()
             if places.dw1 is not None:
                 calls.wgrad_up(x, dz, places.dw1, rows).load()
-            sums = bias_sums(pending) if biased else None
             targets.adding = True
-            if sums is not None:
-                db1, db2 = sums
-                prob = pending.routing.row_prob
-                calls.column_sums(pending.dout, prob, db2, rows).launch()
-                calls.column_sums(dz, None, db1, rows).launch()
-                targets.add_biases(db1, db2, split_half=False)
+            if biases is not None:
+                targets.add_biases(*biases, split_half=False)
             if places.dw2 is not None:
                 with stage("dw2"):
                     calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).launch()
@@ -130,6 +133,11 @@ class _Products(Products):
         if name != "dz" or self.calls.shape.parts == 1:
             return tap(name, operand)
         return shown_in_turns(name, operand)
+
+
+def _sizes(pending: PendingWgrad) -> tuple[int, int]:
+    """H and I."""
+    return int(plain_tokens(pending.x).shape[1]), int(pending.y1s.shape[1])
 
 
 def _calls(sizes: tuple[int, int], settings: EngineSettings, bias: bool, like: Tensor) -> Any:

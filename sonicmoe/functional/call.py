@@ -219,13 +219,20 @@ def _differentiate(
     dtypes: tuple[torch.dtype | None, ...],
     trained: Sequence[bool],
 ) -> tuple[Tensor, Tensor, PendingWgrad, tuple[Tensor | None, ...]]:
-    nothing = (None,) * len(dtypes)
+    nothing, saved.wants_biases = (None,) * len(dtypes), any(trained[2:])
     # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
     if not any(trained):
         return *engine.backward_dx(dout, saved, weights), nothing
+    if not saved.wants_biases:
+        dtypes = *dtypes[:2], None, None
     passed = plan.passed(weights, dtypes)
     parameters = passed.parameters()
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
+    if not any(trained[:2]):  # no product is computed, whatever the engine writes
+        dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
+        alone = targets_of_each(passed, parameters, wanted, dout)
+        alone.add_biases(*engine.bias_gradients(pending), split_half=pending.split_half)
+        return dx, dprobs, pending, (*alone.of_parameters(len(parameters)), *rest)
     # Asked before `backward_dx`, which runs once: it may free what it reads.
     writes = engine.writes_gradients(plan.settings, device_name(dout))
     if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):

@@ -131,7 +131,8 @@ def _expert_mlp_backward(
     scales: Tensor,
     projected: Tensor,
     plan_number: int,
-    wgrad: bool,
+    trains_weights: bool,
+    trains_biases: bool,
     trains_adapters: bool,
 ) -> list[Tensor]:
     """`dx, dprobs, dw1, dw2, db1, db2` and those of the factors; a gradient that is not wanted is empty."""
@@ -148,7 +149,8 @@ def _expert_mlp_backward(
     z_saved = _restore_z(plan.settings, z, scales)
     factors = up_a, up_b, down_a, down_b
     adapters = Adapters.of(factors, (up_scale, down_scale))
-    trained = [wgrad and weight is not None for weight in weights]
+    trained = [trains_weights] * 2 + [trains_biases] * 2
+    trained = [trains and w is not None for trains, w in zip(trained, weights, strict=True)]
     dx, dprobs, gradients = backward(
         plan,
         dout,
@@ -173,8 +175,8 @@ def _expert_mlp_backward(
 def _(
     dout: Tensor, x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
-    *_, wgrad, trains_adapters = arguments
-    wanted = [wgrad] * 4 + [trains_adapters] * 4
+    *_, trains_weights, trains_biases, trains_adapters = arguments
+    wanted = [trains_weights] * 2 + [trains_biases] * 2 + [trains_adapters] * 4
     gradients = [
         tensor.new_empty(tensor.shape) if trains and tensor is not None else x.new_empty(0)
         for tensor, trains in zip(arguments[:8], wanted, strict=True)
@@ -200,7 +202,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
     # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
         return (None,) * 15
-    trained = any(wanted[3:7]), any(wanted[7:])
+    trained = any(wanted[3:5]), any(wanted[5:7]), any(wanted[7:])
     tensors, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
     dx, dprobs, *others = _expert_mlp_backward(
         dout, *tensors, *ctx.low_rank_scales, *saved, ctx.plan_number, *trained

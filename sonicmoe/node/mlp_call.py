@@ -203,19 +203,18 @@ class MlpCall(DifferentiableCall):
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
             batch = state.open(self.engine, self.settings, self.parameters, trained, like)
+        biases = self.biases
+        saved.wants_biases = biases is not None and any(biases.trained)
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self._weights())
+        # Before the weights', which may be put off, free operands, or be wanted by nobody.
+        of_biases = () if biases is None else biases.gradients(self.engine, pending)
         returned: list[Tensor | None] = [None] * len(trained)
-        of_biases: tuple[Tensor | None, ...] = () if self.biases is None else (None, None)
         if batch is not None:
-            if self.biases is not None:
-                self.biases.expect_gradients(batch.targets)
             if state.wgrad_queue is None:
                 state.gradients.add(self.engine, pending, batch)
             else:
                 # Queued, so that dx need not wait for them.
                 state.wgrad_queue.submit(self._work(), pending, batch)
-            if self.biases is not None:
-                of_biases = self.biases.take_gradients(batch.targets)
             returned = state.gradients.close(batch)
         elif self.wgrad_offer is not None:
             self._work().offer(self.wgrad_offer, trained, pending)
@@ -287,9 +286,7 @@ def call_on(
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
     biases = None
     if arrived.biases is not None:
-        frozen = not any(map(requires_grad, parameters))
-        puts_off = state.wgrad_queue is not None or state.offers is not None
-        biases = Biases.of(arrived.biases, state.parameters, frozen, puts_off)
+        biases = Biases.of(arrived.biases, state.parameters)
     return MlpCall(
         state=state,
         config=active_config(),

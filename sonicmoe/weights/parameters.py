@@ -183,7 +183,9 @@ class SeparateParameters(ExpertParameters):
         for index, weight in enumerate(weights):
             is_down = index >= experts
             sums = (native.dw2 if is_down else native.dw1)[index % experts]
-            yield weight, (self.layout.user_w2 if is_down else self.layout.user_w1)(sums), sums
+            gradient = (self.layout.user_w2 if is_down else self.layout.user_w1)(sums)
+            # The map of a layout that is not transposed may return its argument.
+            yield weight, gradient.clone() if gradient is sums else gradient, sums
 
     def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
         """A matrix of each expert."""

@@ -5,6 +5,7 @@ quack-kernels and for Hopper, against the reference engine.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 from framework import IS_PADDLE, torch
@@ -77,6 +78,26 @@ class TestWgrad:
         monkeypatch.setattr(launches.of, "wgrad_up", lambda *_: alive.append(y1s() is not None))
         OURS.backward_dw(pending, case.accumulators())
         assert alive == [not stagewise]
+
+    @pytest.mark.parametrize("split_half", [False, True])
+    def test_biases_are_summed_for_whoever_asks_and_where_they_lie(self, split_half, launches):
+        """As often as asked, without a product and before `backward_dw`, with which they share bits."""
+        layout = WeightLayout(split_half=split_half)
+        case = replace(make_case(), layout=layout)
+        wanted, pending = run(case), case.pending(OURS)
+        launches.clear()
+        for _ in range(2):
+            db1, db2 = OURS.bias_gradients(pending)
+            assert torch.equal(WeightLayout().ordered_b1(db1, pending.split_half), wanted["db1"])
+            assert torch.equal(db2, wanted["db2"])
+        frozen = WeightTarget.stacked(None, E, layout)
+        alone = ParameterTargets(frozen, frozen, biases=(torch.ones(E, 2 * I), None))
+        OURS.backward_dw(pending, alone)
+        assert not launches.calls and torch.equal(
+            alone.biases[0], layout.user_b1(wanted["db1"] + 1)
+        )
+        with pytest.raises(RuntimeError, match="released by an earlier backward_dw"):
+            OURS.bias_gradients(pending)
 
     @pytest.mark.parametrize("stagewise", [False, True])
     def test_stagewise_memory_frees_z_before_dx(self, stagewise, launches, monkeypatch):

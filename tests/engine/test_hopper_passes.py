@@ -139,6 +139,7 @@ def test_unquantised_weight_gradients(monkeypatch, settings, sides):
     plain, handed = Case(seed=12), []
     case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
     monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
+    monkeypatch.setattr(Bf16Engine, "bias_gradients", lambda _, pending: pending.dout)
     wanted = case.run(OURS, settings)
     found = case.run(OURS, replace(settings, fp8_wgrad=False))
     assert_same_bits(found, {name: wanted[name] for name in ("out", "dx", "dprobs")})
@@ -148,6 +149,12 @@ def test_unquantised_weight_gradients(monkeypatch, settings, sides):
         quantised = isinstance(given, BlockScaledTensor)
         values = dequantize(given).to(torch.bfloat16) if quantised else given
         assert torch.equal(getattr(pending, name).view(torch.int16), values.view(torch.int16)), name
+    # Those of biases are asked for before, and what arrived in FP8 stays so until it is used.
+    weights, _, saved = case.forward(OURS, replace(settings, fp8_wgrad=False))
+    *_, early = OURS.backward_dx(case.dout, saved, weights)
+    values = OURS.bias_gradients(early)
+    assert torch.equal(values.view(torch.int16), pending.dout.view(torch.int16))
+    assert early.biases is None and type(early.dout) is type(case.dout)
     for rows, width in ((pending.dz, 2 * I), (pending.y1s, I)):
         assert rows.dtype == torch.bfloat16 and rows.shape == (case.routing.num_rows, width)
         assert bool(torch.isfinite(rows[:last]).all())
@@ -185,6 +192,27 @@ def test_modes_and_repeats_give_equal_bits(mode):
     case, settings = Case(seed=1), replace(FP8, **MODES[mode])
     first = case.run(OURS, replace(FP8, save_z=settings.save_z))
     assert_same_bits(case.run(OURS, settings, shares_gpu=True), first)
+
+
+@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
+@pytest.mark.parametrize("engine", [OURS, REFERENCE], ids=lambda engine: engine.name)
+def test_biases_are_summed_by_the_backward_to_the_tokens(engine, settings):
+    """For whoever asks, as often as asked; where nobody will, not at all. The rest has the same bits."""
+    case = Case(seed=4, biased=True)
+    wanted = case.run(engine, settings)
+    for asked in (True, False):
+        weights, _, saved = case.forward(engine, settings)
+        saved.wants_biases = asked
+        dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights)
+        found = {"dx": dx, "dprobs": dprobs}
+        for _ in range(2 if asked else 0):
+            found |= dict(zip(("db1", "db2"), engine.bias_gradients(pending), strict=True))
+            assert_same_bits(found, {name: wanted[name] for name in found})
+        assert (pending.biases is not None) == asked
+        plain = parameter_targets(PER_EXPERT)
+        engine.backward_dw(pending, plain)
+        for name in ("dw1", "dw2"):
+            assert torch.equal(plain.sums(name), wanted[name])
 
 
 @pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])

@@ -77,6 +77,10 @@ def modes() -> int:
     assert_same_bits(run(case.but(frees_stagewise=True)), stored)
     _, out, saved = case.forward(OURS, save=False)
     assert saved is None and torch.equal(out, stored["out"])
+    pending = case.pending(OURS)
+    for _ in range(2):  # biases by themselves, as often as asked
+        db1, db2 = OURS.bias_gradients(pending)
+        assert torch.equal(db1, stored["db1"]) and torch.equal(db2, stored["db2"])
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
     assert_same_bits(run(case), stored)
     torch.use_deterministic_algorithms(False)

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from framework import IS_PADDLE, torch
+from pairwise import pairwise
 
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
+from sonicmoe.errors import DTypeError, RoutingError, ShapeError
 from sonicmoe.node.late_wgrad import WgradStore
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
@@ -44,9 +47,10 @@ class Case:
             tensor.requires_grad_()
         self.activation, self.dout = activation, torch.randn(T, H)
 
-    def node(self, store=None, **options):
+    def node(self, store=None, split_wgrad=False, **options):
         modules, sizes = (self.up, self.down), (E, H, I)
-        state = LayerState(NumberedParameters(*modules, sizes, self.activation, **options))
+        numbered = NumberedParameters(*modules, sizes, self.activation, **options)
+        state = LayerState(numbered, split_wgrad=split_wgrad)
         state.offers = None if store is None else lambda: store
         return SonicMoEMlpNode.over(state, self.activation)
 
@@ -106,23 +110,56 @@ def test_gradients_go_through_autograd_by_name():
 
 
 def test_a_schedule_runs_the_gradients_of_whole_backwards_in_order():
-    case, store, fired = Case(), WgradStore(), []
+    """Those of biases are complete when their backward returns."""
+    case, store, fired = Case(biased=True), WgradStore(), []
     for weight in case.weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
         weight.register_post_accumulate_grad_hook(fired.append)
     node = case.node(store)
-    for _ in range(2):
+    inputs = len(case.inputs)
+    for times in (1, 2):
         case.run(node).backward(case.dout)
+        wanted = [times * gradient for gradient in case.wanted()[:inputs]]
+        close([tensor.grad for tensor in case.inputs], wanted)
     assert not fired
     assert all((weight.main_grad == 0).all() for weight in case.weights)
-    wanted = case.wanted()[2:]
+    wanted = case.wanted()[inputs:]
     for times in (1, 2, 2):  # the third finds nothing
         store.run()
         close([weight.main_grad for weight in case.weights], [times * dw for dw in wanted])
     assert all(weight.grad_added_to_main_grad for weight in case.weights)
     assert all((weight.grad == 0).all() for weight in case.weights)
-    with pytest.raises(ConfigError, match="biases came to a node that puts off"):
-        node.forward_sorted(case.x, case.counts, biases=(torch.zeros(E, 2 * I), torch.zeros(E, H)))
+
+
+@pytest.mark.parametrize(
+    ("train", "fp8_mode", "recipe"),
+    pairwise(["b1", "b2", "biases", "weights"], ["off", "perf", "mem"], ["dx256", "row128-dx256"]),
+)
+def test_what_is_frozen_gets_no_gradient_and_takes_no_sum(train, fp8_mode, recipe, monkeypatch):
+    """Also in a node that puts off the gradients of weights, with the bits of one that does not and in
+    which everything trains.
+    """
+    case, whole = Case(biased=True), Case(biased=True)
+    trains = {"b1": (True, False), "b2": (False, True), "biases": (True, True)}
+    asked, sums = [], ReferenceEngine.bias_gradients
+    monkeypatch.setattr(
+        *(ReferenceEngine, "bias_gradients"), lambda *given: asked.append(1) or sums(*given)
+    )
+    with SonicMoEConfig(fp8_mode=fp8_mode, recipe=recipe).activate():
+        whole.run(whole.node()).backward(whole.dout)
+        assert asked.pop() and not asked
+        for bias, is_trained in zip(case.biases, trains.get(train, (False, False)), strict=True):
+            bias.requires_grad_(is_trained)
+        for weight in case.weights:
+            weight.requires_grad_(train == "weights")
+        node = case.node(split_wgrad=True)
+        case.run(node).backward(case.dout)
+        node.step()
+    assert len(asked) == (train != "weights")
+    pairs = zip((*case.inputs, *case.weights), (*whole.inputs, *whole.weights), strict=True)
+    for tensor, other in pairs:
+        assert (tensor.grad is None) == (not tensor.requires_grad)
+        assert tensor.grad is None or torch.equal(tensor.grad, other.grad)
 
 
 @pytest.mark.parametrize("put_off", [False, True])
@@ -186,11 +223,6 @@ def test_bad_arguments_are_named():
         node.forward_sorted(case.x, case.counts, torch.rand(T, dtype=torch.float64))
     with pytest.raises(ShapeError, match=r"b2 has shape \(3, 7\)"):
         node.forward_sorted(case.x, case.counts, biases=(torch.zeros(E, 2 * I), torch.zeros(E, 7)))
-    for weight in case.weights:
-        weight.requires_grad_(False)
-    biases = torch.zeros(E, 2 * I), torch.zeros(E, H, requires_grad=True)
-    with pytest.raises(ConfigError, match="biases train and none of their weights does"):
-        node.forward_sorted(case.x, case.counts, biases=biases)
     case.down.weight1 = torch.nn.Parameter(torch.randn(I, H))
     with pytest.raises(ShapeError, match=r"down.weight1 has shape \(16, 8\); needed: \[H, I\]"):
         node.forward_sorted(case.x, case.counts)

@@ -31,7 +31,7 @@ class ExpertLinear(nn.Module):
         split: the axis that expert tensor parallelism cuts: 0 rows, 1 columns.
         stride: 2 where gate rows and up rows are cut apart.
         groups: Megatron's process groups.
-        puts_off: `backward_dw` of the experts runs the weight gradients.
+        puts_off: `backward_dw` of the experts runs the weight gradients; autograd has those of biases.
     """
 
     def __init__(
@@ -129,8 +129,10 @@ class ExpertLinear(nn.Module):
         """
         for hook in self._hooks:
             hook()
-        weights = () if self._hooks else (w for w in self.parameters() if w.grad is not None)
-        for weight in weights:
+        # Of biases, autograd has fired them.
+        named = () if self._hooks else self.named_parameters()
+        weights = [each for name, each in named if name.startswith("weight")]
+        for weight in (weight for weight in weights if weight.grad is not None):
             stand_in, weight.grad = weight.grad, None
             with torch.enable_grad():  # also from within a backward
                 weight.view_as(weight).backward(stand_in)

@@ -119,11 +119,6 @@ def _refusals(config: Any, fp8: bool, asked: bool) -> Iterator[str]:
             "delay_wgrad_compute with gradient_accumulation_fusion False: weight gradients that "
             "are put off go to main_grad; needed: gradient_accumulation_fusion True"
         )
-    if puts_off(config) and config.add_bias_linear:
-        yield (
-            "delay_wgrad_compute with add_bias_linear True: gradients of biases are complete when a "
-            "backward returns; needed: one of the two False"
-        )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         topk = config.moe_router_topk
         yield f"moe_apply_probs_on_input with moe_router_topk {topk}; needed: moe_router_topk 1"
