@@ -85,6 +85,20 @@ class Adapters(NamedTuple):
         ]
         return None if pairs == [None, None] else cls(*pairs)
 
+    def cut(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """fp32 gradients of `factors`, of those of their `operands`; None counts as zeros."""
+        each = zip(self.factors, gradients, strict=True)
+        return tuple(
+            [
+                factor
+                if factor is None
+                else torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
+                if gradient is None
+                else gradient[:, : factor.shape[1], : factor.shape[2]].to(torch.float32)
+                for factor, gradient in each
+            ]
+        )
+
     def native(self, layout: WeightLayout) -> Adapters:
         """With `up.b` in native order, by operations that autograd sees."""
         if self.up is None or not layout.split_half:

@@ -4,19 +4,23 @@ bfloat16 or float16. Their passes are those of `products.py`.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..errors import DeviceError, DTypeError, expect
+from ..errors import DeviceError, DTypeError, EngineUnavailableError, expect
 from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
 from ..layouts import WeightSource
+from ..log import log_once
+from .adapted_products import AdaptedProducts
 from .border import check_weights, require_operands
 from .capabilities import require
 from .expert_matrices import tensors_of
 from .interface import EngineWeights
-from .products import ProductsEngine, plain_operand
+from .products import Products, ProductsEngine, plain_operand
 from .settings import EngineSettings, Workload
 from .tokens import PendingWgrad, Tokens, plain_tokens
 
@@ -95,6 +99,19 @@ class PlainEngine(ProductsEngine):
     def _runs_beside(self, weight: Tensor) -> bool:
         """Whether the kernels run where this weight lies."""
         return is_cuda(weight)
+
+    def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
+        """With plain grouped GEMMs, which the log says once."""
+        if projected is None:
+            return products
+        words = (
+            f"the {self.name} engine has low-rank adapters by torch.nn.functional.grouped_mm only"
+        )
+        has = hasattr(torch.nn.functional, "grouped_mm")
+        expect(has, EngineUnavailableError, f"{words}; needed: PyTorch 2.10, or engine 'reference'")
+        words = "engine %s computes low-rank adapters by PyTorch's grouped GEMMs, beside its own"
+        log_once(logging.WARNING, words, self.name)
+        return AdaptedProducts(products, settings, projected)
 
     def _check_tokens(self, x: Tokens, weights: EngineWeights) -> None:
         w1 = tensors_of(weights.w1)[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ class Products(ABC):
     def dgrad(self, dz: Any, dx_rows: Tensor) -> None:
         """dz -> dx_rows `[R, H]`."""
 
+    @property
+    def splits_dz(self) -> bool:
+        """Whether the columns of dz are gates and then up values, else as the rows of a native w1."""
+        return self.weights.layout.split_half
+
     def shown(self, name: str, operand: Any) -> Any:
         """`tap`, in the form that listeners know."""
         return tap(name, operand)
@@ -104,6 +110,10 @@ class ProductsEngine(Engine):
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> AbstractContextManager[Products]:
         """The products of these weights and rows, launched on the caller's device and stream."""
+
+    def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
+        """The products with the layer's adapters, where `projected` is their part of `Saved`."""
+        return products
 
     def _may_write_dz_over_z(self, z: Tensor) -> bool:
         """Whether dgated takes one memory for both."""
@@ -133,25 +143,31 @@ class ProductsEngine(Engine):
             # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
             z = empty_rows(routing, weights.n1, x) if keeps_z else None
+            projected = None
+            if weights.adapters is not None:
+                projected = empty_rows(routing, sum(weights.adapters.widths), x)
+            saved = Saved(settings, routing, x, z, projected=projected) if save else None
             # A rank may receive no valid slot. Then there is nothing to launch, and every output is
             # zero.
             if routing.num_rows == 0:
                 out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
-                return out, Saved(settings, routing, x, z) if save else None
-            with self._products(x, weights, settings, routing) as products:
+                return out, saved
+            with self._products(x, weights, settings, routing) as own:
+                products = self._adapted(own, settings, projected)
                 rows, y1 = products.tokens("x", x), products.empty_y1(x)
                 y2 = empty_rows(routing, weights.hidden_size, x)
                 with stage("up"):
                     products.up(rows, z, y1)
                 # `up` alone reads quantised tokens, and their memory is free from here on.
                 del rows
-                z = None if z is None else products.shown("z", z)
+                if saved is not None and z is not None:
+                    saved.z = products.shown("z", z)
                 y1 = products.shown("y1", y1)
                 with stage("down"):
                     products.down(y1, y2)
             with stage("aggregate_out"):
                 out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
-            return out, Saved(settings, routing, x, z) if save else None
+            return out, saved
 
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
@@ -170,16 +186,21 @@ class ProductsEngine(Engine):
             split_half = weights.layout.split_half
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s, split_half)
             del dz, y1s
+            if weights.adapters is not None:
+                pending.adapters = partial(weights.adapters.cut, (None,) * 4)
             if routing.num_rows == 0:
                 dx = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
                 slots = routing.num_tokens, routing.topk
                 dprobs = torch.zeros(slots, dtype=torch.float32, device=x.device)
             else:
-                with self._products(x, weights, settings, routing) as products:
+                with self._products(x, weights, settings, routing) as own:
+                    products = self._adapted(own, settings, saved.projected)
                     dprobs, dz = _dgated(products, saved, pending)
                     dx_rows = empty_rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):
                         products.dgrad(dz, dx_rows)
+                    if weights.adapters is not None:
+                        pending.adapters = partial(products.gradients, x)
                 with stage("aggregate_dx"):
                     dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
                     dprobs = tap("ds", dprobs)

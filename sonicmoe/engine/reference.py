@@ -34,6 +34,7 @@ from .interface import (
     Tokens,
     token_dtype,
 )
+from .low_rank import Adapters
 from .reference_low_rank import NarrowProducts, narrow_products
 from .reference_operands import (
     experts_with_rows,
@@ -166,10 +167,10 @@ class ReferenceEngine(Engine):
             dx = tap("dx", aggregate(dx_rows, routing, weighted=False, dtype=dtype))
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s, biases=biases)
-            if saved.projected is not None:
-                products, of_down = (up, down), (y1s, v_down, dout)
+            if weights.adapters is not None and saved.projected is not None:
+                operands = of_up, (y1s, v_down, dout), saved.projected
                 pending.adapters = partial(
-                    _adapter_gradients, *products, of_up, of_down, saved.projected, routing
+                    _adapter_gradients, weights.adapters, (up, down), operands, routing
                 )
             if settings.frees_stagewise:
                 saved.x = None
@@ -231,14 +232,13 @@ class ReferenceEngine(Engine):
 
 
 def _adapter_gradients(
-    up: NarrowProducts | None,
-    down: NarrowProducts | None,
-    of_up: tuple[Any, ...],
-    of_down: tuple[Any, ...],
-    projected: Tensor,
+    adapters: Adapters,
+    products: tuple[NarrowProducts | None, NarrowProducts | None],
+    operands: tuple[Any, Any, Tensor],
     routing: RoutingMetadata,
 ) -> tuple[Tensor | None, ...]:
     """`PendingWgrad.adapters`; x, dout and y1s are read as they are, dz as dgrad reads it."""
+    (up, down), (of_up, of_down, projected) = products, operands
     found: list[Tensor | None] = [None] * 4
     with plain_ops(), ieee_matmul():
         u = projected.to(torch.float32)
@@ -250,7 +250,7 @@ def _adapter_gradients(
             # out = sum p y2: the gradient of a row of y2 is p dout, and y1s has the p of y1.
             weighted = u[:, -down.width :] * routing.row_prob.unsqueeze(-1)
             found[2:] = down.gradients(y1s, v, gather_rows(values_of(dout), routing), weighted)
-    return tuple(found)
+    return adapters.cut(found)
 
 
 def _up_projection(

@@ -23,7 +23,6 @@ class NarrowProducts:
 
     a: Tensor
     b: Tensor
-    rank: int
     scale: float
     routing: RoutingMetadata
 
@@ -55,7 +54,7 @@ class NarrowProducts:
             true = slice(first, first + count)
             da[expert] = v[true].transpose(0, 1) @ rows[true]
             db[expert] = gradient[true].transpose(0, 1) @ u[true]
-        return da[:, : self.rank], db[:, :, : self.rank]
+        return da, db
 
     def _narrow(self, rows: Tensor, factor: Tensor, *, transpose: bool) -> Tensor:
         product = grouped(rows, factor, self.routing, transpose_weight=transpose)
@@ -67,9 +66,6 @@ def narrow_products(
 ) -> list[NarrowProducts | None]:
     """Of the up- and the down-projection; None where there is no adapter."""
     return [
-        pair
-        and NarrowProducts(
-            *pair.operands(token_dtype(x)), int(pair.a.shape[1]), pair.scale, routing
-        )
+        pair and NarrowProducts(*pair.operands(token_dtype(x)), pair.scale, routing)
         for pair in (weights.adapters or (None, None))
     ]

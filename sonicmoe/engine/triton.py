@@ -129,6 +129,10 @@ class _Products(Products):
     def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
         self.calls.dgrad(dz, plain_operand(self.weights.w1_dgrad), dx_rows, self.rows).launch()
 
+    @property
+    def splits_dz(self) -> bool:
+        return bool(self.calls.shape.parts == 2)
+
     def shown(self, name: str, operand: Tensor) -> Tensor:
         if name != "dz" or self.calls.shape.parts == 1:
             return tap(name, operand)

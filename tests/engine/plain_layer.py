@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.layouts import WeightLayout, WeightSource
@@ -52,12 +53,13 @@ class Case:
         b1, layout = None if b1 is None else self.layout.user_b1(b1), self.layout
         return WeightSource.stacked(layout.user_w1(w1), layout.user_w2(w2), b1, b2, layout=layout)
 
-    def forward(self, engine, *, save=True):
+    def forward(self, engine, *, save=True, adapters=None):
         """`(prepared weights, out, saved)`."""
         if self.layout is None:
             weights = engine.prepare_weights(*self.weights, self.settings)
         else:
             weights = engine.refresh(self.source, self.settings)
+        weights = weights.with_adapters(adapters)
         out, saved = engine.forward(self.x, self.routing, weights, self.settings, save=save)
         return weights, out, saved
 
@@ -109,3 +111,39 @@ def assert_close(case, engine):
         # Sums of another order move single roundings; db1 sums dz as it is stored, rounded.
         bound = 3e-3 if name == "db1" else 3e-4
         assert error < bound, (case.settings.activation, name, error)
+
+
+def run_adapted(case, engine, rank=5, which=("up", "down"), targets=None):
+    """The same of a layer with low-rank adapters of fp32, whose weights are frozen without targets, and
+    the gradients of their factors.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*size, scale):
+        return torch.randn(size, generator=generator) * scale
+
+    pairs = {}
+    for name, weight in zip(("up", "down"), case.weights, strict=False):
+        _, outputs, inputs = weight.shape
+        pair = normal(E, rank, inputs, scale=inputs**-0.5), normal(E, outputs, rank, scale=0.4)
+        pairs[name] = LowRank(*pair, 1.5) if name in which else None
+    weights, out, saved = case.forward(engine, adapters=Adapters(**pairs))
+    dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights)
+    found = {"out": out, "dx": dx, "dprobs": dprobs}
+    found |= dict(zip(NAMES_OF_FACTORS, pending.adapters(), strict=True))
+    if targets is not None:
+        engine.backward_dw(pending, targets)
+        found |= targets.named()
+    assert all(gradient.dtype == torch.float32 for gradient in pending.adapters() if gradient is not None)  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def assert_adapted_close(case, engine, **options):
+    actual, wanted = run_adapted(case, engine, **options), run_adapted(case, REFERENCE, **options)
+    assert actual.keys() == wanted.keys()
+    for name, got in actual.items():
+        one, other = got.double(), wanted[name].double()
+        assert one.shape == other.shape and bool(torch.isfinite(one).all()), name
+        # z and dy1 are rounded before the adapter's part is added, and after.
+        error = float((one - other).norm() / other.norm())
+        assert error < 0.008, (case.settings.activation, case.layout, name, error)

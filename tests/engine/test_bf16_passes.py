@@ -22,8 +22,10 @@ from engine.plain_layer import (
     E,
     H,
     I,
+    assert_adapted_close,
     assert_close,
     make_case,
+    run_adapted,
 )
 from engine.plain_layer import run as run_on
 
@@ -124,3 +126,43 @@ class TestWgrad:
         assert down is None or torch.equal(down, wanted["dw2"])
         launched = [name in launches.calls for name in ("wgrad_up", "wgrad_down")]
         assert launched == [up is not None, down is not None]
+
+
+class TestAdapters:
+    """Low-rank ones, which plain grouped GEMMs compute beside the engine's."""
+
+    @pytest.mark.parametrize(
+        ("activation", "which", "rank"),
+        [(SWIGLU, ("up", "down"), 5), (GELU, ("up",), 16), (SWIGLU, ("down",), 8)],
+        ids=str,
+    )
+    def test_equal_the_reference_engine(self, activation, which, rank):
+        case = make_case(activation, bias=rank == 5)
+        assert_adapted_close(case, OURS, which=which, rank=rank)
+
+    def test_the_same_bits_in_every_mode(self):
+        case = make_case()
+        wanted = run_adapted(case, OURS)
+        for settings in ({"recompute_z": True}, {"frees_stagewise": True}, {}):
+            assert_same_bits(run_adapted(case.but(**settings), OURS), wanted)
+        alone = {
+            n: v
+            for n, v in run_adapted(case, OURS, targets=case.accumulators()).items()
+            if n in wanted
+        }
+        assert_same_bits(alone, wanted)
+
+    def test_the_log_says_once_that_they_are_no_kernels(self, caplog):
+        for _ in range(2):
+            run_adapted(make_case(), OURS)
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == [
+            "engine bf16 computes low-rank adapters by PyTorch's grouped GEMMs, beside its own"
+        ]
+
+    def test_without_a_valid_slot_gradients_are_zeros(self, launches):
+        case = make_case()
+        case.indices = torch.full_like(case.indices, -1)
+        found = run_adapted(case, OURS)
+        assert not launches.calls and not any(value.any() for value in found.values())
+        assert found["up.b"].shape == (E, 2 * I, 5)

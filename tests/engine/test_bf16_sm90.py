@@ -15,7 +15,18 @@ if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
 from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
-from engine.plain_layer import BF16, FP16, SWIGLU, E, H, I, assert_close, make_case, run
+from engine.plain_layer import (
+    BF16,
+    FP16,
+    SWIGLU,
+    E,
+    H,
+    I,
+    assert_adapted_close,
+    assert_close,
+    make_case,
+    run,
+)
 from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine
@@ -103,7 +114,9 @@ def check(target, native, layout, user, fill=0.0):
 )
 def test_every_layout_equals_the_reference_engine(layout, activation, bias, dtype):
     """All gradients included, which accumulators have in the native layout."""
-    assert_close(case_in(layout, activation, bias=bias, dtype=dtype), OURS)
+    case = case_in(layout, activation, bias=bias, dtype=dtype)
+    assert_close(case, OURS)
+    assert_adapted_close(case, OURS)
 
 
 @pytest.mark.parametrize("settings", [{"recompute_z": True}, {"frees_stagewise": True}], ids=str)

@@ -165,7 +165,7 @@ def test_what_is_refused():
             run(setup, other)
     with pytest.raises(ShapeError, match="1 to 128"):
         run(setup, Adapted(problem, rank=129).adapters)
-    with pytest.raises(TypeError, match="^up is tuple; needed: a LowRank, or None"):
+    with pytest.raises(TypeError, match=r"^up is tuple; needed: a LowRank, or None"):
         run(setup, adapters._replace(up=(a, b)))
 
 

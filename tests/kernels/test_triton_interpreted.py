@@ -17,7 +17,7 @@ pytestmark = [
 CHECKS = {
     "interpreted": ["metadata_and_slot_values", "counts_too_small", "sorted_rows", "aggregation"],
     "triton_engine_interpreted": [
-        "activations", "tiles", "modes", "bad_tokens", "targets", "no_rows",
+        "activations", "tiles", "modes", "bad_tokens", "targets", "adapters", "no_rows",
     ],
 }  # fmt: skip
 

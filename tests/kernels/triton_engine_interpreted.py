@@ -20,6 +20,7 @@ from engine.plain_layer import (  # noqa: E402
     H,
     I,
     T,
+    assert_adapted_close,
     assert_close,
     make_case,
 )
@@ -134,6 +135,13 @@ def targets_of(layout, kind, stacked, dtype):
     return parameter_targets((E, 2 * I, H, I), layout, **options)
 
 
+def adapters() -> int:
+    """Low-rank ones, beside a gate and without one."""
+    for activation, bias in ((ActivationType.SWIGLU_OAI, True), (ActivationType.GELU, False)):
+        assert_adapted_close(make_case(activation, bias=bias), OURS)
+    return 2
+
+
 def no_rows() -> int:
     """No valid slot at all: zeros, and written gradients are zeros."""
     case = make_case(bias=False)
@@ -147,7 +155,8 @@ def no_rows() -> int:
 
 
 CHECKS = {
-    check.__name__: check for check in (activations, tiles, modes, bad_tokens, targets, no_rows)
+    check.__name__: check
+    for check in (activations, tiles, modes, bad_tokens, targets, adapters, no_rows)
 }
 
 if __name__ == "__main__":
