@@ -22,7 +22,6 @@ from ..diagnostics.cases import (
     load_case,
     make_case,
 )
-from ..diagnostics.golden_stages import TENSORS
 from ..diagnostics.json_data import plain
 from ..diagnostics.step_dump import StepSettings
 from ..enums import ZCode
@@ -95,6 +94,14 @@ def size_options(defaults: Sizes) -> Any:
 )
 @size_options(Sizes())
 @activation_options
+@click.option(
+    "--biases",
+    type=click.FloatRange(0.0, 1e4),
+    default=0.0,
+    show_default=True,
+    help="Standard deviation of both biases of generated experts, whose x W1 has 1; 0: no biases. The "
+    "bars on Gaussian data are of experts without.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @framework_option("Runs the reference engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -107,6 +114,7 @@ def numerics(
     captured: tuple[Path, ...],
     activation: str,
     parameters: tuple[tuple[str, float], ...],
+    biases: float,
     seed: int,
     framework: str,
     as_json: bool,
@@ -130,7 +138,7 @@ def numerics(
     with Activity("numerics") as doing:
         kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
         # A generator, so that one case at a time is in memory.
-        cases = (make_case(kind, problem, seed, layer) for kind in kinds)
+        cases = (make_case(kind, problem, seed, layer, biases) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]
         bar = BASELINES[against]
         results = measure(from_files, cases, len(kinds), recipes, codes, ways, bar, doing)
@@ -179,12 +187,13 @@ def report(results: list[Result]) -> None:
 
 def error_table(data: str, results: list[Result]) -> Table:
     """One row per recipe and code."""
-    errors = (f"{name} %" for name in TENSORS)
+    names = list(results[0].scores)
+    errors = (f"{name} %" for name in names)
     table = Table("recipe", "z", *errors, "least cosine", "token p99 %", "bars", title=data)
     for result in results:
         # Of the experts too: a recipe may be good on average and bad for one of them.
         least = min(part.cosine for score in result.scores.values() for part in score.parts)
-        cells = (percent(result.scores[name]) for name in TENSORS)
+        cells = (percent(result.scores[name]) for name in names)
         tokens = " / ".join(f"{100 * result.scores[name].row_p99:.1f}" for name in ("out", "dx"))
         judged = (f"{least:.4f}", tokens, verdict(result))
         style = None if result.failures else "green"

@@ -139,10 +139,16 @@ def round_to_bf16(values: Array) -> Array:
     return np.where(np.isfinite(exact), rounded.view(np.float32), exact)
 
 
-def make_case(kind: str, sizes: Sizes, seed: int, settings: StepSettings = _DEFAULTS) -> StepDump:
+def make_case(
+    kind: str,
+    sizes: Sizes,
+    seed: int,
+    settings: StepSettings = _DEFAULTS,
+    biases: float = 0.0,
+) -> StepDump:
     """A case of one of `DATA_KINDS`, of experts with the activation of `settings`; the same bits for
-    the same arguments. Weights have variance 1 / fan_in before heavy tails. ConfigError for another
-    kind.
+    the same arguments. Weights have variance 1 / fan_in before heavy tails, and normal biases this
+    standard deviation; 0: there are none. ConfigError for another kind.
     """
     expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
     # numpy's generator, so that both frameworks and every device get the same case.
@@ -164,7 +170,7 @@ def make_case(kind: str, sizes: Sizes, seed: int, settings: StepSettings = _DEFA
     weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
     width = sizes.intermediate * (2 if is_glu(settings.activation_type) else 1)
     made = StepDump(
-        kind,
+        f"{kind}, biases {biases:g}" if biases else kind,
         settings,
         x=x,
         # The K experts with the smallest random scores: distinct, and uniformly chosen.
@@ -174,6 +180,10 @@ def make_case(kind: str, sizes: Sizes, seed: int, settings: StepSettings = _DEFA
         w2=draw(sizes.experts, sizes.hidden, sizes.intermediate) / math.sqrt(sizes.intermediate),
         dout=dout,
     )
+    if biases:  # drawn last: the rest has the bits of a case without
+        shapes = (sizes.experts, width), (sizes.experts, sizes.hidden)
+        b1, b2 = ((biases * rng.standard_normal(s)).astype(np.float32) for s in shapes)
+        made = replace(made, b1=b1, b2=b2)
     return as_case(made)
 
 

@@ -14,6 +14,7 @@ from .formulas import activate
 from .step_dump import Array, StepDump
 
 TENSORS = ("out", "dx", "ds", "dw1", "dw2")
+BIAS_GRADIENTS = ("db1", "db2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +110,11 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
 
 
 def golden_tensors(step: StepDump) -> dict[str, Array]:
-    """fp64 results of a step that has a `dout`, by the names in `TENSORS`."""
+    """fp64 results of a step that has a `dout`, by the names in `TENSORS`; behind them those of
+    `BIAS_GRADIENTS`, where the step has biases.
+    """
     stages = golden_stages(step, RowLayout.of(step, alignment=1))
-    return {name: stages[name] for name in TENSORS}
+    return {name: stages[name] for name in (*TENSORS, *BIAS_GRADIENTS) if name in stages}
 
 
 def gathered(tokens: Array, row_token: Array) -> Array:

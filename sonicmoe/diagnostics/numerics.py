@@ -1,4 +1,4 @@
-"""How far an FP8 recipe moves the five tensors of a call from an fp64 golden, and whether that
+"""How far an FP8 recipe moves the tensors of a call from an fp64 golden, and whether that
 meets the bars.
 
 docs/numerics.md defines every number printed here and states what they decided.
@@ -22,7 +22,7 @@ from ..quant.recipes import Fp8Recipe, rows
 from ..quant.reference import quantize
 from .capture import to_numpy, token_fields
 from .cases import BASELINES, Baseline, Dispatch
-from .golden_stages import TENSORS, golden_tensors
+from .golden_stages import BIAS_GRADIENTS, TENSORS, golden_tensors
 from .stage_runner import run_step
 from .step_dump import Array, StepDump, StepSettings
 
@@ -56,8 +56,8 @@ class Score:
     """One tensor: all of it, and the share of every expert that has tokens.
 
     row_p99: 99 % of the rows have at most this relative error, each row against its own norm (out,
-    dx: tokens; dw: weight rows); it sees small rows that a norm over all rows hides. For ds, whose
-    rows are single numbers, NaN.
+    dx: tokens; dw: weight rows; db: experts); it sees small rows that a norm over all rows hides. For
+    ds, whose rows are single numbers, NaN.
     """
 
     tensor: str
@@ -115,7 +115,7 @@ def evaluate(
             computed = baseline if again else run_recipe(case, recipe, z, dispatch)
             found = {
                 name: score(name, case, computed[name], baseline[name], wanted[name])
-                for name in TENSORS
+                for name in wanted
             }
             absolute = against.absolute and dispatch is Dispatch.BF16
             verdict = judge(case.name, found, absolute=absolute, against=against)
@@ -141,8 +141,8 @@ def sent(step: StepDump, name: str, recipe: Fp8Recipe) -> StepDump:
 def run_recipe(
     case: StepDump, recipe: Fp8Recipe | None, z: ZCode, dispatch: Dispatch = Dispatch.BF16
 ) -> dict[str, Array]:
-    """The five tensors as the reference engine computes them, fp64 copies; `recipe=None` leaves
-    operands in bf16.
+    """The tensors of `golden_tensors` as the reference engine computes them, fp64 copies;
+    `recipe=None` leaves operands in bf16.
     """
     own = case.settings
     settings = StepSettings.of(
@@ -156,7 +156,7 @@ def run_recipe(
     found: dict[str, Array] = {}
 
     def keep(name: str, value: Any) -> None:
-        if name in TENSORS:
+        if name in TENSORS or name in BIAS_GRADIENTS:
             found[name] = to_numpy(value).astype(np.float64)
 
     run_step(step, ReferenceEngine(), "cuda:0" if torch.cuda.is_available() else "cpu", keep)
@@ -177,7 +177,11 @@ def score(name: str, case: StepDump, computed: Array, baseline: Array, wanted: A
                 energies.part(
                     # Which units of the tensor are this expert's: an index for weight gradients,
                     # masks for the others.
-                    expert if name.startswith("dw") else served if name == "ds" else served.any(1)
+                    expert
+                    if name[:2] in ("dw", "db")
+                    else served
+                    if name == "ds"
+                    else served.any(1)
                 )
             )
     return Score(
@@ -270,7 +274,7 @@ def judge(
     for name, one in found.items():
         ratios = [(p.ratio, p.ratio_error) for p in one.parts]
         checks = [(against.slack, ratios, f"of {against.recipe.name}")]
-        if absolute and data == BARRED_DATA:
+        if absolute and data == BARRED_DATA and name in RMSE_BARS:
             checks.append((RMSE_BARS[name], [(p.rmse, p.rmse_error) for p in one.parts], ""))
             # cosine = 1 - rmse^2 / 2 to first order, so its standard error is rmse times that of
             # rmse

@@ -332,6 +332,20 @@ def test_the_command_writes_json_a_program_can_read():
         assert len(entry["tensors"]["dw1"]["experts"]) == 4
 
 
+def test_biases_are_added_to_the_same_experts_and_their_gradients_measured():
+    chosen = [*TINY_OPTIONS, "--recipe", "dx256", "--z", "int8"]
+    (plain,), (biased,) = measured(*chosen), measured(*chosen, "--biases", "2")
+    assert [*biased["tensors"]] == [*plain["tensors"], "db1", "db2"]
+    assert (plain["data"], biased["data"]) == ("gaussian", "gaussian, biases 2")
+    errors = {name: one["rmse"] for name, one in biased["tensors"].items()}
+    # b2 is a large part of the output, and exact; dout is summed as it came.
+    assert 0 < errors["out"] < 0.7 * plain["tensors"]["out"]["rmse"]
+    assert 0.02 < errors["db1"] < 0.2 and errors["db2"] < 1e-6
+    one, other = (make_case("gaussian", TINY, 2, biases=scale) for scale in (0.0, 3.0))
+    assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("w2", "dout"))
+    assert one.b1 is None and other.b1.std() == pytest.approx(3.0, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -339,6 +353,7 @@ def test_the_command_writes_json_a_program_can_read():
         (["--data", "cauchy"], "'cauchy' is not one of"),
         (["--z", "int4"], "'int4' is not one of"),
         (["--tokens", "0"], "0 is not in the range"),
+        (["--biases", "-1"], "-1.0 is not in the range"),
         (["--topk", "9"], "topk is 9; needed: at most the number of experts, 8"),
         (["--captured", "no-such-file.npz"], "cannot read"),
         (["--against", "mxfp8", "--dispatch", "fp8"], "arrive in bf16"),

@@ -54,6 +54,30 @@ def test_every_class_equals_eager_or_is_refused_by_name(name):
     assert max(found.values()) <= FP8, found
 
 
+# GPT-OSS's gate and biases, a clamp, GELU's tanh form.
+@pytest.mark.parametrize("name", ["GptOssExperts", "DeepseekV4Experts", "Gemma4TextExperts"])
+def test_experts_of_newer_models_are_saved_loaded_and_compiled_into_one_graph(name, tmp_path):
+    if name not in decorated():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    torch._dynamo.reset()
+    experts = small_experts(decorated()[name])
+    expected = run_experts(experts, "sonicmoe_fp8", *batch())
+    torch.save(experts.state_dict(), tmp_path / "experts.pt")
+    loaded = copy.deepcopy(experts)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    # Codes of other weights are kept by now.
+    assert not run_experts(loaded, "sonicmoe_fp8", *batch())["out"].any()
+    loaded.load_state_dict(torch.load(tmp_path / "experts.pt", weights_only=True))
+    graph = torch.compile(loaded, fullgraph=True, backend="aot_eager")
+    graph.named_parameters = loaded.named_parameters
+    for module in (loaded, graph):
+        found = run_experts(module, "sonicmoe_fp8", *batch())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_the_page_has_what_was_found():
     """`PYTHONPATH=.:tests python -m integrations.experts_walk` prints the section."""
     shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]

@@ -26,11 +26,20 @@ from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.enums import ActivationType
 from sonicmoe.interop import data_ptr
 from sonicmoe.quant.recipes import RECIPES
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
+
+
+# Of GPT-OSS, DeepSeek-V4 and Gemma 4, with numbers that these tokens reach.
+GATES = {
+    "swiglu_oai": {"alpha": 1.25, "limit": 2.0},
+    "swiglu_clamp": {"limit": 2.0},
+    "geglu_tanh": {},
+}
 
 
 def covered(names, *values):
@@ -60,6 +69,24 @@ class TestGradients:
             assert weight.main_grad.dtype == torch.float32
             assert weight.grad is None
             assert before is None or weight.main_grad is before
+
+    @covered("gate, config, arrangement", GATES, CONFIGS, ARRANGEMENTS)
+    def test_gates_of_newer_models_with_parameters_of_their_own(self, gate, config, arrangement):
+        """The golden's, or in FP8 the engine's bits; values on both sides of each bound."""
+        activation, own = ActivationType(gate), tuple(GATES[gate].items())
+        problem = make_problem(activation).but(parameters=own)
+        options = {"arrangement": arrangement, "config": CONFIGS[config], "main_grad": 0.0}
+        layer = Layer(problem, **options, activation_parameters=GATES[gate])
+        found, exact = layer.result(layer.step()), golden(problem)
+        if config == "full":
+            assert_close(found, exact, 1e-6)
+        else:
+            recipe = {"recipe": RECIPES["dx256"], "activation_parameters": own}
+            assert_same_bits(found, run_engine(problem, EngineSettings(activation, **recipe)))
+        usual = numpy(Layer(problem, **options).run().out)
+        assert not own or relative_rmse(usual, exact.out) > 0.1 > relative_rmse(
+            found.out, exact.out
+        )
 
     @pytest.mark.parametrize(
         "config",
