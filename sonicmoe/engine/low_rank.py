@@ -105,17 +105,16 @@ class Adapters(NamedTuple):
             return self
         return self._replace(up=self.up._replace(b=interleave_gate_up(self.up.b)))
 
-    def merged(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
+    def merged(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         """Native weights with what the pairs add to them. For diagnosis alone."""
+
+        def sum_of(weight: Tensor, pair: LowRank | None) -> Tensor:
+            if pair is None:
+                return weight
+            return (weight + pair.scale * (pair.b.float() @ pair.a.float())).to(weight.dtype)
+
         with plain_ops():
-            return tuple(
-                [
-                    weight
-                    if pair is None
-                    else (weight + pair.scale * (pair.b.float() @ pair.a.float())).to(weight.dtype)
-                    for weight, pair in zip((w1, w2), self, strict=True)
-                ]
-            )
+            return sum_of(w1, self.up), sum_of(w2, self.down)
 
     def check(self, *weights: tuple[int, int, int]) -> None:
         """Refuse pairs that do not fit native weights `[E, N_out, N_in]` of these shapes; messages name

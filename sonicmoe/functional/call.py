@@ -287,5 +287,4 @@ def _native(
     # Who observes a call sees the weights that the layer computes with.
     if adapters is None:
         return given
-    w1, w2 = adapters.merged(*given[:2])
-    return w1, w2, *given[2:]
+    return *adapters.merged(*given[:2]), *given[2:]

@@ -20,6 +20,7 @@ import torch
 
 from ..engine.capabilities import format_problem
 from ..engine.interface import Engine, EngineSettings, Tokens, token_format
+from ..engine.low_rank import Adapters
 from ..engine.select import announce_gradients
 from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
@@ -71,6 +72,7 @@ class Arrivals(NamedTuple):
     is_stepped: bool = False
     is_sorted: bool = False
     biases: tuple[Tensor, Tensor] | None = None
+    adapters: Adapters | None = None
 
     def _check(self, x: Any, experts: int, hidden: int) -> None:
         """Refuse what does not fit a layer of E and H, without reading device memory."""
@@ -122,10 +124,13 @@ class Arrivals(NamedTuple):
 
     def inputs(self, x: Tensor, experts: int, hidden: int) -> tuple[Tensor, ...]:
         """The inputs of `MlpCall.forward`, of arguments that fit a layer of E and H. The first gets
-        the gradient of the tokens, and biases come last.
+        the gradient of the tokens; biases, and then the factors of adapters, come last.
         """
         self._check(x, experts, hidden)
-        return (*self._tokens(x), *(self.biases or ()))
+        needed = "an Adapters, or None"
+        need_type("adapters", self.adapters, (Adapters, type(None)), needed)
+        factors = () if self.adapters is None else self.adapters.factors
+        return (*self._tokens(x), *(self.biases or ()), *[f for f in factors if f is not None])
 
     def _tokens(self, x: Any) -> tuple[Tensor, ...]:
         if self.is_sorted and self.probs is None:

@@ -75,21 +75,21 @@ class Choices:
         token_dtype: str,
         tokens: TokenFormat = TokenFormat.PLAIN,
         bias: bool = False,
+        low_rank: bool = False,
     ) -> Chosen:
         """The engine for such tokens on that device, ready to run; one that was asked for by name
         and cannot run this raises. The log says which at its first choice.
         """
         config, settings = self.settings()
-        key = (device, config, settings, token_dtype, tokens, bias)
+        key = (device, config, settings, token_dtype, tokens, bias, low_rank)
         # Asking for packages and devices takes longer than a launch. Several answers are kept,
         # because calls may differ from one to the next; a list, because configuration and settings
         # are equal by identity nearly always, and their hash takes longer than that.
         for known, chosen in self._engines:
             if known == key:
                 return chosen
-        workload = Workload(
-            settings, *self._sizes, token_dtype, bias, separate=self._separate, tokens=tokens
-        )
+        sizes = *self._sizes, token_dtype, bias, self._separate
+        workload = Workload(settings, *sizes, tokens=tokens, low_rank=low_rank)
         choice = ready_engine(device, config.engine, workload)
         announce(choice, device)
         settings = choice.settings or settings

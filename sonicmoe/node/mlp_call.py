@@ -32,6 +32,7 @@ from ..routing.build import build_routing, build_sorted_routing
 from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
 from ..weights.cache import Reading
+from .adapters import CallAdapters
 from .arrivals import Arrivals, GradientSource, gradient_from, tokens_among
 from .biases import Biases
 from .choices import Choices
@@ -57,7 +58,7 @@ class MlpCall(DifferentiableCall):
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
     indices: `[T, K]`, or, where is_sorted, the counts `[E]` of rows in expert order.
-    num_inputs: of the differentiable call; see `forward`.
+    num_inputs, num_behind: of the differentiable call, and of these of biases and adapters; see `forward`.
     wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
         autograd node. None: to nobody.
     dout_source: asked for the gradient of the output by every backward; None: autograd has it.
@@ -75,7 +76,9 @@ class MlpCall(DifferentiableCall):
     dequantises: bool = False
     is_sorted: bool = False
     biases: Biases | None = None
+    adapters: CallAdapters | None = None
     num_inputs: int = 2
+    num_behind: int = 0
     dout_source: GradientSource | None = None
     wgrad_offer: WgradOffer | WgradStore | None = None
 
@@ -99,12 +102,11 @@ class MlpCall(DifferentiableCall):
     def forward(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
         """Routing, then the engine, on `(x, probs)`; on `(x, probs, scales)` where x arrived in
         FP8, and on `(dx_to, probs, scales, x)` where its gradient goes to another tensor. Rows in
-        expert order may come without probabilities, as `(x,)`. Biases stand behind all of these.
-        The gradient of the tokens belongs to the first input, whichever it is. The caller has
-        activated `config`.
+        expert order may come without probabilities, as `(x,)`. Biases and factors of adapters stand
+        behind these. The gradient of the tokens belongs to the first input, whichever it is. The
+        caller has activated `config`.
         """
-        if self.biases is not None:
-            inputs = inputs[:-2]
+        inputs = inputs[: len(inputs) - self.num_behind]
         probs = inputs[1] if len(inputs) > 1 else None
         with plain_ops():  # once: inside, autocast costs nothing more
             x = self._tokens(inputs)
@@ -136,9 +138,10 @@ class MlpCall(DifferentiableCall):
         )
 
     def _weights(self) -> EngineWeights:
-        """The engine's, with the biases of this call."""
+        """The engine's, with the biases and the adapters of this call."""
         weights = self.reading.weights
-        return weights if self.biases is None else self.biases.beside(weights)
+        weights = weights if self.biases is None else self.biases.beside(weights)
+        return weights.with_adapters(None if self.adapters is None else self.adapters.native())
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
@@ -177,7 +180,7 @@ class MlpCall(DifferentiableCall):
             # An engine that updates in place may have overwritten the weights of this forward. It
             # is refused here, before anything is added.
             self.reading.check_current()
-            dx, dprobs, of_biases, returned, batch = self._compute(
+            dx, dprobs, behind, returned, batch = self._compute(
                 dout, like, saved, trained, collected
             )
         if is_awaited():
@@ -190,8 +193,7 @@ class MlpCall(DifferentiableCall):
             # weight gradients fill the GPU.
             self.state.wgrad_queue.launch_after(following)
         of_inputs = dx, dprobs.reshape([-1]) if self.is_sorted else dprobs, None, None
-        given = self.num_inputs - len(of_biases)
-        return (*of_inputs[:given], *of_biases), returned
+        return (*of_inputs[: self.num_inputs - self.num_behind], *behind), returned
 
     def _compute(
         self, dout: Tokens, like: Tensor, saved: Saved, trained: list[bool], collected: bool
@@ -207,7 +209,8 @@ class MlpCall(DifferentiableCall):
         saved.wants_biases = biases is not None and any(biases.trained)
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self._weights())
         # Before the weights', which may be put off, free operands, or be wanted by nobody.
-        of_biases = () if biases is None else biases.gradients(self.engine, pending)
+        behind = () if biases is None else biases.gradients(self.engine, pending)
+        behind += () if self.adapters is None else self.adapters.gradients(pending)
         returned: list[Tensor | None] = [None] * len(trained)
         if batch is not None:
             if state.wgrad_queue is None:
@@ -218,7 +221,7 @@ class MlpCall(DifferentiableCall):
             returned = state.gradients.close(batch)
         elif self.wgrad_offer is not None:
             self._work().offer(self.wgrad_offer, trained, pending)
-        return dx, dprobs, of_biases, returned, batch
+        return dx, dprobs, behind, returned, batch
 
     def _work(self) -> WgradWork:
         about = self.engine, self.settings, self.parameters
@@ -247,9 +250,11 @@ class MlpCall(DifferentiableCall):
 
     def _native_weights(self) -> NativeWeights:
         biases = (None, None) if self.biases is None else self.biases.native()
-        if all(map(holds_memory, self.parameters)):
-            return (*self.state.parameters.native(), *biases)
-        return (*self.reading.values(), *biases)
+        held = all(map(holds_memory, self.parameters))
+        weights = self.state.parameters.native() if held else self.reading.values()
+        if self.adapters is not None:
+            weights = self.adapters.native().merged(*weights)
+        return (*weights, *biases)
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], batch: Batch | None
@@ -274,9 +279,12 @@ def call_on(
     """One forward of these inputs with everything that it and its backward need; inside the scope
     of `choices`.
     """
-    x = tokens_among(inputs[:-2] if arrived.biases is not None else inputs)
-    bias = arrived.biases is not None
-    chosen = choices.engine(device_name(x), *arrived.form(x), bias)
+    given = arrived.adapters
+    adapters = given and CallAdapters.of(given, state.parameters.layout)
+    beside = arrived.biases is not None, adapters is not None
+    num_behind = 2 * beside[0] + (0 if adapters is None else len(adapters.factors))
+    x = tokens_among(inputs[: len(inputs) - num_behind])
+    chosen = choices.engine(device_name(x), *arrived.form(x), *beside)
     engine, settings = chosen.engine, chosen.settings
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
@@ -284,9 +292,7 @@ def call_on(
     with advising("forward", settings):
         reading = state.weights.read(engine, settings, parameters, arrived.copies)
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
-    biases = None
-    if arrived.biases is not None:
-        biases = Biases.of(arrived.biases, state.parameters)
+    biases = arrived.biases and Biases.of(arrived.biases, state.parameters)
     return MlpCall(
         state=state,
         config=active_config(),
@@ -300,7 +306,9 @@ def call_on(
         dequantises=chosen.dequantises,
         is_sorted=arrived.is_sorted,
         biases=biases,
+        adapters=adapters,
         num_inputs=len(inputs),
+        num_behind=num_behind,
         dout_source=arrived.dout_source,
         wgrad_offer=state.offer_for(parameters, runs_without),
     )

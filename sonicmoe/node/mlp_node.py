@@ -10,6 +10,7 @@ import torch
 from .. import autograd
 from ..config import SonicMoEConfig, warn_unknown_flags
 from ..engine.expert_matrices import may_stay_apart
+from ..engine.low_rank import Adapters
 from ..enums import (
     ActivationParameters,
     ActivationType,
@@ -221,6 +222,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         dout_source: GradientSource | None = None,
         copies: WeightCopies | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        adapters: Adapters | None = None,
     ) -> Tensor:
         """Run the local experts on dispatched tokens.
 
@@ -246,6 +248,8 @@ class SonicMoEMlpNode(NodeUpkeep):
                 chosen computes without FP8, the parameters themselves are read.
             biases: b1 `[E, N1]`, in the order of the weights' rows, and b2 `[E, H]`, which p weights
                 as it does the rest. Autograd gets their gradients.
+            adapters: low-rank pairs beside the weights, which may be frozen; rows of `up.b` have the
+                order of the weights' rows. Autograd gets the gradients of the factors.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets
@@ -260,7 +264,12 @@ class SonicMoEMlpNode(NodeUpkeep):
         NaN in a token makes that token's rows NaN and no other token's.
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        return self._run(x, Arrivals(*routed, x_scale, dx_to, dout_source, copies, biases=biases))
+        return self._run(
+            x,
+            Arrivals(
+                *routed, x_scale, dx_to, dout_source, copies, biases=biases, adapters=adapters
+            ),
+        )
 
     __call__ = forward
 
@@ -271,6 +280,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         probs: Tensor | None = None,
         tokens_per_expert: Any = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        adapters: Adapters | None = None,
     ) -> Tensor:
         """`forward` of rows that a dispatcher has sorted by expert, one slot each.
 
@@ -279,11 +289,12 @@ class SonicMoEMlpNode(NodeUpkeep):
             counts: int32 or int64 `[E]`, on the device of x.
             probs: fp32 `[T]`; None where the caller applies them, before or after.
             tokens_per_expert: the counts on the host, where it knows them: they size the rows.
-            biases: as of `forward`.
+            biases, adapters: as of `forward`.
 
         Errors are those of `forward`, and of `build_sorted_routing`.
         """
-        arrived = Arrivals(tokens_per_expert, counts, probs, is_sorted=True, biases=biases)
+        routed = tokens_per_expert, counts, probs
+        arrived = Arrivals(*routed, is_sorted=True, biases=biases, adapters=adapters)
         return self._run(x, arrived)
 
     @autograd.eagerly

@@ -8,56 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.moe_golden import golden, make_problem, native_order, set_up
-from framework import numpy, relative_rmse, tensor, torch
+from engine.low_rank_golden import Adapted
+from engine.moe_golden import golden, make_problem, set_up
+from framework import numpy, relative_rmse, torch
 
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.low_rank import Adapters, LowRank
+from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 SIZES = {"tokens": 200, "hidden": 256, "intermediate": 192, "experts": 3, "topk": 2, "empty": ()}
-NAMES = "up.a", "up.b", "down.a", "down.b"
-
-
-class Adapted:
-    """A problem with pairs on the projections of `which`: as an engine takes it, and what it means."""
-
-    def __init__(self, problem, *, rank=5, which=("up", "down"), scale=0.7, dtype=None, seed=1):
-        dtype = dtype or torch.float32
-        rng = np.random.default_rng(seed)
-        experts, hidden, n1 = problem.up_gate.shape
-        order = native_order(n1, problem.gated)
-        shapes = {"up": (hidden, n1), "down": (problem.intermediate, hidden)}
-        self.pairs, self.exact, merged = {}, {}, {"up": problem.up_gate, "down": problem.down}
-        for name in which:
-            inputs, outputs = shapes[name]
-            a = rng.standard_normal((experts, rank, inputs)) * inputs**-0.5
-            b = rng.standard_normal((experts, outputs, rank)) * 0.5
-            a, b = (numpy(tensor(factor, torch.float32).to(dtype)) for factor in (a, b))
-            merged[name] = merged[name] + scale * np.einsum("eri,enr->ein", a, b)
-            rows = order if name == "up" else list(range(outputs))
-            self.exact[name] = a, b
-            given = (tensor(factor, torch.float32).to(dtype) for factor in (a, b[:, rows]))
-            self.pairs[name] = LowRank(*given, scale)
-        self.scale, self.order = scale, order
-        self.golden = golden(problem.but(up_gate=merged["up"], down=merged["down"]))
-
-    @property
-    def adapters(self):
-        return Adapters(self.pairs.get("up"), self.pairs.get("down"))
-
-    def gradients(self):
-        """Of every factor, in the order of native rows."""
-        found = {}
-        for name, (a, b) in self.exact.items():
-            of_merged = self.golden.dw1 if name == "up" else self.golden.dw2
-            found[f"{name}.a"] = self.scale * np.einsum("enr,ein->eri", b, of_merged)
-            db = self.scale * np.einsum("ein,eri->enr", of_merged, a)
-            found[f"{name}.b"] = db[:, self.order] if name == "up" else db
-        return found
 
 
 def run(setup, adapters):
@@ -66,7 +28,9 @@ def run(setup, adapters):
     out, saved = setup.engine.forward(setup.x, setup.routing, weights, setup.settings)
     dx, dprobs, pending = setup.engine.backward_dx(setup.dout, saved, weights)
     factors = pending.adapters()
-    named = {name: numpy(g) for name, g in zip(NAMES, factors, strict=True) if g is not None}
+    named = {
+        name: numpy(g) for name, g in zip(NAMES_OF_FACTORS, factors, strict=True) if g is not None
+    }
     return {"out": numpy(out), "dx": numpy(dx), "dprobs": numpy(dprobs)}, named
 
 
