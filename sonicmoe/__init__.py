@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .config import SonicMoEConfig
+    from .engine.low_rank import Adapters, LowRank
     from .enums import ActivationType, KernelBackendMoE
     from .functional import (
         count_cumsum,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .moe import MoE
 
 _EXPORTS = {
+    "Adapters": ".engine.low_rank",
+    "LowRank": ".engine.low_rank",
     "SonicMoEConfig": ".config",
     "ActivationType": ".enums",
     "KernelBackendMoE": ".enums",
@@ -43,7 +46,9 @@ _EXPORTS = {
 
 __all__ = [
     "ActivationType",
+    "Adapters",
     "KernelBackendMoE",
+    "LowRank",
     "MoE",
     "SonicMoEConfig",
     "count_cumsum",

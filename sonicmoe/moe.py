@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from .engine.activations import activate, pre_activation_width
+from .engine.low_rank import Adapters, LowRank
 from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, LayoutError, ShapeError, expect
 from .functional import softmax_topk_layer
 from .functional.border import check_router_dtype, need_values
+from .functional.peft_pairs import low_rank_of
 from .functional.plan import check_use_fp8
 from .interop import current_stream
 from .observe import MOE
@@ -144,6 +146,7 @@ class MoE(nn.Module):
         prequant_fp8_weights: bool = False,
         *,
         use_fp8: bool | None = None,
+        adapters: Adapters | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
 
@@ -156,6 +159,8 @@ class MoE(nn.Module):
             prequant_fp8_weights: as upstream's scripts say it, with `sonicmoe_fp8`; decides
                 nothing, because FP8 copies of the weights always serve until the weights change.
             use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
+            adapters: low-rank pairs beside `c_fc.weight` and `c_proj.weight`, which may be frozen. Those of
+                peft, with these two as its `target_parameters`, need no argument.
 
         Returns:
             `(output [..., H], aux_loss scalar)`; aux_loss is None with `is_inference_mode`.
@@ -167,9 +172,9 @@ class MoE(nn.Module):
             TypeError: `hidden_states` is no tensor.
             ShapeError: its last axis is not H, or the router's is not E.
             LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
-            LayoutError: `c_fc` or `c_proj` has become an adapter of peft.
+            LayoutError: `c_fc` or `c_proj` has become another adapter of peft than of its weight.
             DTypeError: tokens and router differ in dtype outside autocast.
-            ConfigError: `use_fp8` is none of True, False and None, or contradicts the backend;
+            ConfigError: there are adapters of peft and an argument; `use_fp8` is none of True, False and None, or contradicts the backend;
                 `is_inference_mode` is no bool; `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
         """
         need_values("hidden_states", hidden_states)
@@ -179,8 +184,9 @@ class MoE(nn.Module):
             ShapeError,
             f"hidden_states has shape {tuple(shape)}; needed: [..., {self.hidden_size}]",
         )
+        need_type("adapters", adapters, (Adapters, type(None)), "an Adapters, or None")
         if not (isinstance(self.c_fc, Experts) and isinstance(self.c_proj, Experts)):
-            self._refuse_adapters()
+            adapters = self._adapters_of_peft(adapters)
         # A member or its value: scripts written for upstream pass either.
         backend = getattr(kernel_backend_moe, "value", kernel_backend_moe)
         fp8_only = backend == KernelBackendMoE.sonicmoe_fp8.value
@@ -211,6 +217,7 @@ class MoE(nn.Module):
                 use_fp8=use_fp8,
                 face=MOE,
                 module=self,
+                adapters=adapters,
             )
         elif backend == KernelBackendMoE.torch.value:
             # The engine's path checks it by itself.
@@ -220,7 +227,8 @@ class MoE(nn.Module):
                 ConfigError,
                 "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe",
             )
-            out, logits, counts = self._run_plain(hidden_states.reshape(-1, self.hidden_size))
+            tokens = hidden_states.reshape(-1, self.hidden_size)
+            out, logits, counts = self._run_plain(tokens, adapters or Adapters())
             # Under autograd a reshaped tensor is a view, which FSDP2 cannot see written in place.
             out = out if len(shape) == 2 else out.reshape(shape).clone()
         else:
@@ -255,17 +263,24 @@ class MoE(nn.Module):
 
         dump(self, path)
 
-    def _refuse_adapters(self) -> None:
-        """Refuse peft's layers around the experts: their forward, which adds the adapter, is not
-        called, and the weight that they show is that of the base layer.
+    def _adapters_of_peft(self, given: Adapters | None) -> Adapters | None:
+        """Of peft's layers around the experts: their forward, which adds the adapter, is not called, and
+        the weight that they show is that of the base layer.
         """
+        pairs = []
         for name in ("c_fc", "c_proj"):
             found = getattr(self, name)
+            wraps_weight = getattr(found, "parameter_name", None) == "weight"
             words = f"{name} is {type(found).__name__}, an adapter that would do nothing here"
-            needed = (
-                "adapters on the router or merged, or a torch.nn.utils.parametrize of the weight"
-            )
-            expect(not hasattr(found, "base_layer"), LayoutError, f"{words}; needed: {needed}")
+            needed = f"target_parameters with {name}.weight, or adapters on the router or merged"
+            is_known = wraps_weight or not hasattr(found, "base_layer")
+            expect(is_known, LayoutError, f"{words}; needed: {needed}")
+            pairs.append(low_rank_of(found) if wraps_weight else None)
+        if pairs == [None, None]:
+            return given
+        words = "adapters came as an argument, and peft has some on c_fc or c_proj"
+        expect(given is None, ConfigError, f"{words}; needed: one of the two")
+        return Adapters(*pairs)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """`[T, E]`, by the module, which may have hooks, an adapter or a bias, or be another one."""
@@ -277,7 +292,7 @@ class MoE(nn.Module):
         need_shape(fits, "the router's output", logits, f"[T, {self.num_experts}]")
         return logits
 
-    def _run_plain(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _run_plain(self, tokens: Tensor, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor]:
         logits = self._logits(tokens)
         chosen, indices = torch.topk(logits.float(), self.top_k, dim=-1)
         probs = torch.softmax(chosen, dim=-1)
@@ -287,16 +302,21 @@ class MoE(nn.Module):
         out = torch.zeros_like(tokens)
         for expert in range(self.num_experts):
             token, slot = torch.nonzero(indices == expert, as_tuple=True)
-            z = _linear(tokens[token], self.c_fc, expert)
+            z = _linear(tokens[token], self.c_fc, expert, adapters.up)
             y1 = activate(z, self.activation_function, self.activation_parameters)
-            weighted = _linear(y1, self.c_proj, expert) * probs[token, slot].unsqueeze(-1)
+            y2 = _linear(y1, self.c_proj, expert, adapters.down)
+            weighted = y2 * probs[token, slot].unsqueeze(-1)
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
 
 
-def _linear(x: Tensor, experts: Experts, expert: int) -> Tensor:
+def _linear(x: Tensor, experts: Experts, expert: int, pair: LowRank | None) -> Tensor:
     bias = None if experts.bias is None else experts.bias[expert]
-    return nn.functional.linear(x, experts.weight[expert], bias)
+    y = nn.functional.linear(x, experts.weight[expert], bias)
+    if pair is None:
+        return y
+    a, b = pair.a[expert].to(x.dtype), pair.b[expert].to(x.dtype)
+    return y + pair.scale * (x @ a.T @ b.T)
 
 
 def switch_loss(logits: Tensor, expert_frequency: Tensor) -> Tensor:

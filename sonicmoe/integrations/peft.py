@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.low_rank import LowRank
+from ..functional.peft_pairs import low_rank_of
 from ..weights.stacked_cache import forget
 
 Tensor = torch.Tensor
@@ -53,36 +53,6 @@ def hand_over(takes: Callable[[nn.Module, str], bool]) -> None:
     ParamWrapper.forward = forward
     for name in ("merge", "unmerge"):
         setattr(ParamWrapper, name, _announcing(getattr(ParamWrapper, name)))
-
-
-def low_rank_of(wrapper: Any) -> LowRank | None:
-    """The pair of a wrapper's active adapters, or None where none is active or all are disabled. Several
-    make one pair, whose rank is the sum of theirs.
-    """
-    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-    if wrapper.disable_adapters or not names:
-        return None
-    pairs = [_pair(wrapper, name) for name in names]
-    if len(pairs) == 1:
-        return pairs[0]
-    b = torch.cat([pair.scale * pair.b for pair in pairs], 2)
-    return LowRank(torch.cat([pair.a for pair in pairs], 1), b)
-
-
-def _pair(wrapper: Any, name: str) -> LowRank:
-    """Views of peft's two matrices, `[r * E, in]` with an expert's rows together and `[out, r * E]` with
-    an expert's columns E apart.
-    """
-    experts = wrapper.num_experts
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    a = a.reshape(experts, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
-    # peft reads a weight as `[E, out, in]` where it has exchanged the two, else as `[E, in, out]`.
-    # Older versions never did, and took the outputs of untransposed weights for inputs.
-    exchanged = getattr(wrapper, "_did_swap_in_out_features", False)
-    if exchanged == getattr(wrapper.get_base_layer(), "is_transposed", False):
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return LowRank(a, b, wrapper.scaling[name])
 
 
 def _announcing(method: Callable[..., Any]) -> Callable[..., Any]:

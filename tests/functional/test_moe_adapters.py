@@ -1,0 +1,131 @@
+"""Low-rank adapters on the experts of `MoE`: as an argument, and as peft puts them around `c_fc` and
+`c_proj`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functional.layer_golden import make_layer, make_tokens
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import Adapters, LowRank
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.errors import ConfigError, LayoutError, ShapeError
+
+E, H, I = 5, 32, 24
+
+
+def frozen_layer(bias=False):
+    moe = make_layer(bias=bias)
+    moe.c_fc.requires_grad_(False)
+    moe.c_proj.requires_grad_(False)
+    return moe
+
+
+def pairs(moe, rank=3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+
+    def pair(experts):
+        _, outputs, inputs = experts.weight.shape
+        a, b = (
+            torch.randn(size, generator=generator).to(dtype).requires_grad_()
+            for size in ((E, rank, inputs), (E, outputs, rank))
+        )
+        return LowRank(a, b, 0.3)
+
+    return Adapters(pair(moe.c_fc), pair(moe.c_proj))
+
+
+def run(moe, adapters, *arguments, **options):
+    """Output, and the gradients of tokens and factors."""
+    x = make_tokens(19, H).requires_grad_()
+    out, aux = moe(x, *arguments, adapters=adapters, **options)
+    wanted = [x, moe.router.weight, *[f for f in adapters.factors if f is not None]]
+    return [out.detach(), *torch.autograd.grad(out.square().sum() + aux, wanted)]
+
+
+@pytest.mark.parametrize("which", ["both", "up", "down"])
+def test_equal_the_plain_layer(which, monkeypatch):
+    monkeypatch.delattr(ReferenceEngine, "backward_dw")
+    moe = frozen_layer(bias=which == "both")
+    adapters = pairs(moe)
+    if which != "both":
+        adapters = Adapters(**{which: getattr(adapters, which)})
+    plain, found = run(moe, adapters, "torch"), run(moe, adapters)
+    assert len(found) == (7 if which == "both" else 5)
+    for one, other in zip(found, plain, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+    assert (plain[0] - moe(make_tokens(19, H))[0]).norm() > 0.1 * plain[0].norm()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_bits_repeat_in_checkpoints_and_in_one_graph(fp8):
+    moe = frozen_layer(bias=True)
+    adapters = pairs(moe, dtype=torch.bfloat16)
+    wanted = run(moe, adapters, use_fp8=fp8)
+    assert all(gradient.dtype == torch.bfloat16 for gradient in wanted[3:])
+
+    def checkpointed(x, **options):
+        return checkpoint(moe, x, use_reentrant=False, **options)
+
+    checkpointed.router = moe.router
+    torch._dynamo.reset()
+    graph = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    for layer in (moe, checkpointed):
+        found = run(layer, adapters, use_fp8=fp8)
+        assert all(map(torch.equal, found, wanted))
+    # The graph's router adds in another order.
+    torch.testing.assert_close(run(graph, adapters, use_fp8=fp8), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_inference_keeps_nothing():
+    moe = frozen_layer()
+    adapters = pairs(moe)
+    with torch.no_grad():
+        out = moe(make_tokens(19, H), adapters=adapters)[0]
+    assert not out.requires_grad
+    assert torch.equal(out, run(moe, adapters)[0])
+
+
+class TestOfPeft:
+    @staticmethod
+    def adapted(targets=("c_fc.weight", "c_proj.weight"), **options):
+        peft = pytest.importorskip("peft", minversion="0.17")
+        options = {"r": 3, "target_modules": [], "init_lora_weights": False, **options}
+        torch.manual_seed(2)
+        config = peft.LoraConfig(target_parameters=list(targets), **options)
+        return peft.get_peft_model(make_layer(bias=True), config)
+
+    def test_are_the_same_as_merged(self):
+        model = self.adapted()
+        moe, x = model.get_base_model(), make_tokens(19, H)
+        apart, aux = model(x)
+        (apart.square().sum() + aux).backward()
+        trained = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert len(trained) == 4 and all("lora_" in name for name in trained)
+        plain = moe(x, "torch")[0]
+        torch.testing.assert_close(apart, plain, rtol=1e-4, atol=1e-4)
+        with model.disable_adapter():
+            assert (moe(x)[0] - apart).norm() > 0.1 * apart.norm()
+        model.merge_adapter()
+        torch.testing.assert_close(moe(x)[0], apart, rtol=1e-4, atol=1e-4)
+
+    def test_beside_an_argument_are_refused(self):
+        moe = self.adapted(["c_fc.weight"]).get_base_model()
+        with pytest.raises(ConfigError, match="adapters came as an argument, and peft has some"):
+            moe(make_tokens(19, H), adapters=pairs(make_layer()))
+
+    def test_on_a_bias_are_refused(self):
+        moe = self.adapted(["c_fc.bias"]).get_base_model()
+        with pytest.raises(LayoutError, match="c_fc is ParamWrapper, an adapter that would do"):
+            moe(make_tokens(19, H))
+
+
+def test_what_is_refused():
+    moe = frozen_layer()
+    up, down = pairs(moe)
+    with pytest.raises(TypeError, match="adapters is tuple; needed: an Adapters, or None"):
+        moe(make_tokens(19, H), adapters=(up, down))
+    with pytest.raises(ShapeError, match=r"^down\.b has shape"):
+        moe(make_tokens(19, H), adapters=Adapters(down=down._replace(b=down.b[:4])))
