@@ -33,7 +33,7 @@ from ..routing.metadata import RoutingMetadata
 from .capabilities import RECORDS, EngineRecord
 from .expert_matrices import ExpertMatrices
 from .gradient_memory import WeightTarget
-from .low_rank import Adapters
+from .low_rank import NO_ADAPTERS, Adapters
 from .settings import EngineSettings, GradientTarget
 from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets, native_buffer
 from .tokens import (
@@ -98,7 +98,7 @@ class EngineWeights:
 
     def with_adapters(self, adapters: Adapters | None) -> EngineWeights:
         """These very weights with the adapters of one call; itself without any."""
-        if adapters is None or adapters == (None, None):
+        if adapters in (None, NO_ADAPTERS):
             return self
         # What is prepared outlives the call and has no adapters. The copy shares all that it holds.
         made = copy.copy(self)

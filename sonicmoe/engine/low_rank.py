@@ -77,27 +77,21 @@ class Adapters(NamedTuple):
         return tuple([0 if pair is None else pair.width for pair in self])
 
     @classmethod
-    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> Adapters | None:
-        """The inverse of `factors` and `scales`; None where there is no factor."""
-        pairs = [
-            None if a is None or b is None else LowRank(a, b, scale)
-            for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True)
-        ]
-        return None if pairs == [None, None] else cls(*pairs)
+    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> Adapters:
+        """The inverse of `factors` and `scales`."""
+        each = zip(factors[::2], factors[1::2], scales, strict=True)
+        return cls(*[None if a is None or b is None else LowRank(a, b, s) for a, b, s in each])
 
     def cut(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """fp32 gradients of `factors`, of those of their `operands`; None counts as zeros."""
-        each = zip(self.factors, gradients, strict=True)
-        return tuple(
-            [
-                factor
-                if factor is None
-                else torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
-                if gradient is None
-                else gradient[:, : factor.shape[1], : factor.shape[2]].to(torch.float32)
-                for factor, gradient in each
-            ]
-        )
+        found: list[Tensor | None] = list(self.factors)
+        for index, (factor, gradient) in enumerate(zip(self.factors, gradients, strict=True)):
+            if factor is not None:
+                found[index] = torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
+                if gradient is not None:
+                    _, rows, columns = factor.shape
+                    found[index] = gradient[:, :rows, :columns].to(torch.float32)
+        return tuple(found)
 
     def native(self, layout: WeightLayout) -> Adapters:
         """With `up.b` in native order, by operations that autograd sees."""
@@ -138,3 +132,6 @@ class Adapters(NamedTuple):
             is_number = isinstance(pair.scale, Real) and math.isfinite(pair.scale)
             words = f"{name}.scale is {pair.scale!r}; needed: a finite number"
             expect(is_number, ConfigError, words)
+
+
+NO_ADAPTERS = Adapters()

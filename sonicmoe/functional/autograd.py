@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
-from ..engine.low_rank import Adapters
+from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ActivationParameters, ActivationType
 from ..layouts import WeightLayout
 from ..observe import FACES, STACKED, is_awaited, is_heard
@@ -65,7 +66,7 @@ def expert_mlp(
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     check_stored(x, weights, FACES[face])
     check_switch("is_inference_mode", inference)  # both names of the argument begin so
-    adapters = None if adapters is None else adapters.native(layout)
+    low_rank, adapters = adapters is not None, (adapters or NO_ADAPTERS).native(layout)
     save = not inference and _is_differentiated(x, probs, weights, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
@@ -76,13 +77,12 @@ def expert_mlp(
         # Asked for while the compiler traces: the number becomes a constant of the graph, and names
         # the configuration of that moment.
         of_layout = layout.transposed, layout.split_half
-        asked = activation.value, parameters, *of_layout, use_fp8, face
-        number = plan_number(*asked, adapters is not None)
+        number = plan_number(activation.value, parameters, *of_layout, use_fp8, face, low_rank)
         return expert_operator(x, indices, probs, weights, number, save, adapters)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters, face, adapters is not None)
-    return _run(plan, x, probs, weights, Origin(indices, module), save, adapters)
+    plan = make_plan(activation, layout, use_fp8, parameters, face, low_rank)
+    return _run(plan, x, probs, weights, Origin(indices, module, adapters), save)
 
 
 def planned_mlp(
@@ -109,34 +109,23 @@ def planned_mlp(
 
 
 def _is_differentiated(
-    x: Tensor, probs: Tensor | None, weights: Weights, adapters: Adapters | None = None
+    x: Tensor, probs: Tensor | None, weights: Weights, adapters: Adapters = NO_ADAPTERS
 ) -> bool:
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
-    given = (x, probs, *weights, *_factors(adapters))
+    given = (x, probs, *weights, *adapters.factors)
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
 
 
-def _factors(adapters: Adapters | None) -> tuple[Tensor | None, ...]:
-    return () if adapters is None else adapters.factors
-
-
 def _run(
-    plan: Plan,
-    x: Tensor,
-    probs: Tensor | None,
-    weights: Weights,
-    origin: Origin,
-    save: bool,
-    adapters: Adapters | None = None,
+    plan: Plan, x: Tensor, probs: Tensor | None, weights: Weights, origin: Origin, save: bool
 ) -> Tensor:
-    differentiable = (x, probs, *weights, *_factors(adapters))
+    differentiable = (x, probs, *weights, *origin.adapters.factors)
     refuse_transforms(differentiable)
     plan = plan.fitted(x, weights)
     if not save:
-        return forward(plan, x, probs, weights, origin, save=False, adapters=adapters)[0]
-    scales = None if adapters is None else adapters.scales
-    out: Tensor = apply_function(_ExpertMlp, (plan, origin, scales), differentiable)
+        return forward(plan, x, probs, weights, origin, save=False)[0]
+    out: Tensor = apply_function(_ExpertMlp, (plan, origin), differentiable)
     return out
 
 
@@ -149,8 +138,8 @@ def _keeps_graph() -> bool:
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Gradients of weights are summed in fp32 and returned in each weight's dtype. Those of adapters are
-    returned in fp32, and PyTorch casts them.
+    """Gradients are summed in fp32 and returned in each weight's dtype; those of adapters by PyTorch, which
+    casts them.
     """
 
     @staticmethod
@@ -158,17 +147,15 @@ class _ExpertMlp(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         origin: Origin,
-        scales: tuple[float, float] | None,
         x: Tensor,
         probs: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
         """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights are
-        the factors of adapters, where `scales` has theirs.
+        the four factors of adapters.
         """
         weights, factors = tensors[:4], tensors[4:]
-        adapters = None if scales is None else Adapters.of(factors, scales)
-        out, saved, reading = forward(plan, x, probs, weights, origin, save=True, adapters=adapters)
+        out, saved, reading = forward(plan, x, probs, weights, origin, save=True)
         assert saved is not None
         kept, ctx.spec = saved.pack()
         # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd
@@ -177,7 +164,7 @@ class _ExpertMlp(torch.autograd.Function):
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
         ctx.save_for_backward(*((None,) * 4 if quantised else weights), *factors, *kept)
-        ctx.scales = scales
+        ctx.scales = origin.adapters.scales
         ctx.plan, ctx.shape_of_probs = plan, None if probs is None else probs.shape
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
@@ -190,16 +177,14 @@ class _ExpertMlp(torch.autograd.Function):
         """Gradients of x, probs, w1, w2, b1, b2, and of the factors of adapters."""
         refuse_second_derivative()
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
-        adapters = None
-        if ctx.scales is not None:
-            adapters, tensors = Adapters.of(tensors[:4], ctx.scales), tensors[4:]
-        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[3:]
+        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[2:]
         weights, origin = ctx.observed or (None, Origin())
+        origin = replace(origin, adapters=Adapters.of(tensors[:4], ctx.scales))
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
         if ctx.reading is None:
             weights = (w1, w2, b1, b2)
-        saved = ctx.spec.unpack(tensors)
+        saved = ctx.spec.unpack(tensors[4:])
         # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
         is_watched = ctx.observed is not None or is_awaited() or is_heard()
         saved.donated = not is_watched and not _keeps_graph()
@@ -212,11 +197,10 @@ class _ExpertMlp(torch.autograd.Function):
             trained=trained,
             given=weights,
             origin=origin,
-            adapters=adapters,
         )
         dx = dx.view(dout.shape)
         # Probabilities of rows in expert order have one axis.
         of_probs = dprobs.view(ctx.shape_of_probs) if probs_wanted else None
         of_tokens = dx if x_wanted else None, of_probs
         nothing = (None,) * (len(trained) - len(gradients))
-        return (None, None, None, *of_tokens, *gradients, *nothing)
+        return (None, None, *of_tokens, *gradients, *nothing)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from ..engine.interface import (
     Saved,
     plain_tokens,
 )
-from ..engine.low_rank import NAMES_OF_FACTORS, Adapters
+from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, plain_ops
@@ -50,15 +50,17 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Origin:
-    """Where the experts' tokens and weights come from, for those who observe the call.
+    """Where the experts' tokens and weights come from.
 
     indices: int `[T, K]`, or the counts `[E]` of rows in expert order; None where the routing that
         was made of them stands for them.
-    module: whose attributes the weights are; None where unknown.
+    module: whose attributes the weights are, for those who observe the call; None where unknown.
+    adapters: beside the weights, in native order.
     """
 
     indices: Tensor | None = None
     module: object = None
+    adapters: Adapters = NO_ADAPTERS
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -88,7 +90,6 @@ def forward(
     *,
     save: bool,
     static_rows: bool = False,
-    adapters: Adapters | None = None,
 ) -> tuple[Tensor, Saved | None, Reading]:
     """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
     needs, and the weights as the engine read them, without the adapters.
@@ -102,12 +103,12 @@ def forward(
         routing = route(plan, origin, probs, sizes, static_rows=static_rows)
         engine = plan.choose(rows, weights)
         reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-        read = reading.weights.with_adapters(adapters)
+        read = reading.weights.with_adapters(origin.adapters)
         out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
         # Asked before anything is built, so that a run without observers pays one read of a global.
         if is_awaited():
             origin, probs = _in_slots(origin, probs, sizes[0])
-            call = _described(plan, engine, reading, weights, origin, adapters)
+            call = _described(plan, engine, reading, weights, origin)
             emit(ForwardDone(call, rows, probs, out, saved))
     return in_shape_of(x, out), saved, reading
 
@@ -153,7 +154,7 @@ def _in_slots(origin: Origin, probs: Tensor | None, tokens: int) -> tuple[Origin
     """
     counts = origin.indices
     if counts is not None and counts.dim() == 1:
-        origin = Origin(ids_of_sorted(counts, tokens), origin.module)
+        origin = replace(origin, indices=ids_of_sorted(counts, tokens))
         probs = probs if probs is not None else torch.ones(tokens, device=counts.device)
         probs = probs.reshape(tokens, 1)
     assert probs is not None
@@ -170,7 +171,6 @@ def backward(
     trained: Sequence[bool],
     given: Weights | None,
     origin: Origin,
-    adapters: Adapters | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then
     rounded once to `dtypes`. Those are None that `trained` does not mark. Behind them are those of the
@@ -193,18 +193,17 @@ def backward(
         if is_awaited():
             # The routing stands for the counts.
             is_sorted = origin.indices is not None and origin.indices.dim() == 1
-            origin = Origin(None, origin.module) if is_sorted else origin
-            call = _described(plan, engine, reading, given, origin, adapters)
+            origin = replace(origin, indices=None) if is_sorted else origin
+            call = _described(plan, engine, reading, given, origin)
             emit(BackwardBegins(call, dout, saved))
-        read = reading.weights.with_adapters(adapters)
+        read = reading.weights.with_adapters(origin.adapters)
         dx, dprobs, pending, gradients = _differentiate(
             plan, engine, dout, saved, read, dtypes, trained[:4]
         )
         if pending.adapters is not None and any(trained[4:]):
             gradients += pending.adapters()
         if call is not None:
-            names = ("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS)
-            named = zip(names, gradients, strict=False)
+            named = zip(("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS), gradients, strict=False)
             left = [(name, gradient) for name, gradient in named if gradient is not None]
             emit(BackwardDone(call, dx, dprobs, lambda: left))
     return dx, dprobs, gradients
@@ -253,12 +252,7 @@ def _differentiate(
 
 
 def _described(
-    plan: Plan,
-    engine: Engine,
-    reading: Reading,
-    weights: Weights | None,
-    origin: Origin,
-    adapters: Adapters | None,
+    plan: Plan, engine: Engine, reading: Reading, weights: Weights | None, origin: Origin
 ) -> ExpertCall:
     # Bound and not called: an observer that looks at no weight pays for no copy.
     names = zip(("w1", "w2", "b1", "b2"), weights or (), strict=False)
@@ -266,7 +260,7 @@ def _described(
         engine.name,
         plan.settings,
         origin.indices,
-        functools.partial(_native, plan.layout, reading, weights, adapters),
+        functools.partial(_native, plan.layout, reading, weights, origin.adapters),
         reading.values,
         {name: (weight,) for name, weight in names if weight is not None},
         plan.face,
@@ -275,7 +269,7 @@ def _described(
 
 
 def _native(
-    layout: WeightLayout, reading: Reading, weights: Weights | None, adapters: Adapters | None
+    layout: WeightLayout, reading: Reading, weights: Weights | None, adapters: Adapters
 ) -> NativeWeights:
     # Quantised weights are kept without the tensors that they were made of, so that a backward
     # holds no more than it reads.
@@ -284,7 +278,4 @@ def _native(
     else:
         with plain_ops():
             given = WeightSource.stacked(*weights, layout=layout).native()
-    # Who observes a call sees the weights that the layer computes with.
-    if adapters is None:
-        return given
     return *adapters.merged(*given[:2]), *given[2:]

@@ -15,7 +15,7 @@ import torch
 from ..autograd import refuse_second_derivative
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import EngineSettings, Saved
-from ..engine.low_rank import Adapters
+from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
@@ -36,15 +36,14 @@ def expert_operator(
     weights: Weights,
     number: int,
     save: bool,
-    adapters: Adapters | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """`expert_mlp` as one operator: inside a graph, or where a dispatch mode looks at operators.
 
     routes: indices `[T, K]`, or counts `[E]` of rows in expert order. number: of the plan. Unless
     that is the layer's own, the operator raises at run time under another `SonicMoEConfig`.
     """
-    given = adapters or Adapters()
-    low_rank = *given.factors, *given.scales
+    low_rank = *adapters.factors, *adapters.scales
     out: Tensor = _expert_mlp(x, routes, probs, *weights, *low_rank, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
@@ -73,11 +72,9 @@ def _expert_mlp(
     plan = plan_of(plan_number)
     _check_config(plan)
     weights = (w1, w2, b1, b2)
-    plan, origin = plan.fitted(x, weights), Origin(routes)
     adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
-    out, saved, _ = forward(
-        plan, x, probs, weights, origin, save=save, static_rows=True, adapters=adapters
-    )
+    plan, origin = plan.fitted(x, weights), Origin(routes, adapters=adapters)
+    out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
@@ -105,8 +102,8 @@ def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple
     slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
     rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
     specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
-    adapters = Adapters.of(factors, (0.0, 0.0)) if save else None
-    projected = (0,) if adapters is None else (rows, sum(adapters.widths))
+    columns = sum(Adapters.of(factors, (0.0, 0.0)).widths) if save else 0
+    projected = (rows, columns) if columns else (0,)
     saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in (*specs, (projected, x.dtype)))
     return (torch.empty_like(x, memory_format=torch.contiguous_format), *saved)
 
@@ -137,7 +134,9 @@ def _expert_mlp_backward(
 ) -> list[Tensor]:
     """`dx, dprobs, dw1, dw2, db1, db2` and those of the factors; a gradient that is not wanted is empty."""
     weights = (w1, w2, b1, b2)
-    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes)
+    factors = up_a, up_b, down_a, down_b
+    adapters = Adapters.of(factors, (up_scale, down_scale))
+    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes, adapters=adapters)
     tokens = rows_of(x.detach())
     with plan.config.activate():
         # Built again from the same indices, which gives the same tensors: the alternative is five
@@ -147,8 +146,6 @@ def _expert_mlp_backward(
     # The same contents as in eager mode, with x from the graph's saved tensors and z from the
     # forward's outputs.
     z_saved = _restore_z(plan.settings, z, scales)
-    factors = up_a, up_b, down_a, down_b
-    adapters = Adapters.of(factors, (up_scale, down_scale))
     trained = [trains_weights] * 2 + [trains_biases] * 2
     trained = [trains and w is not None for trains, w in zip(trained, weights, strict=True)]
     dx, dprobs, gradients = backward(
@@ -161,7 +158,6 @@ def _expert_mlp_backward(
         trained=[*trained, *[trains_adapters] * 4],
         given=weights,
         origin=origin,
-        adapters=adapters,
     )
     each = itertools.zip_longest(gradients, (*weights, *factors))
     left = [
