@@ -238,10 +238,12 @@ def launch_nothing() -> None:
     from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.engine.wgrad_destinations import Destinations
+    from sonicmoe.kernels import routing_metadata_source
     from sonicmoe.kernels.host import passes_source
     from sonicmoe.node import choices
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
+    from sonicmoe.routing.calls import RoutedCall
 
     nothing = tvm_ffi.get_global_func("testing.nop")
     names = ("swiglu ",)  # as both modules would export them
@@ -259,19 +261,22 @@ def launch_nothing() -> None:
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
     routing._build, routing._scratch_per_expert, routing._forced_ctas = nothing, 1, 0
-    routing._gather_sums = routing._aggregate = nothing
+    bind = routing_metadata_source("sm_90a").load().with_routing
+    routing._sum_to_slots = RoutedCall(nothing, 0, "slot_row", bind)
+    routing._aggregate_routed = RoutedCall(nothing, 1, "slot_row row_prob", bind)
     routing._places = lambda *_: (0, 0, 0, 0, 0, 1 << 20)
     backends._choose = lambda device: routing
     empty = SimpleNamespace(
         up=nothing,
         grouped_gemm=nothing,
         dgated=nothing,
+        gather_rows=nothing,
         wgrad=nothing,
-        expert_matrices=lambda *_: nothing,
     )
-    products = bf16_sm90.Kernels(empty, empty, empty, empty.expert_matrices, (0.0, 0.0))
+    modules, matrices = (empty, empty, empty), lambda *_: nothing
+    products = bf16_sm90.Kernels.of(*modules, matrices, (0.0, 0.0), bind)
     bf16_sm90.kernels_on = lambda *_: products
-    wgrad = bf16_sm90.Wgrad(empty, Destinations(lambda *_: nothing))
+    wgrad = bf16_sm90.Wgrad(empty, Destinations(lambda *_: nothing), bind)
     bf16_sm90.wgrad_on = lambda *_: wgrad
     bf16._is_hopper = lambda device: True
     made = {

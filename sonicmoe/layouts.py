@@ -30,6 +30,7 @@ from .errors import LayoutError, ShapeError, expect
 from .interop import data_ptr, numel, plain_ops, require_framework_tensor
 
 Tensor = torch.Tensor
+StackedWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
 
 
 def interleave_gate_up(split: Tensor) -> Tensor:

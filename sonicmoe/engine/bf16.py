@@ -6,7 +6,7 @@ gradient fused, and with the gather of tokens but for wide experts on Hopper: th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,13 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
-from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..layouts import NATIVE, StackedWeights, WeightLayout, WeightSource
 from ..observe import stage
 from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
+from .bf16_weights import Recognised, weights_in_place
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mlp_shape
@@ -38,6 +39,7 @@ from .targets import GradientTargets, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
+_recognised = Recognised()
 
 
 class Bf16Engine(PlainEngine):
@@ -58,19 +60,40 @@ class Bf16Engine(PlainEngine):
             return super().refresh(source, settings, previous, written)
         source = self._computed_in_bfloat16(source)
         with plain_ops():
-            weights = bf16_sm90.weights_in_place(source, settings.activation)
+            weights = weights_in_place(source, settings.activation)
         self._check_kinds(weights, settings)
         return weights
 
-    @contextmanager
+    def read_stacked(
+        self,
+        weights: StackedWeights,
+        layout: WeightLayout,
+        dtype: torch.dtype | None,
+        settings: EngineSettings,
+    ) -> EngineWeights:
+        """The same; on Hopper of weights that were read in place before, addresses alone are asked."""
+        found = _recognised.find(weights, (layout, dtype), settings)
+        if found is None:
+            found = super().read_stacked(weights, layout, dtype, settings)
+            if is_cuda(weights[0]) and _is_hopper(device_name(weights[0])):
+                object.__setattr__(found, "native", bf16_sm90.Prepared(settings))
+                _recognised.add(weights, (layout, dtype), settings, found)
+        return found
+
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
+    ) -> AbstractContextManager[Products]:
+        if not _is_hopper(device_name(x)):
+            return self._products_of_quack(x, weights, settings, routing)
+        kernels = bf16_sm90.kernels_for(x, settings, weights)
+        sums, stream = partial(_row_sums, routing), current_stream(x)
+        given = routing, weights, kernels, settings, sums, stream
+        return nullcontext(bf16_sm90.HopperProducts(*given))
+
+    @contextmanager
+    def _products_of_quack(
+        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
-        if _is_hopper(device_name(x)):
-            kernels = bf16_sm90.kernels_for(x, settings, weights)
-            sums, stream = partial(_row_sums, routing), current_stream(x)
-            yield bf16_sm90.HopperProducts(routing, weights, kernels, settings, sums, stream)
-            return
         # Tiles depend on these two, and on no number of tokens: a batch of another size compiles
         # nothing.
         sizes = weights.hidden_size, weights.intermediate_size

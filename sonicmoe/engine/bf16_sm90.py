@@ -8,23 +8,24 @@ is a plain one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
-from ..interop import aligned, current_stream, data_ptr, device_name, device_of, dtype_name, empty
+from ..interop import current_stream, device_name, device_of, dtype_name, empty
+from ..kernels import routing_metadata_source
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
-from ..layouts import NATIVE, StackedMatrices, WeightLayout, WeightSource, stack
+from ..layouts import NATIVE, WeightLayout
 from ..observe import stage, tap
 from ..routing.backends import arch_of
+from ..routing.calls import Bind, RoutedCall
 from ..routing.combine import sum_to_slots
-from .border import check_weights
-from .expert_matrices import ExpertMatrices, may_stay_apart
+from ..routing.metadata import RoutingMetadata
+from .expert_matrices import ExpertMatrices
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
 from .products import Products, empty_rows, plain_operand, shown_in_turns, write_zeros
@@ -40,23 +41,41 @@ _BYTES, _ITEMS = 16, 8
 
 
 class Kernels(NamedTuple):
-    """The loaded modules of the passes to the tokens. matrices: makes of addresses, rows and columns of
-    `ExpertMatrices` what the kernels take, once; None where weights are stacked. gate: the parameters
-    of the activation, as `up` and `dgated` take them.
+    """The functions of the passes to the tokens, each of which is told the routing first. matrices:
+    makes of addresses, rows and columns of `ExpertMatrices` what they take, once; None where weights
+    are stacked. gate: the parameters of the activation, as `up` and `dgated` take them.
     """
 
-    gemm: Any
-    dgated: Any
-    rows: Any
+    up: RoutedCall
+    grouped_gemm: RoutedCall
+    dgated: RoutedCall
+    gather_rows: RoutedCall
     matrices: Callable[[tuple[int, ...], int, int], Any] | None
     gate: tuple[float, float]
 
+    @classmethod
+    def of(
+        cls, gemm: Any, dgated: Any, rows: Any, matrices: Any, gate: Any, bind: Bind | None = None
+    ) -> Kernels:
+        """Those of three loaded modules; bind: as of `RoutedCall`."""
+        return cls(
+            RoutedCall(gemm.up, 5, "row_token padded_offsets", bind),
+            RoutedCall(gemm.grouped_gemm, 4, "padded_offsets", bind),
+            RoutedCall(dgated.dgated, 5, "row_prob row_token padded_offsets", bind),
+            RoutedCall(rows.gather_rows, 1, "row_token", bind),
+            matrices,
+            gate,
+        )
 
-class Wgrad(NamedTuple):
-    """The loaded module of weight gradients, and where these go."""
 
-    module: Any
-    destinations: Destinations
+class Wgrad:
+    """The function of weight gradients, which is told the routing first, and where these go."""
+
+    def __init__(self, module: Any, destinations: Destinations, bind: Bind | None = None) -> None:
+        """Of a loaded module; bind: as of `RoutedCall`."""
+        fields = "row_token padded_offsets expert_counts"
+        self.wgrad = RoutedCall(module.wgrad, 3, fields, bind)
+        self.destinations = destinations
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,14 +91,37 @@ def kernels_on(
     matrices = kept(gemm.expert_matrices) if separate else None
     # Both modules name the parameters in one order, that of the activation's struct.
     _, *gate = launch_parameters(gemm.activation_names(), activation, parameters)
-    return Kernels(gemm, dgated, expert_rows_module(arch), matrices, (gate[0], gate[1]))
+    modules, bind = (gemm, dgated, expert_rows_module(arch)), _bind_on(arch)
+    return Kernels.of(*modules, matrices, (gate[0], gate[1]), bind)
+
+
+def _bind_on(arch: str) -> Bind:
+    return routing_metadata_source(arch).load().with_routing  # type: ignore[no-any-return]
+
+
+class Prepared:
+    """What launches over one kind of weights share (`EngineWeights.native`): the kernels for tokens of
+    their dtype under these settings, once somebody asked for them.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.kernels: Kernels | None = None
 
 
 def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
     """Those of these tokens and weights."""
-    own = settings.activation, settings.activation_parameters
-    form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
-    return kernels_on(device_name(tokens), *own, dtype_name(tokens.dtype), *form)
+    prepared = weights.native
+    if prepared is None or prepared.settings is not settings:
+        prepared = Prepared(settings)
+        object.__setattr__(weights, "native", prepared)
+    kernels: Kernels | None = prepared.kernels
+    if kernels is None:
+        own = settings.activation, settings.activation_parameters
+        form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
+        of_call = device_name(tokens), *own, dtype_name(tokens.dtype)
+        kernels = prepared.kernels = kernels_on(*of_call, *form)
+    return kernels
 
 
 @functools.lru_cache(maxsize=16)
@@ -87,142 +129,69 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
     """As `kernels_on`; of every activation."""
     sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, dtype)
     module = sources["bf16_wgrad"].load()
-    return Wgrad(module, Destinations(module.wgrad_destination))
+    return Wgrad(module, Destinations(module.wgrad_destination), _bind_on(arch_of(device)))
 
 
-def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
-    """The user's weights where they lie. Three kinds are copied: weights of another dtype than the
-    computation's, those that the copy engine cannot read, and more than `MOST` experts with tensors
-    of their own. ShapeError where sizes do not fit together.
-    """
-    sides = source.up, source.down
-    w1, w2 = (
-        map(ExpertMatrices, sides)
-        if _stay_apart(source)
-        else (_stacked(side, source.compute_dtype) for side in sides)
-    )
-    b1, b2 = (
-        None if bias is None else aligned(bias.to(torch.float32)) for bias in (source.b1, source.b2)
-    )
-    shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
-    _check_shapes(shapes, source.layout.transposed, activation)
-    return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
-
-
-class _Shaped(NamedTuple):
-    """All that `check_weights` looks at."""
-
-    shape: tuple[int, ...]
-
-
-# Every forward and backward asks. Of shapes that fit, the answer is kept.
-@functools.lru_cache(maxsize=256)
-def _check_shapes(
-    shapes: tuple[tuple[int, ...] | None, ...], transposed: bool, activation: ActivationType
-) -> None:
-    """Refuse w1, w2, b1 and b2 of shapes that do not fit together. The kernels would take a bias of
-    another shape that has as many elements.
-    """
-    w1, w2, *biases = shapes
-    assert w1 is not None and w2 is not None
-    native = [(*s[:-2], s[-1], s[-2]) if transposed else s for s in (w1, w2)]
-    given: list[Any] = [None if s is None else _Shaped(s) for s in (*native, *biases)]
-    up, down, b1, b2 = given
-    check_weights(up, down, b1, b2, activation)
-
-
-def _stay_apart(source: WeightSource) -> bool:
-    """Whether these are a tensor of each expert that the kernels can read."""
-    if isinstance(source.up, StackedMatrices) or isinstance(source.down, StackedMatrices):
-        return False
-    dtype, wanted = source.anchor.dtype, source.compute_dtype
-    fits = may_stay_apart(len(source.up), dtype) and wanted in (None, dtype)
-    inner = int(source.up[0].shape[-1]), int(source.down[0].shape[-1])
-    aligned_rows = all(size % _ITEMS == 0 for size in inner)
-    return fits and aligned_rows and not any(at % _BYTES for at in source.pointers)
-
-
-def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    weight = matrices.stacked if isinstance(matrices, StackedMatrices) else stack(list(matrices))
-    if dtype is not None and weight.dtype != dtype:
-        weight = weight.to(dtype)
-    *strides, last = (int(stride) for stride in weight.stride())
-    # An expanded weight has a stride of 0, which the driver refuses.
-    fits = last == 1 and all([stride > 0 and stride % _ITEMS == 0 for stride in strides])
-    if fits and data_ptr(weight) % _BYTES == 0:
-        return weight
-    return aligned(weight)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, eq=False)
 class HopperProducts(Products):
-    """Every argument is named in the `.cu` files of `kernels/sm90`.
+    """Every argument is named in the `.cu` files of `kernels/sm90`."""
 
-    row_sums_of: sums partial sums and `<dout, b2>` of every row.
-    """
-
-    kernels: Kernels
-    settings: EngineSettings
-    row_sums_of: Any
-    stream: int
-
-    @property
-    def _halves(self) -> bool:
-        return self.weights.layout.split_half
-
-    @property
-    def _launch(self) -> tuple[int, int]:
-        return self.settings.gemm_num_sms, self.stream
+    def __init__(
+        self,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        kernels: Kernels,
+        settings: EngineSettings,
+        row_sums_of: Any,
+        stream: int,
+    ) -> None:
+        """row_sums_of: sums partial sums and `<dout, b2>` of every row."""
+        # The base class is frozen, and sets one field at a time.
+        self.__dict__.update(routing=routing, weights=weights)
+        self._kernels, self._row_sums_of, self._stream = kernels, row_sums_of, stream
+        self._layout = weights.layout.transposed, weights.layout.split_half
+        self._launch = settings.gemm_num_sms, stream
 
     def _operand(self, weight: Any) -> Any:
         """A weight as the kernels take it."""
         if not isinstance(weight, ExpertMatrices):
             return weight
-        assert self.kernels.matrices is not None
-        return self.kernels.matrices(weight.addresses, *weight.shape[1:])
+        assert self._kernels.matrices is not None
+        return self._kernels.matrices(weight.addresses, *weight.shape[1:])
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """Tokens as `up` and `dgated` take them."""
         if not gathers_first(self.weights.intermediate_size):
             return tokens
         rows = empty_rows(self.routing, self.weights.hidden_size, tokens)
-        self.kernels.rows.gather_rows(tokens, self.routing.row_token, rows, self.stream)
+        self._kernels.gather_rows(self.routing, tokens, rows, self._stream)
         return rows
 
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
-        weights, routing = self.weights, self.routing
-        layout = weights.layout.transposed, self._halves
-        rows = routing.row_token, routing.padded_offsets
-        given, w1 = self._rows_of(x), self._operand(weights.w1)
-        outputs, gate = (z, y1), self.kernels.gate
-        self.kernels.gemm.up(given, w1, *layout, weights.b1, *rows, *outputs, *gate, *self._launch)
+        kernels, weights = self._kernels, self.weights
+        given = self._rows_of(x), self._operand(weights.w1), *self._layout, weights.b1
+        kernels.up(self.routing, *given, z, y1, *kernels.gate, *self._launch)
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
 
     def down(self, y1: Tensor, y2: Tensor) -> None:
-        self._plain(y1, self.weights.w2, self.weights.layout.transposed, self.weights.b2, y2)
+        weights = self.weights
+        given = y1, self._operand(weights.w2), self._layout[0], weights.b2
+        self._kernels.grouped_gemm(self.routing, *given, y2, *self._launch)
 
     def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
         # The same matrices, contracted over their rows.
-        self._plain(dz, self.weights.w1_dgrad, not self.weights.layout.transposed, None, dx_rows)
-
-    def _plain(self, a: Tensor, b: Any, transposed: bool, bias: Tensor | None, out: Tensor) -> None:
-        offsets = self.routing.padded_offsets
-        matrices = self._operand(b)
-        self.kernels.gemm.grouped_gemm(a, matrices, transposed, bias, offsets, out, *self._launch)
+        given = dz, self._operand(self.weights.w1_dgrad), not self._layout[0], None
+        self._kernels.grouped_gemm(self.routing, *given, dx_rows, *self._launch)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
         """Partial sums `[tiles, R]`."""
-        weights, routing = self.weights, self.routing
+        kernels, weights, routing = self._kernels, self.weights, self.routing
         tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
         partials = empty((tiles, routing.num_rows), torch.float32, device_of(dout))
-        layout = weights.layout.transposed, self._halves
-        rows = routing.row_prob, routing.row_token, routing.padded_offsets
+        given = self._rows_of(dout), self._operand(weights.w2_dgrad), *self._layout
         outputs = dz, y1s, partials
-        w2 = self._operand(weights.w2_dgrad)
-        given, gate = self._rows_of(dout), self.kernels.gate
-        self.kernels.dgated.dgated(given, w2, *layout, z, *rows, *outputs, *gate, *self._launch)
+        kernels.dgated(routing, *given, z, *outputs, *kernels.gate, *self._launch)
         return partials
 
     def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:
@@ -232,11 +201,11 @@ class HopperProducts(Products):
 
     def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
         of_rows = partials.transpose(0, 1).contiguous()
-        sums: Tensor = self.row_sums_of(of_rows, dout, self.weights.b2)
+        sums: Tensor = self._row_sums_of(of_rows, dout, self.weights.b2)
         return sums
 
     def shown(self, name: str, operand: Tensor) -> Tensor:
-        if name in ("z", "dz") and self._halves:
+        if name in ("z", "dz") and self._layout[1]:
             return shown_in_turns(name, operand)
         return tap(name, operand)
 
@@ -297,9 +266,8 @@ def _wgrad(
     destination: Any,
     tokens_first: bool,
 ) -> None:
-    routing, launch = pending.routing, (pending.settings.gemm_num_sms, current_stream(rows))
-    of_rows = routing.row_token, routing.padded_offsets, routing.expert_counts
-    kernels.module.wgrad(tokens, rows, tokens_first, *of_rows, destination, *launch)
+    launch = pending.settings.gemm_num_sms, current_stream(rows)
+    kernels.wgrad(pending.routing, tokens, rows, tokens_first, destination, *launch)
 
 
 def _destinations(

@@ -27,7 +27,7 @@ import torch
 from ..enums import EngineName
 from ..errors import ConfigError
 from ..interop import plain_ops
-from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..layouts import NATIVE, StackedWeights, WeightLayout, WeightSource
 from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from .capabilities import RECORDS, EngineRecord
@@ -214,6 +214,19 @@ class Engine(ABC):
                 # show writes to them in the backward of an older forward.
                 b1, b2 = (bias.to(torch.float32).clone() for bias in (b1, b2))
             return self.prepare_weights(w1, w2, b1, b2, settings)
+
+    def read_stacked(
+        self,
+        weights: StackedWeights,
+        layout: WeightLayout,
+        dtype: torch.dtype | None,
+        settings: EngineSettings,
+    ) -> EngineWeights:
+        """`refresh` of stacked weights for one call, after which nothing of them is kept; `dtype`: what
+        they are cast to without a recipe.
+        """
+        source = WeightSource.stacked(*weights, layout=layout, compute_dtype=dtype)
+        return self.refresh(source, settings)
 
     @abstractmethod
     def prepare_weights(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, count_write, plain_ops
+from ..interop import aligned, count_write, device_of, empty, plain_ops
 from ..observe import is_heard, stage, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
@@ -282,7 +282,7 @@ def write_zeros(targets: GradientTargets) -> None:
 
 def empty_rows(routing: RoutingMetadata, width: int, like: Tensor) -> Tensor:
     """Unwritten `[R, width]`."""
-    return torch.empty((routing.num_rows, width), dtype=like.dtype, device=like.device)
+    return empty((routing.num_rows, width), like.dtype, device_of(like))  # type: ignore[no-any-return]
 
 
 def plain_operand(operand: Any) -> Tensor:

@@ -24,7 +24,8 @@ def routing_metadata_source(arch: str) -> CudaSource:
     known = ARCHITECTURES.get(arch)
     # Its tiles are as large as the shared memory of a block lets them be.
     defines = {"SHARED_KIB": known.shared_kib} if known is not None else {}
-    files = _CUDA / "routing_metadata.cu", _CUDA / "sorted_rows.cu"
+    calls = _CUDA.with_name("host") / "routed_calls.cpp"
+    files = _CUDA / "routing_metadata.cu", _CUDA / "sorted_rows.cu", calls
     return CudaSource.make("routing_metadata", *files, defines=defines, arch=arch)
 
 

@@ -17,6 +17,7 @@ from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, 
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from ..log import logger
+from .calls import RoutedCall
 from .metadata import NO_ROW, RoutingMetadata
 from .reference import exact_routing, exact_sorted_routing
 
@@ -71,9 +72,15 @@ class RoutingKernels(ABC):
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
 
-    def sum_or_zero(self, index: Tensor, parts: Tensor, out: Tensor) -> None:
-        """The same of the sums of `parts` over its first axis."""
-        self.gather_or_zero(index, parts.sum(0), out)
+    def sum_to_slots(self, routing: RoutingMetadata, parts: Tensor, out: Tensor) -> None:
+        """The same of the sums of `parts [parts, R]`, into every slot of the routing."""
+        self.gather_or_zero(routing.slot_row, parts.sum(0), out)
+
+    def aggregate(
+        self, routing: RoutingMetadata, rows: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        """`aggregate_rows` of the rows of a routing."""
+        self.aggregate_rows(rows, routing.slot_row, routing.row_prob, out, weighted)
 
     @abstractmethod
     def aggregate_rows(
@@ -96,8 +103,9 @@ class CudaKernels(RoutingKernels):
         metadata, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
         self._build, self._gather = metadata.build_metadata, metadata.gather_or_zero
         self._build_sorted = metadata.build_sorted
-        self._gather_sums = metadata.sum_or_zero
-        self._aggregate = aggregate.aggregate_rows
+        self._aggregate, bind = aggregate.aggregate_rows, metadata.with_routing
+        self._sum_to_slots = RoutedCall(metadata.sum_or_zero, 0, "slot_row", bind)
+        self._aggregate_routed = RoutedCall(self._aggregate, 1, "slot_row row_prob", bind)
         self._scratch_per_expert = int(metadata.scratch_per_expert())
         self._forced_ctas = forced_ctas
         # Asking takes as long as a launch, and sizes come again.
@@ -134,8 +142,13 @@ class CudaKernels(RoutingKernels):
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         self._gather(index, values, out, current_stream(index))
 
-    def sum_or_zero(self, index: Tensor, parts: Tensor, out: Tensor) -> None:
-        self._gather_sums(index, parts, out, current_stream(index))
+    def sum_to_slots(self, routing: RoutingMetadata, parts: Tensor, out: Tensor) -> None:
+        self._sum_to_slots(routing, parts, out, current_stream(parts))
+
+    def aggregate(
+        self, routing: RoutingMetadata, rows: Tensor, out: Tensor, weighted: bool
+    ) -> None:
+        self._aggregate_routed(routing, rows, out, weighted, current_stream(rows))
 
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool

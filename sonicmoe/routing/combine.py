@@ -13,6 +13,8 @@ from ..interop import (
     empty,
     require_framework_tensor,
     require_same_device,
+    requires_grad,
+    same_device,
 )
 from ..refusals import need_dtype, need_shape
 from .backends import kernels_for
@@ -42,7 +44,7 @@ def sum_to_slots(row_parts: Tensor, routing: RoutingMetadata) -> Tensor:
     0 in invalid slots. One launch of the CUDA kernels.
     """
     out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_parts))
-    kernels_for(row_parts).sum_or_zero(routing.slot_row, row_parts, out)
+    kernels_for(row_parts).sum_to_slots(routing, row_parts, out)
     return out
 
 
@@ -67,20 +69,27 @@ def aggregate(
     """
     require_framework_tensor(rows, "rows")
     dtype = dtype or rows.dtype
-    for name, value in (("rows", rows.dtype), ("dtype", dtype)):
+    # Both passes ask, so messages are composed for errors only.
+    if rows.dtype not in VALUE_DTYPES or dtype != rows.dtype:
+        _check_dtypes(rows.dtype, dtype)
+    if len(rows.shape) != 2 or int(rows.shape[0]) != routing.num_rows:
+        need_shape(False, "rows", rows, f"[{routing.num_rows}, H]")
+    if not same_device(rows, routing.held[0]):
+        require_same_device([("rows", rows), ("routing", routing.held[0])])
+    if requires_grad(rows) or not rows.is_contiguous():
+        rows = rows.detach().contiguous()
+    # Unwritten: the kernel writes every token, and zeros for those without rows.
+    out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
+    kernels_for(rows).aggregate(routing, rows, out, weighted)
+    return out
+
+
+def _check_dtypes(rows: torch.dtype, out: torch.dtype) -> None:
+    for name, value in (("rows", rows), ("dtype", out)):
         words = f"{name} is {dtype_name(value)}; needed: bfloat16, float16 or float32"
         expect(value in VALUE_DTYPES, DTypeError, words)
     expect(
-        dtype == rows.dtype or torch.float32 in (dtype, rows.dtype),
+        out == rows or torch.float32 in (out, rows),
         DTypeError,
-        f"dtype is {dtype_name(dtype)} for rows of {dtype_name(rows.dtype)}; needed: the same, or one of them float32",
+        f"dtype is {dtype_name(out)} for rows of {dtype_name(rows)}; needed: the same, or one of them float32",
     )
-    fits = len(rows.shape) == 2 and int(rows.shape[0]) == routing.num_rows
-    need_shape(fits, "rows", rows, f"[{routing.num_rows}, H]")
-    require_same_device([("rows", rows), ("routing", routing.slot_row)])
-    # Unwritten: the kernel writes every token, and zeros for those without rows.
-    out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
-    kernels_for(rows).aggregate_rows(
-        rows.detach().contiguous(), routing.slot_row, routing.row_prob, out, weighted
-    )
-    return out

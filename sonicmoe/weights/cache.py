@@ -139,8 +139,7 @@ class PreparedWeights:
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
-            known = held is not None and (engine.remake if changed else engine.keep)(held)
-            if not known:
+            if held is None or not (engine.remake if changed else engine.keep)(held):
                 # Views of the parameters are no part of the caller's graph.
                 with plain_ops():
                     held = engine.refresh(source(), settings, held, changed)

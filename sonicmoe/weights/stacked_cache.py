@@ -24,7 +24,7 @@ from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, is_cuda
-from ..layouts import WeightLayout, WeightSource
+from ..layouts import StackedWeights, WeightLayout, WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
 
@@ -40,7 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy ha
 from torch.utils.weak import WeakIdKeyDictionary
 
 Tensor = torch.Tensor
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
+Weights = StackedWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +90,16 @@ def read_weights(
     its weights in place does so at every replay, and `_captured` keeps its buffers for the graph.
     Any other engine prepares the weights inside the graph, in memory that is the graph's own.
     """
-    source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
-    w1, owner = weights[0], _owner(weights[0])
-    present = [weight for weight in weights if weight is not None]
-    is_inference = any(map(torch.Tensor.is_inference, present))
-    if settings.recipe is None or is_inference or _any_module_is_sharded():
+    w1, present = weights[0], [weight for weight in weights if weight is not None]
+    if settings.recipe is None or _is_never_kept(present):
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
-        _kept.get(owner, {}).pop(_geometry(w1), None)
-        return Reading(engine.refresh(source(), settings))
+        if len(_kept):
+            _kept.get(_owner(w1), {}).pop(_geometry(w1), None)
+        return Reading(engine.read_stacked(weights, layout, dtype, settings))
+    source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
+    owner = _owner(w1)
     # The geometry finds the entry of this view, whatever object it is now. The place names w1, w2
     # and both biases. Another w2 or bias beside the same w1 gets buffers of its own, because the
     # backward of an outstanding forward has still to read the old ones.
@@ -163,6 +163,10 @@ def _places(weights: Weights) -> tuple[Any, ...]:
 
 def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
+
+
+def _is_never_kept(weights: list[Tensor]) -> bool:
+    return any(map(torch.Tensor.is_inference, weights)) or _any_module_is_sharded()
 
 
 def _any_module_is_sharded() -> bool:

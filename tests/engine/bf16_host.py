@@ -12,6 +12,7 @@ from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrice
 
 from sonicmoe.engine import bf16, bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.bf16_weights import Recognised
 from sonicmoe.engine.gpu import Gpu
 from sonicmoe.engine.wgrad_destinations import Destinations
 from sonicmoe.enums import ActivationType
@@ -44,7 +45,7 @@ class Launches:
     def hopper(self, device, activation, parameters, dtype, rows_first, separate):
         made = HopperGemms(activation, parameters, self.calls, self.lent)
         matrices = HostMatrices if separate else None
-        return bf16_sm90.Kernels(made, made, made, matrices, made.gate)
+        return bf16_sm90.Kernels.of(made, made, made, matrices, made.gate)
 
     def wgrad(self, device, dtype):
         made = HopperGemms(ActivationType.SWIGLU, (), self.calls, self.lent)
@@ -57,6 +58,7 @@ def launches_fixture(request, monkeypatch):
     found = Launches(request.param)
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
     monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
+    monkeypatch.setattr(bf16, "_recognised", Recognised())
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
     # Of quack-kernels.
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))

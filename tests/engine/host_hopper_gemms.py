@@ -42,6 +42,7 @@ class HopperGemms:
     """
 
     COLUMNS = 24  # of a tile of dgated, whose partial sums of dprobs are one
+    gather_rows = None  # only of experts wider than those of tests
 
     def __init__(self, activation, parameters=(), calls=None, lent=None):
         self.kind, self.gated = (activation, parameters), is_glu(activation)

@@ -28,6 +28,7 @@ from engine.plain_layer import (
     run,
 )
 from pairwise import pairwise
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_memory import WeightTarget
@@ -173,6 +174,76 @@ class TestWeights:
             weights = OURS.refresh(other, EngineSettings())
             assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
             assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
+
+
+class TestStackedWeightsThatComeAgain:
+    """What no address changes is asked of the first ones alone."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        """The settings of each look at a source."""
+        seen, refresh = [], Bf16Engine.refresh
+
+        def noted(self, source, settings):
+            seen.append(settings)
+            return refresh(self, source, settings)
+
+        monkeypatch.setattr(Bf16Engine, "refresh", noted)
+        return seen
+
+    @staticmethod
+    def weights(layout=FUSED, dtype=BF16, **other):
+        source = case_in(layout, bias=True, **other).source
+        w1, w2 = source.up.stacked.to(dtype), source.down.stacked.to(dtype)
+        return [w1.clone(), w2.clone(), source.b1, source.b2]
+
+    def test_are_recognised(self, looks):
+        settings = EngineSettings()
+        first = OURS.read_stacked(self.weights(), FUSED, BF16, settings)
+        again = self.weights()
+        found = OURS.read_stacked(again, FUSED, BF16, settings)
+        assert len(looks) == 1
+        assert found.w1 is found.w1_dgrad is again[0] and found.w2 is found.w2_dgrad is again[1]
+        assert found.native_shapes == first.native_shapes and found.layout == FUSED
+        assert torch.equal(found.b1, again[2]) and found.b1.dtype == FP32
+        assert found.native is first.native and found.store is found.adapters is None
+
+    def test_in_any_other_form_are_looked_at(self, looks):
+        settings = EngineSettings()
+        OURS.read_stacked(self.weights(), FUSED, BF16, settings)
+        w1, w2, b1, b2 = self.weights()
+        wide = torch.zeros((E, H, 2 * I + 8), dtype=BF16)[:, :, : 2 * I].copy_(w1)
+        narrow = w2[:, :, :64].contiguous()
+        for count, (weights, layout, dtype, own) in enumerate((
+            ((w1, w2, b1, b2), WeightLayout(True), BF16, settings),
+            ((w1, w2, b1, b2), FUSED, None, settings),
+            ((w1, w2, b1, b2), FUSED, BF16, EngineSettings()),
+            ((w1, w2, None, None), FUSED, BF16, settings),
+            ((wide, w2, b1, b2), FUSED, BF16, settings),
+        )):  # fmt: skip
+            found = OURS.read_stacked(weights, layout, dtype, own)
+            assert len(looks) == count + 2 and found.w1.data_ptr() == weights[0].data_ptr()
+        with pytest.raises(ShapeError):
+            OURS.read_stacked((w1, narrow, b1, b2), FUSED, BF16, settings)
+
+    def test_that_the_copy_engine_cannot_read_are_copied_each_time(self, looks):
+        settings = EngineSettings()
+        w1, w2, b1, b2 = self.weights()
+        OURS.read_stacked((w1, w2, b1, b2), FUSED, BF16, settings)
+        odd = torch.zeros(w2.numel() + 1, dtype=BF16)[1:].view(w2.shape).copy_(w2)
+        for weights in ((w1, odd, b1, b2), (w1.float(), w2.float(), b1, b2)):
+            for _ in range(2):
+                looks.clear()
+                found = OURS.read_stacked(weights, FUSED, BF16, settings)
+                assert len(looks) == 1 and torch.equal(found.w2, w2)
+                assert found.w2.data_ptr() != weights[1].data_ptr()
+
+    def test_are_not_kept(self):
+        weights = self.weights()
+        memory = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+        OURS.read_stacked(weights, FUSED, BF16, EngineSettings())
+        weights.clear()
+        assert all(map(StorageWeakRef.expired, memory))
 
 
 class TestGradients:

@@ -1,0 +1,149 @@
+"""The weights of the BF16 engine on Hopper, which reads them where they lie.
+
+What depends on shapes, strides, dtypes and settings is checked once. A later call is recognised by
+these, and only its addresses are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..enums import ActivationType
+from ..interop import aligned, data_ptr
+from ..layouts import StackedMatrices, StackedWeights, WeightLayout, WeightSource, stack
+from .border import check_weights
+from .expert_matrices import ExpertMatrices, may_stay_apart
+from .interface import EngineWeights
+from .settings import EngineSettings
+
+Tensor = torch.Tensor
+# Addresses and strides that the copy engine takes are multiples of 16 bytes, or 8 elements.
+_BYTES, _ITEMS = 16, 8
+SourceOptions = tuple[WeightLayout, torch.dtype | None]  # of `WeightSource.stacked`
+
+
+def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
+    """The user's weights where they lie. Three kinds are copied: weights of another dtype than the
+    computation's, those that the copy engine cannot read, and more than `MOST` experts with tensors
+    of their own. ShapeError where sizes do not fit together.
+    """
+    sides = source.up, source.down
+    w1, w2 = (
+        map(ExpertMatrices, sides)
+        if _stay_apart(source)
+        else (_stacked(side, source.compute_dtype) for side in sides)
+    )
+    b1, b2 = map(_fp32, (source.b1, source.b2))
+    shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
+    _check_shapes(shapes, source.layout.transposed, activation)
+    return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else aligned(bias.to(torch.float32))
+
+
+class _Shaped(NamedTuple):
+    """All that `check_weights` looks at."""
+
+    shape: tuple[int, ...]
+
+
+# A node asks again after every write. Of shapes that fit, the answer is kept.
+@functools.lru_cache(maxsize=256)
+def _check_shapes(
+    shapes: tuple[tuple[int, ...] | None, ...], transposed: bool, activation: ActivationType
+) -> None:
+    """Refuse w1, w2, b1 and b2 of shapes that do not fit together. The kernels would take a bias of
+    another shape that has as many elements.
+    """
+    w1, w2, *biases = shapes
+    assert w1 is not None and w2 is not None
+    native = [(*s[:-2], s[-1], s[-2]) if transposed else s for s in (w1, w2)]
+    given: list[Any] = [None if s is None else _Shaped(s) for s in (*native, *biases)]
+    up, down, b1, b2 = given
+    check_weights(up, down, b1, b2, activation)
+
+
+def _stay_apart(source: WeightSource) -> bool:
+    """Whether these are a tensor of each expert that the kernels can read."""
+    if isinstance(source.up, StackedMatrices) or isinstance(source.down, StackedMatrices):
+        return False
+    dtype, wanted = source.anchor.dtype, source.compute_dtype
+    fits = may_stay_apart(len(source.up), dtype) and wanted in (None, dtype)
+    inner = int(source.up[0].shape[-1]), int(source.down[0].shape[-1])
+    aligned_rows = all(size % _ITEMS == 0 for size in inner)
+    return fits and aligned_rows and not any(at % _BYTES for at in source.pointers)
+
+
+def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    weight = matrices.stacked if isinstance(matrices, StackedMatrices) else stack(list(matrices))
+    if dtype is not None and weight.dtype != dtype:
+        weight = weight.to(dtype)
+    *strides, last = (int(stride) for stride in weight.stride())
+    # An expanded weight has a stride of 0, which the driver refuses.
+    fits = last == 1 and all([stride > 0 and stride % _ITEMS == 0 for stride in strides])
+    if fits and data_ptr(weight) % _BYTES == 0:
+        return weight
+    return aligned(weight)  # type: ignore[no-any-return]
+
+
+class Recognised:
+    """Stacked weights that were read in place before, by everything but their addresses."""
+
+    def __init__(self) -> None:
+        """Nothing was read yet."""
+        # The settings stay here, so that no others can have their id.
+        self._known: dict[Any, tuple[EngineSettings, dict[str, Any]]] = {}
+
+    def find(
+        self, weights: StackedWeights, source: SourceOptions, settings: EngineSettings
+    ) -> EngineWeights | None:
+        """These, or None where they were not seen before, or the copy engine cannot read them."""
+        w1, w2, b1, b2 = weights
+        found = self._known.get(_kind(weights, *source, settings))
+        if found is None or (data_ptr(w1) | data_ptr(w2)) % _BYTES:
+            return None
+        made = EngineWeights.__new__(EngineWeights)
+        own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": _fp32(b1), "b2": _fp32(b2)}
+        # The class is frozen. Sizes and kernels are those of before.
+        made.__dict__.update(found[1], **own)
+        return made
+
+    def add(
+        self,
+        weights: StackedWeights,
+        source: SourceOptions,
+        settings: EngineSettings,
+        made: EngineWeights,
+    ) -> None:
+        """Remember what was made of these weights, where that was no copy."""
+        lent = made.w1, made.w2
+        if any(data_ptr(one) != data_ptr(own) for one, own in zip(lent, weights, strict=False)):
+            return
+        if len(self._known) >= MOST_KINDS:
+            self._known.clear()
+        assert all(map(all, made.native_shapes))  # asked, so that all sizes are kept
+        kept = {name: value for name, value in made.__dict__.items() if name not in _TENSORS}
+        self._known[_kind(weights, *source, settings)] = settings, kept
+
+
+MOST_KINDS = 256
+_TENSORS = frozenset({"w1", "w2", "w1_dgrad", "w2_dgrad", "b1", "b2"})
+
+
+def _kind(
+    weights: StackedWeights,
+    layout: WeightLayout,
+    dtype: torch.dtype | None,
+    settings: EngineSettings,
+) -> tuple[Any, ...]:
+    w1, w2, b1, b2 = weights
+    of_biases = None if b1 is None else b1.shape, None if b2 is None else b2.shape
+    of_call = layout.transposed, layout.split_half, dtype, id(settings)
+    first = w1.shape, w1.stride(), w1.dtype, w1.device
+    return *first, w2.shape, w2.stride(), w2.dtype, *of_biases, *of_call
