@@ -151,6 +151,23 @@ class EngineContract:
             assert torch.equal(old[empty], new[empty])
             assert not bool((old[[1, 2, 3]] == new[[1, 2, 3]]).all())
 
+    def test_biases_by_themselves(self):
+        """As often as asked, to the bits that go to accumulators; where nobody will ask, the rest has its
+        bits.
+        """
+        if not self.engine.record.biases:
+            pytest.skip("this engine has no biases")
+        case = make_case(600, bias=True, seed=36)
+        wanted, weights = self.run(case), self.engine.prepare_weights(*case.weights, self.settings)
+        for asked in (True, False):
+            _, saved = self.engine.forward(case.x, case.routing(), weights, self.settings)
+            saved.wants_biases = asked
+            dx, dprobs, pending = self.engine.backward_dx(case.dout, saved, weights)
+            assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
+            for _ in range(2 if asked else 0):
+                db1, db2 = self.engine.bias_gradients(pending)
+                assert torch.equal(db1, wanted["db1"]) and torch.equal(db2, wanted["db2"])
+
     # ---- the same bits ----
 
     def test_repetition(self, case, wanted):
