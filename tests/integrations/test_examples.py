@@ -89,6 +89,18 @@ def write_tokenizer_of_bytes(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
 
 
+@needs("transformers", "peft")
+@pytest.mark.trained
+def test_an_adapter_is_trained_and_loaded_by_peft_alone() -> None:
+    """The script itself asserts that the second process has loaded nothing of this package."""
+    out = run("finetune_lora", "--steps", 16)
+    *steps, here, alone = figures(out, "loss")
+    assert abs(steps[0] - 5.545) < 0.1 and steps[-1] < 5.1
+    # FP8 and bf16 beside fp32: an adapter that was ignored would be 0.4 away.
+    assert abs(here - alone) < 0.02
+    assert re.search(r"129,024 of [\d,]+ parameters train", out)
+
+
 @needs("paddle")
 @pytest.mark.paddle
 @pytest.mark.trained
@@ -102,11 +114,16 @@ def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
     assert begun.splitlines() + continued.splitlines() == whole.splitlines()
 
 
-@pytest.mark.parametrize("script", ["finetune_transformers", "train_ddp", "train_paddle"])
+@pytest.mark.parametrize(
+    "script", ["finetune_lora", "finetune_transformers", "train_ddp", "train_paddle"]
+)
 def test_options_are_explained(script: str) -> None:
-    framework = {"train_paddle": "paddle", "finetune_transformers": "transformers"}.get(
-        script, "torch"
-    )
+    needed = {
+        "train_paddle": "paddle",
+        "finetune_transformers": "transformers",
+        "finetune_lora": "peft",
+    }
+    framework = needed.get(script, "torch")
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
     text = run(script, "--help")

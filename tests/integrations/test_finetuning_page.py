@@ -111,6 +111,13 @@ def test_the_table_of_memory_adds_up() -> None:
     # 48 layers of 128 experts with three matrices 2048 x 768.
     experts = 48 * 128 * 3 * 2048 * 768
     assert round(experts / 1e9, 1) == 29.0
+    rank, adapters = 16, 48 * 128 * 16 * (2 * 2048 + 3 * 768)
+    words = f"{adapters / experts:.1%} at r = {rank}".replace("%", " %")
+    stated = section_of("Memory").replace("\n", " ")
+    assert (
+        f"{words} for Qwen3-30B-A3B: {round(adapters / 1e6)} M parameters, {round(16 * adapters / 1e9)} GB"
+        in stated
+    )
     for column in (1, 2, 3):
         gigabytes = round(float(total[column].split(";")[0]) * 29.0)
         assert f"{gigabytes} GB" in section_of("Memory").replace("\n", " ")

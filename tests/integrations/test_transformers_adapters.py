@@ -5,9 +5,11 @@ beside peft alone, which adds them to the weights.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from integrations.hf_models import (
     FAMILIES,
     IMPLEMENTATIONS,
@@ -17,6 +19,7 @@ from integrations.hf_models import (
     run,
     text,
 )
+from worlds import run_world
 
 peft = pytest.importorskip("peft", minversion="0.17")
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
@@ -26,6 +29,7 @@ from sonicmoe.errors import ShapeError  # noqa: E402
 from sonicmoe.functional import call  # noqa: E402
 from sonicmoe.integrations.transformers import register  # noqa: E402
 
+WORKER = Path(__file__).with_name("adapters_on_ranks.py")
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -64,12 +68,13 @@ def alone(model):
 CASES = (
     ("qwen3-moe", {}),
     ("mixtral", {"r": 3, "use_rslora": True}),
-    ("gpt-oss", {"rank_pattern": {"mlp.experts": 5}}),
+    ("gpt-oss", {"rank_pattern": {UP: 5}, "alpha_pattern": {DOWN: 3}}),
     ("deepseek-v3", {"targets": (DOWN,)}),
     ("gpt-oss", {"targets": (UP,), "target_modules": ["q_proj", "v_proj"]}),
 )
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # which peft uses all the same
 @pytest.mark.parametrize(("family", "options"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_peft(family, options, request):
     model = adapted(family, layers=2, **options)
@@ -281,3 +286,43 @@ def test_an_observer_sees_the_weights_that_the_layer_computes_with(monkeypatch):
     experts = model.get_base_model().model.layers[0].mlp.experts
     experts.merge()
     assert relative_rmse(w2, experts.get_param()) < 1e-6
+
+
+@pytest.mark.trained
+def test_two_ranks_under_fsdp2_train_like_one_process(tmp_path):
+    outputs = run_world(lambda rank: [WORKER, rank, tmp_path / "store"], [{}, {}])
+    assert all(out.endswith("equal\n") for out in outputs)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        row = text(seed=index)[0]
+        return {"input_ids": row, "labels": row}
+
+
+@pytest.mark.trained
+def test_the_trainer_trains_and_saves_adapters_alone(tmp_path, narrow, monkeypatch):
+    """With its checkpointing of activations and its mixed precision."""
+    pytest.importorskip("accelerate")
+    model = adapted("mixtral", layers=2)
+    model.get_base_model().set_experts_implementation("sonicmoe_fp8")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), bf16=True, use_cpu=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, max_grad_norm=1.0,
+        learning_rate=1e-2, max_steps=2, report_to=[],
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
+    assert trainer.train().global_step == 2
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert len(changed) == 8 and all("experts" in name and "lora_" in name for name in changed)
+    trainer.save_model(str(tmp_path / "adapter"))
+    monkeypatch.undo()
+    again = peft.PeftModel.from_pretrained(build(FAMILIES["mixtral"](2)), tmp_path / "adapter")
+    alone = logits_of(again, "eager")
+    assert relative_rmse(logits_of(again, "sonicmoe"), alone) < 1e-5
+    # accelerate has wrapped the trained model's forward in autocast, for good.
+    assert relative_rmse(logits_of(model, "sonicmoe"), alone) < 0.02
