@@ -10,10 +10,11 @@ namespace {
 // [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns as `up` wrote them;
 // row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the order of z's columns, y1s [R, I]
 // and partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. dz may lie
-// where z lies. Rows at and behind padded_offsets[E] are not written. first, second: the activation's
+// where z lies. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written. first, second: the activation's
 // parameters in the order of `activation_names()`, else anything. multiprocessors: how many at most;
 // 0: all.
-void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, TensorView z,
+void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves,
+            Optional<TensorView> u, Optional<TensorView> factor, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,
             TensorView y1s, TensorView partials, double first, double second,
             int64_t multiprocessors, int64_t stream) {
@@ -21,7 +22,7 @@ void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, Te
   const DLDevice device = dout.device();
   // The product contracts over H: the matrices as dgrad reads them.
   const HalfWeights weights(w2, !transposed, "w2", device);
-  const HalfParams p = half_params(dout, weights, row_token, padded_offsets, rows);
+  HalfParams p = half_params(dout, weights, row_token, padded_offsets, rows);
   const int64_t inner = weights.n, n1 = has_gate() ? 2 * inner : inner;
   TVM_FFI_ICHECK(rows % sm90::kTileM == 0)
       << "row_token has " << rows << " elements; needed: a multiple of " << sm90::kTileM;
@@ -40,6 +41,7 @@ void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves, Te
   HalfMaps maps{};
   if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   weights.map_parts(1, maps);
+  map_adapter({u, factor}, 1, rows, kGathers ? 0 : rows, device, p, maps);
   maps.c = matrix_map(y1s_data, rows, inner, sm90::kGroupRows, 2);
   maps.d = parts_map(dz_data, rows, n1, parts, sm90::kGroupRows);
   maps.z = parts_map(z_data, rows, n1, parts, sm90::kTileM);

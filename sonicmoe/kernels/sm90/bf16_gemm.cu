@@ -11,17 +11,17 @@ namespace {
 // is `transposed`. Where there is a gate, N1 is 2 I: with `halves` all gates and then all up values,
 // else the two in turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order
 // of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
-// if their tokens were zeros. Rows at and behind padded_offsets[E] are not written. first, second: the
+// if their tokens were zeros. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written. first, second: the
 // activation's parameters in the order of `activation_names()`, else anything. multiprocessors: how
 // many at most; 0: all.
 void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<TensorView> b1,
-        TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
+        Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
         Optional<TensorView> y1, double first, double second, int64_t multiprocessors,
         int64_t stream) {
   const int64_t rows = row_token.numel();
   const DLDevice device = x.device();
   const HalfWeights weights(w1, transposed, "w1", device);
-  const HalfParams p = half_params(x, weights, row_token, padded_offsets, rows);
+  HalfParams p = half_params(x, weights, row_token, padded_offsets, rows);
   const int64_t inner = has_gate() ? weights.n / 2 : weights.n;
   TVM_FFI_ICHECK(inner % 8 == 0) << "I is " << inner << "; needed: a multiple of 8";
   sm90::ActivationParams e{};
@@ -35,6 +35,7 @@ void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<
   if (!kGathers) maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   const int64_t parts = halves && has_gate() ? 2 : 1;
   weights.map_parts(parts, maps);
+  map_adapter({u, factor}, parts, rows, kGathers ? 0 : rows, device, p, maps);
   if (e.store_z) maps.z = parts_map(z_data, rows, weights.n, parts, sm90::kGroupRows);
   if (e.store_y) maps.c = matrix_map(y_data, rows, inner, sm90::kGroupRows, 2);
   with_gate(first, second, halves, [&](const auto& gate, auto order) {
@@ -47,14 +48,14 @@ void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<
 }
 
 // out [R, N] = a * b^T + bias, a [R, K] in expert order, b [E, N, K], or [E, K, N] where it is
-// `transposed`, bias fp32 [E, N] or None. Rows at and behind padded_offsets[E] are not written.
+// `transposed`, bias fp32 [E, N] or None. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written.
 void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<TensorView> bias,
-                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+                  Optional<TensorView> u, Optional<TensorView> factor, TensorView padded_offsets, TensorView out, int64_t multiprocessors,
                   int64_t stream) {
   const int64_t rows = a.size(0);
   const DLDevice device = a.device();
   const HalfWeights weights(b, transposed, "b", device);
-  const HalfParams p = half_params(a, weights, {}, padded_offsets, rows);
+  HalfParams p = half_params(a, weights, {}, padded_offsets, rows);
   const sm90::StoreHalf::Params e{
       optional_f32(bias, "bias", device, weights.experts * weights.n)};
   const void* data = checked_half(out, "out", device, rows * weights.n);
@@ -62,6 +63,7 @@ void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<Tens
   HalfMaps maps{};
   maps.a = matrix_map(p.a, rows, p.k, sm90::kTileM, 2);
   weights.map_parts(1, maps);
+  map_adapter({u, factor}, 1, rows, rows, device, p, maps);
   maps.c = matrix_map(data, rows, weights.n, sm90::kGroupRows, 2);
   const auto kernel = weights.by_columns ? sm90::bf16_grouped_gemm<false, true, sm90::StoreHalf>
                                          : sm90::bf16_grouped_gemm<false, false, sm90::StoreHalf>;

@@ -50,7 +50,7 @@ enum class GateOrder { kNone, kHalves, kTurns };
 struct alignas(1024) HalfStorage : StageMemory {};
 static_assert(sizeof(HalfStorage) + 1024 <= kMostSharedBytes);
 
-struct HalfParams : RowGroups {
+struct HalfParams : RowGroups, AdapterRows {
   const Half* a;             // [T, K], gathered through row_token; unused with a tensor map
   const int32_t* row_token;  // [R], -1 in padding rows
   int k;
@@ -59,16 +59,17 @@ struct HalfParams : RowGroups {
 // Whether the weights are a matrix for each expert, wherever it lies, or one tensor of all experts.
 #ifdef SEPARATE_WEIGHTS
 constexpr bool kSeparate = true;
-constexpr int kMapsOfB = 244;  // an expert's; more are no parameter of a kernel
+constexpr int kMapsOfB = 240;  // an expert's; more are no parameter of a kernel
 #else
 constexpr bool kSeparate = false;
 constexpr int kMapsOfB = 2;  // B, or its gate and its up rows where they are loaded apart
 #endif
 
 // A, B, outputs, z.
-struct HalfMaps {
+struct OwnHalfMaps {
   CUtensorMap a, b[kMapsOfB], c, d, z;
 };
+using HalfMaps = WithAdapter<OwnHalfMaps, 2>;
 
 // Loads half number `half` of this tile's columns of B. With kSplitsColumns a tile has 128 gate
 // columns, then the 128 up columns that belong to them.
@@ -89,6 +90,16 @@ __device__ __forceinline__ void load_half_of_b(const HalfMaps& maps, uint64_t* f
   } else {
     tma_load_3d_multicast(map, full, to, k, column, last, receivers);
   }
+}
+
+// The same of an adapter's factor.
+template <bool kSplitsColumns>
+__device__ __forceinline__ void load_half_of_factor(const CUtensorMap* parts, uint64_t* full,
+                                                    uint8_t* stage, const OutputTile& tile,
+                                                    int half, int column, uint16_t receivers) {
+  const int row = kSplitsColumns ? tile.col / 2 : tile.col + half * (kTileN / 2);
+  tma_load_3d_multicast(&parts[kSplitsColumns ? half : 0], full, stage + half * kBytesHalfB, column,
+                        row, tile.expert, receivers);
 }
 
 // Copies 64 columns of this tile's 128 rows of A, of which each thread has 16 bytes of eight rows.
@@ -112,6 +123,21 @@ class RowGather {
       cp_async_16_of_256(chunk_address(base, row() + 16 * i, chunk()), from, read);
     }
   }
+  // 64 columns of u, which lies by rows.
+  __device__ __forceinline__ void copy_adapter(uint8_t* stage, const OutputTile& tile,
+                                               int column) const {
+    const uint32_t base = smem_address(stage);
+    const bool inside = column + chunk() * 8 < p_.width;  // which need not be a multiple of 64
+    const uint8_t* from =
+        p_.u + 2 * (static_cast<int64_t>(tile.row + row()) * p_.width + column + chunk() * 8);
+    // Not unrolled: the producer has few registers.
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i, from += 32 * static_cast<int64_t>(p_.width)) {
+      const bool read = inside && ((valid_ >> i) & 1);
+      cp_async_16_of_256(chunk_address(base, row() + 16 * i, chunk()),
+                         read ? from : reinterpret_cast<const uint8_t*>(p_.a), read);
+    }
+  }
 
  private:
   __device__ static __forceinline__ int row() { return threadIdx.x / 8; }
@@ -129,29 +155,49 @@ __device__ __forceinline__ void produce_half(const HalfParams& p, const HalfMaps
   const int k_blocks = (p.k + kHalfTileK - 1) / kHalfTileK;
   Ring ring;
   OutputTile tile;
+  const auto load_operands = [&](const CUtensorMap* map_a, int column, const auto& load_b) {
+    const bool loads_a = !kGather && tile.active;
+    uint64_t* full = &s.full[ring.stage];
+    barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
+    if (tile.shares_b) {
+      load_b(Scheduler::rank(), (1 << kCluster) - 1);
+    } else if (tile.active) {
+      for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
+    }
+    if (loads_a) tma_load_2d(map_a, full, s.a[ring.stage], column, tile.row);
+  };
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     RowGather rows = kGather ? RowGather(p, tile) : RowGather(p, OutputTile{});
     for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
       const int k = kb * kHalfTileK;
-      if (thread == 0) {
-        const bool loads_a = !kGather && tile.active;
-        barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
-        const auto load_b = [&](int half, uint16_t receivers) {
+      if (thread == 0)
+        load_operands(&maps.a, k, [&](int half, uint16_t receivers) {
           load_half_of_b<kBByColumns, Epilogue::kSplitsColumns>(maps, full, s.b[ring.stage], tile,
                                                                 half, k, receivers);
-        };
-        if (tile.shares_b) {
-          load_b(Scheduler::rank(), (1 << kCluster) - 1);
-        } else if (tile.active) {
-          for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
-        }
-        if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], k, tile.row);
-      }
+        });
       if constexpr (kGather) {
         rows.copy(s.a[ring.stage], k);
         cp_async_arrive(full);
+      }
+    }
+    if constexpr (kLowRank) {
+      for (int column = 0; column < p.width; column += kAdapterColumns, ring.advance()) {
+        barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+        uint64_t* full = &s.full[ring.stage];
+        if (thread == 0)
+          with_adapter(maps, [&](const auto& of_adapter) {
+            load_operands(&of_adapter.u, column, [&](int half, uint16_t receivers) {
+              load_half_of_factor<Epilogue::kSplitsColumns>(of_adapter.factor, full,
+                                                            s.b[ring.stage], tile, half, column,
+                                                            receivers);
+            });
+          });
+        if constexpr (kGather) {
+          rows.copy_adapter(s.a[ring.stage], tile, column);
+          cp_async_arrive(full);
+        }
       }
     }
     for (int i = 0; i < Epilogue::kZStages; ++i, ring.advance()) {
@@ -217,6 +263,21 @@ __device__ __forceinline__ void multiply_tile(StageMemory& s, Ring& ring, int k_
   if (k_blocks > 0) release(s, before, lane);
 }
 
+// The stages of an adapter.
+template <bool kGather>
+__device__ __forceinline__ void add_adapter(const AdapterRows& p, StageMemory& s, Ring& ring,
+                                            int group, int lane, Accumulators& acc) {
+  for (int column = 0; column < p.width; column += kAdapterColumns) {
+    barrier_wait(&s.full[ring.stage], ring.phase);
+    if constexpr (kGather) fence_async_proxy();
+    const uint32_t a = smem_address(s.a[ring.stage]) + group * kColumnBlockBytes;
+    multiply_adapter(matrix_descriptor(a), matrix_descriptor(smem_address(s.b[ring.stage])),
+                     p.width - column, acc);
+    release(s, ring.stage, lane);
+    ring.advance();
+  }
+}
+
 // The stages of a tile that this CTA does not compute.
 __device__ __forceinline__ void pass_stages(StageMemory& s, Ring& ring, int stages, int lane) {
   for (int i = 0; i < stages; ++i, ring.advance()) {
@@ -236,11 +297,12 @@ __device__ __forceinline__ void consume_half(const HalfParams& p,
   Epilogue epilogue(p, e, maps, s, group * 4 + warp, lane);
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     if (!tile.active) {
-      pass_stages(s, ring, k_blocks + Epilogue::kZStages, lane);
+      pass_stages(s, ring, k_blocks + adapter_stages(p) + Epilogue::kZStages, lane);
       continue;
     }
     Accumulators acc;
     multiply_tile<kGather, false, kBByColumns>(s, ring, k_blocks, group, lane, acc);
+    if constexpr (kLowRank) add_adapter<kGather>(p, s, ring, group, lane, acc);
     epilogue.store(acc, tile, ring);
   }
   epilogue.finish();

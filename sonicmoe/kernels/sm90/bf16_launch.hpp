@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/optional.h>
 
+#include "adapter_launch.hpp"
 #include "bf16_epilogues.cuh"
 #include "bf16_weights.hpp"
 #include "cluster_launch.hpp"
@@ -29,7 +30,6 @@ namespace sonicmoe {
 using sm90::GateOrder;
 using sm90::Half;
 using sm90::HalfParams;
-using tvm::ffi::Optional;
 
 // Whether `up` and `dgated` gather their tokens. A module that is built with ROWS_FIRST takes rows
 // in expert order instead: where many column tiles read a row, gathering it once costs less.
@@ -112,6 +112,26 @@ inline HalfParams half_params(const TensorView& a, const HalfWeights& b,
     p.row_token = checked_i32(row_token.value(), "row_token", device, rows);
   p.k = static_cast<int>(b.k);
   return p;
+}
+
+// Takes an adapter and makes its maps. The factor's rows are those of B, in the native order: gate and
+// up in turns. parts: of B's columns, that are loaded apart; rows_of_u: 0 where A is gathered.
+inline void map_adapter(const Adapter& adapter, int64_t parts, int64_t rows, int64_t rows_of_u,
+                        DLDevice device, HalfParams& p, HalfMaps& maps) {
+  const uint8_t* factor = take_adapter(adapter, p, p, rows, kHalfCode, device);
+  if (factor == nullptr) return;
+  sm90::with_adapter(maps, [&](auto& with) {
+    if (rows_of_u > 0) with.u = matrix_map(p.u, rows_of_u, p.width, sm90::kTileM, 2);
+    const cuuint64_t pitch = 2 * static_cast<cuuint64_t>(p.width);
+    const Boxes<3> boxes{{static_cast<cuuint64_t>(p.width),
+                          static_cast<cuuint64_t>(p.n / parts),
+                          static_cast<cuuint64_t>(p.experts)},
+                         {parts * pitch, p.n * pitch},
+                         {sm90::kAdapterColumns, sm90::kTileN / 2, 1}};
+    for (int64_t part = 0; part < parts; ++part)
+      with.factor[part] =
+          tensor_map(factor + part * pitch, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
+  });
 }
 
 inline const float* optional_f32(const Optional<TensorView>& tensor, const char* name,

@@ -2,14 +2,10 @@
 #include "epilogues.cuh"
 #include "launch.hpp"
 
-#include <tvm/ffi/optional.h>
-
 #include <type_traits>
 
 namespace sonicmoe {
 namespace {
-
-using tvm::ffi::Optional;
 
 template <bool kGather, class Blocks, class Epilogue>
 void launch(const Operands& o, const TensorMaps& maps, const typename Epilogue::Params& more,
@@ -27,12 +23,13 @@ const float* checked_bias(const Optional<TensorView>& bias, const char* name, co
 
 template <class Blocks, bool kAddsBias>
 void plain_gemm(const TensorView& a, const TensorView& a_scale, const TensorView& b,
-                const TensorView& b_scale, const Optional<TensorView>& bias,
+                const TensorView& b_scale, const Optional<TensorView>& bias, const Adapter& adapter,
                 const TensorView& padded_offsets, const TensorView& out, int64_t multiprocessors,
                 int64_t stream) {
   using Epilogue = sm90::StoreBf16<kAddsBias>;
   const int64_t rows = a.size(0);
-  const Operands o = check_operands<Blocks>(a, a_scale, b, b_scale, padded_offsets, rows);
+  Operands o = check_operands<Blocks>(a, a_scale, b, b_scale, padded_offsets, rows);
+  take_adapter(adapter, o);
   void* data = checked<void>(out, "out", kDLBfloat, 16, o.device, rows * o.params.n);
   const float* added = checked_bias(bias, "bias", o);
   if (rows == 0) return;
@@ -44,11 +41,13 @@ void plain_gemm(const TensorView& a, const TensorView& a_scale, const TensorView
 // out bf16 [R, N] = a * b^T + bias; a e4m3 [R, K] in expert order, b e4m3 [E, N, K]. b_scale [E,
 // ceil(N / 128), ceil(K / 128)]; a_scale [R, ceil(K / 128)], or one per 128 rows: [R / 128, ceil(K /
 // 128)]. Or both with ceil(K / 256) in the place of ceil(K / 128), where K are gate and up in turns.
-// bias fp32 [E, N], or None: only in a module built with BIAS, and with scales of 128 of K. Rows at
+// bias fp32 [E, N], or None: only in a module built with BIAS, and with scales of 128 of K. u, factor:
+// see `take_adapter`. Rows at
 // and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                  Optional<TensorView> bias, TensorView padded_offsets, TensorView out,
-                  int64_t multiprocessors, int64_t stream) {
+                  Optional<TensorView> bias, Optional<TensorView> u, Optional<TensorView> factor,
+                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+                  int64_t stream) {
   TVM_FFI_ICHECK(b.ndim() == 3 && b_scale.ndim() == 3)
       << "b must be [E, N, K], b_scale [E, ceil(N / 128), ceil(K / 128 or 256)]";
   const bool wide = b_scale.size(2) < ceil_div(b.size(2), kScaleBlock);
@@ -58,7 +57,7 @@ void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_s
         << "bias is given; needed: a module built with BIAS, and scales of 128 of K";
     gemm = plain_gemm<sm90::SquareBlocks, sm90::kBiased>;
   }
-  gemm(a, a_scale, b, b_scale, bias, padded_offsets, out, multiprocessors, stream);
+  gemm(a, a_scale, b, b_scale, bias, {u, factor}, padded_offsets, out, multiprocessors, stream);
 }
 
 using UpBlocks = std::conditional_t<sm90::kSteady, sm90::SquareBlocks, sm90::GateUpColumns>;
@@ -85,17 +84,19 @@ void launch_gated(const Operands& o, const TensorMaps& maps, const Activation& g
 // ceil(N / 128), ceil(K / 128)]. Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N
 // / 128], or, built with Z_BF16, bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)]. b1
 // fp32 [E, N], in the order of b's rows, where the module is built with BIAS, else None.
+// u, factor: see `take_adapter`.
 // activation: a place in `activation_names()`; first, second: its parameters in the order that stands
 // there, else anything. Padding rows (row_token -1) come out as if their tokens were zeros.
 // multiprocessors: how many at most; 0: all.
 void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                       Optional<TensorView> b1, TensorView row_token, TensorView padded_offsets,
-                       TensorView z,
+                       Optional<TensorView> b1, Optional<TensorView> u, Optional<TensorView> factor,
+                       TensorView row_token, TensorView padded_offsets, TensorView z,
                        TensorView z_scale, TensorView y1, TensorView y1_scale, int64_t activation,
                        double first, double second, bool store_z, int64_t multiprocessors,
                        int64_t stream) {
   const int64_t rows = row_token.numel();
   Operands o = check_operands<UpBlocks>(a, a_scale, b, b_scale, padded_offsets, rows);
+  take_adapter({u, factor}, o);
   const int64_t n = o.params.n;
   check_activation(activation);
   TVM_FFI_ICHECK(n % 128 == 0) << "N = 2 I is " << n

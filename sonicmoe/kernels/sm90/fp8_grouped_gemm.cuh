@@ -12,6 +12,8 @@
 // far a scale may fall within a row is bounded (kMaxDrop), or a block of zeros would make the
 // accumulator overflow: a block 2^44 below the largest before it counts as if it were 2^44 below.
 //
+// An adapter's stages (grouped_tiles.cuh) are added to sums that were multiplied out of their units.
+//
 // Padding rows of A are zeros (the gather) or whatever the caller's finite rows hold; a token is
 // read at its own rows only.
 #pragma once
@@ -48,7 +50,7 @@ using SquareBlocks = ScaleBlocks<kScaleBlock, kScaleBlock>;
 using GateUpColumns = ScaleBlocks<kGateUpBlock, kScaleBlock>;  // z = x * w1
 using GateUpDepth = ScaleBlocks<kScaleBlock, kGateUpBlock>;    // dx = dz * w1
 
-struct GemmParams : RowGroups {
+struct GemmParams : RowGroups, AdapterRows {
   const uint8_t*
       a;  // e4m3 [T, K], gathered through row_token; unused when A comes through a tensor map
   const float* a_scale;           // [rows of A, K / depth], or one per 128 rows
@@ -58,10 +60,11 @@ struct GemmParams : RowGroups {
   int k;
 };
 
-// A kernel's four tensor maps: the operands, and up to two outputs.
-struct TensorMaps {
+// A kernel's tensor maps: the operands, and up to two outputs.
+struct OwnMaps {
   CUtensorMap a, b, c, d;
 };
+using TensorMaps = WithAdapter<OwnMaps, 1>;
 
 struct alignas(1024) SharedStorage : StageMemory {
   // An epilogue's exchange between warps where codes are folded, and what it knows of rows.
@@ -84,6 +87,43 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   Ring ring;
   int issued = 0;
   OutputTile tile;
+  // B, or an adapter's factor, and A, or u, where the copy engine loads it; from `column` on.
+  const auto load_operands = [&](const CUtensorMap* map_a, const CUtensorMap* map_b, int column) {
+    uint64_t* full = &s.full[ring.stage];
+    const bool loads_a = !kGather && tile.active;
+    barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
+    const auto load_b = [&](int half, uint16_t receivers) {
+      const int b_row = tile.expert * p.n + tile.col + half * (kTileN / kCluster);
+      uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
+      if constexpr (Epilogue::kColumnGroup > 0) {
+        tma_load_5d_multicast(map_b, full, b_stage, column, b_row / Epilogue::kColumnGroup,
+                              receivers);
+      } else {
+        tma_load_2d_multicast(map_b, full, b_stage, column, b_row, receivers);
+      }
+    };
+    if (tile.shares_b) {
+      load_b(Scheduler::rank(), (1 << kCluster) - 1);
+    } else if (tile.active) {
+      for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
+    }
+    if (loads_a) tma_load_2d(map_a, full, s.a[ring.stage], column, tile.row);
+  };
+  const auto copy_chunk = [&](int i, const uint8_t* from, bool read) {
+    const int row = lane_row + 16 * i;
+    cp_async_16(smem_address(s.a[ring.stage]) + row * kTileK + ((chunk ^ (row & 7)) << 4),
+                read ? from : p.a, read);
+  };
+  const auto end_stage = [&] {
+    if constexpr (kGather) {
+      cp_async_commit();
+      if (++issued > kGatherLag) {
+        cp_async_wait<kGatherLag>();
+        publish_gathered(s, (ring.stage + kStages - kGatherLag) % kStages);
+      }
+    }
+    ring.advance();
+  };
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     uint32_t source[8];  // in units of 16 bytes: 32 bits reach 64 GiB and spare the producer's few
                          // registers
@@ -100,45 +140,36 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
     }
     for (int kb = 0; kb < k_blocks; ++kb) {
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
-      uint64_t* full = &s.full[ring.stage];
-      if (thread == 0) {
-        const bool loads_a = !kGather && tile.active;
-        barrier_arrive_expect(full, !tile.active ? 0 : loads_a ? kBytesA + kBytesB : kBytesB);
-        const auto load_b = [&](int half, uint16_t receivers) {
-          const int b_row = tile.expert * p.n + tile.col + half * (kTileN / kCluster);
-          uint8_t* b_stage = s.b[ring.stage] + half * (kBytesB / kCluster);
-          if constexpr (Epilogue::kColumnGroup > 0) {
-            tma_load_5d_multicast(&maps.b, full, b_stage, kb * kTileK,
-                                  b_row / Epilogue::kColumnGroup, receivers);
-          } else {
-            tma_load_2d_multicast(&maps.b, full, b_stage, kb * kTileK, b_row, receivers);
-          }
-        };
-        if (tile.shares_b) {
-          load_b(Scheduler::rank(), (1 << kCluster) - 1);
-        } else if (tile.active) {
-          for (int half = 0; half < kCluster; ++half) load_b(half, 1 << Scheduler::rank());
-        }
-        if (loads_a) tma_load_2d(&maps.a, full, s.a[ring.stage], kb * kTileK, tile.row);
-      }
+      if (thread == 0) load_operands(&maps.a, &maps.b, kb * kTileK);
       if constexpr (kGather) {
-        const uint32_t base = smem_address(s.a[ring.stage]);
         const bool inside = kb * kTileK + chunk * 16 < p.k;  // K need not be a multiple of 128
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int row = lane_row + 16 * i;
-          const bool read = inside && ((valid >> i) & 1);
-          const uint8_t* from =
-              read ? p.a + (static_cast<int64_t>(source[i]) + kb * (kTileK / 16)) * 16 : p.a;
-          cp_async_16(base + row * kTileK + ((chunk ^ (row & 7)) << 4), from, read);
-        }
-        cp_async_commit();
-        if (++issued > kGatherLag) {
-          cp_async_wait<kGatherLag>();
-          publish_gathered(s, (ring.stage + kStages - kGatherLag) % kStages);
-        }
+        for (int i = 0; i < 8; ++i)
+          copy_chunk(i, p.a + (static_cast<int64_t>(source[i]) + kb * (kTileK / 16)) * 16,
+                     inside && ((valid >> i) & 1));
       }
-      ring.advance();
+      end_stage();
+    }
+    if constexpr (kLowRank) {
+      for (int column = 0; column < p.width; column += kAdapterColumns) {
+        barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+        if (thread == 0)
+          with_adapter(maps, [&](const auto& of_adapter) {
+            load_operands(&of_adapter.u, &of_adapter.factor[0], column);
+          });
+        if constexpr (kGather) {
+          const int from_row =
+              tile.row + slab_row<Epilogue::kAdjacentRows>(lane_row % 8 * 4, lane_row / 8);
+          const uint8_t* from =
+              p.u + 2 * (static_cast<int64_t>(from_row) * p.width + column + chunk * 8);
+          const bool inside = column + chunk * 8 < p.width;  // which need not be a multiple of 64
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            copy_chunk(i, from + 32 * static_cast<int64_t>(p.width) * i,
+                       inside && ((valid >> i) & 1));
+        }
+        end_stage();
+      }
     }
   }
   if constexpr (kGather) {
@@ -211,6 +242,21 @@ struct Scales {
   }
 };
 
+// All of its stages, added to sums that have no unit any more.
+__device__ __forceinline__ void add_low_rank(const GemmParams& p, SharedStorage& s, Ring& ring,
+                                             int group, int lane, float (&acc)[2][64]) {
+  for (int column = 0; column < p.width; column += kAdapterColumns) {
+    barrier_wait(&s.full[ring.stage], ring.phase);
+    named_barrier_sync(1 + group, 256);
+    const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
+    const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
+    multiply_adapter(a, b, p.width - column, acc);
+    named_barrier_arrive(2 - group, 256);
+    release(s, ring.stage, lane);
+    ring.advance();
+  }
+}
+
 // The ratio by which sums change when a scale does; of equal scales exactly 1, which an approximate
 // quotient need not be.
 __device__ __forceinline__ float steady_step(float current, float following) {
@@ -223,7 +269,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
                                         const TensorMaps& maps, SharedStorage& s) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int k_blocks = (p.k + kTileK - 1) / kTileK,
-            n_blocks = (p.n + Blocks::kColumns - 1) / Blocks::kColumns;
+            stages = k_blocks + adapter_stages(p), n_blocks = (p.n + Blocks::kColumns - 1) / Blocks::kColumns;
   using TileScales = Scales<Blocks>;
   Ring ring;
   OutputTile tile;
@@ -231,7 +277,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
   if (group == 1) named_barrier_arrive(1, 256);  // the first turn is warpgroup 0's
   for (Scheduler scheduler(p); scheduler.next(tile);) {
     if (!tile.active) {
-      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+      for (int kb = 0; kb < stages; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
         named_barrier_sync(1 + group, 256);
         named_barrier_arrive(2 - group, 256);
@@ -367,7 +413,15 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     }
     const float unit[2][2] = {{current[0] * current[kLeft], current[0] * current[kRight]},
                               {current[1] * current[kLeft], current[1] * current[kRight]}};
-    epilogue.store(acc, unit, row0, tile);
+    if constexpr (kLowRank) {
+      rescale(acc[0], unit[0][0], unit[1][0]);
+      rescale(acc[1], unit[0][1], unit[1][1]);
+      add_low_rank(p, s, ring, group, lane, acc);
+      constexpr float kOne[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
+      epilogue.store(acc, kOne, row0, tile);
+    } else {
+      epilogue.store(acc, unit, row0, tile);
+    }
   }
   epilogue.finish();
 }

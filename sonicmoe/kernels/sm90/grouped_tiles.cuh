@@ -4,7 +4,12 @@
 // One persistent CTA per SM, paired in clusters of two that take neighbouring 128-row tiles and
 // share B's 256 columns by multicast. A producer warpgroup fills a ring of stages; two consumer
 // warpgroups hold 64 x 256 fp32 accumulators each.
+//
+// Built with LOW_RANK, further stages may follow the k-blocks of a tile: those of a low-rank adapter,
+// whose u [R, width], 16-bit values by rows, is multiplied with its factor [E, N, width].
 #pragma once
+
+#include <type_traits>
 
 #include "../numbers.hpp"
 #include "ptx.cuh"
@@ -29,6 +34,35 @@ struct RowGroups {
   int64_t max_rows;               // R: offsets beyond it are not followed
   int experts, n;
 };
+
+#ifdef LOW_RANK
+constexpr bool kLowRank = true;
+#else
+constexpr bool kLowRank = false;
+#endif
+constexpr int kAdapterColumns = kRowBytes / 2;  // of a stage
+
+struct AdapterRows {
+  const uint8_t* u;  // read directly where A is gathered
+  int width;         // 0 where there is no adapter; else a multiple of 8
+};
+__device__ __forceinline__ int adapter_stages(const AdapterRows& p) {
+  return kLowRank ? (p.width + kAdapterColumns - 1) / kAdapterColumns : 0;
+}
+
+// A kernel's own tensor maps, and in a module with LOW_RANK those of u and of the factor, whose rows
+// may be two parts.
+template <class Own, int kParts>
+struct AndAdapter : Own {
+  CUtensorMap u, factor[kParts];
+};
+template <class Own, int kParts>
+using WithAdapter = std::conditional_t<kLowRank, AndAdapter<Own, kParts>, Own>;
+// `visit(maps)` where there are maps of an adapter.
+template <class Maps, class Visit>
+__host__ __device__ __forceinline__ void with_adapter(Maps& maps, Visit visit) {
+  if constexpr (kLowRank) visit(maps);
+}
 
 struct OutputTile {
   int expert, row, col;
@@ -123,6 +157,26 @@ __device__ __forceinline__ void release(StageMemory& s, int stage, int lane) {
   // No .release.cluster here: the wait for the products orders the reads already, and the fence
   // would cost 15 % of the GEMM.
   if (lane < kCluster) barrier_arrive_remote(&s.empty[stage], lane);
+}
+
+template <int kSteps>
+__device__ __forceinline__ void multiply_steps(uint64_t a, uint64_t b, float (&acc)[2][64]) {
+  fence_registers(acc[0]);
+  fence_registers(acc[1]);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+    wgmma_m64n256k16<false, false>(acc[0], acc[1], a + 2 * k, b + 2 * k, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  fence_registers(acc[0]);
+  fence_registers(acc[1]);
+}
+// The products with an adapter's stage, of whose columns `columns` are left.
+__device__ __forceinline__ void multiply_adapter(uint64_t a, uint64_t b, int columns,
+                                                 float (&acc)[2][64]) {
+  columns > 16 ? multiply_steps<kAdapterColumns / 16>(a, b, acc)
+               : multiply_steps<1>(a, b, acc);  // the usual rank
 }
 
 // A warp's way out: fill a patch of 16 rows x 128 bytes (swizzled), hand it to the copy engine, go

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../host/tensor_map.hpp"
+#include "adapter_launch.hpp"
 #include "cluster_launch.hpp"
 #include "fp8_grouped_gemm.cuh"
 
@@ -11,24 +12,28 @@ namespace sonicmoe {
 using sm90::GemmParams;
 using sm90::TensorMaps;
 
-// Rows of a row-major e4m3 matrix, 128 of them and 128 columns a box, in the order of
-// `kColumnGroup`: of each `group` rows 0, 1, group / 4, group / 4 + 1, group / 2, ... first. `rows`
-// must be a multiple of the group.
-inline CUtensorMap grouped_rows_map(const void* base, int64_t rows, int64_t cols, int group) {
-  const cuuint64_t pitch = static_cast<cuuint64_t>(cols),
+// Rows of a row-major matrix of `bytes`-wide elements, 128 of them and 128 bytes of columns a box, in
+// the order of `kColumnGroup`: of each `group` rows 0, 1, group / 4, group / 4 + 1, group / 2, ...
+// first. `rows` must be a multiple of the group.
+inline CUtensorMap grouped_rows_map(const void* base, int64_t rows, int64_t cols, int group,
+                                    int bytes = 1) {
+  const cuuint64_t pitch = static_cast<cuuint64_t>(cols) * bytes,
                    rows_of_thread = static_cast<cuuint64_t>(group) / 4;
   const Boxes<5> boxes{
-      {pitch, 2, 4, rows_of_thread / 2, static_cast<cuuint64_t>(rows / group)},
+      {static_cast<cuuint64_t>(cols), 2, 4, rows_of_thread / 2,
+       static_cast<cuuint64_t>(rows / group)},
       {pitch, rows_of_thread * pitch, 2 * pitch, group * pitch},
-      {128, 2, 4, static_cast<cuuint32_t>(group / 8), static_cast<cuuint32_t>(128 / group)}};
-  return tensor_map(base, CU_TENSOR_MAP_DATA_TYPE_UINT8, boxes);
+      {static_cast<cuuint32_t>(128 / bytes), 2, 4, static_cast<cuuint32_t>(group / 8),
+       static_cast<cuuint32_t>(128 / group)}};
+  return tensor_map(
+      base, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, boxes);
 }
 
 struct Operands {
   GemmParams params;
   DLDevice device;
   int64_t rows;  // R
-  const uint8_t* b;
+  const uint8_t *b, *factor;
 };
 
 // a [rows of A, K], a_scale [rows of A, ceil(K / depth)] or one per 128 rows, b [E, N, K], b_scale
@@ -70,7 +75,11 @@ inline Operands check_operands(const TensorView& a, const TensorView& a_scale, c
   return o;
 }
 
-// The operands' maps; a gathered A has none. `column_group`: the epilogue's.
+inline void take_adapter(const Adapter& adapter, Operands& o) {
+  o.factor = take_adapter(adapter, o.params, o.params, o.rows, kDLBfloat, o.device);
+}
+
+// The operands' maps; a gathered A has none, nor has its u. `column_group`: the epilogue's.
 inline TensorMaps operand_maps(const Operands& o, int64_t rows_of_a, int column_group) {
   const GemmParams& p = o.params;
   TensorMaps maps{};
@@ -78,6 +87,14 @@ inline TensorMaps operand_maps(const Operands& o, int64_t rows_of_a, int column_
   const int64_t rows_of_b = static_cast<int64_t>(p.experts) * p.n;
   maps.b = column_group > 0 ? grouped_rows_map(o.b, rows_of_b, p.k, column_group)
                             : matrix_map(o.b, rows_of_b, p.k, sm90::kTileN / sm90::kCluster);
+  sm90::with_adapter(maps, [&](auto& with) {
+    if (p.width == 0) return;  // nobody loads through these
+    if (rows_of_a > 0) with.u = matrix_map(p.u, rows_of_a, p.width, sm90::kTileM, 2);
+    with.factor[0] =
+        column_group > 0
+            ? grouped_rows_map(o.factor, rows_of_b, p.width, column_group, 2)
+            : matrix_map(o.factor, rows_of_b, p.width, sm90::kTileN / sm90::kCluster, 2);
+  });
   return maps;
 }
 

@@ -1,0 +1,624 @@
+// The narrow products of low-rank adapters on Hopper: rows times a factor of few columns, and the
+// gradients of the factors. Wide operands are read once, where they lie: tokens that are gathered,
+// rows in expert order, or codes; codes become bf16 exactly, and their scales are multiplied into
+// sums or into the narrow operand.
+//
+// The tensor cores' mma takes its fragments from registers. A contraction may run in any order, if
+// both operands have the same one: so a thread loads 16 neighbouring bytes of a row, and what they
+// hold is spread over the places of K that are this thread's.
+//
+// Rows without a token (row_token -1) are read nowhere and come out as zeros. Everything is added in
+// a fixed order.
+#include <tvm/ffi/optional.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../host/border.hpp"
+#include "quantize.cuh"
+
+namespace sonicmoe {
+namespace {
+
+using tvm::ffi::Optional;
+
+constexpr int kMostColumns = 64;  // of a narrow operand that one CTA takes; wider ones go to several
+constexpr int kBlock = kRowAlignment;
+constexpr unsigned kFull = 0xffffffffu;
+
+__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ uint32_t bf16_of_codes(uint32_t two_codes) {
+  const float2 pair = __half22float2(halves_of(two_codes));
+  return bf16_pair(pair.x, pair.y);
+}
+
+// D[16,8] += A[16,16] B[8,16]^T. With g = lane / 4 and q = lane % 4, a thread has of A rows g and
+// g + 8 at K 2q, 2q + 1 (a[0], a[1]) and 8 further (a[2], a[3]), of B row g at the same places, of D
+// rows g and g + 8 at columns 2q, 2q + 1.
+template <bool kFp16>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+#define SONICMOE_MMA(type)                                                                        \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type                                      \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"             \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (kFp16)
+    SONICMOE_MMA("f16.f16");
+  else
+    SONICMOE_MMA("bf16.bf16");
+#undef SONICMOE_MMA
+}
+
+// The rows of a wide operand. A thread loads `kChunk` neighbouring columns, 16 bytes, as pairs of
+// 16-bit values. `gathers`: a row is that of its token.
+template <bool kHalf>
+struct HalfRows {
+  static constexpr bool kFp16 = kHalf, kScaled = false;
+  static constexpr int kChunk = 8;
+  const uint8_t* data;
+  int width;
+  bool gathers;
+  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2]) const {
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + 2 * (row * width + column)));
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4]) const {
+    load(row, column, to);
+  }
+  __device__ __forceinline__ float scale(int64_t, int) const { return 1.f; }
+};
+struct CodeRows {
+  static constexpr bool kFp16 = false, kScaled = true;
+  static constexpr int kChunk = 16;
+  const uint8_t* data;
+  int width;
+  bool gathers;
+  const float* scales;
+  int log2_rows, log2_columns;  // of a block that shares a scale; columns are 128 or 256
+  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2]) const {
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + row * width + column));
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = bf16_of_codes(word[i / 2] >> (16 * (i % 2)));
+  }
+  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4]) const {
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + row * width + column));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = bf16_of_codes((i < 2 ? v.x : v.y) >> (16 * (i % 2)));
+  }
+  __device__ __forceinline__ float scale(int64_t row, int column) const {
+    const int columns = (width + (1 << log2_columns) - 1) >> log2_columns;
+    return scales[(row >> log2_rows) * columns + (column >> log2_columns)];
+  }
+};
+// Codes [columns, rows] with a scale for 128 x 128, as operands of wgrad lie.
+struct TransposedCodes {
+  static constexpr bool kFp16 = false, kScaled = true;
+  const uint8_t* data;
+  int64_t rows;
+  const float* scales;
+  __device__ __forceinline__ void load_8(int64_t first_row, int column, uint32_t (&to)[4]) const {
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + column * rows + first_row));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = bf16_of_codes((i < 2 ? v.x : v.y) >> (16 * (i % 2)));
+  }
+  __device__ __forceinline__ float scale(int64_t row, int column) const {
+    return scales[column / kScaleBlock * (rows / kBlock) + row / kBlock];
+  }
+};
+
+// The expert e with offsets[e] <= row < offsets[e + 1]; the last one for a row behind them all.
+__device__ __forceinline__ int expert_of(const int64_t* offsets, int experts, int64_t row) {
+  int below = 0, above = experts;
+  while (above - below > 1) {
+    const int middle = (below + above) / 2;
+    (offsets[middle] <= row ? below : above) = middle;
+  }
+  return below;
+}
+
+struct NarrowWork {
+  const int32_t* row_token;
+  const int64_t* padded_offsets;
+  const uint16_t* factor;  // [E, width, K]
+  uint16_t* out;           // [R, width]
+  int experts, width;
+  float by;
+};
+
+constexpr int kRowWarps = 4, kRowsOfWarp = kBlock / kRowWarps;
+// Columns of the factor that a CTA takes: partial sums of codes need registers of their own.
+template <class Rows>
+constexpr int kColumnsOfFactor = Rows::kScaled ? kMostColumns / 2 : kMostColumns;
+
+// out[row] = by * rows[row] * factor[expert]^T. A CTA takes a block of rows, and 8 kTiles columns of
+// the factor, the blockIdx.y-th `kColumnsOfFactor`.
+template <class Rows, int kTiles>
+__global__ void __launch_bounds__(32 * kRowWarps)
+    narrow_rows_of(const Rows rows, const NarrowWork work) {
+  constexpr int kWords = Rows::kChunk / 2, kPasses = kRowsOfWarp / 16;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * kBlock,
+                first_row = block + threadIdx.x / 32 * kRowsOfWarp;
+  const int first = blockIdx.y * kColumnsOfFactor<Rows>;
+  const int expert = expert_of(work.padded_offsets, work.experts, block);
+  int64_t source[kPasses][2];
+#pragma unroll
+  for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = first_row + 16 * t + 8 * h + g;
+      const int token = work.row_token[row];
+      source[t][h] = token < 0 ? -1 : rows.gathers ? token : row;
+    }
+  const uint16_t* factor = work.factor + (static_cast<int64_t>(expert) * work.width + first + g) *
+                                             static_cast<int64_t>(rows.width);
+  float total[kPasses][kTiles][4] = {};
+  for (int begin = 0; begin < rows.width; begin += kScaleBlock) {
+    float part[kPasses][kTiles][4];
+    if constexpr (Rows::kScaled) {
+#pragma unroll
+      for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) part[t][n][i] = 0.f;
+    }
+    // Not unrolled where codes and partial sums take the registers.
+#pragma unroll (Rows::kScaled && kTiles > 2 ? 1 : 4)
+    for (int step = 0; step < kScaleBlock; step += 4 * Rows::kChunk) {
+      const int column = begin + step + q * Rows::kChunk;
+      const bool inside = column < rows.width;
+      uint32_t wide[kPasses][2][kWords], narrow[kTiles][kWords];
+#pragma unroll
+      for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int i = 0; i < kWords; ++i) wide[t][h][i] = 0;
+          if (inside && source[t][h] >= 0) rows.load(source[t][h], column, wide[t][h]);
+        }
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) narrow[n][i] = 0;
+        if (!inside || first + 8 * n + g >= work.width) continue;
+        const uint4* from = reinterpret_cast<const uint4*>(
+            factor + 8 * n * static_cast<int64_t>(rows.width) + column);
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          const uint4 v = __ldg(from + i / 4);
+          narrow[n][i] = v.x, narrow[n][i + 1] = v.y, narrow[n][i + 2] = v.z;
+          narrow[n][i + 3] = v.w;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2)
+#pragma unroll
+        for (int t = 0; t < kPasses; ++t) {
+          const uint32_t a[4] = {wide[t][0][i], wide[t][1][i], wide[t][0][i + 1],
+                                 wide[t][1][i + 1]};
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+            multiply_add<Rows::kFp16>(Rows::kScaled ? part[t][n] : total[t][n], a, narrow[n][i],
+                                      narrow[n][i + 1]);
+        }
+    }
+    if constexpr (Rows::kScaled) {
+#pragma unroll
+      for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float scale = source[t][h] < 0 ? 0.f : rows.scale(source[t][h], begin);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) total[t][n][2 * h + i] += scale * part[t][n][2 * h + i];
+        }
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = first_row + 16 * t + 8 * h + g;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int column = first + 8 * n + 2 * q;
+        if (column >= work.width) continue;
+        const float low = work.by * total[t][n][2 * h], high = work.by * total[t][n][2 * h + 1];
+        uint32_t pair;
+        if constexpr (Rows::kFp16) {
+          const __half2 halves = __floats2half2_rn(low, high);
+          pair = reinterpret_cast<const uint32_t&>(halves);
+        } else {
+          pair = bf16_pair(low, high);
+        }
+        *reinterpret_cast<uint32_t*>(work.out + row * work.width + column) = pair;
+      }
+    }
+}
+
+struct GradientWork {
+  const int32_t* row_token;
+  const int64_t* padded_offsets;
+  const uint16_t* narrow;  // [R, width]
+  const float* row_prob;   // [R], or nullptr: 1
+  float* out;              // of expert e, column c of the wide operand and n of the narrow one:
+  int64_t step, wide_step, narrow_step, split_step;  // out[e step + c wide_step + n narrow_step]
+  int64_t rows;
+  int experts, width, rank, wide, splits;
+};
+
+constexpr int kGradientWarps = 8, kColumnsOfCta = 128, kColumnsOfWarp = 64;
+constexpr int kRowGroups = kGradientWarps * kColumnsOfWarp / kColumnsOfCta,
+              kRowsOfGroup = kBlock / kRowGroups;
+constexpr int kPitch = kBlock + 8;  // of the transposed narrow operand: no two lanes share a bank
+
+// out += narrow[rows of an expert]^T * wide[rows of an expert]. A CTA takes 128 columns of the wide
+// operand, 8 kTiles of the narrow one, and a share of an expert's blocks of rows; its warps 64 of the
+// columns and every fourth of a block's rows.
+template <class Wide, int kTiles>
+__global__ void __launch_bounds__(32 * kGradientWarps)
+    sum_gradients(const Wide wide, const GradientWork work) {
+  constexpr int kNarrow = 8 * kTiles;
+  constexpr bool kTransposed = std::is_same_v<Wide, TransposedCodes>;
+  __shared__ union {
+    uint16_t narrow[2][kNarrow][kPitch];
+    float sums[kColumnsOfCta][kNarrow + 1];
+  } s;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
+  const int half = warp % 2, group = warp / 2;
+  const int expert = blockIdx.y, split = blockIdx.z % work.splits,
+            first = blockIdx.z / work.splits * kMostColumns;
+  const int cta_column = blockIdx.x * kColumnsOfCta,
+            column = cta_column + half * kColumnsOfWarp;
+  const auto clamped = [&](int64_t offset) { return min(offset, work.rows) / kBlock; };
+  const int64_t from = clamped(work.padded_offsets[expert]),
+                blocks = max(clamped(work.padded_offsets[expert + 1]) - from, int64_t(0)),
+                begin = from + blocks * split / work.splits,
+                end = from + blocks * (split + 1) / work.splits;
+  float total[4][kTiles][4] = {};
+  // A block's narrow rows, transposed, times what belongs to them: a probability, and the scale of
+  // the codes, which are the same in all columns of this CTA.
+  const auto stage = [&](int64_t block, int buffer) {
+    constexpr int kParts = kNarrow / 8;
+    for (int i = threadIdx.x; i < kBlock * kParts; i += 32 * kGradientWarps) {
+      const int r = i / kParts, part = i % kParts;
+      const int64_t row = block * kBlock + r;
+      const int token = work.row_token[row];
+      uint4 v = {};
+      if (token >= 0 && first + 8 * part < work.width)
+        v = __ldg(reinterpret_cast<const uint4*>(work.narrow + row * work.width + first + 8 * part));
+      float by = token < 0 ? 0.f : 1.f;
+      if (work.row_prob != nullptr && token >= 0) by = work.row_prob[row];
+      if constexpr (Wide::kScaled) {
+        int64_t of_scale = row;
+        if constexpr (!kTransposed) of_scale = wide.gathers ? token : row;
+        if (token >= 0) by *= wide.scale(of_scale, cta_column);
+      }
+      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t pair = word[k];
+        if (Wide::kScaled || work.row_prob != nullptr) {
+          if constexpr (Wide::kFp16) {
+            const __half2 scaled = __floats2half2_rn(
+                by * __half2float(__ushort_as_half(static_cast<unsigned short>(pair))),
+                by * __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16))));
+            pair = reinterpret_cast<const uint32_t&>(scaled);
+          } else {
+            pair = bf16_pair(by * __uint_as_float(pair << 16),
+                             by * __uint_as_float(pair & 0xffff0000u));
+          }
+        }
+        s.narrow[buffer][8 * part + 2 * k][r] = static_cast<uint16_t>(pair);
+        s.narrow[buffer][8 * part + 2 * k + 1][r] = static_cast<uint16_t>(pair >> 16);
+      }
+    }
+  };
+  if (begin < end) stage(begin, 0);
+  for (int64_t block = begin; block < end; ++block) {
+    const int buffer = (block - begin) % 2;
+    __syncthreads();
+    if (block + 1 < end) stage(block + 1, buffer ^ 1);
+    constexpr int kSteps = kRowsOfGroup / 16;
+    if constexpr (kTransposed) {
+      // Eight rows of a thread are the places of K of both steps.
+      const int row = group * kRowsOfGroup + 8 * q;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t codes[2][4] = {};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int c = column + 16 * j + 8 * h + g;
+          if (c < work.wide) wide.load_8(block * kBlock + row, c, codes[h]);
+        }
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint32_t a[4] = {codes[0][2 * k], codes[1][2 * k], codes[0][2 * k + 1],
+                                 codes[1][2 * k + 1]};
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const uint32_t* b =
+                reinterpret_cast<const uint32_t*>(&s.narrow[buffer][8 * n + g][row + 4 * k]);
+            multiply_add<false>(total[j][n], a, b[0], b[1]);
+          }
+        }
+      }
+    } else {
+      uint32_t values[kSteps][4][4];
+      const bool inside = column + 8 * g < work.wide;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = group * kRowsOfGroup + 16 * k + 2 * q + i % 2 + 8 * (i / 2);
+          const int64_t row = block * kBlock + r;
+          const int token = work.row_token[row];
+#pragma unroll
+          for (int w = 0; w < 4; ++w) values[k][i][w] = 0;
+          if (inside && token >= 0)
+            wide.load_8(wide.gathers ? token : row, column + 8 * g, values[k][i]);
+        }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const int row = group * kRowsOfGroup + 16 * k + 2 * q;
+        const auto& v = values[k];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t a[4] = {
+              __byte_perm(v[0][j], v[1][j], 0x5410), __byte_perm(v[0][j], v[1][j], 0x7632),
+              __byte_perm(v[2][j], v[3][j], 0x5410), __byte_perm(v[2][j], v[3][j], 0x7632)};
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const uint16_t* b = &s.narrow[buffer][8 * n + g][row];
+            multiply_add<Wide::kFp16>(total[j][n], a, *reinterpret_cast<const uint32_t*>(b),
+                                      *reinterpret_cast<const uint32_t*>(b + 8));
+          }
+        }
+      }
+    }
+  }
+  // The rows' groups in their order.
+  for (int turn = 0; turn < kRowGroups; ++turn) {
+    __syncthreads();
+    if (turn != group) continue;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int c = half * kColumnsOfWarp + (kTransposed ? 16 * j + 8 * h + g : 8 * g + 2 * j + h);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& sum = s.sums[c][8 * n + 2 * q + i];
+            sum = (turn == 0 ? 0.f : sum) + total[j][n][2 * h + i];
+          }
+      }
+  }
+  __syncthreads();
+  float* out = work.out + split * work.split_step + expert * work.step;
+  const bool by_columns = work.wide_step == 1;
+  for (int i = threadIdx.x; i < kColumnsOfCta * kNarrow; i += 32 * kGradientWarps) {
+    const int c = by_columns ? i % kColumnsOfCta : i / kNarrow,
+              n = by_columns ? i / kColumnsOfCta : i % kNarrow;
+    if (cta_column + c >= work.wide || first + n >= work.rank) continue;
+    out[(cta_column + c) * work.wide_step + (first + n) * work.narrow_step] = s.sums[c][n];
+  }
+}
+
+__global__ void __launch_bounds__(256)
+    add_splits(const float* __restrict__ parts, const int splits, const int64_t elements,
+               float* __restrict__ out) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (i >= elements) return;
+  float sum = parts[i];
+  for (int split = 1; split < splits; ++split) sum += parts[split * elements + i];
+  out[i] = sum;
+}
+
+// Where the rows of each expert lie, at a function's border.
+struct RowsOfExperts {
+  DLDevice device;
+  int64_t rows, experts;
+  const int32_t* row_token;
+  const int64_t* padded_offsets;
+
+  RowsOfExperts(const TensorView& row_token_, const TensorView& padded_offsets_)
+      : device(row_token_.device()),
+        rows(row_token_.numel()),
+        experts(padded_offsets_.numel() - 1),
+        row_token(checked_i32(row_token_, "row_token", device, rows)),
+        padded_offsets(checked_i64(padded_offsets_, "padded_offsets", device, 1)) {
+    TVM_FFI_ICHECK(rows % kBlock == 0 && rows < (int64_t(1) << 31))
+        << "row_token has " << rows << " rows; needed: a multiple of " << kBlock;
+  }
+};
+
+bool is_fp16(const TensorView& tensor) { return is_type(tensor, kDLFloat, 16); }
+
+// `launch` with rows as they came: bf16 or fp16 [*, K], or codes [*, K] with a scale for 128 columns
+// of a row, or for 256 columns of 128 rows.
+template <class Launch>
+void with_rows(const TensorView& rows, const Optional<TensorView>& scale, bool gathers,
+               DLDevice device, Launch launch) {
+  TVM_FFI_ICHECK(rows.ndim() == 2 && rows.size(1) % 16 == 0 && rows.size(1) < (int64_t(1) << 30))
+      << "rows must be a matrix whose columns are a multiple of 16";
+  const int width = static_cast<int>(rows.size(1));
+  if (!scale.has_value()) {
+    const auto code = is_fp16(rows) ? kDLFloat : kDLBfloat;
+    const auto* data = aligned_16(checked<const uint8_t>(rows, "rows", code, 16, device, 0), "rows");
+    is_fp16(rows) ? launch(HalfRows<true>{data, width, gathers})
+                  : launch(HalfRows<false>{data, width, gathers});
+    return;
+  }
+  const TensorView& s = scale.value();
+  TVM_FFI_ICHECK(s.ndim() == 2) << "scale must be a matrix";
+  const bool blocks = s.size(0) != rows.size(0);
+  const int log2 = blocks ? 8 : 7;
+  static_assert(kGateUpBlock == 1 << 8 && kScaleBlock == 1 << 7 && kBlock == 1 << 7);
+  const int64_t scale_rows = blocks ? rows.size(0) / kBlock : rows.size(0);
+  TVM_FFI_ICHECK(s.size(0) == scale_rows && s.size(1) == ceil_div(width, 1 << log2))
+      << "scale is " << s.size(0) << " x " << s.size(1) << "; needed: one for 128 columns of a row, "
+      << "or for 256 columns of 128 rows";
+  launch(CodeRows{aligned_16(checked_bytes(rows, "rows", device, 0), "rows"), width, gathers,
+                  checked_f32(s, "scale", device, s.numel()), blocks ? 7 : 0, log2});
+}
+
+const uint16_t* checked_half(const TensorView& tensor, const char* name, DLDevice device,
+                             int64_t elements) {
+  const auto code = is_fp16(tensor) ? kDLFloat : kDLBfloat;
+  return aligned_16(checked<const uint16_t>(tensor, name, code, 16, device, elements), name);
+}
+
+int64_t checked_width(const TensorView& narrow, int64_t width) {
+  TVM_FFI_ICHECK(width > 0 && width % 8 == 0 && width <= 1024)
+      << "width is " << width << "; needed: a multiple of 8";
+  TVM_FFI_ICHECK(narrow.ndim() == 2 && narrow.size(1) == width) << "another width than the factor's";
+  return width;
+}
+
+// As many tiles of eight columns as the narrow operand fills, rounded up to a power of two.
+template <class Launch>
+void with_tiles(int64_t width, Launch launch) {
+  const int64_t tiles = ceil_div(width, 8);
+  if (tiles <= 1) return launch(std::integral_constant<int, 1>());
+  if (tiles <= 2) return launch(std::integral_constant<int, 2>());
+  if (tiles <= 4) return launch(std::integral_constant<int, 4>());
+  launch(std::integral_constant<int, kMostColumns / 8>());
+}
+
+// out [R, width] = by * rows * factor^T, in the dtype of the factor [E, width, K]: bf16, or fp16 as
+// rows then are. rows, scale: see `with_rows`; gathers: rows are those of tokens. width: a multiple of
+// 8. Rows without a token come out as zeros.
+void narrow_rows(TensorView rows, Optional<TensorView> scale, bool gathers, TensorView factor,
+                 TensorView row_token, TensorView padded_offsets, TensorView out, double by,
+                 int64_t stream) {
+  const RowsOfExperts r(row_token, padded_offsets);
+  TVM_FFI_ICHECK(factor.ndim() == 3 && factor.size(0) == r.experts &&
+                 factor.size(2) == rows.size(1))
+      << "factor must be [E, width, K], with K the columns of rows";
+  TVM_FFI_ICHECK(gathers || rows.size(0) >= r.rows) << "rows has " << rows.size(0) << " rows";
+  TVM_FFI_ICHECK(is_fp16(factor) == is_fp16(rows) && is_fp16(out) == is_fp16(factor))
+      << "rows, factor and out are of different dtypes";
+  const int64_t width = checked_width(out, factor.size(1));
+  NarrowWork work{r.row_token,
+                  r.padded_offsets,
+                  checked_half(factor, "factor", r.device, factor.numel()),
+                  const_cast<uint16_t*>(checked_half(out, "out", r.device, r.rows * width)),
+                  static_cast<int>(r.experts),
+                  static_cast<int>(width),
+                  static_cast<float>(by)};
+  if (r.rows == 0 || r.experts == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
+  with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
+    using Rows = std::decay_t<decltype(from)>;
+    constexpr int kMost = kColumnsOfFactor<Rows>;
+    with_tiles(std::min<int64_t>(width, kMost), [&](auto tiles) {
+      constexpr int kTiles = std::min(tiles.value, kMost / 8);
+      const dim3 ctas(static_cast<unsigned>(r.rows / kBlock),
+                      static_cast<unsigned>(ceil_div(width, kMost)));
+      narrow_rows_of<Rows, kTiles><<<ctas, 32 * kRowWarps, 0, as_stream(stream)>>>(from, work);
+    });
+  });
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
+// How many CTAs share the rows of an expert, so that there are enough for the GPU.
+int64_t splits_of(int64_t rows, int64_t experts, int64_t wide, int64_t width) {
+  constexpr int64_t kEnough = 1024, kLeastBlocks = 4;
+  const int64_t ctas = experts * ceil_div(wide, kColumnsOfCta) * ceil_div(width, kMostColumns),
+                most = std::max<int64_t>(rows / kBlock / std::max<int64_t>(experts, 1) / kLeastBlocks, 1);
+  return std::min<int64_t>(std::max<int64_t>(ceil_div(kEnough, std::max<int64_t>(ctas, 1)), 1),
+                           std::min<int64_t>(most, 64));
+}
+
+// Elements of `parts` that `narrow_gradient` needs; 0: it may be None.
+int64_t gradient_parts(int64_t rows, int64_t experts, int64_t wide, int64_t width, int64_t rank) {
+  const int64_t splits = splits_of(rows, experts, wide, width);
+  return splits > 1 ? splits * experts * wide * rank : 0;
+}
+
+template <class Wide>
+void launch_gradient(const Wide& wide, GradientWork work, const RowsOfExperts& r, float* parts,
+                     float* out, int64_t stream) {
+  const int64_t elements = r.experts * work.wide * work.rank;
+  work.out = work.splits > 1 ? parts : out;
+  work.split_step = elements;
+  with_tiles(work.width, [&](auto tiles) {
+    const dim3 ctas(
+        static_cast<unsigned>(ceil_div(work.wide, kColumnsOfCta)),
+        static_cast<unsigned>(r.experts),
+        static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
+    sum_gradients<Wide, tiles.value>
+        <<<ctas, 32 * kGradientWarps, 0, as_stream(stream)>>>(wide, work);
+  });
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+  if (work.splits == 1) return;
+  add_splits<<<static_cast<unsigned>(ceil_div(elements, 256)), 256, 0, as_stream(stream)>>>(
+      parts, work.splits, elements, out);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
+// out fp32 = sums over the rows of each expert of narrow[row][n] * p * wide[row][c], n < rank: [E,
+// rank, N], or, `wide_first`, [E, N, rank]. Experts without rows get zeros. narrow [R, width]; p:
+// row_prob fp32 [R], or None: 1. rows, scale, gathers: see `with_rows`; or, `transposed`, codes [N, R]
+// with a scale for 128 x 128. parts fp32: `gradient_parts` of scratch, or None.
+void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, bool transposed,
+                     TensorView narrow, Optional<TensorView> row_prob, TensorView row_token,
+                     TensorView padded_offsets, bool wide_first, Optional<TensorView> parts,
+                     TensorView out, int64_t stream) {
+  const RowsOfExperts r(row_token, padded_offsets);
+  TVM_FFI_ICHECK(rows.ndim() == 2 && narrow.ndim() == 2 && out.ndim() == 3)
+      << "rows and narrow must be matrices, out [E, rank, N] or [E, N, rank]";
+  const int64_t n = rows.size(transposed ? 0 : 1), rank = out.size(wide_first ? 2 : 1),
+                width = checked_width(narrow, narrow.size(1));
+  TVM_FFI_ICHECK(out.size(0) == r.experts && out.size(wide_first ? 1 : 2) == n && rank <= width)
+      << "out is of another size than experts, rows and narrow";
+  TVM_FFI_ICHECK(is_fp16(narrow) == is_fp16(rows)) << "rows and narrow are of different dtypes";
+  TVM_FFI_ICHECK(r.experts < 65536) << "too many experts";
+  float* to = checked_f32(out, "out", r.device, r.experts * n * rank);
+  GradientWork work{};
+  work.row_token = r.row_token, work.padded_offsets = r.padded_offsets;
+  work.narrow = checked_half(narrow, "narrow", r.device, r.rows * width);
+  if (row_prob.has_value())
+    work.row_prob = checked_f32(row_prob.value(), "row_prob", r.device, r.rows);
+  work.step = n * rank, work.wide_step = wide_first ? rank : 1, work.narrow_step = wide_first ? 1 : n;
+  work.rows = r.rows, work.experts = static_cast<int>(r.experts);
+  work.width = static_cast<int>(width), work.rank = static_cast<int>(rank);
+  work.wide = static_cast<int>(n);
+  work.splits = static_cast<int>(splits_of(r.rows, r.experts, n, width));
+  if (r.experts == 0 || n == 0) return;
+  float* of_splits = nullptr;
+  if (work.splits > 1) {
+    TVM_FFI_ICHECK(parts.has_value()) << "parts is None; needed: scratch of gradient_parts";
+    of_splits = checked_f32(parts.value(), "parts", r.device, work.splits * r.experts * n * rank);
+  }
+  tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
+  if (transposed) {
+    TVM_FFI_ICHECK(scale.has_value() && rows.size(1) == r.rows)
+        << "transposed codes must be [N, R], with scales";
+    const TransposedCodes codes{
+        aligned_16(checked_bytes(rows, "rows", r.device, n * r.rows), "rows"), r.rows,
+        checked_f32(scale.value(), "scale", r.device, ceil_div(n, kScaleBlock) * (r.rows / kBlock))};
+    return launch_gradient(codes, work, r, of_splits, to, stream);
+  }
+  TVM_FFI_ICHECK(gathers || rows.size(0) >= r.rows) << "rows has " << rows.size(0) << " rows";
+  with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
+    launch_gradient(from, work, r, of_splits, to, stream);
+  });
+}
+
+}  // namespace
+}  // namespace sonicmoe
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_rows, sonicmoe::narrow_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_gradient, sonicmoe::narrow_gradient);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gradient_parts, sonicmoe::gradient_parts);
