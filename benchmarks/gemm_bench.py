@@ -72,13 +72,23 @@ def variants(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
 
     def up(store_z: bool) -> object:
         return module.gather_gated_gemm(
-            x.codes, x.scale_inv, w1.codes, w1.scale_inv, None, routing.row_token,
+            x.codes, x.scale_inv, w1.codes, w1.scale_inv, None, None, None, routing.row_token,
             routing.padded_offsets, z, z_scale, y1, y1_scale, 0, 0.0, 0.0, store_z, 0, stream,
         )  # fmt: skip
 
     def plain(a: object, w: object) -> object:
         return module.grouped_gemm(
-            a.codes, a.scale_inv, w.codes, w.scale_inv, None, routing.padded_offsets, out, 0, stream
+            a.codes,
+            a.scale_inv,
+            w.codes,
+            w.scale_inv,
+            None,
+            None,
+            None,
+            routing.padded_offsets,
+            out,
+            0,
+            stream,
         )
 
     pairs = tokens * topk

@@ -159,6 +159,7 @@ HOPPER = EngineRecord(
     hidden_multiple=16,
     intermediate_multiple=64,
     biases=True,
+    low_rank=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
     gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
     proven=(SM90,),

@@ -14,6 +14,7 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,9 +76,10 @@ class HopperEngine(QuantisedEngine):
             layer = HopperLayer(x, routing, weights, settings)
             # The kernel writes z only where it is given memory for it.
             z = layer.empty_z() if save and not settings.recompute_z else None
-            out = empty(tuple(x.shape), layer.dtype, layer.device)
-            layer.forward(x, z, out)
-            return tap("out", out), Saved(settings, routing, x, z) if save else None
+            out, projected = empty(tuple(x.shape), layer.dtype, layer.device), layer.empty_narrow()
+            layer.forward(x, z, out, layer.narrow(projected))
+            saved = Saved(settings, routing, x, z, projected=projected) if save else None
+            return tap("out", out), saved
 
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
@@ -98,8 +100,11 @@ class HopperEngine(QuantisedEngine):
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
             biases = layer.empty_biases() if saved.wants_biases else None
-            dx = None if settings.frees_stagewise else layer.empty_dx(x)
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases)
+            # An adapter adds to dx in the same pass.
+            apart = settings.frees_stagewise and weights.adapters is None
+            dx = None if apart else layer.empty_dx(x)
+            v = layer.narrow(layer.empty_narrow())
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, v)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
                 _free(z)
@@ -113,6 +118,9 @@ class HopperEngine(QuantisedEngine):
             pending.native, pending.biases = layer.routed, biases
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
+            if weights.adapters is not None:
+                operands, u = (dz_scratch, wgrad_dz, wgrad_y1s), layer.narrow(saved.projected)
+                pending.adapters = partial(layer.adapter_gradients, x, dout, operands, u, v)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending

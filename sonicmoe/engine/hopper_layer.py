@@ -5,6 +5,8 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
     KeptZ,
+    factors_of,
     passes_on,
     prepared_handle,
     token_arguments,
@@ -32,6 +35,34 @@ Tensor = torch.Tensor
 def _folds(settings: EngineSettings) -> bool:
     """Whether wgrad reads the codes of tokens (`quant.folding`)."""
     return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
+
+
+@functools.lru_cache
+def _with_rows(settings: EngineSettings) -> EngineSettings:
+    """The same object for the same settings: a layer asks whether it has seen them."""
+    return replace(settings, fp8_wgrad=False)
+
+
+class Narrow(NamedTuple):
+    """u or v `[R, width]` of both projections, contiguous; None where one has no adapter."""
+
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+    @classmethod
+    def within(cls, memory: Tensor | None, widths: tuple[int, ...]) -> Narrow:
+        """One behind the other in memory `[R, sum of widths]`."""
+        if memory is None:
+            return cls()
+        rows, flat, found = int(memory.shape[0]), memory.view(-1), []
+        for width, begin in zip(widths, (0, rows * widths[0]), strict=True):
+            part = flat[begin : begin + rows * width].view(rows, width) if width else None
+            found.append(part)
+        return cls(*found)
+
+
+NO_ADAPTERS = Narrow()
+_FACTOR_GRADIENTS = "d_up_a", "d_up_b", "d_down_a", "d_down_b"
 
 
 class DgatedTokens(NamedTuple):
@@ -65,9 +96,15 @@ class HopperLayer:
         else:
             anchor, self.dtype = x, x.dtype
         self._stream = current_stream(anchor)
+        # Folded operands of wgrad are no operands of adapters' gradients, which read rows in their place.
+        if weights.adapters is not None and settings.is_steady:
+            settings = _with_rows(settings)
         prepared = weights.native
+        if prepared is not None and prepared.adapters is not weights.adapters:
+            prepared = None
         if prepared is None or prepared.settings is not settings:
-            form = settings.save_z, settings.is_steady, weights.b1 is not None
+            has = weights.b1 is not None, weights.adapters is not None
+            form = settings.save_z, settings.is_steady, *has
             passes = passes_on(device_name(anchor), settings.activation, *form)
             prepared = prepared_handle(passes, weights, settings)
         self._prepared, self._passes = prepared, prepared.passes
@@ -87,12 +124,28 @@ class HopperLayer:
         # The same kernel on the same codes gives the same bits, so nothing depends on the mode.
         if saved.z is None:
             z = self.empty_z()
-            self.forward(x, z, None)
+            self.forward(x, z, None, self.narrow(saved.projected))
             return z
         return saved.z
 
-    def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None) -> None:
-        """Fills what there is of z `[R, 2I]` and out `[T, H]`."""
+    def empty_narrow(self) -> Tensor | None:
+        """Memory of a `Narrow`, unwritten; None without adapters."""
+        adapters = self._weights.adapters
+        if adapters is None:
+            return None
+        return empty(  # type: ignore[no-any-return]
+            (self._routing.num_rows, sum(adapters.widths)), torch.bfloat16, self.device
+        )
+
+    def narrow(self, memory: Tensor | None) -> Narrow:
+        """What lies in such memory."""
+        adapters = self._weights.adapters
+        return Narrow() if adapters is None else Narrow.within(memory, adapters.widths)
+
+    def forward(
+        self, x: Tokens, z: KeptZ | None, out: Tensor | None, u: Narrow = NO_ADAPTERS
+    ) -> None:
+        """Fills what there is of z `[R, 2I]`, out `[T, H]` and u."""
         bytes_of = self.routed.bytes_of
         # Recomputing stops at z: the down projection and its scratch are not needed.
         size = bytes_of.forward_to_z if out is None else bytes_of.forward
@@ -106,6 +159,8 @@ class HopperLayer:
             **z_arguments(z),
             out=out,
             scratch=empty((size,), torch.uint8, self.device),
+            up_u=u.up,
+            down_u=u.down,
         )
 
     def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:
@@ -149,6 +204,7 @@ class HopperLayer:
         z: KeptZ,
         dx: Tensor | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        v: Narrow = NO_ADAPTERS,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
@@ -156,6 +212,7 @@ class HopperLayer:
         dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations,
             and both operands in FP8 are one memory.
         biases: db1 and db2, filled.
+        v: of adapters, filled; dx must be given then.
         """
         routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
@@ -194,8 +251,59 @@ class HopperLayer:
             db1=None if biases is None else biases[0],
             db2=None if biases is None else biases[1],
             bias_parts=None if biases is None else self._bias_parts(),
+            up_v=v.up,
+            down_v=v.down,
         )
         return dz_scratch, dprobs, dz, y1s
+
+    def adapter_gradients(
+        self, x: Tokens, dout: Tokens, operands: tuple[Tensor, ...], u: Narrow, v: Narrow
+    ) -> tuple[Tensor | None, ...]:
+        """`PendingWgrad.adapters`. operands: scratch that holds dz, and dz and y1s of wgrad, as `dgated`
+        returned them; v and u of the same backward and its forward.
+        """
+        adapters, routing = self._weights.adapters, self._routing
+        assert adapters is not None
+        dz_scratch, dz, y1s = operands
+        in_rows = not self._settings.fp8_wgrad
+        found = [
+            None
+            if factor is None
+            else empty(tuple(map(int, factor.shape)), torch.float32, self.device)
+            for factor in adapters.factors
+        ]
+        sizes = [
+            self._passes.gradient_parts(
+                *(routing.num_rows, routing.num_experts, factor.shape[of_wide], width),
+                factor.shape[3 - of_wide],
+            )
+            for factor, width, of_wide in zip(
+                adapters.factors,
+                (w for w in adapters.widths for _ in "ab"),
+                (2, 1, 2, 1),
+                strict=True,
+            )
+            if factor is not None
+        ]
+        if routing.num_rows == 0:
+            return tuple([None if each is None else each.zero_() for each in found])
+        self._passes.adapters(
+            weights=None,
+            routing=self.routed.handle,
+            stream=current_stream(dz_scratch),
+            multiprocessors=self._settings.gemm_num_sms,
+            **token_arguments("x", x),
+            **token_arguments("dout", dout),
+            dz_scratch=dz_scratch,
+            dz=None if in_rows or y1s is not dz else dz,
+            y1s=None if in_rows or y1s is dz else y1s,
+            y1s_rows=y1s if in_rows else None,
+            **{f"{side}_u": rows for side, rows in zip(("up", "down"), u, strict=True)},
+            **{f"{side}_v": rows for side, rows in zip(("up", "down"), v, strict=True)},
+            **dict(zip(_FACTOR_GRADIENTS, found, strict=True)),
+            parts=empty((max(map(int, sizes)),), torch.float32, self.device),
+        )
+        return tuple(found)
 
     def _bias_parts(self) -> Tensor:
         """Scratch of the sums of biases: of each block of rows."""
@@ -225,4 +333,5 @@ class HopperLayer:
             return self._prepared.handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
         matrices = {f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()}
-        return self._passes.weights_of({**matrices, "b2": self._weights.b2})
+        beside = {"b2": self._weights.b2, **factors_of(self._weights.adapters)}
+        return self._passes.weights_of({**matrices, **beside})

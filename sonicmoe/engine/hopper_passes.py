@@ -20,7 +20,11 @@ from ..errors import ConfigError, ShapeError, expect
 from ..interop import device_of
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
-from ..kernels.cuda_wgrad import bias_gradients_source, wgrad_operands_source
+from ..kernels.cuda_wgrad import (
+    bias_gradients_source,
+    low_rank_source,
+    wgrad_operands_source,
+)
 from ..kernels.host import passes_source
 from ..kernels.sm90 import gemm_sources, launch_parameters
 from ..quant.format import BlockScaledTensor, Orientation
@@ -28,6 +32,7 @@ from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .interface import EngineSettings, EngineWeights
+from .low_rank import Adapters
 from .native_calls import by_keyword
 from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buffer
 from .wgrad_destinations import ADDED, WRITTEN, Destinations, WgradOutput
@@ -42,6 +47,9 @@ Z_BLOCK = RECIPE.z
 
 MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
 _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
+# Of adapters: as forward reads them, and transposed for the backward.
+_OF_FORWARD = "up_a", "up_b", "down_a", "down_b"
+FACTORS = *_OF_FORWARD, *(f"{name}_t" for name in _OF_FORWARD)
 
 
 class PreparedHandle(NamedTuple):
@@ -58,6 +66,7 @@ class PreparedHandle(NamedTuple):
     settings: EngineSettings
     up: dict[str, Any]
     dgated: dict[str, Any]
+    adapters: Adapters | None = None
 
 
 class Routed(NamedTuple):
@@ -107,10 +116,11 @@ class Passes:
         self.weights = by_keyword(native.weights(), names("weights"))
         self.routing = by_keyword(native.routing(), names("routing"))
         self._routing_in = native.routing_in
-        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2 = (
-            by_keyword(make_pass(name, *functions), names(name))
-            for name in ("forward", "dgated", "dgrad", "wgrad", "dw1", "dw2")
+        passes = "forward", "dgated", "dgrad", "wgrad", "dw1", "dw2", "adapters"
+        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2, self.adapters = (
+            by_keyword(make_pass(name, *functions), names(name)) for name in passes
         )
+        self.gradient_parts = kernels.get("gradient_parts")
         self._destinations = Destinations(kernels.get("wgrad_destination"))
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
@@ -149,12 +159,15 @@ class Passes:
             self._sizes[key] = found
         return found
 
-    def activation_arguments(self, settings: EngineSettings) -> list[dict[str, Any]]:
-        """Those of `forward`, and of `dgated`."""
+    def activation_arguments(
+        self, settings: EngineSettings, adapters: Adapters | None
+    ) -> list[dict[str, Any]]:
+        """Those of `forward`, and of `dgated`; and the scales of adapters, which stand beside them."""
         own = settings.activation, settings.activation_parameters
-        names = "activation", "first", "second"
+        names = "activation", "first", "second", "up_scale", "down_scale"
+        scales = (0.0, 0.0) if adapters is None else adapters.scales
         return [
-            dict(zip(names, launch_parameters(exported, *own), strict=True))
+            dict(zip(names, (*launch_parameters(exported, *own), *scales), strict=True))
             for exported in self._activations
         ]
 
@@ -180,10 +193,10 @@ class Passes:
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
-        """The handle of block-scaled weights and biases by their names in `EngineWeights`; the rest
-        are None.
+        """The handle of block-scaled weights and biases by their names in `EngineWeights`, and of the
+        factors of adapters; the rest are None.
         """
-        fields: dict[str, Any] = {"b1": matrices.get("b1"), "b2": matrices.get("b2")}
+        fields: dict[str, Any] = {name: matrices.get(name) for name in ("b1", "b2", *FACTORS)}
         for name in _WEIGHTS:
             matrix = matrices.get(name)
             fields[name] = None if matrix is None else matrix.bytes
@@ -236,12 +249,23 @@ def prepared_handle(
     """
     both = weights.two_orders
     names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
-    handle = passes.weights_of({name: getattr(weights, name) for name in names})
+    matrices = {name: getattr(weights, name) for name in names}
+    handle = passes.weights_of({**matrices, **factors_of(weights.adapters)})
     sizes = weights.hidden_size, weights.intermediate_size
-    arguments = passes.activation_arguments(settings)
-    held = PreparedHandle(handle, *sizes, both, passes, settings, *arguments)
+    arguments = passes.activation_arguments(settings, weights.adapters)
+    held = PreparedHandle(handle, *sizes, both, passes, settings, *arguments, weights.adapters)
     object.__setattr__(weights, "native", held)
     return held
+
+
+def factors_of(adapters: Adapters | None) -> dict[str, Tensor]:
+    """By their names in the handle."""
+    found = {}
+    for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
+        for name, factor in zip("ab", () if pair is None else pair.operands(torch.bfloat16)):
+            found[f"{side}_{name}"] = factor
+            found[f"{side}_{name}_t"] = factor.transpose(1, 2).contiguous()
+    return found
 
 
 def _check_numbers(built: Mapping[Any, Any]) -> None:
@@ -261,9 +285,11 @@ def passes_on(
     z: ZCode = ZCode.INT8,
     steady: bool = False,
     bias: bool = False,
+    low_rank: bool = False,
 ) -> Passes:
     """The compiled passes over the compiled kernels of a device, an activation, a form of z, whether
-    scales stay along K, and whether there are biases; errors as `CudaSource.load`.
+    scales stay along K, and whether there are biases and low-rank adapters; errors as
+    `CudaSource.load`.
     """
     arch = arch_of(device)
     sources = (
@@ -271,7 +297,7 @@ def passes_on(
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, z, steady, bias),
+        *gemm_sources(arch, activation, z, steady, bias, low_rank),
     )
     # In the order of `sources`.
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
@@ -296,5 +322,8 @@ def passes_on(
     of_biases = bias_gradients_source(arch).load() if bias else None
     for name in ("sum_dz", "sum_tokens"):
         kernels[name] = getattr(of_biases, name, None)
+    of_adapters = low_rank_source(arch).load() if low_rank else None
+    for name in ("narrow_rows", "narrow_gradient", "gradient_parts"):
+        kernels[name] = getattr(of_adapters, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)

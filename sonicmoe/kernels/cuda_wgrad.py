@@ -24,6 +24,11 @@ def bias_gradients_source(arch: str) -> CudaSource:
     return CudaSource.make("bias_gradients", _CUDA / "bias_gradients.cu", arch=arch)
 
 
+def low_rank_source(arch: str) -> CudaSource:
+    """Exports `narrow_rows`, `narrow_gradient` and `gradient_parts`. One artefact serves every model."""
+    return CudaSource.make("low_rank", _CUDA / "low_rank.cu", arch=arch)
+
+
 def flush_source(arch: str) -> CudaSource:
     """Exports `flush_gradients`. One artefact serves every model."""
     return CudaSource.make("flush", _CUDA / "flush.cu", arch=arch)

@@ -122,8 +122,60 @@ def bias_of(rows, bias, offsets):
     return added
 
 
+def adapter_of(rows, u, factor, offsets):
+    """What a low-rank adapter adds to rows `[R, N]`."""
+    if u is None:
+        assert factor is None
+        return torch.zeros_like(rows)
+    factor = at(factor, "bfloat16", (len(offsets) - 1, rows.shape[1], u.shape[1])).float()
+    return grouped(at(u, "bfloat16").float(), factor, offsets)
+
+
+def wide_rows(given, scale, gathers, row_token):
+    """fp32 rows in expert order, zeros without a token."""
+    token = at(row_token, "int32").to(torch.int64)
+    if scale is None:
+        rows = at(given, "bfloat16").float()
+    else:
+        by_rows = scale.shape[0] == given.shape[0] and scale.shape[1] == blocks(given.shape[1])
+        rows = values(given, scale, BY_ROWS if by_rows else OF_DZ)
+    rows = rows[token.clamp(min=0)] if gathers else rows
+    return torch.where((token >= 0).unsqueeze(1), rows, 0.0)
+
+
+def narrow_rows(given, scale, gathers, factor, row_token, padded_offsets, out, by, stream):
+    rows, factor = wide_rows(given, scale, gathers, row_token), at(factor, "bfloat16").float()
+    product = grouped(rows, factor, offsets_of(padded_offsets, factor))
+    at(out, "bfloat16", product.shape).copy_((by * product).to(torch.bfloat16))
+
+
+def gradient_parts(rows, experts, wide, width, rank):
+    return 3
+
+
+def narrow_gradient(
+    given, scale, gathers, transposed, narrow, row_prob, row_token, padded_offsets, wide_first, parts, out, stream
+):  # fmt: skip
+    assert at(parts, "float32").numel() >= 3
+    if transposed:
+        rows = values(given, scale, BY_BLOCKS).T
+        rows = torch.where((at(row_token, "int32") >= 0).unsqueeze(1), rows, 0.0)
+    else:
+        rows = wide_rows(given, scale, gathers, row_token)
+    thin = at(narrow, "bfloat16").float()
+    if row_prob is not None:
+        thin = thin * at(row_prob, "float32").unsqueeze(1)
+    out = at(out, "float32")
+    offsets = at(padded_offsets, "int64").tolist()
+    assert len(offsets) == len(out) + 1
+    for expert, (first, last) in enumerate(itertools.pairwise(offsets)):
+        product = thin[first:last].T @ rows[first:last]
+        rank = out.shape[2 if wide_first else 1]
+        out[expert] = product[:rank].T if wide_first else product[:rank]
+
+
 def gather_gated_gemm(
-    a, a_scale, b, b_scale, b1, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, first, second,
+    a, a_scale, b, b_scale, b1, u, factor, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, first, second,
     store_z, multiprocessors, stream,
 ):  # fmt: skip
     of_w1 = OF_W1 if b_scale.shape[1] < blocks(b.shape[1]) else BY_BLOCKS
@@ -131,7 +183,7 @@ def gather_gated_gemm(
     offsets, r = offsets_of(padded_offsets, w), int(index.shape[0])
     assert w.shape[1] % 128 == 0
     out = grouped(gather(values(a, a_scale, BY_ROWS), index), w, offsets)
-    out = out + bias_of(out, b1, offsets)
+    out = out + bias_of(out, b1, offsets) + adapter_of(out, u, factor, offsets)
     kind, own = launched_activation(OF_UP, activation, first, second)
     if store_z:
         wide = str(z.dtype) == "bfloat16"
@@ -149,7 +201,9 @@ def gather_gated_gemm(
     put(quantize(y, BY_ROWS), y1, y1_scale, offsets[-1])
 
 
-def grouped_gemm(a, a_scale, b, b_scale, bias, padded_offsets, out, multiprocessors, stream):
+def grouped_gemm(
+    a, a_scale, b, b_scale, bias, u, factor, padded_offsets, out, multiprocessors, stream
+):
     r, k = tuple(a.shape)
     depth = 256 if b_scale.shape[2] < blocks(k) else 128  # of K that shares a scale
     by_blocks = r > 0 and a_scale.shape[0] == r // 128
@@ -158,7 +212,7 @@ def grouped_gemm(a, a_scale, b, b_scale, bias, padded_offsets, out, multiprocess
     offsets = offsets_of(padded_offsets, w)
     block = BlockShape(128 if by_blocks else 1, depth)
     product = grouped(values(a, a_scale, block), w, offsets)
-    product = product + bias_of(product, bias, offsets)
+    product = product + bias_of(product, bias, offsets) + adapter_of(product, u, factor, offsets)
     at(out, "bfloat16", product.shape)[: offsets[-1]] = product[: offsets[-1]].to(torch.bfloat16)
 
 
@@ -169,7 +223,7 @@ def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
 
 
 def gather_dgated_gemm(
-    dout, dout_scale, w2, w2_scale, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
+    dout, dout_scale, w2, w2_scale, u, factor, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
     dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, first, second, multiprocessors, stream,
     folds=False,
 ):  # fmt: skip
@@ -177,6 +231,7 @@ def gather_dgated_gemm(
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
     prob, last = at(row_prob, "float32", [r]).unsqueeze(1), offsets[-1]
     dy1 = grouped(gather(values(dout, dout_scale, BY_ROWS), index), w, offsets)
+    dy1 = dy1 + adapter_of(dy1, u, factor, offsets)
     if str(z.dtype) == "bfloat16":
         kept = at(z, "bfloat16", (r, 2 * inner)).to(torch.float32).clone()
     else:
@@ -207,7 +262,7 @@ def gather_dgated_gemm(
 
 def gather_dgated_gemm_folded(*arguments):
     """The same as it is built for scales that stay along K."""
-    wide = arguments[17]
+    wide = arguments[19]
     gather_dgated_gemm(*arguments, folds=not wide)
 
 
@@ -370,7 +425,7 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
-        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens,
+        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, gradient_parts,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip
 STEADY_KERNELS = KERNELS | {

@@ -99,7 +99,7 @@ class Backward:
         dz_t, y1s_t = wide or (self.dz_t, self.y1s_t)
         routing = self.routing
         launch(
-            self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, routing.row_token, routing.row_prob,
+            self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, None, None, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
             dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, self.row_scales, wide is not None,
             *activation, multiprocessors,

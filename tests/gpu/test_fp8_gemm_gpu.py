@@ -88,7 +88,7 @@ def up_projection(
         poisoned((r, -(-n // 256)), torch.float32),
     )
     module.gather_gated_gemm(
-        x.codes, x.scale_inv, w1.codes, w1.scale_inv, b1, routing.row_token, routing.padded_offsets, z, z_scale,
+        x.codes, x.scale_inv, w1.codes, w1.scale_inv, b1, None, None, routing.row_token, routing.padded_offsets, z, z_scale,
         y1, y1_scale, *activation, store_z, multiprocessors, current_stream(z),
     )  # fmt: skip
     kept = BlockScaledTensor(z, z_scale, rows(128), Code.INT8) if z_dtype is torch.int8 else z
@@ -98,7 +98,7 @@ def up_projection(
 def grouped(module, a, w, routing, multiprocessors=0, bias=None):
     out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
     module.grouped_gemm(
-        a.codes, a.scale_inv, w.codes, w.scale_inv, bias, routing.padded_offsets, out, multiprocessors,
+        a.codes, a.scale_inv, w.codes, w.scale_inv, bias, None, None, routing.padded_offsets, out, multiprocessors,
         current_stream(out),
     )  # fmt: skip
     return out
@@ -263,7 +263,9 @@ def test_offsets_beyond_the_rows_are_not_followed(module):
     guarded = poisoned((256 + 128, w.shape[1]), torch.bfloat16)
     stream = current_stream(guarded)
     operands = (a.codes, a.scale_inv, w.codes, w.scale_inv)
-    module.grouped_gemm(*operands, None, routing.padded_offsets * 4, guarded[:256], 0, stream)
+    module.grouped_gemm(
+        *operands, None, None, None, routing.padded_offsets * 4, guarded[:256], 0, stream
+    )
     torch.cuda.synchronize()
     assert bool(torch.isnan(guarded[256:]).all())
 
@@ -287,7 +289,7 @@ def test_wrong_arguments_are_named(module):
     ):
         with pytest.raises(Exception, match=words):
             module.grouped_gemm(
-                *of_a, *weight, None, routing.padded_offsets, to, multiprocessors, 0
+                *of_a, *weight, None, None, None, routing.padded_offsets, to, multiprocessors, 0
             )
     bias = torch.zeros(w.shape[:2], device="cuda")
     with pytest.raises(Exception, match="bias is given; needed: a module built with BIAS"):

@@ -24,8 +24,9 @@ from sonicmoe.routing.metadata import ROW_ALIGNMENT
 pytestmark = NVCC
 # No two of these are equal, nor is one a block count of another but for ALIKE.
 T, K, E, H, I, R = 70, 3, 5, 272, 448, 1152
+UP, DOWN = 24, 40  # columns of adapters
 DGATED_WITH_DX = "dgated and dgrad"
-PASSES = ("forward", "dgated", "dgrad", DGATED_WITH_DX, "wgrad", "dw1", "dw2")
+PASSES = ("forward", "dgated", "dgrad", DGATED_WITH_DX, "wgrad", "dw1", "dw2", "adapters")
 
 
 def blocks(n, size=128):
@@ -50,10 +51,16 @@ WEIGHTS = {
     "w1_dgrad": lambda: codes(E, H, 2 * I), "w1_dgrad_scale": lambda: scales(E, blocks(H), blocks(2 * I, 256)),
     "w2_dgrad": lambda: codes(E, I, H), "w2_dgrad_scale": lambda: scales(E, blocks(I), blocks(H)),
     "b1": lambda: scales(E, 2 * I), "b2": lambda: scales(E, H),
+    "up_a": lambda: tokens(E, UP, H), "up_b": lambda: tokens(E, 2 * I, UP),
+    "down_a": lambda: tokens(E, DOWN, I), "down_b": lambda: tokens(E, H, DOWN),
+    "up_a_t": lambda: tokens(E, H, UP), "up_b_t": lambda: tokens(E, UP, 2 * I),
+    "down_a_t": lambda: tokens(E, I, DOWN), "down_b_t": lambda: tokens(E, DOWN, H),
 }  # fmt: skip
 # 256 rows of w1 are 128 of gate and 128 of up, so that these scales have one shape for all sizes:
 # only their names tell them apart.
 ALIKE_WEIGHTS = [("w1_scale", "w2_dgrad_scale"), ("w2_scale", "w1_dgrad_scale")]
+# The ranks of adapters may be any.
+ALIKE_WEIGHTS += [("up_a", "down_b_t"), ("down_b", "up_a_t")]
 ROUTING = {
     "row_token": lambda: torch.zeros((R,), dtype=torch.int32),
     "padded_offsets": lambda: torch.zeros((E + 1,), dtype=torch.int64),
@@ -97,7 +104,7 @@ def head(passes):
     return {
         "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
         "stream": 0, "multiprocessors": 0, "activation": 0, "first": 0.0, "second": 0.0,
-        "shares_gpu": 0, "inner": I,
+        "shares_gpu": 0, "inner": I, "up_scale": 1.0, "down_scale": 1.0,
     }  # fmt: skip
 
 
@@ -121,7 +128,12 @@ def fields_of(passes, head, name):
         "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None, "row_scales": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
+        "up_u": tokens(R, UP), "up_v": tokens(R, UP), "down_u": tokens(R, DOWN), "down_v": tokens(R, DOWN),
+        "d_up_a": scales(E, UP, H), "d_up_b": scales(E, 2 * I, UP),
+        "d_down_a": scales(E, DOWN, I), "d_down_b": scales(E, H, DOWN), "parts": scales(1),
     }  # fmt: skip
+    if name == "adapters":
+        made["dz"] = None  # where y1s has memory of its own
     if name in ("dgated", DGATED_WITH_DX):
         made["x"] = None  # which it takes with row_scales
     if name == "dgated":
@@ -168,7 +180,14 @@ ALIKE = {
     "forward": {("x", "out")}, "wgrad": {("x", "dout")},
     # scratch may be larger than needed
     "dgated": set(), "dgrad": set(), DGATED_WITH_DX: {("dout", "dx")}, "dw1": set(), "dw2": set(),
+    "adapters": {("x", "dout")},
 }  # fmt: skip
+NARROW = {
+    "forward": ("up_u", "down_u"), "dgated": ("up_v", "down_v"), DGATED_WITH_DX: ("up_v", "down_v"),
+    "adapters": ("up_u", "up_v", "down_u", "down_v"),
+}  # fmt: skip
+for name, narrow in NARROW.items():
+    ALIKE[name] |= set(pairs(narrow))
 
 
 @pytest.mark.parametrize("name", PASSES)

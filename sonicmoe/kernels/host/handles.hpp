@@ -91,7 +91,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 21;
+constexpr int kMaxFields = 23;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it
@@ -357,6 +357,15 @@ inline constexpr FieldTable kWeightsTable{
         {"w2_dgrad_scale", Element::kFloat, {E, IBlocks, HBlocks}, kOptional},
         {"b1", Element::kFloat, {E, TwoI}, kOptional},  // gate and up in turns
         {"b2", Element::kFloat, {E, H}, kOptional},
+        // Factors of low-rank adapters, of one call.
+        {"up_a", Element::kBfloat, {E, kAnySize, H}, kOptional},
+        {"up_b", Element::kBfloat, {E, TwoI, kAnySize}, kOptional},
+        {"down_a", Element::kBfloat, {E, kAnySize, I}, kOptional},
+        {"down_b", Element::kBfloat, {E, H, kAnySize}, kOptional},
+        {"up_a_t", Element::kBfloat, {E, H, kAnySize}, kOptional},
+        {"up_b_t", Element::kBfloat, {E, kAnySize, TwoI}, kOptional},
+        {"down_a_t", Element::kBfloat, {E, I, kAnySize}, kOptional},
+        {"down_b_t", Element::kBfloat, {E, kAnySize, H}, kOptional},
     }}};
 
 inline constexpr FieldTable kRoutingTable{"routing",

@@ -28,6 +28,10 @@
 // Biases lie in the weights' handle. dgated sums their gradients too, where it is given memory for
 // them (db1, db2): later there are no codes of dz by rows, nor always values of dout.
 //
+// Factors of low-rank adapters lie in the weights' handle too: as forward reads them, or transposed
+// for the backward. Passes write the narrow products: u (up_u, down_u) in forward, v (down_v, up_v) in
+// dgated, which then goes on to dx. `adapters` sums the gradients of the factors.
+//
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
 //   "show", stage, dtype, MATRIX                        a plain matrix that later launches read
@@ -70,6 +74,8 @@ constexpr FieldTable kForwardTable{
         {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
         {"out", Element::kTokens, {T, H}, kOptional},  // None: the pass ends at z
         scratch_field<UpScratch>("scratch"),           // with `out` that of ForwardScratch
+        {"up_u", Element::kBfloat, {R, kAnySize}, kOptional},
+        {"down_u", Element::kBfloat, {R, kAnySize}, kOptional},
     }}};
 
 // The operands of wgrad are quantised and token-major (dz, y1s), or rows in bf16 (dz_rows,
@@ -100,6 +106,8 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"db2", Element::kFloat, {E, H}, kOptional},
                                       // scratch of either
                                       {"bias_parts", Element::kFloat, {RBlocks, kAnySize}, kOptional},
+                                      {"up_v", Element::kBfloat, {R, kAnySize}, kOptional},
+                                      {"down_v", Element::kBfloat, {R, kAnySize}, kOptional},
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -147,6 +155,31 @@ constexpr FieldTable kDw2Table{"dw2",
                                    {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
+// y1s as dgated left it: behind dz, or rows. A gradient that is None is not summed.
+constexpr FieldTable kAdaptersTable{
+    "adapters",
+    {{
+        {"x", Element::kTokens, {T, H}, kOptional},
+        {"x_codes", Element::kCodes, {T, H}, kOptional},
+        {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+        {"dout", Element::kTokens, {T, H}, kOptional},
+        {"dout_codes", Element::kCodes, {T, H}, kOptional},
+        {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
+        scratch_field<DzScratch>("dz_scratch"),
+        {"dz", Element::kCodes, {kAnySize}, kOptional},
+        scratch_field<WgradY1s>("y1s", kOptional),
+        {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
+        {"up_u", Element::kBfloat, {R, kAnySize}, kOptional},
+        {"up_v", Element::kBfloat, {R, kAnySize}, kOptional},
+        {"down_u", Element::kBfloat, {R, kAnySize}, kOptional},
+        {"down_v", Element::kBfloat, {R, kAnySize}, kOptional},
+        {"d_up_a", Element::kFloat, {E, kAnySize, H}, kOptional},
+        {"d_up_b", Element::kFloat, {E, TwoI, kAnySize}, kOptional},
+        {"d_down_a", Element::kFloat, {E, kAnySize, I}, kOptional},
+        {"d_down_b", Element::kFloat, {E, H, kAnySize}, kOptional},
+        {"parts", Element::kFloat, {kAnySize}, kOptional},  // scratch of each
+    }}};
+
 // The kernels that passes launch, by the names under which their modules export them.
 constexpr std::array kKernelNames = {
     "quantize_rows",
@@ -164,12 +197,14 @@ constexpr std::array kKernelNames = {
     "grouped_wgrad_into",
     "sum_dz",  // this and the next one are None where no layer has biases
     "sum_tokens",
+    "narrow_rows",  // and these where none has adapters
+    "narrow_gradient",
 };
 
 // A pass: its arguments, and the function that launches its kernels.
 class Run;
 struct Pass {
-  std::array<const char*, 3> settings;   // names of the numbers that it takes, then nulls
+  std::array<const char*, 5> settings;   // names of the numbers that it takes, then nulls
   std::array<const char*, 2> gradients;  // that have a destination, then nulls
   const FieldTable* table;
   void (*run)(const Run&);
@@ -224,6 +259,8 @@ class Run {
         setting(pass.num_settings() > 0 ? all[kHead].cast<int64_t>() : 0),
         first(pass.num_settings() > 1 ? all[kHead + 1].cast<double>() : 0.),
         second(pass.num_settings() > 2 ? all[kHead + 2].cast<double>() : 0.),
+        up_scale(pass.num_settings() > 3 ? all[kHead + 3].cast<double>() : 0.),
+        down_scale(pass.num_settings() > 4 ? all[kHead + 4].cast<double>() : 0.),
         sizes(joined(weights_, routing_, inner(all))),
         call(*pass.table, all, first_destination() + pass.num_gradients(), sizes) {
     for (int i = 0; i < pass.num_gradients(); ++i) {
@@ -239,6 +276,7 @@ class Run {
   const Kernels& kernel;
   const int64_t stream, multiprocessors, setting;
   const double first, second;  // parameters of an activation
+  const double up_scale, down_scale;  // of adapters
   Sizes sizes;
   Call call;
 
@@ -246,6 +284,7 @@ class Run {
     if (!weights_.defined()) TVM_FFI_THROW(ValueError) << "weights are None; needed: " << name;
     return (*weights_.get())[name];
   }
+  // A bias, or a factor of an adapter.
   Optional<TensorView> bias(const char* name) const {
     return weights_.defined() ? weights_->find(name) : Optional<TensorView>();
   }
@@ -357,6 +396,19 @@ Quantized kept_z(const Run& run, const Quantized& unread) {
   return {rows ? run.given("z_rows") : unread.codes, unread.scale, nullptr};
 }
 
+// u or v of an adapter, where the handle of the weights has this factor of it: by * rows * factor^T.
+// gathers: rows are those of tokens.
+void project(const Run& run, const char* factor, const Quantized& rows, bool gathers,
+             const char* field, double by) {
+  const Optional<TensorView> given = run.bias(factor);
+  if (!given.has_value()) return;
+  run.stage("low_rank", [&] {
+    run.kernel["narrow_rows"](rows.codes.view, rows.scale.view, gathers, given,
+                              run.route("row_token"), run.route("padded_offsets"),
+                              run.call[field], by, run.stream);
+  });
+}
+
 // x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
 // asks for.
 void forward(const Run& run) {
@@ -364,10 +416,11 @@ void forward(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
   const UpScratch t(arena, run.sizes);
   const Quantized z = kept_z(run, t.y1), x = quantised(run, kX, t.x);
+  project(run, "up_a", x, true, "up_u", run.up_scale);
   run.stage("up", [&] {
     run.kernel["gather_gated_gemm"](
         x.codes.view, x.scale.view, run.weight("w1"), run.weight("w1_scale"), run.bias("b1"),
-        run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
+        run.call.find("up_u"), run.bias("up_b"), run.route("row_token"), run.route("padded_offsets"), z.codes.view, z.scale.view,
         t.y1.codes.view, t.y1.scale.view, run.setting, run.first, run.second, store_z,
         run.multiprocessors, run.stream);
   });
@@ -375,11 +428,12 @@ void forward(const Run& run) {
   run.show("y1", t.y1);
   if (!whole) return;
   const Matrix y2 = arena.matrix(run.sizes['R'], run.sizes['H'], kBrain);
+  project(run, "down_a", t.y1, false, "down_u", run.down_scale);
   run.stage("down", [&] {
     run.kernel["grouped_gemm"](t.y1.codes.view, t.y1.scale.view, run.weight("w2"),
-                               run.weight("w2_scale"), run.bias("b2"),
-                               run.route("padded_offsets"), y2.view, run.multiprocessors,
-                               run.stream);
+                               run.weight("w2_scale"), run.bias("b2"), run.call.find("down_u"),
+                               run.bias("down_b"), run.route("padded_offsets"), y2.view,
+                               run.multiprocessors, run.stream);
   });
   run.show("y2", "bfloat16", y2);
   run.stage("aggregate_out", [&] {
@@ -399,10 +453,13 @@ Arena& behind_dz(const Run& run, Arena& arena) {
   return arena.in("dz_scratch", run.call["dz_scratch"], bytes_of<DzScratch>(run.sizes));
 }
 
-void launch_dgrad(const Run& run, const Quantized& dz, const Matrix& dx_rows) {
+// v: of an adapter of the up-projection.
+void launch_dgrad(const Run& run, const Quantized& dz, const Matrix& dx_rows,
+                  const Optional<TensorView>& v = {}) {
   run.stage("dx_gemm", [&] {
+    const Optional<TensorView> factor = v.has_value() ? run.bias("up_a_t") : v;
     run.kernel["grouped_gemm"](dz.codes.view, dz.scale.view, run.weight("w1_dgrad"),
-                               run.weight("w1_dgrad_scale"), Optional<TensorView>(),
+                               run.weight("w1_dgrad_scale"), Optional<TensorView>(), v, factor,
                                run.route("padded_offsets"), dx_rows.view, run.multiprocessors,
                                run.stream);
   });
@@ -482,10 +539,11 @@ void dgated(const Run& run) {
                                       run.route("padded_offsets"), row_scales.view, run.stream);
     });
   }
+  project(run, "down_b_t", dout, true, "down_v", run.down_scale);
   run.stage("dgated", [&] {
     run.kernel["gather_dgated_gemm"](
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
-        run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
+        run.call.find("down_v"), run.bias("down_a_t"), run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
         z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
         dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
         run.first, run.second, run.multiprocessors, run.stream);
@@ -500,12 +558,50 @@ void dgated(const Run& run) {
     run.show("y1s", y1s);
   }
   if (run.call.has("db1")) sum_dz(run, t.dz);
-  if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows);
+  project(run, "up_b_t", t.dz, false, "up_v", run.up_scale);
+  if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows, run.call.find("up_v"));
 }
 
 void dgrad(const Run& run) {
   Arena dz_arena("dz_scratch", run.call["dz_scratch"]), arena("scratch", run.call["scratch"]);
   launch_dgrad(run, DzScratch(dz_arena, run.sizes).dz, DxScratch(arena, run.sizes).dx_rows);
+}
+
+// A gradient of a factor, where it is wanted: sums over an expert's rows of narrow^T rows, or with
+// `wide_first` of rows^T narrow. scale: None of values.
+template <class Rows, class Scale, class Prob>
+void sum_factor(const Run& run, const char* gradient, const Rows& rows, const Scale& scale,
+                bool gathers, bool transposed, const char* narrow, const Prob& row_prob,
+                bool wide_first) {
+  if (!run.call.has(gradient)) return;
+  run.kernel["narrow_gradient"](rows, scale, gathers, transposed, run.call[narrow], row_prob,
+                                run.route("row_token"), run.route("padded_offsets"), wide_first,
+                                run.call.find("parts"), run.call[gradient], run.stream);
+}
+
+void adapters(const Run& run) {
+  const Optional<TensorView> none;
+  const auto tokens = [&](const TokenFields& fields, const char* gradient, const char* narrow,
+                          const auto& row_prob, bool wide_first) {
+    const bool codes = came_quantised(run, fields);
+    const Optional<TensorView> scale = codes ? run.call.find(fields.scale) : none;
+    sum_factor(run, gradient, run.call[codes ? fields.codes : fields.values], scale, true, false,
+               narrow, row_prob, wide_first);
+  };
+  run.stage("low_rank", [&] {
+    Arena dz_arena("dz_scratch", run.call["dz_scratch"]), of_y1s;
+    const Quantized dz = DzScratch(dz_arena, run.sizes).dz;
+    tokens(kX, "d_up_a", "up_v", none, false);
+    sum_factor(run, "d_up_b", dz.codes.view, dz.scale.view, false, false, "up_u", none, true);
+    if (run.call.has("y1s_rows")) {
+      sum_factor(run, "d_down_a", run.call["y1s_rows"], none, false, false, "down_v", none, false);
+    } else {
+      const Quantized y1s = y1s_of(run, of_y1s);
+      sum_factor(run, "d_down_a", y1s.codes.view, y1s.scale.view, false, true, "down_v", none,
+                 false);
+    }
+    tokens(kDout, "d_down_b", "down_u", run.route("row_prob"), true);
+  });
 }
 
 // left^T right, added to the accumulator of that name, or to the destination in its place.
@@ -620,12 +716,13 @@ constexpr std::array kScratches = {
 };
 
 constexpr std::array kPasses = {
-    Pass{{"activation", "first", "second"}, {}, &kForwardTable, forward},
-    Pass{{"activation", "first", "second"}, {}, &kDgatedTable, dgated},
+    Pass{{"activation", "first", "second", "up_scale", "down_scale"}, {}, &kForwardTable, forward},
+    Pass{{"activation", "first", "second", "up_scale", "down_scale"}, {}, &kDgatedTable, dgated},
     Pass{{}, {}, &kDgradTable, dgrad},
     Pass{{"shares_gpu"}, {"dw1", "dw2"}, &kWgradTable, wgrad},
     Pass{{"shares_gpu"}, {"dw1"}, &kDw1Table, dw1},
     Pass{{"shares_gpu"}, {"dw2"}, &kDw2Table, dw2},
+    Pass{{}, {}, &kAdaptersTable, adapters},
 };
 
 const Pass& pass_named(const std::string& name) {

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...jit.cuda_source import CudaSource
 from .. import cuda_sources
 from ..cuda_quantize import quantize_source
-from ..cuda_wgrad import bias_gradients_source, wgrad_operands_source
+from ..cuda_wgrad import bias_gradients_source, low_rank_source, wgrad_operands_source
 from ..host import passes_source
 
 _HERE = Path(__file__).parent
@@ -24,12 +24,14 @@ def fp8_grouped_gemm_source(
     z: ZCode = ZCode.INT8,
     steady: bool = False,
     bias: bool = False,
+    low_rank: bool = False,
 ) -> CudaSource:
     """Exports `activation_names`, `grouped_gemm` and `gather_gated_gemm`. One artefact serves every
-    model of an activation (None: of any, as a test has it), a form of z, and with or without
-    biases, because sizes and the activation's parameters are launch arguments.
+    model of an activation (None: of any, as a test has it), a form of z, with or without biases,
+    and with or without low-rank adapters, because sizes, ranks and the activation's parameters are
+    launch arguments.
     """
-    return _gated_source("fp8_grouped_gemm", arch, activation, z, steady, bias)
+    return _gated_source("fp8_grouped_gemm", arch, activation, z, steady, bias, low_rank)
 
 
 def fp8_dgated_source(
@@ -37,11 +39,12 @@ def fp8_dgated_source(
     activation: ActivationType | None = None,
     z: ZCode = ZCode.INT8,
     steady: bool = False,
+    low_rank: bool = False,
 ) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
-    activation (None: of any, as a test has it) and a form of z.
+    activation (None: of any, as a test has it), a form of z, and with or without low-rank adapters.
     """
-    return _gated_source("fp8_dgated", arch, activation, z, steady)
+    return _gated_source("fp8_dgated", arch, activation, z, steady, low_rank=low_rank)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -84,13 +87,14 @@ def bf16_sources(
     dtype: str = "bfloat16",
     rows_first: bool = False,
     separate: bool = False,
+    low_rank: bool = False,
 ) -> dict[str, CudaSource]:
     """The GEMMs in the dtype of the tokens, "bfloat16" or "float16", by name: "bf16_gemm" exports
     `up` and `grouped_gemm`, "bf16_dgated" `dgated`, "bf16_wgrad" `wgrad` and `wgrad_destination`.
     Sizes, layouts, the order of gate and up, and the activation's parameters are launch arguments.
     "bf16_gemm" and "bf16_dgated" export `activation_names` too. rows_first:
     `gathers_first` of the layer. separate: weights are a matrix of each expert, of which "bf16_gemm"
-    exports `expert_matrices`, in the place of one tensor.
+    exports `expert_matrices`, in the place of one tensor. low_rank: adapters may come beside them.
     """
     half: dict[str, int | str] = {"FP16": 1} if dtype == "float16" else {}
     gate: dict[str, int | str] = {"ACTIVATION": activation.value}
@@ -98,6 +102,8 @@ def bf16_sources(
         gate["ROWS_FIRST"] = 1
     if separate:
         gate["SEPARATE_WEIGHTS"] = 1
+    if low_rank:
+        gate["LOW_RANK"] = 1
     # A weight gradient knows no activation, so all models share its artefact.
     own = {"bf16_gemm": {**gate, **half}, "bf16_dgated": {**gate, **half}, "bf16_wgrad": half}
     return {
@@ -114,11 +120,12 @@ def gemm_sources(
     z: ZCode = ZCode.INT8,
     steady: bool = False,
     bias: bool = False,
+    low_rank: bool = False,
 ) -> tuple[CudaSource, ...]:
     """Every GEMM source; for all activations, as the spill check wants them, or for one."""
     return (
-        fp8_grouped_gemm_source(arch, activation, z, steady, bias),
-        fp8_dgated_source(arch, activation, z, steady),
+        fp8_grouped_gemm_source(arch, activation, z, steady, bias, low_rank),
+        fp8_dgated_source(arch, activation, z, steady, low_rank),
         fp8_wgrad_source(arch),
     )
 
@@ -129,14 +136,17 @@ def engine_sources(
     z: ZCode = ZCode.INT8,
     steady: bool = False,
     bias: bool = False,
+    low_rank: bool = False,
 ) -> tuple[CudaSource, ...]:
     """Everything that the passes launch, and they themselves: what a run of engine `hopper` with
-    this activation, this form of z, and with or without biases loads whatever its other settings.
+    this activation, this form of z, and with or without biases and adapters loads whatever its
+    other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
-    of_biases = (bias_gradients_source(arch),) if bias else ()
-    gemms = gemm_sources(arch, activation, z, steady, bias)
-    return *gemms, *others, *of_biases, passes_source(arch)
+    beside = (bias_gradients_source(arch),) if bias else ()
+    beside += (low_rank_source(arch),) if low_rank else ()
+    gemms = gemm_sources(arch, activation, z, steady, bias, low_rank)
+    return *gemms, *others, *beside, passes_source(arch)
 
 
 def _gated_source(
@@ -146,8 +156,9 @@ def _gated_source(
     z: ZCode,
     steady: bool,
     bias: bool = False,
+    low_rank: bool = False,
 ) -> CudaSource:
-    on = {"Z_BF16": z is ZCode.BF16, "STEADY_SCALES": steady, "BIAS": bias}
+    on = {"Z_BF16": z is ZCode.BF16, "STEADY_SCALES": steady, "BIAS": bias, "LOW_RANK": low_rank}
     defines: dict[str, int | str] = {macro: 1 for macro, is_on in on.items() if is_on}
     # A model needs one activation, and compiling all of them takes three times as long.
     if activation is not None:
