@@ -101,6 +101,13 @@ class Bf16Engine(PlainEngine):
         with launch_scope(x):
             yield _Products(routing, weights, gemms, ExpertRows.of(routing))
 
+    def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
+        """On Hopper inside the GEMMs."""
+        if projected is not None and isinstance(products, bf16_sm90.HopperProducts):
+            products.adapt(projected)
+            return products
+        return super()._adapted(products, settings, projected)
+
     def _may_write_dz_over_z(self, z: Tensor) -> bool:
         """On Hopper a tile reads its part of z before it writes the same part of dz."""
         return _is_hopper(device_name(z))

@@ -25,6 +25,7 @@ from ..routing.backends import arch_of
 from ..routing.calls import Bind, RoutedCall
 from ..routing.combine import sum_to_slots
 from ..routing.metadata import RoutingMetadata
+from .bf16_adapters import NOTHING, RowsOfAdapters, narrow_kernels
 from .expert_matrices import ExpertMatrices
 from .gradient_memory import Place, WeightTarget
 from .interface import EngineWeights
@@ -59,9 +60,9 @@ class Kernels(NamedTuple):
     ) -> Kernels:
         """Those of three loaded modules; bind: as of `RoutedCall`."""
         return cls(
-            RoutedCall(gemm.up, 5, "row_token padded_offsets", bind),
-            RoutedCall(gemm.grouped_gemm, 4, "padded_offsets", bind),
-            RoutedCall(dgated.dgated, 5, "row_prob row_token padded_offsets", bind),
+            RoutedCall(gemm.up, 7, "row_token padded_offsets", bind),
+            RoutedCall(gemm.grouped_gemm, 6, "padded_offsets", bind),
+            RoutedCall(dgated.dgated, 7, "row_prob row_token padded_offsets", bind),
             RoutedCall(rows.gather_rows, 1, "row_token", bind),
             matrices,
             gate,
@@ -80,11 +81,17 @@ class Wgrad:
 
 @functools.lru_cache(maxsize=64)
 def kernels_on(
-    device: str, activation: Any, parameters: Any, dtype: str, rows_first: bool, separate: bool
+    device: str,
+    activation: Any,
+    parameters: Any,
+    dtype: str,
+    rows_first: bool,
+    separate: bool,
+    low_rank: bool,
 ) -> Kernels:
     """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
     arch = arch_of(device)
-    sources = bf16_sources(arch, activation, dtype, rows_first, separate)
+    sources = bf16_sources(arch, activation, dtype, rows_first, separate, low_rank)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
     # Of addresses that stay, as parameters' do, maps are encoded once.
     kept = functools.lru_cache(maxsize=MAX_DESTINATIONS)
@@ -101,12 +108,12 @@ def _bind_on(arch: str) -> Bind:
 
 class Prepared:
     """What launches over one kind of weights share (`EngineWeights.native`): the kernels for tokens of
-    their dtype under these settings, once somebody asked for them.
+    their dtype under these settings, without adapters and with them, once somebody asked for them.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.kernels: Kernels | None = None
+        self.kernels: list[Kernels | None] = [None, None]
 
 
 def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
@@ -115,12 +122,13 @@ def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights
     if prepared is None or prepared.settings is not settings:
         prepared = Prepared(settings)
         object.__setattr__(weights, "native", prepared)
-    kernels: Kernels | None = prepared.kernels
+    adapted = weights.adapters is not None
+    kernels: Kernels | None = prepared.kernels[adapted]
     if kernels is None:
         own = settings.activation, settings.activation_parameters
         form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
         of_call = device_name(tokens), *own, dtype_name(tokens.dtype)
-        kernels = prepared.kernels = kernels_on(*of_call, *form)
+        kernels = prepared.kernels[adapted] = kernels_on(*of_call, *form, adapted)
     return kernels
 
 
@@ -148,6 +156,7 @@ class HopperProducts(Products):
         # The base class is frozen, and sets one field at a time.
         self.__dict__.update(routing=routing, weights=weights)
         self._kernels, self._row_sums_of, self._stream = kernels, row_sums_of, stream
+        self._narrow: RowsOfAdapters | None = None
         self._layout = weights.layout.transposed, weights.layout.split_half
         self._launch = settings.gemm_num_sms, stream
 
@@ -166,10 +175,25 @@ class HopperProducts(Products):
         self._kernels.gather_rows(self.routing, tokens, rows, self._stream)
         return rows
 
+    def adapt(self, projected: Tensor) -> None:
+        """From here on with the adapters of the weights, u of which lie in `projected`."""
+        adapters = self.weights.adapters
+        assert adapters is not None
+        given = adapters, self.routing, projected, self._layout[1]
+        self._narrow = RowsOfAdapters(
+            *given, narrow_kernels(device_name(projected)), self._launch[1]
+        )
+
+    def gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """`PendingWgrad.adapters`, after a backward to x."""
+        assert self._narrow is not None
+        return self._narrow.gradients(x)
+
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
         kernels, weights = self._kernels, self.weights
         given = self._rows_of(x), self._operand(weights.w1), *self._layout, weights.b1
-        kernels.up(self.routing, *given, z, y1, *kernels.gate, *self._launch)
+        adapter = NOTHING if self._narrow is None else self._narrow.projected("up", x, True)
+        kernels.up(self.routing, *given, *adapter, z, y1, *kernels.gate, *self._launch)
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
@@ -177,12 +201,14 @@ class HopperProducts(Products):
     def down(self, y1: Tensor, y2: Tensor) -> None:
         weights = self.weights
         given = y1, self._operand(weights.w2), self._layout[0], weights.b2
-        self._kernels.grouped_gemm(self.routing, *given, y2, *self._launch)
+        adapter = NOTHING if self._narrow is None else self._narrow.projected("down", y1, False)
+        self._kernels.grouped_gemm(self.routing, *given, *adapter, y2, *self._launch)
 
     def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
         # The same matrices, contracted over their rows.
         given = dz, self._operand(self.weights.w1_dgrad), not self._layout[0], None
-        self._kernels.grouped_gemm(self.routing, *given, dx_rows, *self._launch)
+        adapter = NOTHING if self._narrow is None else self._narrow.returned("up", dz, False)
+        self._kernels.grouped_gemm(self.routing, *given, *adapter, dx_rows, *self._launch)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
         """Partial sums `[tiles, R]`."""
@@ -190,8 +216,11 @@ class HopperProducts(Products):
         tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
         partials = empty((tiles, routing.num_rows), torch.float32, device_of(dout))
         given = self._rows_of(dout), self._operand(weights.w2_dgrad), *self._layout
-        outputs = dz, y1s, partials
-        kernels.dgated(routing, *given, z, *outputs, *kernels.gate, *self._launch)
+        outputs, adapter = (dz, y1s, partials), NOTHING
+        if self._narrow is not None:
+            adapter = self._narrow.returned("down", dout, True)
+            self._narrow.keep(dout, y1s)
+        kernels.dgated(routing, *given, *adapter, z, *outputs, *kernels.gate, *self._launch)
         return partials
 
     def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:

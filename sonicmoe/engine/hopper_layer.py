@@ -26,6 +26,7 @@ from .hopper_passes import (
     z_arguments,
 )
 from .interface import EngineWeights
+from .low_rank import NO_ROWS, Narrow
 from .settings import EngineSettings
 from .tokens import Saved, Tokens
 
@@ -43,25 +44,6 @@ def _with_rows(settings: EngineSettings) -> EngineSettings:
     return replace(settings, fp8_wgrad=False)
 
 
-class Narrow(NamedTuple):
-    """u or v `[R, width]` of both projections, contiguous; None where one has no adapter."""
-
-    up: Tensor | None = None
-    down: Tensor | None = None
-
-    @classmethod
-    def within(cls, memory: Tensor | None, widths: tuple[int, ...]) -> Narrow:
-        """One behind the other in memory `[R, sum of widths]`."""
-        if memory is None:
-            return cls()
-        rows, flat, found = int(memory.shape[0]), memory.view(-1), []
-        for width, begin in zip(widths, (0, rows * widths[0]), strict=True):
-            part = flat[begin : begin + rows * width].view(rows, width) if width else None
-            found.append(part)
-        return cls(*found)
-
-
-NO_ADAPTERS = Narrow()
 _FACTOR_GRADIENTS = "d_up_a", "d_up_b", "d_down_a", "d_down_b"
 
 
@@ -142,9 +124,7 @@ class HopperLayer:
         adapters = self._weights.adapters
         return Narrow() if adapters is None else Narrow.within(memory, adapters.widths)
 
-    def forward(
-        self, x: Tokens, z: KeptZ | None, out: Tensor | None, u: Narrow = NO_ADAPTERS
-    ) -> None:
+    def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None, u: Narrow = NO_ROWS) -> None:
         """Fills what there is of z `[R, 2I]`, out `[T, H]` and u."""
         bytes_of = self.routed.bytes_of
         # Recomputing stops at z: the down projection and its scratch are not needed.
@@ -204,7 +184,7 @@ class HopperLayer:
         z: KeptZ,
         dx: Tensor | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
-        v: Narrow = NO_ADAPTERS,
+        v: Narrow = NO_ROWS,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.

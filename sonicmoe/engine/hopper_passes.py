@@ -252,8 +252,8 @@ def prepared_handle(
     matrices = {name: getattr(weights, name) for name in names}
     handle = passes.weights_of({**matrices, **factors_of(weights.adapters)})
     sizes = weights.hidden_size, weights.intermediate_size
-    arguments = passes.activation_arguments(settings, weights.adapters)
-    held = PreparedHandle(handle, *sizes, both, passes, settings, *arguments, weights.adapters)
+    up, dgated = passes.activation_arguments(settings, weights.adapters)
+    held = PreparedHandle(handle, *sizes, both, passes, settings, up, dgated, weights.adapters)
     object.__setattr__(weights, "native", held)
     return held
 
@@ -262,7 +262,9 @@ def factors_of(adapters: Adapters | None) -> dict[str, Tensor]:
     """By their names in the handle."""
     found = {}
     for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
-        for name, factor in zip("ab", () if pair is None else pair.operands(torch.bfloat16)):
+        if pair is None:
+            continue
+        for name, factor in zip("ab", pair.operands(torch.bfloat16), strict=True):
             found[f"{side}_{name}"] = factor
             found[f"{side}_{name}_t"] = factor.transpose(1, 2).contiguous()
     return found

@@ -55,6 +55,27 @@ class LowRank(NamedTuple):
         return a, b
 
 
+class Narrow(NamedTuple):
+    """u or v `[R, width]` of both projections, contiguous; None where one has no adapter."""
+
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+    @classmethod
+    def within(cls, memory: Tensor | None, widths: tuple[int, ...]) -> Narrow:
+        """One behind the other in memory `[R, sum of widths]`."""
+        if memory is None:
+            return cls()
+        rows, flat, found = int(memory.shape[0]), memory.view(-1), []
+        for width, begin in zip(widths, (0, rows * widths[0]), strict=True):
+            part = flat[begin : begin + rows * width].view(rows, width) if width else None
+            found.append(part)
+        return cls(*found)
+
+
+NO_ROWS = Narrow()
+
+
 class Adapters(NamedTuple):
     """Those of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an engine
     reads them the native one.

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrices
+from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows
 
 from sonicmoe.engine import bf16, bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
@@ -18,6 +19,14 @@ from sonicmoe.engine.wgrad_destinations import Destinations
 from sonicmoe.enums import ActivationType
 
 QUACK, HOPPER = "quack", "hopper"
+
+
+class NarrowKernels:
+    """The module of the narrow products."""
+
+    narrow_rows = staticmethod(narrow_rows)
+    narrow_gradient = staticmethod(narrow_gradient)
+    gradient_parts = staticmethod(gradient_parts)
 
 
 class Launches:
@@ -42,7 +51,7 @@ class Launches:
         made.calls = self.calls
         return made
 
-    def hopper(self, device, activation, parameters, dtype, rows_first, separate):
+    def hopper(self, device, activation, parameters, dtype, rows_first, separate, low_rank):
         made = HopperGemms(activation, parameters, self.calls, self.lent)
         matrices = HostMatrices if separate else None
         return bf16_sm90.Kernels.of(made, made, made, matrices, made.gate)
@@ -68,5 +77,6 @@ def launches_fixture(request, monkeypatch):
     monkeypatch.setattr(bf16, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(bf16_sm90, "kernels_on", found.hopper)
     monkeypatch.setattr(bf16_sm90, "wgrad_on", found.wgrad)
+    monkeypatch.setattr(bf16_sm90, "narrow_kernels", lambda device: NarrowKernels)
     monkeypatch.setattr(bf16_sm90, "_TILE_COLUMNS", HopperGemms.COLUMNS)
     return found

@@ -28,6 +28,12 @@ def in_halves(columns, halves):
     return torch.cat([columns[:, ::2], columns[:, 1::2]], 1) if halves else columns
 
 
+def ordered(factor, halves):
+    """A factor of the up-projection, whose rows are native, in the order of w1's rows."""
+    assert factor.is_contiguous()
+    return torch.cat([factor[:, ::2], factor[:, 1::2]], 1) if halves else factor
+
+
 def readable(weight):
     """A matrix of each expert, where the copy engine can read it."""
     *outer, last = weight.stride()
@@ -56,44 +62,51 @@ class HopperGemms:
         self.calls.append(call)
         self.lent.add(multiprocessors)
 
-    def products(self, a, b, transposed, bias, padded_offsets):
-        """`(rows, fp32 sums)` of each expert that has rows: `a_e b_e^T + bias_e`."""
+    def products(self, a, b, transposed, bias, padded_offsets, u=None, factor=None):
+        """`(rows, fp32 sums)` of each expert that has rows: `a_e b_e^T + bias_e + u_e factor_e^T`."""
         matrices = readable(b) if isinstance(b, torch.Tensor) else b.read(a.dtype)
         assert len(matrices) + 1 == len(padded_offsets)
         for e, (first, end) in enumerate(itertools.pairwise(padded_offsets.tolist())):
             if end > first:
                 matrix = matrices[e].float()
                 sums = a[first:end].float() @ (matrix if transposed else matrix.T)
-                yield slice(first, end), sums if bias is None else sums + bias[e]
+                sums = sums if bias is None else sums + bias[e]
+                if u is not None:
+                    assert u.is_contiguous() and factor[e].shape == (sums.shape[1], u.shape[1])
+                    sums = sums + u[first:end].float() @ factor[e].float().T
+                yield slice(first, end), sums
 
     def up(
-        self, x, w1, transposed, halves, b1, row_token, padded_offsets, z, y1, first, second, multiprocessors,
+        self, x, w1, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1, first, second, multiprocessors,
         stream,
     ):  # fmt: skip
         self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
                   multiprocessors, stream)  # fmt: skip
         assert (first, second) == self.gate
         a, halves = gather(x, row_token), halves and self.gated
-        for own, sums in self.products(a, w1, transposed, b1, padded_offsets):
+        factor = None if factor is None else ordered(factor, halves)
+        for own, sums in self.products(a, w1, transposed, b1, padded_offsets, u, factor):
             if z is not None:
                 z[own] = sums.to(z.dtype)
             if y1 is not None:
                 y1[own] = activate(turned(sums, halves), *self.kind).to(y1.dtype)
 
-    def grouped_gemm(self, a, b, transposed, bias, padded_offsets, out, multiprocessors, stream):
+    def grouped_gemm(
+        self, a, b, transposed, bias, u, factor, padded_offsets, out, multiprocessors, stream
+    ):
         self.note("grouped_gemm", multiprocessors, stream)
-        for own, sums in self.products(a, b, transposed, bias, padded_offsets):
+        for own, sums in self.products(a, b, transposed, bias, padded_offsets, u, factor):
             out[own] = sums.to(out.dtype)
 
     def dgated(
-        self, dout, w2, transposed, halves, z, row_prob, row_token, padded_offsets, dz, y1s, partials,
+        self, dout, w2, transposed, halves, u, factor, z, row_prob, row_token, padded_offsets, dz, y1s, partials,
         first, second, multiprocessors, stream,
     ):  # fmt: skip
         self.note("dgated", multiprocessors, stream)
         assert (first, second) == self.gate
         a, halves = gather(dout, row_token), halves and self.gated
         # The matrices as dgrad reads them.
-        for own, dy1 in self.products(a, w2, not transposed, None, padded_offsets):
+        for own, dy1 in self.products(a, w2, not transposed, None, padded_offsets, u, factor):
             p = row_prob[own].unsqueeze(1)
             y1, gradient = activate_backward(turned(z[own].float(), halves), dy1 * p, *self.kind)
             dz[own], y1s[own] = in_halves(gradient, halves).to(dz.dtype), (y1 * p).to(y1s.dtype)

@@ -40,7 +40,7 @@ def at(view, dtype=None, shape=None):
     """The host memory of a launch argument as a torch tensor; `dtype` and `shape`: what it must
     have.
     """
-    found, sizes = str(view.dtype), tuple(view.shape)
+    found, sizes = str(view.dtype).removeprefix("torch."), tuple(view.shape)
     assert view.is_contiguous(), sizes
     assert dtype is None or found in dtype.split("|"), f"{found} {sizes}, needed {dtype}"
     assert shape is None or sizes == tuple(shape), f"{sizes}, needed {tuple(shape)}"
@@ -131,11 +131,14 @@ def adapter_of(rows, u, factor, offsets):
     return grouped(at(u, "bfloat16").float(), factor, offsets)
 
 
+HALF = "bfloat16|float16"
+
+
 def wide_rows(given, scale, gathers, row_token):
     """fp32 rows in expert order, zeros without a token."""
     token = at(row_token, "int32").to(torch.int64)
     if scale is None:
-        rows = at(given, "bfloat16").float()
+        rows = at(given, HALF).float()
     else:
         by_rows = scale.shape[0] == given.shape[0] and scale.shape[1] == blocks(given.shape[1])
         rows = values(given, scale, BY_ROWS if by_rows else OF_DZ)
@@ -144,9 +147,9 @@ def wide_rows(given, scale, gathers, row_token):
 
 
 def narrow_rows(given, scale, gathers, factor, row_token, padded_offsets, out, by, stream):
-    rows, factor = wide_rows(given, scale, gathers, row_token), at(factor, "bfloat16").float()
+    rows, factor = wide_rows(given, scale, gathers, row_token), at(factor, HALF).float()
     product = grouped(rows, factor, offsets_of(padded_offsets, factor))
-    at(out, "bfloat16", product.shape).copy_((by * product).to(torch.bfloat16))
+    at(out, HALF, product.shape).copy_(by * product)
 
 
 def gradient_parts(rows, experts, wide, width, rank):
@@ -162,7 +165,7 @@ def narrow_gradient(
         rows = torch.where((at(row_token, "int32") >= 0).unsqueeze(1), rows, 0.0)
     else:
         rows = wide_rows(given, scale, gathers, row_token)
-    thin = at(narrow, "bfloat16").float()
+    thin = at(narrow, HALF).float()
     if row_prob is not None:
         thin = thin * at(row_prob, "float32").unsqueeze(1)
     out = at(out, "float32")

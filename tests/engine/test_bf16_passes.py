@@ -152,7 +152,8 @@ class TestAdapters:
         }
         assert_same_bits(alone, wanted)
 
-    def test_the_log_says_once_that_they_are_no_kernels(self, caplog):
+    @pytest.mark.parametrize("launches", [QUACK], indirect=True)
+    def test_the_log_says_once_that_they_are_no_kernels(self, launches, caplog):
         for _ in range(2):
             run_adapted(make_case(), OURS)
         lines = [record.getMessage() for record in caplog.records]

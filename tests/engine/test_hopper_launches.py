@@ -150,7 +150,8 @@ def test_quantised_tokens_and_values_exclude_each_other(native):
         with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
             passes.forward(
                 weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, first=0.0,
-                second=0.0, z=None, z_scale=None, z_rows=None, out=None,
+                second=0.0, up_scale=0.0, down_scale=0.0, up_u=None, down_u=None,
+                z=None, z_scale=None, z_rows=None, out=None,
                 scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
             )  # fmt: skip
 
@@ -364,7 +365,8 @@ def test_a_scratch_that_is_too_small_is_refused(native):
     handle, bytes_of, *_ = passes.routed(case.routing, H, I)
     arguments = {
         "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0,
-        "activation": 0, "first": 0.0, "second": 0.0,
+        "activation": 0, "first": 0.0, "second": 0.0, "up_scale": 0.0, "down_scale": 0.0,
+        "up_u": None, "down_u": None,
         **hopper_passes.token_arguments("x", case.x),
         "z": None, "z_scale": None, "z_rows": None, "out": None,
     }  # fmt: skip

@@ -143,8 +143,7 @@ def engine_sources(
     other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
-    beside = (bias_gradients_source(arch),) if bias else ()
-    beside += (low_rank_source(arch),) if low_rank else ()
+    beside = [bias_gradients_source(arch)] * bias + [low_rank_source(arch)] * low_rank
     gemms = gemm_sources(arch, activation, z, steady, bias, low_rank)
     return *gemms, *others, *beside, passes_source(arch)
 

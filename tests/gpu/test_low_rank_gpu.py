@@ -1,0 +1,262 @@
+"""Low-rank adapters on the GPU: the narrow products against fp64, and both engines for Hopper against
+the reference engine and against the layer whose weights have the adapters merged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu.activation_cases import OWN
+from gpu.device import waiting_is_an_error
+from gpu.engine_cases import ARCH, BF16, DEVICE, FP8, REFERENCE, build, make_case
+from gpu.kernel_checks import poisoned
+
+from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.low_rank import Adapters, LowRank
+from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.interop import current_stream
+from sonicmoe.jit import no_compile
+from sonicmoe.kernels.cuda_wgrad import low_rank_source
+from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
+from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
+from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.routing.build import build_routing
+
+pytestmark = pytest.mark.gpu
+
+SWIGLU, OAI = ActivationType.SWIGLU, ActivationType.SWIGLU_OAI
+FACTORS = "da1", "db1", "da2", "db2"
+ENGINES = {"bf16": Bf16Engine(), "hopper": HopperEngine()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    jobs = [low_rank_source(ARCH), expert_rows_source(ARCH)]
+    for kind, bias in ((SWIGLU, False), (OAI, True)):
+        jobs += engine_sources(ARCH, kind, bias=bias, low_rank=True)
+        jobs += bf16_sources(ARCH, kind, low_rank=True).values()
+    jobs += [*engine_sources(ARCH, SWIGLU), *bf16_sources(ARCH, SWIGLU).values()]
+    jobs += engine_sources(ARCH, SWIGLU, steady=True, low_rank=True)
+    jobs += engine_sources(ARCH, SWIGLU, ZCode.BF16, low_rank=True)
+    jobs += bf16_sources(ARCH, SWIGLU, "float16", low_rank=True).values()
+    build(jobs)
+    with no_compile():
+        yield
+
+
+@pytest.fixture(scope="module")
+def module():
+    return low_rank_source(ARCH).load()
+
+
+class Rows:
+    """Rows of a wide operand, as a kernel takes them and as fp64 has them; what no row names is NaN."""
+
+    def __init__(self, kind, wide, *, tokens=500, experts=5, seed=0):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        ids = torch.rand((tokens, experts - 1), generator=generator, device=DEVICE).argsort(1)[
+            :, :2
+        ]
+        ids[torch.rand((tokens, 2), generator=generator, device=DEVICE) < 0.3] = experts
+        probs = torch.rand((tokens, 2), generator=generator, device=DEVICE) + 0.1
+        self.routing, self.experts, self.wide = build_routing(ids, probs, experts), experts, wide
+        self.real = self.routing.row_token >= 0
+        self.gathers = kind.startswith("tokens")
+        count = tokens if self.gathers else self.routing.num_rows
+        values = torch.randn((count, wide), generator=generator, device=DEVICE)
+        values *= torch.exp2(torch.randint(-6, 6, (1, wide), generator=generator, device=DEVICE))
+        self.transposed, self.scale = kind == "transposed codes", None
+        dtype = torch.float16 if kind.endswith("fp16") else torch.bfloat16
+        if kind.endswith("codes"):
+            block = {"block codes": BlockShape(128, 256), "transposed codes": iso(128)}
+            q = quantize(values, block.get(kind, rows(128)))
+            exact = dequantize(q).double()
+            q = transpose_storage(q) if self.transposed else q
+            self.given, self.scale = q.codes.view(torch.uint8), q.scale_inv
+        else:
+            self.given = values.to(dtype)
+            exact = self.given.double()
+        token = self.routing.row_token.long().clamp(min=0)
+        found = exact[token] if self.gathers else exact
+        self.exact = torch.where(self.real.unsqueeze(1), found, 0.0)
+        self.dtype = dtype
+        if self.gathers:
+            unused = torch.ones(count, dtype=torch.bool, device=DEVICE)
+            unused[token[self.real]] = False
+            if self.scale is None:
+                self.given[unused] = float("nan")
+            else:
+                self.given[unused], self.scale[unused] = 0x7F, float("nan")
+
+    @property
+    def where(self):
+        return self.routing.row_token, self.routing.padded_offsets
+
+    def expert_rows(self):
+        ends = self.routing.padded_offsets.tolist()
+        return [slice(*both) for both in itertools.pairwise(ends)]
+
+
+KINDS = ("tokens", "tokens codes", "tokens fp16", "rows", "rows codes", "block codes")
+WIDE = (64, 272, 1024)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [8, 16, 40, 64, 128])
+def test_narrow_rows(module, kind, width):
+    for wide in WIDE:
+        given = Rows(kind, wide, seed=width)
+        factor = torch.randn((given.experts, width, wide), device=DEVICE).to(given.dtype)
+        out = poisoned((given.routing.num_rows, width), given.dtype)
+        module.narrow_rows(
+            *(given.given, given.scale, given.gathers, factor, *given.where, out, 0.75),
+            current_stream(out),
+        )
+        for expert, own in enumerate(given.expert_rows()):
+            wanted = 0.75 * given.exact[own] @ factor[expert].double().T
+            error = (out[own].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+            assert float(error) < 3e-3, (wide, expert, float(error))
+        assert not out[~given.real].any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "transposed codes"])
+@pytest.mark.parametrize("rank", [3, 16, 40, 64, 128])
+@pytest.mark.parametrize("wide_first", [False, True])
+def test_narrow_gradient(module, kind, rank, wide_first):
+    """Also of few experts with many rows, which several CTAs share; bit for bit again."""
+    width = -(-rank // 8) * 8
+    for wide, tokens in ((272, 500), (1024, 6000)):
+        given = Rows(kind, wide, tokens=tokens, experts=3, seed=rank)
+        routing = given.routing
+        narrow = torch.randn((routing.num_rows, width), device=DEVICE).to(given.dtype)
+        narrow[~given.real] = 0
+        prob = routing.row_prob if given.gathers else None
+        shape = (wide, rank) if wide_first else (rank, wide)
+        sizes = routing.num_rows, given.experts, wide, width, rank
+        parts = poisoned((int(module.gradient_parts(*sizes)),), torch.float32)
+        results = []
+        for _ in range(2):
+            out = poisoned((given.experts, *shape), torch.float32)
+            module.narrow_gradient(
+                *(given.given, given.scale, given.gathers, given.transposed, narrow, prob),
+                *(*given.where, wide_first, parts, out, current_stream(out)),
+            )
+            results.append(out)
+        assert torch.equal(*results)
+        weight = 1.0 if prob is None else prob.double().unsqueeze(1)
+        thin = torch.where(given.real.unsqueeze(1), narrow.double() * weight, 0.0)
+        for expert, own in enumerate(given.expert_rows()):
+            wanted = thin[own, :rank].T @ given.exact[own]
+            wanted = wanted.T if wide_first else wanted
+            error = (out[expert].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+            assert float(error) < 4e-3, (wide, expert, float(error))
+
+
+def adapters_of(case, rank=16, which=("up", "down"), dtype=BF16, seed=5):
+    torch.manual_seed(seed)
+    w1, w2, *_ = case.weights
+    made = {}
+    for name, weight in (("up", w1), ("down", w2)):
+        experts, outputs, inputs = weight.shape
+        a = torch.randn((experts, rank, inputs), device=DEVICE) * inputs**-0.5
+        b = torch.randn((experts, outputs, rank), device=DEVICE) * 0.7
+        made[name] = LowRank(a.to(dtype), b.to(dtype), 0.5) if name in which else None
+    return Adapters(**made)
+
+
+def run(case, engine, settings, adapters):
+    settings = replace(settings, activation=case.activation, activation_parameters=case.parameters)
+    weights = engine.prepare_weights(*case.weights, settings)
+    out, saved = engine.forward(case.x, case.routing(), weights.with_adapters(adapters), settings)
+    dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights.with_adapters(adapters))
+    of_factors = dict(zip(FACTORS, pending.adapters(), strict=True))
+    return {"out": out, "dx": dx, "dprobs": dprobs} | {
+        name: found for name, found in of_factors.items() if found is not None
+    }
+
+
+def distances(actual, wanted):
+    assert actual.keys() == wanted.keys()
+    found = {}
+    for name, got in actual.items():
+        one, other = got.double(), wanted[name].double()
+        assert one.shape == other.shape and bool(torch.isfinite(one).all()), name
+        found[name] = float((one - other).norm() / other.norm().clamp(min=1e-30))
+    return found
+
+
+PLAIN = replace(FP8, recipe=None)
+CASES = (
+    ("hopper", {}, SWIGLU, 16, ("up", "down")),
+    ("hopper", {}, OAI, 4, ("up", "down")),
+    ("hopper", {"save_z": ZCode.BF16}, SWIGLU, 64, ("up",)),
+    ("hopper", {"recompute_z": True}, SWIGLU, 128, ("down",)),
+    ("hopper", {"recipe": RECIPES["row128-dx256"]}, SWIGLU, 20, ("up", "down")),
+    ("hopper", {"fp8_wgrad": False}, SWIGLU, 16, ("up", "down")),
+    ("bf16", {}, SWIGLU, 16, ("up", "down")),
+    ("bf16", {}, OAI, 128, ("up", "down")),
+    ("bf16", {"recompute_z": True}, SWIGLU, 3, ("up",)),
+)
+
+
+@pytest.mark.parametrize(("name", "changes", "activation", "rank", "which"), CASES, ids=str)
+@pytest.mark.parametrize("tokens", [700, 3000])
+def test_equal_the_reference_engine(name, changes, activation, rank, which, tokens):
+    """And no further from fp32 than its emulation."""
+    settings = replace(FP8 if name == "hopper" else PLAIN, **changes)
+    case = make_case(tokens, activation=activation, bias=activation is OAI, seed=rank)
+    case = replace(case, parameters=OWN.get(activation, ()))
+    adapters = adapters_of(case, rank, which)
+    got = run(case, ENGINES[name], settings, adapters)
+    emulated = run(case, REFERENCE, settings, adapters)
+    exact = run(case.to(torch.float32), REFERENCE, replace(PLAIN, save_z=settings.save_z), adapters)
+    ours, theirs = distances(got, exact), distances(emulated, exact)
+    from_emulation = distances(got, emulated)
+    for part in got:
+        bound = 0.045 if name == "hopper" else 0.008
+        assert from_emulation[part] < bound, (part, from_emulation[part])
+        assert ours[part] < 1.15 * theirs[part] + 2e-3, (part, ours[part], theirs[part])
+        assert ours[part] < (0.07 if name == "hopper" else 0.01), (part, ours[part])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_equal_calls_give_equal_bits_and_wait_for_nothing(name):
+    settings = FP8 if name == "hopper" else PLAIN
+    case = make_case(2000, seed=3)
+    adapters = adapters_of(case, dtype=torch.float32)
+    first = run(case, ENGINES[name], settings, adapters)
+    again = run(case, ENGINES[name], settings, adapters)
+    assert all(torch.equal(first[part], again[part]) for part in first)
+    engine, routing = ENGINES[name], case.routing()
+    weights = engine.prepare_weights(*case.weights, settings).with_adapters(adapters)
+    with waiting_is_an_error():
+        _, saved = engine.forward(case.x, routing, weights, settings)
+        *_, pending = engine.backward_dx(case.dout, saved, weights)
+        pending.adapters()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_factor_of_zeros_changes_no_bit(name):
+    """The sums of the base are those of a layer without adapters."""
+    settings, engine = (FP8 if name == "hopper" else PLAIN), ENGINES[name]
+    case = make_case(2000, seed=4)
+    zeros = Adapters(*(p._replace(b=torch.zeros_like(p.b)) for p in adapters_of(case)))
+    got = run(case, engine, settings, zeros)
+    settings = replace(settings, activation=case.activation)
+    weights = engine.prepare_weights(*case.weights, settings)
+    out, saved = engine.forward(case.x, case.routing(), weights, settings)
+    dx, dprobs, _ = engine.backward_dx(case.dout, saved, weights)
+    assert torch.equal(got["out"], out)
+    assert torch.equal(got["dx"], dx) and torch.equal(got["dprobs"], dprobs)
+
+
+def test_experts_without_rows_get_zeros():
+    case = make_case(300, empty=(1, 4), seed=6)
+    for name, settings in (("hopper", FP8), ("bf16", PLAIN)):
+        found = run(case, ENGINES[name], settings, adapters_of(case))
+        assert all(not found[part][[1, 4]].any() for part in FACTORS), name
