@@ -37,6 +37,26 @@ def test_experts_of_real_models(run, tmp_path, title, implementations):
         assert name != "fp8" or errors["out"] > 0.01, "nothing was quantised"
 
 
+def test_adapters_on_experts(run, tmp_path):
+    pytest.importorskip("peft", minversion="0.21")
+    found = tmp_path / "f.json"
+    said = run("adapters_bench", "--quick", "--rounds=1", "--rank=4", "--json", found)
+    (row,) = json.loads(found.read_text())["rows"]
+    kinds = [
+        f"{kind} {precision}"
+        for precision in ("fp8", "bf16")
+        for kind in ("full", "frozen", "lora")
+    ]
+    assert list(row["figures"]) == [*kinds, "peft", "peft compiled"]
+    assert all(each["wall"] > 0 and each["forward"] > 0 for each in row["figures"].values())
+    errors = row["errors"]
+    assert set(errors) == {"lora fp8", "lora bf16", "peft", "peft compiled"}
+    assert errors["lora bf16"] < 0.01 < errors["lora fp8"] < 0.1
+    assert max(errors["peft"], errors["peft compiled"]) < 0.01
+    assert said.endswith(run("adapters_bench", "--show", found))
+    assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 8
+
+
 def test_torchaos_groups_are_padded(load):
     torchao = load("torchao_experts")
     # Three experts with 2, 0 and 17 slots, and one slot of another rank's expert.
