@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ..layouts import WeightLayout
+from ..layouts import NATIVE, WeightLayout
 from ..routing.combine import scatter_to_slots
 from .activations import activate, activate_backward
-from .expert_matrices import ExpertMatrices
-from .products import Products, empty_rows
+from .products import Products, empty_rows, plain_operand
 from .settings import EngineSettings
 
 Tensor = torch.Tensor
@@ -29,15 +28,15 @@ class AdaptedProducts:
     """
 
     def __init__(self, inner: Products, settings: EngineSettings, projected: Tensor) -> None:
-        self._inner, self._settings, self._projected = inner, settings, projected
+        self._inner, self._projected = inner, projected
+        self._activation = settings.activation, settings.activation_parameters
         weights, routing = inner.weights, inner.routing
-        assert weights.adapters is not None
+        assert weights.adapters is not None and weights.layout == NATIVE
         self._pairs, self._routing = weights.adapters, routing
         self._factors: list[Any] = [pair and pair.operands(projected.dtype) for pair in self._pairs]
         self._ends = routing.padded_offsets[1:].to(torch.int32)
         self._real = (routing.row_token >= 0).unsqueeze(-1)
-        # Columns of z and of dz: gates and then up values, or in turns as the native ones.
-        self._z = WeightLayout(split_half=weights.layout.split_half)
+        # Columns of dz: gates and then up values, or in turns as those of z and the rows of w1.
         self._dz = WeightLayout(split_half=inner.splits_dz)
         self._of_up: tuple[Tensor, ...] = ()
         self._of_down: tuple[Tensor, ...] = ()
@@ -51,12 +50,10 @@ class AdaptedProducts:
             return
         z = empty_rows(self._routing, self._inner.weights.n1, x) if z is None else z
         self._inner.up_again(x, z)
-        a, b = self._factors[UP]
         # A second time, for the backward, it is in `projected` already.
-        z += self._added(UP, self._rows(x), a, self._z.user_w1(b), keep=y1 is not None)
+        z += self._added(UP, self._rows(x), keep=y1 is not None)
         if y1 is not None:
-            own = self._settings.activation, self._settings.activation_parameters
-            y1.copy_(activate(self._z.native_b1(z).float(), *own))
+            y1.copy_(activate(z.float(), *self._activation))
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
         self.up(x, z, None)
@@ -64,21 +61,18 @@ class AdaptedProducts:
     def down(self, y1: Tensor, y2: Tensor) -> None:
         self._inner.down(y1, y2)
         if self._factors[DOWN] is not None:
-            y2 += self._added(DOWN, y1, *self._factors[DOWN])
+            y2 += self._added(DOWN, y1)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
         """With an adapter of the down-projection these are sums of whole rows, `<dout, b2>` included."""
         if self._factors[DOWN] is None:
             return self._inner.dgated(dout, z, dz, y1s)
-        weights, routing, own = self._inner.weights, self._routing, self._settings
-        w2: Any = weights.w2_dgrad
-        w2 = w2.stacked() if isinstance(w2, ExpertMatrices) else w2
+        weights, routing = self._inner.weights, self._routing
         rows, (a, b) = self._rows(dout), self._factors[DOWN]
         v = self._product(rows, b) * self._pairs.scales[DOWN]
-        dy1 = self._product(rows, w2.transpose(1, 2) if weights.layout.transposed else w2)
-        dy1, prob = (dy1 + self._product(v, a)).float(), routing.row_prob.unsqueeze(-1)
-        parameters = own.activation, own.activation_parameters
-        y1, found = activate_backward(self._z.native_b1(z).float(), dy1 * prob, *parameters)
+        dy1 = self._product(rows, plain_operand(weights.w2_dgrad)) + self._product(v, a)
+        dy1, prob = dy1.float(), routing.row_prob.unsqueeze(-1)
+        y1, found = activate_backward(z.float(), dy1 * prob, *self._activation)
         sums = (dy1 * y1).sum(-1)
         if weights.b2 is not None:
             row = torch.arange(routing.num_rows, device=z.device)
@@ -127,8 +121,9 @@ class AdaptedProducts:
     def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=self._ends)
 
-    def _added(self, side: int, rows: Tensor, a: Tensor, b: Tensor, keep: bool = True) -> Tensor:
+    def _added(self, side: int, rows: Tensor, keep: bool = True) -> Tensor:
         """What the pair of a side adds to the projection of `rows`; keep: its u in `projected`."""
+        a, b = self._factors[side]
         u = self._product(rows, a.transpose(1, 2)) * self._pairs.scales[side]
         if keep:
             self._projected.split(self._pairs.widths, 1)[side].copy_(u)
