@@ -16,7 +16,7 @@ from ..layouts import WeightLayout
 from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
 from .border import check_stored, check_switch
-from .call import Origin, backward, forward
+from .call import NOWHERE, Origin, backward, forward
 from .compiled import expert_operator
 from .plan import Plan, make_plan
 
@@ -113,14 +113,19 @@ def _is_differentiated(
 ) -> bool:
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
-    given = (x, probs, *weights, *adapters.factors)
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
+    if torch.is_grad_enabled():
+        for given in (x, probs, *weights, *adapters.factors):
+            if given is not None and given.requires_grad:
+                return True
+    return False
 
 
 def _run(
     plan: Plan, x: Tensor, probs: Tensor | None, weights: Weights, origin: Origin, save: bool
 ) -> Tensor:
-    differentiable = (x, probs, *weights, *origin.adapters.factors)
+    adapters = origin.adapters
+    factors = () if adapters is NO_ADAPTERS else adapters.factors
+    differentiable = (x, probs, *weights, *factors)
     refuse_transforms(differentiable)
     plan = plan.fitted(x, weights)
     if not save:
@@ -131,10 +136,12 @@ def _run(
 
 def _keeps_graph() -> bool:
     """Whether the backward that runs may be repeated (`retain_graph`, `create_graph`)."""
-    # Private, and what PyTorch's own compiled backwards ask before they reuse saved memory. Without
-    # it nothing is reused.
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
+    return _graph_is_kept is None or bool(_graph_is_kept())
+
+
+# Private, and what PyTorch's own compiled backwards ask before they reuse saved memory. Without it
+# nothing is reused.
+_graph_is_kept: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -152,7 +159,7 @@ class _ExpertMlp(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights are
-        the four factors of adapters.
+        the four factors of adapters, where there are any.
         """
         weights, factors = tensors[:4], tensors[4:]
         out, saved, reading = forward(plan, x, probs, weights, origin, save=True)
@@ -163,8 +170,8 @@ class _ExpertMlp(torch.autograd.Function):
         # backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
-        ctx.save_for_backward(*((None,) * 4 if quantised else weights), *factors, *kept)
-        ctx.scales = origin.adapters.scales
+        ctx.save_for_backward(*(() if quantised else weights), *factors, *kept)
+        ctx.scales = origin.adapters.scales if factors else None
         ctx.plan, ctx.shape_of_probs = plan, None if probs is None else probs.shape
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
@@ -176,15 +183,17 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, probs, w1, w2, b1, b2, and of the factors of adapters."""
         refuse_second_derivative()
-        w1, w2, b1, b2, *tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         x_wanted, probs_wanted, *trained = ctx.needs_input_grad[2:]
-        weights, origin = ctx.observed or (None, Origin())
-        origin = replace(origin, adapters=Adapters.of(tensors[:4], ctx.scales))
+        weights, origin = ctx.observed or (None, NOWHERE)
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
         if ctx.reading is None:
-            weights = (w1, w2, b1, b2)
-        saved = ctx.spec.unpack(tensors[4:])
+            weights, tensors = tensors[:4], tensors[4:]
+        if ctx.scales is not None:
+            origin = replace(origin, adapters=Adapters.of(tensors[:4], ctx.scales))
+            tensors = tensors[4:]
+        saved = ctx.spec.unpack(tensors)
         # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
         is_watched = ctx.observed is not None or is_awaited() or is_heard()
         saved.donated = not is_watched and not _keeps_graph()
@@ -198,9 +207,12 @@ class _ExpertMlp(torch.autograd.Function):
             given=weights,
             origin=origin,
         )
-        dx = dx.view(dout.shape)
+        # A view of the same shape takes the host as long as an allocation.
+        if dx.shape != dout.shape:
+            dx = dx.view(dout.shape)
         # Probabilities of rows in expert order have one axis.
-        of_probs = dprobs.view(ctx.shape_of_probs) if probs_wanted else None
-        of_tokens = dx if x_wanted else None, of_probs
+        if probs_wanted and dprobs.shape != ctx.shape_of_probs:
+            dprobs = dprobs.view(ctx.shape_of_probs)
+        of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         nothing = (None,) * (len(trained) - len(gradients))
         return (None, None, *of_tokens, *gradients, *nothing)

@@ -33,7 +33,7 @@ from ..observe import (
     emit,
     is_awaited,
 )
-from ..out_of_memory import advising
+from ..out_of_memory import raise_with_advice
 from ..refusals import need_shape
 from ..routing.build import build_routing, build_sorted_routing
 from ..routing.ids import ids_of_sorted
@@ -61,6 +61,9 @@ class Origin:
     indices: Tensor | None = None
     module: object = None
     adapters: Adapters = NO_ADAPTERS
+
+
+NOWHERE = Origin()
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -98,18 +101,22 @@ def forward(
     """
     rows = rows_of(x)
     # The configuration of the call, because a graph or a thread of autograd has no other.
-    with plan.config.activate(), advising("forward", plan.settings, rows):
-        sizes = int(rows.shape[0]), int(weights[0].shape[0])
-        routing = route(plan, origin, probs, sizes, static_rows=static_rows)
-        engine = plan.choose(rows, weights)
-        reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
-        read = reading.weights.with_adapters(origin.adapters)
-        out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
-        # Asked before anything is built, so that a run without observers pays one read of a global.
-        if is_awaited():
-            origin, probs = _in_slots(origin, probs, sizes[0])
-            call = _described(plan, engine, reading, weights, origin)
-            emit(ForwardDone(call, rows, probs, out, saved))
+    with plan.config.activate():
+        try:
+            sizes = int(rows.shape[0]), int(weights[0].shape[0])
+            routing = route(plan, origin, probs, sizes, static_rows=static_rows)
+            engine = plan.choose(rows, weights)
+            reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
+            read = reading.weights.with_adapters(origin.adapters)
+            out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
+            # Asked before anything is built: a run without observers pays one read of a global.
+            if is_awaited():
+                origin, probs = _in_slots(origin, probs, sizes[0])
+                call = _described(plan, engine, reading, weights, origin)
+                emit(ForwardDone(call, rows, probs, out, saved))
+        except Exception as error:
+            raise_with_advice(error, "forward", plan.settings, rows)
+            raise
     return in_shape_of(x, out), saved, reading
 
 
@@ -181,31 +188,37 @@ def backward(
         and what the engine made of them may stand for them.
     """
     dout, tokens = rows_of(dout), plain_tokens(saved.x)
-    with plan.config.activate(), advising("backward", plan.settings, dout):
-        if reading is None:
-            assert given is not None
-            engine = plan.choose(tokens, given)
-            reading = read_weights(engine, given, plan.settings, plan.layout, tokens.dtype)
-        else:
-            engine = plan.choose(tokens, reading.weights)
-            reading.check_current()
-        call = None
-        if is_awaited():
-            # The routing stands for the counts.
-            is_sorted = origin.indices is not None and origin.indices.dim() == 1
-            origin = replace(origin, indices=None) if is_sorted else origin
-            call = _described(plan, engine, reading, given, origin)
-            emit(BackwardBegins(call, dout, saved))
-        read = reading.weights.with_adapters(origin.adapters)
-        dx, dprobs, pending, gradients = _differentiate(
-            plan, engine, dout, saved, read, dtypes, trained[:4]
-        )
-        if pending.adapters is not None and any(trained[4:]):
-            gradients += pending.adapters()
-        if call is not None:
-            named = zip(("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS), gradients, strict=False)
-            left = [(name, gradient) for name, gradient in named if gradient is not None]
-            emit(BackwardDone(call, dx, dprobs, lambda: left))
+    with plan.config.activate():
+        try:
+            if reading is None:
+                assert given is not None
+                engine = plan.choose(tokens, given)
+                reading = read_weights(engine, given, plan.settings, plan.layout, tokens.dtype)
+            else:
+                engine = plan.choose(tokens, reading.weights)
+                reading.check_current()
+            call = None
+            if is_awaited():
+                # The routing stands for the counts.
+                is_sorted = origin.indices is not None and origin.indices.dim() == 1
+                origin = replace(origin, indices=None) if is_sorted else origin
+                call = _described(plan, engine, reading, given, origin)
+                emit(BackwardBegins(call, dout, saved))
+            read = reading.weights.with_adapters(origin.adapters)
+            dx, dprobs, pending, gradients = _differentiate(
+                plan, engine, dout, saved, read, dtypes, trained[:4]
+            )
+            if pending.adapters is not None and any(trained[4:]):
+                gradients += pending.adapters()
+            if call is not None:
+                named = zip(
+                    ("dw1", "dw2", "db1", "db2", *NAMES_OF_FACTORS), gradients, strict=False
+                )
+                left = [(name, gradient) for name, gradient in named if gradient is not None]
+                emit(BackwardDone(call, dx, dprobs, lambda: left))
+        except Exception as error:
+            raise_with_advice(error, "backward", plan.settings, dout)
+            raise
     return dx, dprobs, gradients
 
 

@@ -44,6 +44,7 @@ class Plan:
     face: str = STACKED
     is_own: bool = False
     low_rank: bool = False
+    _engine: Engine | None = field(init=False, repr=False, compare=False, default=None)
     _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
     _passed: dict[Any, PassedParameters] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -56,8 +57,10 @@ class Plan:
         return self._fit(x, weights).plan
 
     def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
-        """The engine for these tokens and experts, which may be prepared already."""
-        return self._fit(x, weights).engine
+        """The engine for these tokens and experts, which may be prepared already; a fitted plan has one
+        for all.
+        """
+        return self._engine or self._fit(x, weights).engine
 
     def _fit(self, x: Tensor, weights: Weights | EngineWeights) -> _Fit:
         if isinstance(weights, EngineWeights):
@@ -78,7 +81,8 @@ class Plan:
                 announce(choice, device)
             settings = choice.settings or self.settings
             found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
-            # The fitted plan is asked for the engine as often as this one is for the plan.
+            object.__setattr__(found.plan, "_engine", choice.engine)
+            # A fitted plan may be fitted again, to calls of another kind too.
             self._fits[kind] = found.plan._fits[kind] = found
         return found
 
