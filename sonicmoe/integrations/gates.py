@@ -38,10 +38,10 @@ Description = Any
 # What a gate may read of experts and of their configuration, and what may be read of an activation.
 # Who reads another name is refused, with that name. These are lists, because torch.compile up to
 # 2.12 cannot trace a walk over all attributes.
-_PARAMETERS = (
+PARAMETERS = (
     "limit", "swiglu_limit", "alpha", "swiglu_alpha", "mlp_gate_softcap", "mlp_up_softcap",
 )  # fmt: skip
-_OF_ACTIVATIONS = ("act", "approximate", "inplace", "precomputed_constant", "softcap", "limit")
+OF_ACTIVATIONS = ("act", "approximate", "inplace", "precomputed_constant", "softcap", "limit")
 # Beside the bounds that a module names, and far beyond every bound that it may hide.
 _TICKS = (0.01, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 12.0, 40.0, 500.0, 3e4)
 _OVERFLOWS = 1e15  # products of what lies beyond
@@ -50,11 +50,14 @@ _OVERFLOWS = 1e15  # products of what lies beyond
 _TOLERANCE = 2e-6
 
 
-def activation_of(experts: nn.Module, standard_gate: Any) -> Found | str:
+def activation_of(
+    experts: nn.Module, standard_gate: Any, *, reads_config: bool = True
+) -> Found | str:
     """The engine's activation that equals this module's, with its parameters; or what the module
     has instead, and what was tried.
 
-    standard_gate: the `_apply_gate` of classes that compute act(gate) * up.
+    standard_gate: the `_apply_gate` of classes that compute act(gate) * up. reads_config: whether the
+    gate may read the module's configuration.
     """
     act = getattr(experts, "act_fn", None)
     gated = getattr(experts, "has_gate", True)
@@ -65,13 +68,13 @@ def activation_of(experts: nn.Module, standard_gate: Any) -> Found | str:
     if not gated or gate is standard_gate:
         return recognised(None, described(act), gated, True)
     halves = getattr(experts, "is_concatenated", True)
-    kind, own = type(experts), _named(experts, _PARAMETERS)
+    kind, own = type(experts), _named(experts, PARAMETERS)
     children: tuple[Any, ...] = (("act_fn", described(act)),)
     found = recognised(gate, (kind, own, children), True, halves)
     config = getattr(experts, "config", None)
     # Second, because a configuration takes long to answer, and few gates read it.
-    if isinstance(found, str) and config is not None:
-        children += (("config", (nn.Module, _named(config, _PARAMETERS), ())),)
+    if isinstance(found, str) and config is not None and reads_config:
+        children += (("config", (nn.Module, _named(config, PARAMETERS), ())),)
         found = recognised(gate, (kind, own, children), True, halves)
     return found
 
@@ -82,7 +85,7 @@ def described(module: Any) -> Description:
         return module
     # torch.compile traces this, and guards what it reads: lists and no generators.
     children = [(name, described(child)) for name, child in module._modules.items()]
-    return type(module), _named(module, _OF_ACTIVATIONS), tuple(children)
+    return type(module), _named(module, OF_ACTIVATIONS), tuple(children)
 
 
 def _named(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,12 +24,13 @@ from ..engine.low_rank import Adapters, LowRank
 from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
+from ..functional.border import WEIGHT_DTYPES
 from ..interop import parse_version
 from ..layouts import WeightLayout
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
 from . import peft
-from .gates import Found, activation_of
+from .gates import OF_ACTIVATIONS, PARAMETERS, Found, activation_of
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[..., Tensor]
@@ -153,9 +155,62 @@ def _verdict(experts: nn.Module, standard_gate: Any, weights: Sequence[Any]) -> 
         # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
             return f"{kind} has no weight {name}"
-        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if weight.dtype not in WEIGHT_DTYPES:
             return f"{kind} has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
     return found
+
+
+class _Form(NamedTuple):
+    """What a module of experts computes, and the names and the layout of its weights."""
+
+    names: tuple[str, ...]
+    layout: WeightLayout
+    found: Found
+
+
+_forms: dict[Any, _Form] = {}
+_READ = (
+    "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", *PARAMETERS,
+)  # fmt: skip
+_MISSING = object()
+
+
+def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any]]:
+    """The form of a module, or why the engine cannot compute it; and the weights."""
+    # torch.compile reads every attribute itself, and guards it.
+    key = None if torch.compiler.is_compiling() else _key(experts)
+    form = None if key is None else _forms.get(key)
+    if form is not None:
+        held = experts._parameters
+        given = [held.get(name) for name in form.names]
+        if all([weight is not None and weight.dtype in WEIGHT_DTYPES for weight in given]):
+            return form, given
+    names = _weight_names(experts)
+    given = [getattr(experts, name, None) for name in names]
+    found = _verdict(experts, standard_gate, given)
+    if isinstance(found, str):
+        return found, given
+    form = _Form(names, _layout(experts), found)
+    # Where the configuration decides too, the key does not say all.
+    if key is not None and activation_of(experts, standard_gate, reads_config=False) == found:
+        _forms[key] = form
+    return form, given
+
+
+def _key(experts: nn.Module) -> Any:
+    """All that decides the form, but for the configuration; None where that cannot be listed."""
+    own, act = experts.__dict__, experts._modules.get("act_fn")
+    if act is None or act._modules or "_apply_gate" in own:
+        return None
+    kind = type(experts)
+    kinds = kind, getattr(kind, "_apply_gate", None), type(act)
+    of_act = map(act.__dict__.get, OF_ACTIVATIONS, repeat(_MISSING))
+    key = *kinds, *map(own.get, _READ, repeat(_MISSING)), *of_act
+    try:
+        hash(key)
+    except TypeError:  # what may change unseen is refused
+        return None
+    return key
 
 
 def _is_split_half(experts: nn.Module) -> bool:
@@ -182,12 +237,10 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         """
         # Checked in every forward, because registration sees no model. The checks read attributes
         # and no device memory.
-        names = _weight_names(self)
-        given: list[Any] = [getattr(self, name, None) for name in names]
-        found = _verdict(self, standard_gate, given)
-        if isinstance(found, str):
-            raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {found}")
-        activation, parameters = found
+        form, given = _read(self, standard_gate)
+        if isinstance(form, str):
+            raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {form}")
+        names, layout, (activation, parameters) = form
         up, down, *biases = [_local(weight) for weight in given]
         up_bias, down_bias = biases or (None, None)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
@@ -204,7 +257,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             down_bias,
             activation,
             parameters=parameters,
-            layout=_layout(self),
+            layout=layout,
             use_fp8=use_fp8,
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
             module=self,

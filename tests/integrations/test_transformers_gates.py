@@ -23,7 +23,7 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import LayoutError
-from sonicmoe.integrations import gates
+from sonicmoe.integrations import gates, transformers
 from sonicmoe.integrations.transformers import check_model, register, unsupported_reason
 
 A = ActivationType
@@ -197,6 +197,47 @@ def test_what_changes_is_tried_again(monkeypatch):
     assert gates.activation_of(experts, _default_apply_gate) == (A.SWIGLU_OAI, (("limit", 2.0),))
     monkeypatch.setattr(type(experts), "_apply_gate", gate_without_one)
     assert "a gate of its own, tried" in unsupported_reason(experts)
+
+
+def running(experts):
+    """A function that runs them by this package."""
+    register()
+    for weight in experts.parameters():
+        nn.init.normal_(weight)
+    experts.config._experts_implementation = "sonicmoe"
+    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    return lambda: experts(*given)
+
+
+CHANGES = {
+    "pairs": (make, lambda experts: setattr(experts, "is_concatenated", False), ""),
+    "another activation": (make, lambda experts: setattr(experts, "act_fn", nn.GELU()), ""),
+    "its form": (lambda: make(nn.GELU()), lambda experts: setattr(experts.act_fn, "approximate", "tanh"), ""),
+    "a parameter": (oai, lambda experts: setattr(experts, "limit", 2.0), ""),
+    "one that may change": (oai, lambda experts: setattr(experts, "limit", [2.0]), "may change unseen"),
+    "a gate of the class": (make, lambda experts: setattr(type(experts), "_apply_gate", gate_that_reads_more), "a gate of"),
+    "a gate of the instance": (make, with_own_gate, "_apply_gate of this instance"),
+    "no weight": (make, lambda experts: setattr(experts, "down_proj", None), "no weight down_proj"),
+    "a dtype": (make, lambda experts: experts.to(torch.float64), "gate_up_proj in torch.float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_forward_looks_again_at_what_changed(case, monkeypatch):
+    make_experts, change, words = CHANGES[case]
+    looked, verdict = [], transformers._verdict
+    monkeypatch.setattr(transformers, "_verdict", lambda *a: looked.append(a) or verdict(*a))
+    run = running(experts := make_experts())
+    run()
+    looked.clear()
+    before = run()
+    assert not looked
+    change(experts)
+    if words:
+        with pytest.raises(LayoutError, match=words):
+            run()
+    else:
+        assert not torch.equal(run(), before)
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "inference", "compiled"])
