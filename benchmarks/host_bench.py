@@ -260,11 +260,11 @@ def launch_nothing() -> None:
     )
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
-    routing._build, routing._scratch_per_expert, routing._forced_ctas = nothing, 1, 0
+    routing._build, routing._forced_ctas = nothing, 0
     bind = routing_metadata_source("sm_90a").load().with_routing
     routing._sum_to_slots = RoutedCall(nothing, 0, "slot_row", bind)
     routing._aggregate_routed = RoutedCall(nothing, 1, "slot_row row_prob", bind)
-    routing._places = lambda *_: (0, 0, 0, 0, 0, 1 << 20)
+    routing._memory_of = lambda *_: ((0, 0, 0, 0, 0, 1 << 20), 1 << 20)
     backends._choose = lambda device: routing
     empty = SimpleNamespace(
         up=nothing,

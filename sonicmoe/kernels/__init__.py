@@ -19,7 +19,7 @@ _CUDA = Path(__file__).with_name("cuda")
 
 def routing_metadata_source(arch: str) -> CudaSource:
     """Exports `build_metadata`, `build_sorted`, `gather_or_zero`, `sum_or_zero`,
-    `scratch_per_expert`, `max_experts`. One artefact serves every model.
+    `scratch_bytes`, `max_experts`, `with_routing`. One artefact serves every model.
     """
     known = ARCHITECTURES.get(arch)
     # Its tiles are as large as the shared memory of a block lets them be.

@@ -42,7 +42,7 @@ class RoutingKernels(ABC):
         """
         tokens, topk = map(int, indices.shape)
         made = _unwritten((tokens, topk, num_experts, alignment, num_rows), device_of(indices))
-        self.fill(indices, probs, made.tensors(), num_experts, alignment)
+        self.fill(indices, probs.detach(), made.tensors(), num_experts, alignment)
         return made
 
     def build_sorted(
@@ -106,12 +106,15 @@ class CudaKernels(RoutingKernels):
         self._aggregate, bind = aggregate.aggregate_rows, metadata.with_routing
         self._sum_to_slots = RoutedCall(metadata.sum_or_zero, 0, "slot_row", bind)
         self._aggregate_routed = RoutedCall(self._aggregate, 1, "slot_row row_prob", bind)
-        self._scratch_per_expert = int(metadata.scratch_per_expert())
-        self._forced_ctas = forced_ctas
+        self._forced_ctas, self._native = forced_ctas, metadata
         # Asking takes as long as a launch, and sizes come again.
-        self._places = functools.lru_cache(maxsize=1024)(
-            lambda *sizes: tuple(map(int, metadata.metadata_places(*sizes)))
-        )
+        self._memory_of = functools.lru_cache(maxsize=1024)(self._ask_for_memory)
+
+    def _ask_for_memory(self, slots: int, experts: int, rows: int) -> tuple[tuple[int, ...], int]:
+        """Where the tensors lie in one memory, and how many bytes it has where its builder scratches."""
+        places = tuple(map(int, self._native.metadata_places(slots, experts, rows)))
+        scratch = self._native.scratch_bytes(slots, experts, self._forced_ctas)
+        return places, places[-1] + int(scratch)
 
     def build(
         self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int
@@ -119,12 +122,11 @@ class CudaKernels(RoutingKernels):
         """One launch into one memory."""
         tokens, topk = map(int, indices.shape)
         device, stream = device_of(indices), current_stream(indices)
-        places = self._places(tokens * topk, num_experts, num_rows)
-        memory = empty(places[-1:], torch.uint8, device)
-        # The call's own, so calls on several streams cannot meet.
-        scratch = empty((num_experts * self._scratch_per_expert,), torch.int32, device)
+        places, size = self._memory_of(tokens * topk, num_experts, num_rows)
+        # The scratch is the call's own too, so calls on several streams cannot meet.
+        memory = empty((size,), torch.uint8, device)
         given = num_rows, num_experts, alignment, self._forced_ctas, stream
-        self._build(indices, probs, memory, scratch, *given)
+        self._build(indices, probs, memory, *given)
         sizes = tokens, topk, num_experts, alignment, num_rows
         return RoutingMetadata.in_memory(sizes, memory, places)
 
@@ -133,7 +135,7 @@ class CudaKernels(RoutingKernels):
     ) -> RoutingMetadata:
         """One launch into one memory."""
         experts, stream = int(counts.shape[0]), current_stream(counts)
-        places = self._places(num_tokens, experts, num_rows)
+        places, _ = self._memory_of(num_tokens, experts, num_rows)
         memory = empty(places[-1:], torch.uint8, device_of(counts))
         self._build_sorted(counts, probs, memory, num_tokens, num_rows, alignment, stream)
         sizes = num_tokens, 1, experts, alignment, num_rows

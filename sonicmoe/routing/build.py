@@ -69,7 +69,7 @@ def build_routing(
         check_alignment(alignment)
         check_indices_and_probs(indices, probs, num_experts)
     given = host_counts_of(tokens_per_expert, num_experts)
-    indices, probs = indices.detach().contiguous(), probs.detach().contiguous()
+    indices, probs = indices.contiguous(), probs.contiguous()
     if validate:
         with plain_ops():
             check_contents(indices, probs, num_experts, names)
@@ -77,7 +77,7 @@ def build_routing(
     # counts.
     if not (static_rows or is_cuda(indices)):
         with plain_ops():
-            routing = exact_routing(indices, probs, num_experts, alignment)
+            routing = exact_routing(indices, probs.detach(), num_experts, alignment)
             _warn_if_global(indices, routing, num_experts)
         return _with_counts_checked(routing, given)
     tokens, topk = map(int, indices.shape)

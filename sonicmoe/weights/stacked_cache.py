@@ -14,6 +14,7 @@ once, and the engine weights go with the parameter.
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +61,8 @@ class _Kept:
 
 # By `_owner`, then by geometry.
 _kept = WeakIdKeyDictionary()
+# The youngest of them by the address of w1.
+_last: dict[int, weakref.ref[_Kept]] = {}
 # Engine weights that a CUDA graph reads, which holds addresses and no reference: they stay as long
 # as the parameter's memory, whatever replaces them in `_kept`.
 _captured = WeakIdKeyDictionary()
@@ -99,16 +102,14 @@ def read_weights(
             _kept.get(_owner(w1), {}).pop(_geometry(w1), None)
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
-    owner = _owner(w1)
-    # The geometry finds the entry of this view, whatever object it is now. The place names w1, w2
-    # and both biases. Another w2 or bias beside the same w1 gets buffers of its own, because the
-    # backward of an outstanding forward has still to read the old ones.
+    # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
+    # its own, because the backward of an outstanding forward has still to read the old ones.
     places = _places(weights)
-    place, geometry = (engine.name, settings, layout, places), places[0][1:]
-    kept = _kept.get(owner, {}).get(geometry)
+    place = engine.name, settings, layout, places
+    kept = _find(w1, places[0])
     # The allocator may hand an address out again, with other values behind it.
-    is_ours = kept is not None and not kept.is_dead() and kept.place == place
-    prepared = kept.prepared if is_ours else PreparedWeights()
+    is_ours = kept is not None and kept.place == place and not kept.is_dead()
+    prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
     traces = traces_of(present)
     reading = prepared.read(engine, settings, source, w1, place, traces)
     if not reading.weights.updated_in_place:
@@ -116,10 +117,9 @@ def read_weights(
     if is_cuda(w1) and torch.cuda.is_current_stream_capturing():
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
         # read.
-        _captured.setdefault(owner, set()).add(reading.weights)
+        _captured.setdefault(_owner(w1), set()).add(reading.weights)
     if not is_ours:
-        room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        _keep(owner, geometry, _Kept(place, prepared, _memory(weights)), room)
+        _keep(w1, places[0], _Kept(place, prepared, _memory(weights)))
     return reading
 
 
@@ -145,9 +145,24 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _keep(owner: Any, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
-    """`room`: how many such views fit side by side into the memory."""
-    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
+def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
+    """The entry of this view, whatever object it is now."""
+    # Usually the last one at the address, which takes a look into one dictionary.
+    last = _last.get(place[0])
+    kept = None if last is None else last()
+    if kept is not None and kept.place[-1][0] == place:
+        return kept
+    found: _Kept | None = _kept.get(_owner(w1), {}).get(place[1:])
+    return found
+
+
+def _keep(w1: Tensor, place: tuple[Any, ...], kept: _Kept) -> None:
+    address, *_ = place
+    geometry = place[1:]
+    _last[address] = weakref.ref(kept, lambda _: _last.pop(address, None))
+    # How many such views fit side by side into the memory.
+    room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
+    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(_owner(w1), {})
     # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
     # the youngest.
     entries.pop(geometry, None)

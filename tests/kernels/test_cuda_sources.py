@@ -125,7 +125,7 @@ WANTED = {
     # the register file: a wider kernel would not launch.
     "routing_metadata": Wanted(
         6,
-        "build_metadata build_sorted metadata_places gather_or_zero sum_or_zero scratch_per_expert "
+        "build_metadata build_sorted metadata_places gather_or_zero sum_or_zero scratch_bytes "
         "max_experts with_routing",
         64,
     ),
@@ -257,7 +257,9 @@ def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
 
     module = cuda_sources("sm_90a")[0].load(artefacts)
     assert int(module.max_experts()) == MAX_EXPERTS
-    assert int(module.scratch_per_expert()) >= 132
+    # Counts of each expert from every CTA of the largest grid, or of the only one.
+    assert int(module.scratch_bytes(1 << 20, 3, 0)) >= 3 * 132 * 4
+    assert int(module.scratch_bytes(0, 3, 0)) == int(module.scratch_bytes(1 << 20, 3, 1)) == 12
 
 
 def test_routing_fits_the_shared_memory_of_every_architecture(

@@ -410,12 +410,16 @@ int64_t choose_ctas(int64_t num_slots, int64_t forced, int64_t resident) {
   return wanted < 1 ? 1 : (wanted < resident ? wanted : resident);
 }
 
+// How many bytes the counts of all CTAs take: of as many CTAs as a grid may have.
+int64_t scratch_bytes(int64_t slots, int64_t experts, int64_t forced_ctas) {
+  return experts * choose_ctas(slots, forced_ctas, kMaxCtas) * int64_t{sizeof(int32_t)};
+}
+
 // indices int32/int64 [T, K]; memory: bytes for the tensors that sonicmoe.routing.metadata documents,
-// where `RoutingPlaces` says; scratch int32 [E * scratch_per_expert]; rows: R; forced_ctas > 0 sets
-// the size of the grid (for measurements).
-void build(TensorView indices, TensorView probs, TensorView memory, TensorView scratch,
-           int64_t rows, int64_t num_experts, int64_t alignment, int64_t forced_ctas,
-           int64_t stream) {
+// where `RoutingPlaces` says, and behind them `scratch_bytes`; rows: R; forced_ctas > 0 sets the size
+// of the grid (for measurements).
+void build(TensorView indices, TensorView probs, TensorView memory, int64_t rows,
+           int64_t num_experts, int64_t alignment, int64_t forced_ctas, int64_t stream) {
   TVM_FFI_ICHECK(indices.ndim() == 2) << "indices must be [tokens, topk]";
   TVM_FFI_ICHECK(num_experts > 0 && num_experts <= kMaxExperts)
       << "num_experts is " << num_experts << "; at most " << kMaxExperts;
@@ -427,8 +431,8 @@ void build(TensorView indices, TensorView probs, TensorView memory, TensorView s
   const int64_t slots = indices.numel();
   TVM_FFI_ICHECK(rows >= 0) << "there are " << rows << " rows";
   const RoutingPlaces places(slots, num_experts, rows);
-  uint8_t* const base =
-      aligned_16(checked_bytes(memory, "memory", device, places.bytes), "memory");
+  const int64_t bytes = places.bytes + scratch_bytes(slots, num_experts, forced_ctas);
+  uint8_t* const base = aligned_16(checked_bytes(memory, "memory", device, bytes), "memory");
   Arguments a;
   a.indices = wide ? static_cast<void*>(checked_i64(indices, "indices", device, 0))
                    : checked_i32(indices, "indices", device, 0);
@@ -438,7 +442,7 @@ void build(TensorView indices, TensorView probs, TensorView memory, TensorView s
   a.row_token = reinterpret_cast<int32_t*>(base + places.row_token);
   a.slot_row = reinterpret_cast<int64_t*>(base + places.slot_row);
   a.row_prob = reinterpret_cast<float*>(base + places.row_prob);
-  a.cta_counts = checked_i32(scratch, "scratch", device, num_experts * kMaxCtas);
+  a.cta_counts = reinterpret_cast<int32_t*>(base + places.bytes);
   a.num_slots = slots;
   a.num_rows = rows;
   a.num_experts = static_cast<int>(num_experts);
@@ -534,8 +538,6 @@ void gather_sums(TensorView index, TensorView from, TensorView out, int64_t stre
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
-int64_t scratch_per_expert() { return kMaxCtas; }
-
 // The fields of `RoutingPlaces`, the number of all bytes last.
 tvm::ffi::Shape metadata_places(int64_t slots, int64_t experts, int64_t rows) {
   const RoutingPlaces p(slots, experts, rows);
@@ -551,5 +553,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_metadata, sonicmoe::build);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(metadata_places, sonicmoe::metadata_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_or_zero, sonicmoe::gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_or_zero, sonicmoe::gather_sums);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_per_expert, sonicmoe::scratch_per_expert);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scratch_bytes, sonicmoe::scratch_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_experts, sonicmoe::max_experts);
