@@ -16,6 +16,12 @@ using tvm::ffi::Optional;
 // LOW_RANK. width: a multiple of 8.
 using Adapter = std::pair<Optional<TensorView>, Optional<TensorView>>;
 
+// `visit(maps)` where there are maps of an adapter.
+template <class Maps, class Visit>
+void fill_adapter(Maps& maps, Visit visit) {
+  if constexpr (sm90::kLowRank) visit(maps);
+}
+
 // The address of the factor, nullptr where there is no adapter; u goes to `to`. code: DLPack's, of
 // the 16-bit elements.
 inline const uint8_t* take_adapter(const Adapter& adapter, const sm90::RowGroups& groups,

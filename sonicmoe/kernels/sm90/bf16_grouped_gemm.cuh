@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce_half(const HalfParams& p, const HalfMaps
   const int thread = threadIdx.x;
   const int k_blocks = (p.k + kHalfTileK - 1) / kHalfTileK;
   Ring ring;
-  OutputTile tile;
+  OutputTile tile{};
   const auto load_operands = [&](const CUtensorMap* map_a, int column, const auto& load_b) {
     const bool loads_a = !kGather && tile.active;
     uint64_t* full = &s.full[ring.stage];
@@ -301,6 +301,10 @@ __device__ __forceinline__ void consume_half(const HalfParams& p,
       continue;
     }
     Accumulators acc;
+    if constexpr (kLowRank) {  // else its products seem to need the sums while others still run
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
+    }
     multiply_tile<kGather, false, kBByColumns>(s, ring, k_blocks, group, lane, acc);
     if constexpr (kLowRank) add_adapter<kGather>(p, s, ring, group, lane, acc);
     epilogue.store(acc, tile, ring);

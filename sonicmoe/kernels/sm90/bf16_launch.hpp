@@ -120,7 +120,7 @@ inline void map_adapter(const Adapter& adapter, int64_t parts, int64_t rows, int
                         DLDevice device, HalfParams& p, HalfMaps& maps) {
   const uint8_t* factor = take_adapter(adapter, p, p, rows, kHalfCode, device);
   if (factor == nullptr) return;
-  sm90::with_adapter(maps, [&](auto& with) {
+  fill_adapter(maps, [&](auto& with) {
     if (rows_of_u > 0) with.u = matrix_map(p.u, rows_of_u, p.width, sm90::kTileM, 2);
     const cuuint64_t pitch = 2 * static_cast<cuuint64_t>(p.width);
     const Boxes<3> boxes{{static_cast<cuuint64_t>(p.width),

@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   const int k_blocks = (p.k + kTileK - 1) / kTileK;
   Ring ring;
   int issued = 0;
-  OutputTile tile;
+  OutputTile tile{};
   // B, or an adapter's factor, and A, or u, where the copy engine loads it; from `column` on.
   const auto load_operands = [&](const CUtensorMap* map_a, const CUtensorMap* map_b, int column) {
     uint64_t* full = &s.full[ring.stage];
@@ -287,7 +287,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     }
     const int row0 = tile.row + group * 64 + warp * 16;
     Accumulators acc;
-    if constexpr (Epilogue::kNeedsRegisters) {  // else the first products, which overwrite them,
+    if constexpr (Epilogue::kNeedsRegisters || kLowRank) {  // else the first products, which overwrite them,
                                                 // seem to read the last tile's
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.f;
@@ -319,7 +319,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     };
     // Waiting for scales, and asking for them, costs least in the shadow of products, but there it
     // costs registers.
-    constexpr bool kInShadow = !Epilogue::kNeedsRegisters;
+    constexpr bool kInShadow = !Epilogue::kNeedsRegisters && !kLowRank;
     if constexpr (!kInShadow) begin_scales();
     for (int first = 0; first < k_blocks; first += 4) {
       if constexpr (!kInShadow) scales.load(first + 4);

@@ -60,7 +60,7 @@ template <class Own, int kParts>
 using WithAdapter = std::conditional_t<kLowRank, AndAdapter<Own, kParts>, Own>;
 // `visit(maps)` where there are maps of an adapter.
 template <class Maps, class Visit>
-__host__ __device__ __forceinline__ void with_adapter(Maps& maps, Visit visit) {
+__device__ __forceinline__ void with_adapter(Maps& maps, Visit visit) {
   if constexpr (kLowRank) visit(maps);
 }
 

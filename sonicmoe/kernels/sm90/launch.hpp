@@ -87,7 +87,7 @@ inline TensorMaps operand_maps(const Operands& o, int64_t rows_of_a, int column_
   const int64_t rows_of_b = static_cast<int64_t>(p.experts) * p.n;
   maps.b = column_group > 0 ? grouped_rows_map(o.b, rows_of_b, p.k, column_group)
                             : matrix_map(o.b, rows_of_b, p.k, sm90::kTileN / sm90::kCluster);
-  sm90::with_adapter(maps, [&](auto& with) {
+  fill_adapter(maps, [&](auto& with) {
     if (p.width == 0) return;  // nobody loads through these
     if (rows_of_a > 0) with.u = matrix_map(p.u, rows_of_a, p.width, sm90::kTileM, 2);
     with.factor[0] =
