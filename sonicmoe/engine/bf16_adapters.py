@@ -17,6 +17,7 @@ from ..layouts import WeightLayout
 from ..observe import stage
 from ..routing.backends import arch_of
 from ..routing.metadata import RoutingMetadata
+from .factor_operands import FactorOperands
 from .low_rank import Adapters, Narrow
 
 Tensor = torch.Tensor
@@ -53,7 +54,7 @@ class RowsOfAdapters:
         self._dz: Tensor | None = None
         self._of_down: tuple[Tensor, Tensor] | None = None
         self._factors = {
-            side: pair.operands(u.dtype)
+            side: FactorOperands(pair, u.dtype, kernels.prepare_factor, stream)
             for side, pair in zip(adapters._fields, adapters, strict=True)
             if pair is not None
         }
@@ -64,10 +65,9 @@ class RowsOfAdapters:
         """u of a projection, filled, and the factor it is multiplied with, `[E, N_out, width]`."""
         if side not in self._factors:
             return NOTHING
-        a, b = self._factors[side]
-        u = getattr(self._u, side)
-        self._narrow(side, rows, gathers, a, u)
-        return u, b
+        factors, u = self._factors[side], getattr(self._u, side)
+        self._narrow(side, rows, gathers, factors.straight("a"), u)
+        return u, factors.straight("b")
 
     def returned(
         self, side: str, rows: Tensor, gathers: bool
@@ -75,14 +75,17 @@ class RowsOfAdapters:
         """v of a gradient, and the factor it is multiplied with, `[E, N_in, width]`."""
         if side not in self._factors:
             return NOTHING
-        a, b = self._factors[side]
+        factors = self._factors[side]
         if side == "up":
+            self._dz = rows
+        b = factors.transposed("b")
+        if side == "up" and self._order.split_half:
             # Columns of dz lie as the caller's rows do.
-            b, self._dz = self._order.user_w1(b), rows
-        v = empty((self._routing.num_rows, int(a.shape[1])), a.dtype, a.device)
-        self._narrow(side, rows, gathers, b.transpose(1, 2).contiguous(), v)
+            b = torch.cat([b[:, :, ::2], b[:, :, 1::2]], 2)
+        v = empty((self._routing.num_rows, int(b.shape[1])), b.dtype, b.device)
+        self._narrow(side, rows, gathers, b, v)
         self._v[side] = v
-        return v, a.transpose(1, 2).contiguous()
+        return v, factors.transposed("a")
 
     def keep(self, dout: Tensor, y1s: Tensor) -> None:
         """What the gradients of the down-projection's factors are summed of."""

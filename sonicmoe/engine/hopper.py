@@ -92,7 +92,7 @@ class HopperEngine(QuantisedEngine):
         with plain_ops():
             assert saved.x is not None
             x = _aligned(saved.x)  # which may have been copied since forward
-            layer = HopperLayer(x, routing, weights, settings)
+            layer = HopperLayer(x, routing, weights, settings, backward=True)
             # Paddle's `to` takes as long as five launches, also where there is nothing to cast.
             if not isinstance(dout, BlockScaledTensor) and dout.dtype != layer.dtype:
                 dout = dout.to(layer.dtype)

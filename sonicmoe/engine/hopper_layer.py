@@ -70,7 +70,13 @@ class HopperLayer:
     """
 
     def __init__(
-        self, x: Tokens, routing: RoutingMetadata, weights: EngineWeights, settings: EngineSettings
+        self,
+        x: Tokens,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        backward: bool = False,
     ) -> None:
         # Asked once a layer: device and stream of a tensor cost the host as much as a launch.
         if isinstance(x, BlockScaledTensor):
@@ -82,13 +88,14 @@ class HopperLayer:
         if weights.adapters is not None and settings.is_steady:
             settings = _with_rows(settings)
         prepared = weights.native
-        if prepared is not None and prepared.adapters is not weights.adapters:
-            prepared = None
+        if prepared is not None and weights.adapters is not None:
+            same = prepared.adapters is weights.adapters and prepared.of_backward is backward
+            prepared = prepared if same else None
         if prepared is None or prepared.settings is not settings:
             has = weights.b1 is not None, weights.adapters is not None
             form = settings.save_z, settings.is_steady, *has
             passes = passes_on(device_name(anchor), settings.activation, *form)
-            prepared = prepared_handle(passes, weights, settings)
+            prepared = prepared_handle(passes, weights, settings, backward, self._stream)
         self._prepared, self._passes = prepared, prepared.passes
         self.routed = self._passes.routed(routing, prepared.hidden, prepared.inner)
         self.device = self.routed.device
@@ -313,5 +320,6 @@ class HopperLayer:
             return self._prepared.handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
         matrices = {f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()}
-        beside = {"b2": self._weights.b2, **factors_of(self._weights.adapters)}
+        own = self._passes, self._settings, True, self._stream
+        beside = {"b2": self._weights.b2, **factors_of(self._weights.adapters, *own)}
         return self._passes.weights_of({**matrices, **beside})

@@ -31,6 +31,7 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
+from .factor_operands import FactorOperands
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
 from .native_calls import by_keyword
@@ -67,6 +68,7 @@ class PreparedHandle(NamedTuple):
     up: dict[str, Any]
     dgated: dict[str, Any]
     adapters: Adapters | None = None
+    of_backward: bool = False
 
 
 class Routed(NamedTuple):
@@ -121,6 +123,7 @@ class Passes:
             by_keyword(make_pass(name, *functions), names(name)) for name in passes
         )
         self.gradient_parts = kernels.get("gradient_parts")
+        self.prepare_factor = kernels.get("prepare_factor")
         self._destinations = Destinations(kernels.get("wgrad_destination"))
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
@@ -242,31 +245,43 @@ def z_arguments(z: KeptZ | None) -> dict[str, Any]:
 
 
 def prepared_handle(
-    passes: Passes, weights: EngineWeights, settings: EngineSettings
+    passes: Passes,
+    weights: EngineWeights,
+    settings: EngineSettings,
+    backward: bool = False,
+    stream: int = 0,
 ) -> PreparedHandle:
     """The handle of prepared weights, kept beside the tensors it refers to, so that it lives as long
-    as they do and no longer.
+    as they do and no longer. backward: of which pass factors of adapters are to be in it.
     """
     both = weights.two_orders
     names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
     matrices = {name: getattr(weights, name) for name in names}
-    handle = passes.weights_of({**matrices, **factors_of(weights.adapters)})
+    factors = factors_of(weights.adapters, passes, settings, backward, stream)
+    handle = passes.weights_of({**matrices, **factors})
     sizes = weights.hidden_size, weights.intermediate_size
     up, dgated = passes.activation_arguments(settings, weights.adapters)
-    held = PreparedHandle(handle, *sizes, both, passes, settings, up, dgated, weights.adapters)
+    own = weights.adapters, backward
+    held = PreparedHandle(handle, *sizes, both, passes, settings, up, dgated, *own)
     object.__setattr__(weights, "native", held)
     return held
 
 
-def factors_of(adapters: Adapters | None) -> dict[str, Tensor]:
-    """By their names in the handle."""
+def factors_of(
+    adapters: Adapters | None, passes: Passes, settings: EngineSettings, backward: bool, stream: int
+) -> dict[str, Tensor]:
+    """Those that a forward, or a backward, reads, by their names in the handle."""
     found = {}
     for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
         if pair is None:
             continue
-        for name, factor in zip("ab", pair.operands(torch.bfloat16), strict=True):
-            found[f"{side}_{name}"] = factor
-            found[f"{side}_{name}_t"] = factor.transpose(1, 2).contiguous()
+        operands = FactorOperands(pair, torch.bfloat16, passes.prepare_factor, stream)
+        for name in "ab":
+            if backward:
+                found[f"{side}_{name}_t"] = operands.transposed(name)
+            # A backward may compute z again.
+            if not backward or (settings.recompute_z and side == "up"):
+                found[f"{side}_{name}"] = operands.straight(name)
     return found
 
 
@@ -325,7 +340,7 @@ def passes_on(
     for name in ("sum_dz", "sum_tokens"):
         kernels[name] = getattr(of_biases, name, None)
     of_adapters = low_rank_source(arch).load() if low_rank else None
-    for name in ("narrow_rows", "narrow_gradient", "gradient_parts"):
+    for name in ("narrow_rows", "narrow_gradient", "gradient_parts", "prepare_factor"):
         kernels[name] = getattr(of_adapters, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrices
-from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows
+from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows, prepare_factor
 
 from sonicmoe.engine import bf16, bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
@@ -27,6 +27,7 @@ class NarrowKernels:
     narrow_rows = staticmethod(narrow_rows)
     narrow_gradient = staticmethod(narrow_gradient)
     gradient_parts = staticmethod(gradient_parts)
+    prepare_factor = staticmethod(prepare_factor)
 
 
 class Launches:

@@ -152,6 +152,14 @@ def narrow_rows(given, scale, gathers, factor, row_token, padded_offsets, out, b
     at(out, HALF, product.shape).copy_(by * product)
 
 
+def prepare_factor(source, straight, transposed, stream):
+    _, rows, columns = source.shape
+    if straight is not None:
+        straight.zero_()[:, :rows, :columns] = source
+    if transposed is not None:
+        transposed.zero_()[:, :columns, :rows] = source.transpose(1, 2)
+
+
 def gradient_parts(rows, experts, wide, width, rank):
     return 3
 
@@ -428,7 +436,7 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
-        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, gradient_parts,
+        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, gradient_parts, prepare_factor,
     )
 } | {"wgrad_destination": Destination}  # fmt: skip
 STEADY_KERNELS = KERNELS | {

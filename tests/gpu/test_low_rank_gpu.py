@@ -221,7 +221,49 @@ def test_equal_the_reference_engine(name, changes, activation, rank, which, toke
         bound = 0.045 if name == "hopper" else 0.008
         assert from_emulation[part] < bound, (part, from_emulation[part])
         assert ours[part] < 1.15 * theirs[part] + 2e-3, (part, ours[part], theirs[part])
-        assert ours[part] < (0.07 if name == "hopper" else 0.01), (part, ours[part])
+        if activation is SWIGLU:  # at a clamp a rounding of z turns gradients on and off
+            assert ours[part] < (0.07 if name == "hopper" else 0.01), (part, ours[part])
+
+
+@pytest.mark.parametrize("kind", ["rows codes", "block codes", "transposed codes"])
+def test_a_nan_among_codes_is_seen(module, kind):
+    """In its row of a narrow product, and in its column of a gradient, of its expert."""
+    given = Rows(kind, 272, experts=3)
+    narrow = torch.randn((given.routing.num_rows, 16), device=DEVICE).to(BF16)
+    own = next(own for own in given.expert_rows() if own.stop > own.start)
+    row, column = own.start, 137
+    (given.given.T if given.transposed else given.given)[row, column] = 0x7F
+    out = poisoned((3, 272, 16), torch.float32)
+    parts = poisoned((1 << 20,), torch.float32)
+    module.narrow_gradient(
+        *(given.given, given.scale, False, given.transposed, narrow, None, *given.where, True),
+        *(parts, out, current_stream(out)),
+    )
+    found = torch.isnan(out)
+    assert int(found.sum()) == 16 and bool(found.any(0)[column].all())
+    if not given.transposed:
+        factor, u = torch.randn((3, 16, 272), device=DEVICE).to(BF16), poisoned(narrow.shape, BF16)
+        module.narrow_rows(
+            given.given, given.scale, False, factor, *given.where, u, 1.0, current_stream(u)
+        )
+        assert torch.isnan(u).any(1).nonzero().flatten().tolist() == [row]
+        assert bool(torch.isnan(u[row]).all())
+
+
+@pytest.mark.parametrize("rank", [3, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+def test_factors_are_padded_and_transposed(module, rank, dtype):
+    width, experts = -(-rank // 8) * 8, 3
+    for shape, of_rank in (((rank, 272), 0), ((272, rank), 1)):
+        source = torch.randn((experts, *shape[::-1]), device=DEVICE).to(dtype).transpose(1, 2)
+        padded = [width if axis == of_rank else size for axis, size in enumerate(shape)]
+        straight = poisoned((experts, *padded), BF16)
+        flipped = poisoned((experts, *padded[::-1]), BF16)
+        module.prepare_factor(source, straight, None, current_stream(source))
+        module.prepare_factor(source, None, flipped, current_stream(source))
+        wanted = torch.zeros((experts, *padded), device=DEVICE, dtype=BF16)
+        wanted[:, : shape[0], : shape[1]] = source.to(BF16)
+        assert torch.equal(straight, wanted) and torch.equal(flipped, wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -241,8 +283,8 @@ def test_equal_calls_give_equal_bits_and_wait_for_nothing(name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_factor_of_zeros_changes_no_bit(name):
-    """The sums of the base are those of a layer without adapters."""
+def test_a_factor_of_zeros_changes_nothing(name):
+    """Not a bit in BF16. In FP8 sums leave their units before the epilogue and not in it."""
     settings, engine = (FP8 if name == "hopper" else PLAIN), ENGINES[name]
     case = make_case(2000, seed=4)
     zeros = Adapters(*(p._replace(b=torch.zeros_like(p.b)) for p in adapters_of(case)))
@@ -251,8 +293,11 @@ def test_a_factor_of_zeros_changes_no_bit(name):
     weights = engine.prepare_weights(*case.weights, settings)
     out, saved = engine.forward(case.x, case.routing(), weights, settings)
     dx, dprobs, _ = engine.backward_dx(case.dout, saved, weights)
-    assert torch.equal(got["out"], out)
-    assert torch.equal(got["dx"], dx) and torch.equal(got["dprobs"], dprobs)
+    for part, wanted in (("out", out), ("dx", dx), ("dprobs", dprobs)):
+        if name == "bf16":
+            assert torch.equal(got[part], wanted), part
+        else:
+            assert float((got[part].float() - wanted.float()).norm() / wanted.float().norm()) < 5e-3
 
 
 def test_experts_without_rows_get_zeros():

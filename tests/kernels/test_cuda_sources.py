@@ -31,6 +31,7 @@ from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
 from sonicmoe.kernels.cuda_wgrad import (
     bias_gradients_source,
     flush_source,
+    low_rank_source,
     wgrad_operands_source,
 )
 from sonicmoe.kernels.quack_gemm import expert_rows_source
@@ -62,12 +63,19 @@ def with_biases(
     return fp8_grouped_gemm_source("sm_90a", activation, z, steady, bias=True)
 
 
+def adapted(activation: ActivationType, bias: bool = False) -> tuple[CudaSource, ...]:
+    """The GEMMs that low-rank adapters may follow, in FP8 and in BF16."""
+    in_fp8 = gemm_sources("sm_90a", activation, bias=bias, low_rank=True)[:2]
+    return *in_fp8, *tuple(bf16_sources("sm_90a", activation, low_rank=True).values())[:2]
+
+
 SEPARATE = tuple(bf16_sources("sm_90a", SWIGLU, separate=True).values())[:2]
 WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
     wgrad_operands_source("sm_90a"),
     bias_gradients_source("sm_90a"),
+    low_rank_source("sm_90a"),
     flush_source("sm_90a"),
     mx_quantize_source("sm_100a"),
     expert_rows_source("sm_90a"),
@@ -82,10 +90,13 @@ VARIANTS = (
     *variants(OAI)[1:],
     *in_bf16(OAI),
     *in_bf16(SWIGLU, rows_first=True),
+    *adapted(SWIGLU),
     *SEPARATE,
     *bf16_sources("sm_90a", GELU, dtype="float16").values(),
 )
 OTHERS = (
+    *adapted(OAI, bias=True),
+    *adapted(HUNGRIEST),
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
     *gemm_sources("sm_90a", steady=True)[:2],
@@ -154,6 +165,9 @@ WANTED = {
     ),
     # Index; sums of rows and of columns for two dtypes each.
     "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
+    # Of rows as bf16, fp16 and codes: {8, 16, 32, 64} columns of the factor, codes up to 32; the same
+    # of gradients, also of transposed codes; sums of shares; factors of three dtypes into two.
+    "low_rank": Wanted(34, "narrow_rows narrow_gradient gradient_parts prepare_factor"),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
     # Of tokens as values and as codes, with db2 and without; blocks of dz; sums of experts. Two CTAs
     # of 256 threads keep eight loads of each thread under way.
@@ -202,7 +216,7 @@ def kernels_in(source) -> int:
 def label(source) -> str:
     defines = dict(source.defines)
     parts = {
-        "Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16",
+        "Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
     }  # fmt: skip
     shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))

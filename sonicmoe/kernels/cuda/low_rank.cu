@@ -31,10 +31,23 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-__device__ __forceinline__ uint32_t bf16_of_codes(uint32_t two_codes) {
-  const float2 pair = __half22float2(halves_of(two_codes));
-  return bf16_pair(pair.x, pair.y);
+// The two codes that prmt's `selector` spreads over the upper bytes, as bf16; a NaN becomes 480. By
+// bits, because conversions run at a quarter of the rate: a code's exponent and mantissa are those of
+// the bf16 number 2^120 times smaller, subnormals included.
+template <int selector>
+__device__ __forceinline__ uint32_t bf16_of_codes(uint32_t word) {
+  const uint32_t spread = __byte_perm(word, 0, selector);
+  uint32_t pair = (spread & 0x7f007f00u) >> 4 | (spread & 0x80008000u);
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80u));  // 2^120
+  return pair;
 }
+// Four codes, and in the highest bit of each byte of `nan` whether one was a NaN.
+__device__ __forceinline__ void bf16_of_codes(uint32_t word, uint32_t& low, uint32_t& high,
+                                              uint32_t& nan) {
+  low = bf16_of_codes<0x1404>(word), high = bf16_of_codes<0x3424>(word);
+  nan |= (word & 0x7f7f7f7fu) + 0x01010101u;
+}
+constexpr uint32_t kNanBits = 0x80808080u;
 
 // D[16,8] += A[16,16] B[8,16]^T. With g = lane / 4 and q = lane % 4, a thread has of A rows g and
 // g + 8 at K 2q, 2q + 1 (a[0], a[1]) and 8 further (a[2], a[3]), of B row g at the same places, of D
@@ -63,12 +76,14 @@ struct HalfRows {
   const uint8_t* data;
   int width;
   bool gathers;
-  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2]) const {
+  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2],
+                                       uint32_t&) const {
     const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + 2 * (row * width + column)));
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
-  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4]) const {
-    load(row, column, to);
+  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4],
+                                         uint32_t (&nan)[2]) const {
+    load(row, column, to, nan[0]);
   }
   __device__ __forceinline__ float scale(int64_t, int) const { return 1.f; }
 };
@@ -80,16 +95,18 @@ struct CodeRows {
   bool gathers;
   const float* scales;
   int log2_rows, log2_columns;  // of a block that shares a scale; columns are 128 or 256
-  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2]) const {
+  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2],
+                                       uint32_t& nan) const {
     const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + row * width + column));
     const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) to[i] = bf16_of_codes(word[i / 2] >> (16 * (i % 2)));
+    for (int i = 0; i < 4; ++i) bf16_of_codes(word[i], to[2 * i], to[2 * i + 1], nan);
   }
-  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4]) const {
+  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4],
+                                         uint32_t (&nan)[2]) const {
     const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + row * width + column));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = bf16_of_codes((i < 2 ? v.x : v.y) >> (16 * (i % 2)));
+    bf16_of_codes(v.x, to[0], to[1], nan[0]);
+    bf16_of_codes(v.y, to[2], to[3], nan[1]);
   }
   __device__ __forceinline__ float scale(int64_t row, int column) const {
     const int columns = (width + (1 << log2_columns) - 1) >> log2_columns;
@@ -102,10 +119,11 @@ struct TransposedCodes {
   const uint8_t* data;
   int64_t rows;
   const float* scales;
-  __device__ __forceinline__ void load_8(int64_t first_row, int column, uint32_t (&to)[4]) const {
+  __device__ __forceinline__ void load_8(int64_t first_row, int column, uint32_t (&to)[4],
+                                         uint32_t& nan) const {
     const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + column * rows + first_row));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = bf16_of_codes((i < 2 ? v.x : v.y) >> (16 * (i % 2)));
+    bf16_of_codes(v.x, to[0], to[1], nan);
+    bf16_of_codes(v.y, to[2], to[3], nan);
   }
   __device__ __forceinline__ float scale(int64_t row, int column) const {
     return scales[column / kScaleBlock * (rows / kBlock) + row / kBlock];
@@ -159,6 +177,7 @@ __global__ void __launch_bounds__(32 * kRowWarps)
   const uint16_t* factor = work.factor + (static_cast<int64_t>(expert) * work.width + first + g) *
                                              static_cast<int64_t>(rows.width);
   float total[kPasses][kTiles][4] = {};
+  uint32_t nan[kPasses][2] = {};  // of codes, in this thread's part of a row
   for (int begin = 0; begin < rows.width; begin += kScaleBlock) {
     float part[kPasses][kTiles][4];
     if constexpr (Rows::kScaled) {
@@ -181,7 +200,7 @@ __global__ void __launch_bounds__(32 * kRowWarps)
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int i = 0; i < kWords; ++i) wide[t][h][i] = 0;
-          if (inside && source[t][h] >= 0) rows.load(source[t][h], column, wide[t][h]);
+          if (inside && source[t][h] >= 0) rows.load(source[t][h], column, wide[t][h], nan[t][h]);
         }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -227,11 +246,18 @@ __global__ void __launch_bounds__(32 * kRowWarps)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64_t row = first_row + 16 * t + 8 * h + g;
+      float by = work.by;
+      if constexpr (Rows::kScaled) {
+        uint32_t any = nan[t][h] & kNanBits;
+        any |= __shfl_xor_sync(kFull, any, 1);
+        any |= __shfl_xor_sync(kFull, any, 2);
+        by = any != 0 ? __uint_as_float(0x7fffffffu) : by;
+      }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const int column = first + 8 * n + 2 * q;
         if (column >= work.width) continue;
-        const float low = work.by * total[t][n][2 * h], high = work.by * total[t][n][2 * h + 1];
+        const float low = by * total[t][n][2 * h], high = by * total[t][n][2 * h + 1];
         uint32_t pair;
         if constexpr (Rows::kFp16) {
           const __half2 halves = __floats2half2_rn(low, high);
@@ -284,6 +310,8 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
                 begin = from + blocks * split / work.splits,
                 end = from + blocks * (split + 1) / work.splits;
   float total[4][kTiles][4] = {};
+  // Of codes, in this thread's rows of its columns: of the eight beside each other, or of each.
+  uint32_t nan[2] = {}, nan_of[4][2] = {};
   // A block's narrow rows, transposed, times what belongs to them: a probability, and the scale of
   // the codes, which are the same in all columns of this CTA.
   const auto stage = [&](int64_t block, int buffer) {
@@ -337,7 +365,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int c = column + 16 * j + 8 * h + g;
-          if (c < work.wide) wide.load_8(block * kBlock + row, c, codes[h]);
+          if (c < work.wide) wide.load_8(block * kBlock + row, c, codes[h], nan_of[j][h]);
         }
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -364,7 +392,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
 #pragma unroll
           for (int w = 0; w < 4; ++w) values[k][i][w] = 0;
           if (inside && token >= 0)
-            wide.load_8(wide.gathers ? token : row, column + 8 * g, values[k][i]);
+            wide.load_8(wide.gathers ? token : row, column + 8 * g, values[k][i], nan);
         }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -394,12 +422,20 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int c = half * kColumnsOfWarp + (kTransposed ? 16 * j + 8 * h + g : 8 * g + 2 * j + h);
+        float spoilt = 0.f;  // or a NaN
+        if constexpr (Wide::kScaled) {
+          uint32_t any = kTransposed ? nan_of[j][h] & kNanBits
+                                     : nan[j / 2] >> (8 * (2 * (j % 2) + h)) & 0x80u;
+          any |= __shfl_xor_sync(kFull, any, 1);
+          any |= __shfl_xor_sync(kFull, any, 2);
+          spoilt = any != 0 ? __uint_as_float(0x7fffffffu) : 0.f;
+        }
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& sum = s.sums[c][8 * n + 2 * q + i];
-            sum = (turn == 0 ? 0.f : sum) + total[j][n][2 * h + i];
+            sum = (turn == 0 ? 0.f : sum) + total[j][n][2 * h + i] + spoilt;
           }
       }
   }
@@ -422,6 +458,46 @@ __global__ void __launch_bounds__(256)
   float sum = parts[i];
   for (int split = 1; split < splits; ++split) sum += parts[split * elements + i];
   out[i] = sum;
+}
+
+// A factor [E, rows, columns] of any strides, as GEMMs read it: contiguous 16-bit values, with zeros in
+// further rows and columns; and transposed. Either may be nullptr.
+struct FactorWork {
+  int64_t strides[3];
+  int rows, columns;      // of the source
+  int rows_to, columns_to;  // of the result
+  uint16_t *straight, *transposed;
+};
+constexpr int kFactorTile = 32, kFactorLanes = 8;
+
+template <typename From, bool kFp16>
+__global__ void __launch_bounds__(kFactorTile* kFactorLanes)
+    copy_factor(const From* __restrict__ source, const FactorWork work) {
+  __shared__ uint16_t tile[kFactorTile][kFactorTile + 2];
+  const int lane = threadIdx.x % kFactorTile, first = threadIdx.x / kFactorTile;
+  const int column0 = blockIdx.x * kFactorTile, row0 = blockIdx.y * kFactorTile;
+  const int64_t size = static_cast<int64_t>(work.rows_to) * work.columns_to, expert = blockIdx.z;
+  for (int i = first; i < kFactorTile; i += kFactorLanes) {
+    const int row = row0 + i, column = column0 + lane;
+    float value = 0.f;
+    if (row < work.rows && column < work.columns)
+      value = static_cast<float>(
+          source[expert * work.strides[0] + row * work.strides[1] + column * work.strides[2]]);
+    const uint16_t bits =
+        kFp16 ? __half_as_ushort(__float2half_rn(value))
+              : static_cast<uint16_t>(bf16_pair(value, 0.f));
+    tile[i][lane] = bits;
+    if (work.straight != nullptr && row < work.rows_to && column < work.columns_to)
+      work.straight[expert * size + static_cast<int64_t>(row) * work.columns_to + column] = bits;
+  }
+  if (work.transposed == nullptr) return;
+  __syncthreads();
+  for (int i = first; i < kFactorTile; i += kFactorLanes) {
+    const int column = column0 + i, row = row0 + lane;
+    if (row < work.rows_to && column < work.columns_to)
+      work.transposed[expert * size + static_cast<int64_t>(column) * work.rows_to + row] =
+          tile[lane][i];
+  }
 }
 
 // Where the rows of each expert lie, at a function's border.
@@ -616,9 +692,58 @@ void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, 
   });
 }
 
+// straight [E, rows, columns] and transposed [E, columns, rows], in bf16 or fp16, either of which may be
+// None, of a factor of the same or fewer rows and columns, in bf16, fp16 or fp32.
+void prepare_factor(TensorView source, Optional<TensorView> straight,
+                    Optional<TensorView> transposed, int64_t stream) {
+  TVM_FFI_ICHECK(source.ndim() == 3) << "source must be [E, rows, columns]";
+  if (!straight.has_value() && !transposed.has_value()) return;
+  const bool flips = !straight.has_value();
+  const TensorView& like = flips ? transposed.value() : straight.value();
+  const DLDevice device = source.device();
+  TVM_FFI_ICHECK(device.device_type == kDLCUDA) << "source must be on a CUDA device";
+  FactorWork work{};
+  for (int axis = 0; axis < 3; ++axis) work.strides[axis] = source.stride(axis);
+  work.rows = static_cast<int>(source.size(1)), work.columns = static_cast<int>(source.size(2));
+  work.rows_to = static_cast<int>(like.size(flips ? 2 : 1));
+  work.columns_to = static_cast<int>(like.size(flips ? 1 : 2));
+  TVM_FFI_ICHECK(like.size(0) == source.size(0) && work.rows <= work.rows_to &&
+                 work.columns <= work.columns_to)
+      << "the results are smaller than the source";
+  const int64_t elements = source.size(0) * work.rows_to * work.columns_to;
+  const auto result = [&](const Optional<TensorView>& tensor, const char* name) {
+    return tensor.has_value()
+               ? const_cast<uint16_t*>(checked_half(tensor.value(), name, device, elements))
+               : nullptr;
+  };
+  work.straight = result(straight, "straight"), work.transposed = result(transposed, "transposed");
+  if (elements == 0) return;
+  const bool fp16 = is_fp16(like);
+  const dim3 ctas(static_cast<unsigned>(ceil_div(work.columns_to, kFactorTile)),
+                  static_cast<unsigned>(ceil_div(work.rows_to, kFactorTile)),
+                  static_cast<unsigned>(source.size(0)));
+  const char* data = static_cast<const char*>(source.data_ptr()) + source.byte_offset();
+  tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const auto launch = [&](auto from) {
+    const auto kernel = fp16 ? copy_factor<decltype(from), true> : copy_factor<decltype(from), false>;
+    kernel<<<ctas, kFactorTile * kFactorLanes, 0, as_stream(stream)>>>(
+        reinterpret_cast<const decltype(from)*>(data), work);
+  };
+  if (is_type(source, kDLFloat, 32))
+    launch(float{});
+  else if (is_fp16(source))
+    launch(__half{});
+  else if (is_type(source, kDLBfloat, 16))
+    launch(__nv_bfloat16{});
+  else
+    TVM_FFI_THROW(TypeError) << "source must be bfloat16, float16 or float32";
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+}
+
 }  // namespace
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_rows, sonicmoe::narrow_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_gradient, sonicmoe::narrow_gradient);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gradient_parts, sonicmoe::gradient_parts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare_factor, sonicmoe::prepare_factor);
