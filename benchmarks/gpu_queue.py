@@ -27,7 +27,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROGRAM = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); parent = int(sys.argv.pop(1)); "
     "os.getppid() == parent or sys.exit('the parent is gone'); "
-    "from sonicmoe.cli.main import main; main(prog_name='sonicmoe')"
+    "from runpy import run_module; module = sys.argv.pop(1); "
+    "run_module(module, run_name='__main__', alter_sys=True)"
 )
 
 
@@ -67,9 +68,9 @@ class _Running:
         return Outcome(self.task, state, time.monotonic() - self.since, code)
 
 
-def sonicmoe_command(arguments: Sequence[str]) -> list[str]:
-    """`sonicmoe ARGUMENTS` as a child that the system kills when this process ends."""
-    return [sys.executable, "-c", _PROGRAM, str(os.getpid()), *arguments]
+def child_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """`python -m MODULE ARGUMENTS` as a child that the system kills when this process ends."""
+    return [sys.executable, "-c", _PROGRAM, str(os.getpid()), module, *arguments]
 
 
 def gpus(environment: Mapping[str, str]) -> list[str]:
@@ -174,7 +175,7 @@ class GpuQueue:
         task.log.parent.mkdir(parents=True, exist_ok=True)
         with task.log.open("wb") as log:
             process = subprocess.Popen(
-                sonicmoe_command(task.arguments),
+                child_command("sonicmoe", task.arguments),
                 env={**self._environment, "CUDA_VISIBLE_DEVICES": device},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

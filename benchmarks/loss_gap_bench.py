@@ -47,7 +47,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_queue import HOST, GpuQueue, Outcome, StopRequest, Task, gpus, sonicmoe_command
+from gpu_queue import HOST, GpuQueue, Outcome, StopRequest, Task, child_command, gpus
 from loss_gap_presets import PRESETS, Preset, plan_line, with_steps
 from start_together import with_package
 
@@ -205,9 +205,15 @@ def sampled(seed: Seed, steps: int) -> list[Path]:
 
 
 def numerics(files: Sequence[Path], framework: str) -> list[str]:
-    """The arguments of `sonicmoe`: the default recipe beside DeepSeek-V3's."""
-    words = ["numerics", "--framework", framework]
-    words += ["--recipe", str(StepSettings().recipe), "--recipe", DEEPSEEK_V3.name]
+    """The arguments of `numerics_report.py`: the default recipe beside DeepSeek-V3's."""
+    words = [
+        "--framework",
+        framework,
+        "--recipe",
+        str(StepSettings().recipe),
+        "--recipe",
+        DEEPSEEK_V3.name,
+    ]
     words += ["--z", "int8", "--z", "e4m3"]
     return words + [word for path in files for word in ("--captured", str(path))]
 
@@ -360,7 +366,7 @@ def gaps_of(finished: Sequence[Seed], missing: list[str]) -> list[GapRun]:
 def tensor_tables(
     seeds: Sequence[Seed], framework: str, environment: dict[str, str], seconds: float
 ) -> dict[str, str]:
-    """What `sonicmoe numerics` prints of each run's captured calls, by the run's name. All are
+    """What `numerics_report.py` prints of each run's captured calls, by the run's name. All are
     computed at once; one that fails, or takes longer than `seconds`, has none, and stderr tells.
     """
     children = {}
@@ -375,7 +381,7 @@ def tensor_tables(
             click.echo(f"{seed.name}: there are no captured calls in {seed.out}", err=True)
             continue
         children[seed.name] = subprocess.Popen(
-            sonicmoe_command(numerics(files, framework)),
+            child_command("numerics_report", numerics(files, framework)),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -391,7 +397,7 @@ def tensor_tables(
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
-            click.echo(f"{name}: sonicmoe numerics was stopped after {seconds:.0f} s", err=True)
+            click.echo(f"{name}: numerics_report.py was stopped after {seconds:.0f} s", err=True)
     return tables
 
 

@@ -18,8 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """These variables, and this repository first on the module path."""
-    path = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
+    """These variables, and this repository and its benchmarks first on the module path."""
+    own = str(REPOSITORY), str(REPOSITORY / "benchmarks")
+    path = os.pathsep.join([*own, environment.get("PYTHONPATH", "")])
     return {**environment, "PYTHONPATH": path}
 
 

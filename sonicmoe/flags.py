@@ -145,7 +145,7 @@ SECONDS = Values("seconds > 0", _parse_seconds, (int, float))
 DIRECTORY = Values("a directory", _parse_directory, (Path,))
 PROCESSES = Values("auto, off, processes > 0", _parse_processes, (int,))
 MULTIPROCESSORS = Values("all, multiprocessors >= 2", _parse_multiprocessors, (int,))
-RECIPE = Values("a name from `sonicmoe numerics --help`", _parse_recipe)
+RECIPE = Values("a name from docs/numerics.md", _parse_recipe)
 
 
 def spelling(value: Any) -> str:

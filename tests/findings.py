@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from click.testing import CliRunner
+from numerics_scores import evaluate
 
 from sonicmoe.cli.main import main
+from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.enums import ZCode
+from sonicmoe.quant.recipes import RECIPES
 
 NAN = float("nan")
 
@@ -40,8 +42,7 @@ def said_by(*arguments, exit_code=0):
 
 
 def measured(path, bound=0.12):
-    """What `sonicmoe numerics` calls the case: its errors are of FP8, and not of another formula."""
-    arguments = ["--recipe", "iso128", "--z", "int8", "--json"]
-    (entry,) = json.loads(said_by("numerics", "--captured", path, *arguments))["results"]
-    assert all(tensor["rmse"] < bound for tensor in entry["tensors"].values())
-    return entry["data"]
+    """The name of the case in a file: its errors are of FP8, and not of another formula."""
+    (result,) = evaluate(load_case(path), [RECIPES["iso128"]], [ZCode.INT8])
+    assert all(score.overall.rmse < bound for score in result.scores.values())
+    return result.data

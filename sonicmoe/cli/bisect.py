@@ -41,8 +41,8 @@ def bisect(
     """Run the step in DUMP stage by stage and name the first wrong stage, expert, row and token.
 
     DUMP is what `dump(path)` of a node or a `MoE`, `sonicmoe.diagnostics.capture.dump` or
-    `detect_nonfinite(dump_dir=...)` wrote, or a captured call of `sonicmoe numerics`. Bad weights
-    are named by parameter as the model has it. Exit code 1 when a stage is wrong.
+    `detect_nonfinite(dump_dir=...)` wrote, or what `sonicmoe train --capture` did. Bad weights are
+    named by parameter as the model has it. Exit code 1 when a stage is wrong.
     """
     # Read first: a file that is no dump is refused before a framework is imported.
     step = load_dump(dump)

@@ -22,7 +22,6 @@ COMMANDS: dict[str, str] = {
     "bench": "Time the engines: stages, rates, memory; sweeps and the cost model fitted to them.",
     "bisect": "Find the stage, expert, row and token where a step first goes wrong.",
     "verify": "Check any experts of PyTorch against fp64: a table of passes and failures.",
-    "numerics": "Print the error of every FP8 recipe on every kind of data.",
 }
 
 

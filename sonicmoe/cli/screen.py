@@ -88,7 +88,7 @@ class Activity:
     """Work that may take long: a line every `patience_s` seconds, and at its end one with its
     duration, where it took `PATIENCE_S`. A context manager.
 
-        with Activity("numerics") as doing:
+        with Activity("bench") as doing:
             doing.begin("measuring", total=3)
             for name in names:
                 doing.at(name)
@@ -156,7 +156,7 @@ def print_table(table: Table) -> None:
 
 
 def say_duration(name: str, started: float, console: Console) -> None:
-    """`numerics took 3 min 5 s`, where it took longer than somebody waits gladly."""
+    """`bench took 3 min 5 s`, where it took longer than somebody waits gladly."""
     seconds = time.monotonic() - started
     if seconds >= PATIENCE_S:
         console.print(f"{name} took {duration(seconds)}", soft_wrap=True)

@@ -148,7 +148,7 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     multiple=True,
     metavar="LAYER",
     help="In the last step, save the inputs and gradients of the experts of MoE layer LAYER (the first layer is 0) to "
-    "captured-step<N>-layer<LAYER>.npz in --out, for `sonicmoe numerics --captured`: those of the first micro-batch, on rank 0. "
+    "captured-step<N>-layer<LAYER>.npz in --out, for `sonicmoe bisect`: those of the first micro-batch, on rank 0. "
     "May be repeated.",
 )
 @click.option("--out", type=Location(), default=None, metavar="DIR",

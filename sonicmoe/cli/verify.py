@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from typing import Any
 
 import click
 from rich.table import Table
@@ -14,12 +15,27 @@ from ..engine.capabilities import REFERENCE
 from .activation import activation_options
 from .bisect import default_device
 from .framework import load_framework
-from .numerics import size_options
 from .refusals import OneLineCommand
 from .screen import Activity, print_table
 
 WIDTH = 62  # of a detail, so that a row has 100 columns; --json has all of it
 LAYOUTS = ("interleaved", "halves", "fused", "fused_interleaved")
+
+
+def size_options(defaults: Sizes) -> Any:
+    """The options of a generated case."""
+
+    def decorate(command: Any) -> Any:
+        for size in reversed(dataclasses.fields(Sizes)):
+            # A decorator that is applied first stands last in the help, hence `reversed`.
+            default = getattr(defaults, size.name)
+            option = click.option(
+                f"--{size.name}", type=click.IntRange(1), default=default, show_default=True
+            )
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @click.command(cls=OneLineCommand)

@@ -1,5 +1,5 @@
-"""Take the inputs of calls out of a running program, for `sonicmoe bisect` and `sonicmoe numerics
---captured`.
+"""Take the inputs of calls out of a running program, for `sonicmoe bisect`, and to measure recipes on
+(`benchmarks/numerics_report.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 
 def dump(layer: object, path: str | Path) -> None:
     """Write the inputs of the next backward of a layer, and of its forward, to `path`, for `sonicmoe
-    bisect` and `sonicmoe numerics --captured`.
+    bisect`.
 
     The backward writes the file when it begins. Copies weights and tokens to the host, so it is not
     for every step. An error during the step is logged, and the step goes on. Where no backward

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..enums import ZCode, is_glu
+from ..enums import is_glu
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
-from ..quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
 from .step_dump import Array, DumpError, StepDump, StepSettings, load_dump, need_shape
 
 DATA_KINDS: dict[str, str] = {
@@ -28,49 +26,6 @@ DATA_KINDS: dict[str, str] = {
     "outliers": "normal, 1 % of the channels of x and of dout times 100",
 }
 
-
-class Dispatch(Enum):
-    """How rows reach the experts' rank: in bf16, or quantised by their sender with one scale per row
-    and 128 columns; tokens alone, or gradients of the output too (`BOTH`).
-    """
-
-    BF16 = "bf16"
-    FP8 = "fp8"
-    FP8_BOTH = "fp8-both"
-
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients are quantised as tokens are."""
-        return self is Dispatch.FP8_BOTH
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A recipe and saved-z code that others are measured against.
-
-    absolute: whether the bars on Gaussian data hold beside it.
-    slack: a tensor misses this bar from this multiple of the baseline's error on.
-    """
-
-    recipe: Fp8Recipe
-    z: ZCode
-    absolute: bool
-    slack: float = 1.03
-
-    @property
-    def bf16_tokens_only(self) -> bool:
-        """Whether it reads no tokens that arrive in FP8, which have one scale per 128 columns."""
-        return self.recipe.x != rows(128)
-
-
-BASELINES = {
-    "deepseek-v3": Baseline(DEEPSEEK_V3, ZCode.E4M3, absolute=True),
-    # The bar of recipes that are chosen by name for their speed: not worse, without slack.
-    "deepseek-v3.1": Baseline(RECIPES["deepseek-v3-pow2"], ZCode.E4M3, absolute=True, slack=1.0),
-    # Power-of-two scales cost more than the absolute bars leave. z is bf16, as engine `mxfp8` has
-    # it: a baseline with a coarser z would be easier to meet.
-    "mxfp8": Baseline(MXFP8, ZCode.BF16, absolute=False),
-}
 
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0

@@ -1,5 +1,5 @@
 """The formula of an activation's record, evaluated in fp64 with its derivative: the golden of
-`bisect`, of the self-test and of the numerics report.
+`bisect`, of the self-test and of every measured error.
 
 It shares no code with any engine. Derivatives follow from the text by dual numbers: every value
 carries its derivative by one of the inputs, and every operation applies its rule to both.

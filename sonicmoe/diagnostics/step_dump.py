@@ -207,9 +207,7 @@ class StepDump:
 
 
 def save_dump(path: str | Path, step: StepDump) -> None:
-    """Write an .npz that `load_dump` reads; steps with `dout` also serve `sonicmoe numerics
-    --captured`.
-    """
+    """Write an .npz that `load_dump` reads; steps with `dout` are cases for `load_case` too."""
     # Text goes in as arrays of no dimension, which numpy reads without unpickling.
     words = {"name": step.name, "settings": json.dumps(step.settings.names())}
     if step.caller is not None:

@@ -12,8 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# Some modules here are imported by their tests at the top.
-sys.path.append(str(BENCHMARKS))
 
 
 @pytest.fixture

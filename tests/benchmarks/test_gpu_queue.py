@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
+import gpu_queue
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import gpu_queue  # noqa: E402
-from gpu_queue import GpuQueue, Task, gpus  # noqa: E402
+from gpu_queue import GpuQueue, Task, gpus
 
 # Stands in for `sonicmoe`: says what it sees, waits, ends.
 CHILD = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
-print(sys.argv[2], repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
-time.sleep(float(sys.argv[2]))
-sys.exit(int(sys.argv[3]))
+print(sys.argv[3], repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
+time.sleep(float(sys.argv[3]))
+sys.exit(int(sys.argv[4]))
 """
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
+import loss_gap_bench as bench
 import processes
 import pytest
 from click.testing import CliRunner
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import loss_gap_bench as bench  # noqa: E402
-
-from sonicmoe.cli.train import train  # noqa: E402
+from sonicmoe.cli.train import train
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ GOOD |= {"poison_changes_nothing": True, "repeats_bit_identical": True}
 
 @pytest.fixture
 def smoke(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import multicard_smoke
 
     return multicard_smoke

@@ -7,8 +7,6 @@ import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    "numerics": "--recipe 1x128 --z bf16 --data gaussian --tokens 8 --hidden 128 "
-    "--intermediate 128 --experts 2 --topk 1",
     "train": f"--data {__file__} --steps 2 --layers 2 --hidden 16 --heads 2 --experts 2 --topk 1 "
     "--intermediate 16 --seq-len 8 --batch 2 --precision fp32",
     "bench": "--engine reference --T 16 --H 16 --I 16 --E 2 --K 1",

@@ -71,7 +71,7 @@ def idle(monkeypatch):
     monkeypatch.setattr(Trainer, "start", reached)
     monkeypatch.setattr(Trainer, "resume", reached)
     for name in (
-        "sonicmoe.cli.numerics.measure", "sonicmoe.bench.runner.measure",
+        "sonicmoe.bench.runner.measure",
         "sonicmoe.bench.sweep.sweep", "sonicmoe.cli.warmup.warm_up",
     ):  # fmt: skip
         monkeypatch.setattr(name, reached)
@@ -178,9 +178,9 @@ def test_any_argument_gives_a_result_or_one_line(name, place, request):
 
 @pytest.mark.parametrize("arguments", [
     ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
-    ["bisect"], ["numerics", "--seed", "-1"], ["numerics", "--captured", ""],
+    ["bisect"], ["bisect", ""],
     ["train", "--data", "/proc/kmsg"], ["bench", "--fit", "/proc/self/status"],
-    ["numerics", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
+    ["verify", "a:b", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
     ["--no-such-option"],
 ])  # fmt: skip
 def test_an_error_of_usage_is_one_line(arguments):

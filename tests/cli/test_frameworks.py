@@ -13,7 +13,7 @@ from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
 from sonicmoe.host import install_hint
 
-COMPUTING = ("doctor", "train", "numerics", "bisect")
+COMPUTING = ("doctor", "train", "bisect")
 
 
 def machine(monkeypatch, *installed, paddle_gpu=False):

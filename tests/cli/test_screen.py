@@ -27,7 +27,7 @@ def impatient(monkeypatch):
 
 
 def work(steps):
-    with Activity("numerics") as doing:
+    with Activity("bench") as doing:
         doing.begin("measuring", total=steps)
         for name in range(steps):
             doing.at(f"case {name}")
@@ -52,7 +52,7 @@ def test_in_a_pipe_lines_without_control_characters(capsys, monkeypatch, variabl
     assert out == "" and err.isascii() and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
     assert len(lines) >= 4 and all(re.fullmatch("measuring( case .)?" + SO_FAR, x) for x in lines)
     assert re.search(r"^measuring case 3: 3 of 4, 0 s so far$", err, re.MULTILINE)
-    assert re.fullmatch(r"numerics took \d s", last)
+    assert re.fullmatch(r"bench took \d s", last)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -66,7 +66,7 @@ def test_one_long_step_is_no_silence(capsys):
 
 @pytest.mark.usefixtures("impatient")
 def test_a_failure_ends_the_lines_and_tells_no_duration(capsys):
-    with pytest.raises(ValueError, match="bad"), Activity("numerics"):
+    with pytest.raises(ValueError, match="bad"), Activity("bench"):
         time.sleep(0.1)
         raise ValueError("bad")
     said = capsys.readouterr().err

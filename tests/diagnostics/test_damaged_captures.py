@@ -1,4 +1,4 @@
-"""Files for `numerics --captured` and `bisect` that a disk or a stranger has changed: read, or
+"""Files of calls that a disk or a stranger has changed: read, or
 refused in one line.
 """
 
@@ -43,9 +43,8 @@ def test_a_damaged_file_is_read_or_refused(tmp_path, request):
     assert refused > count / 2
 
 
-@pytest.mark.parametrize("command", [["numerics", "--captured"], ["bisect"]])
 @pytest.mark.parametrize("kind", ["objects", "bomb", "text", "directory", "fifo", "device", "NUL"])
-def test_a_foreign_file_is_one_line(tmp_path, command, kind):
+def test_a_foreign_file_is_one_line(tmp_path, kind):
     path = tmp_path / "file.npz"
     if kind == "objects":
         np.savez(path, name=np.array("a"), x=np.array([object()]), allow_pickle=True)
@@ -64,6 +63,6 @@ def test_a_foreign_file_is_one_line(tmp_path, command, kind):
     elif kind == "fifo":
         os.mkfifo(path)
     target = {"device": "/dev/zero", "NUL": "a\0b"}.get(kind, str(path))
-    result = CliRunner().invoke(main, [*command, target])
+    result = CliRunner().invoke(main, ["bisect", target])
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1 and result.stdout == ""

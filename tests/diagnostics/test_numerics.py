@@ -10,20 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from framework import parameter, tensor, torch
-
-from sonicmoe.cli.main import main
-from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.cases import (
-    BASELINES,
-    DATA_KINDS,
-    Dispatch,
-    Sizes,
-    load_case,
-    make_case,
-    round_to_bf16,
-)
-from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
-from sonicmoe.diagnostics.numerics import (
+from numerics_baselines import BASELINES, Dispatch
+from numerics_report import main
+from numerics_scores import (
     BASELINE,
     COSINE_BAR,
     RESOLUTION,
@@ -36,6 +25,10 @@ from sonicmoe.diagnostics.numerics import (
     run_recipe,
     score,
 )
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, load_case, make_case, round_to_bf16
+from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, save_dump
 from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
 from sonicmoe.quant.recipes import RECIPES
@@ -64,7 +57,7 @@ def default_result(kind):
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["numerics", *arguments])
+    return CliRunner().invoke(main, arguments)
 
 
 def measured(*arguments):

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import processes
 import pytest
 import torch
+from fleet_layer import (
+    ARMS,
+    Batch,
+    Sizes,
+    call_fleet,
+    freed,
+    give_copies,
+    relative,
+    take_copies,
+    weights_of,
+)
 from gpu.device import waiting_is_an_error
 from gpu.engine_cases import make_case
 from node.direct_layers import assert_same_bits
@@ -31,20 +41,6 @@ from sonicmoe.jit.cache import default_cache
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.weights.stacked import GROUPED
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from fleet_layer import (
-    ARMS,
-    Batch,
-    Sizes,
-    call_fleet,
-    freed,
-    give_copies,
-    relative,
-    take_copies,
-    weights_of,
-)
 
 pytestmark = pytest.mark.gpu
 SIZES = Sizes(tokens=700, hidden=512, intermediate=384, experts=6, topk=3)

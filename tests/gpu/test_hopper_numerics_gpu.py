@@ -18,11 +18,11 @@ import os
 import pytest
 import torch
 from gpu import engine_cases
+from numerics_scores import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
 from sonicmoe.diagnostics.golden_stages import TENSORS
-from sonicmoe.diagnostics.numerics import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.jit import no_compile

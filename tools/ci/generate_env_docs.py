@@ -52,7 +52,7 @@ FRAMEWORK_TEXT = f"""
 
 | command | framework |
 |---|---|
-| `doctor`, `train`, `numerics`, `bisect` | by this rule; `train --resume` stays with that of its checkpoint |
+| `doctor`, `train`, `bisect` | by this rule; `train --resume` stays with that of its checkpoint |
 | `bench` | PyTorch, whose events and profiler it measures with |
 | `warmup` | none: the kernels serve both |
 """
