@@ -51,13 +51,11 @@ def _called(module: str, name: str, target: str, parameters: str) -> Symbol:
 _FUSION, _DEEPEP = "ernie_compat.weight_layout_fusion", "ernie_compat.deepep_metadata"
 _METADATA, _NODE = "deepep_topk_to_sonic_metadata", "ernie_compat.mlp_node_v2"
 _GEMM, _SITU = "quack_utils.blockscaled_fp8_gemm", "quack_utils.activation_situ"
-_ROUTED = "dispatched_indices dispatched_probs tokens_per_expert E"
 _RUN = (
     "hidden_states topk_indices topk_scores K E w1 w2 fp8 tokens_per_expert fp8_scale "
     "fp8_combine_grad_handle fp8_config release_fp8_weights activation_type "
     "sync_free_sizing"
 )
-_SCORES = "dispatched_probs dispatched_indices naept TK TK_padded E score_src_idx"
 
 SYMBOLS: tuple[Symbol, ...] = (
     # The expert, every micro-batch and at the events of its weights.
@@ -79,23 +77,14 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     # Its in-tree copy of `run_sonic_moe`, which binds them when it is imported.
     Symbol("enums", "ActivationType", "enums"),
-    _called(_DEEPEP, _METADATA, "fleet.twin", f"{_ROUTED} device block"),
-    _called(
-        *(_DEEPEP, f"{_METADATA}_with_scales", "fleet.twin"),
-        f"{_ROUTED} raw_scales cols device block",
-    ),
-    _called(
-        *(_NODE, "_differentiable_router_scores", "fleet.twin:differentiable_router_scores"),
-        _SCORES,
-    ),
+    Symbol(_DEEPEP, _METADATA, "fleet.twin"),
+    Symbol(_DEEPEP, f"{_METADATA}_with_scales", "fleet.twin"),
+    Symbol(_NODE, "_differentiable_router_scores", "fleet.twin:differentiable_router_scores"),
     Symbol("functional", "_UpProjection", "fleet.twin:UpProjection"),
     Symbol("functional", "_DownProjection", "fleet.twin:DownProjection"),
     Symbol("functional", "attach_preallocated_gated_outputs", "fleet.twin"),
     _called("functional.utils", "enable_fp8", "fleet.twin", "enable"),
-    _called(
-        *(_GEMM, "_scatter_router_scores_i32", "fleet.twin:scatter_router_scores_i32"),
-        "scores idx n_total",
-    ),
+    Symbol(_GEMM, "_scatter_router_scores_i32", "fleet.twin:scatter_router_scores_i32"),
     # Its tests. Three belong to the PyTorch face, which says so under Paddle.
     Symbol("", "KernelBackendMoE", "enums"),
     Symbol("", "ActivationType", "enums"),

@@ -29,15 +29,8 @@ CALLS = {
     "fused_transpose_w2_layout": [(1, [])],
     "encode_situ_activation": [(2, []), (0, ["beta", "linear_beta"])],
     "quantize_activation_blockscaled_fast": [(1, ["scale_dtype"]), (1, ["pack_scale_words"])],
-    "deepep_topk_to_sonic_metadata": [(4, ["block"])],
-    "deepep_topk_to_sonic_metadata_with_scales": [
-        (6, ["block"]),
-        (6, ["block", "gated_output_prototype", "gated_n", "gated_allocate_z_scale"]),
-    ],
-    "_differentiable_router_scores": [(6, ["score_src_idx"])],
     "enable_fp8": [(1, [])],
     "set_wgrad_deferral_hook": [(1, [])],
-    "_scatter_router_scores_i32": [(3, [])],
 }
 # Every name of the contract, by module.
 CONTRACT = {
