@@ -48,7 +48,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(NpzError, match=r"'x\.npy' holds Python objects"):
+    with pytest.raises(NpzError, match="Object arrays"):
         read_npz(tmp_path / "a.npz", lambda names: ["x"])
 
 

@@ -23,6 +23,7 @@ from ernie_compat.model_config import (
     RunConfig,
     TrainConfig,
 )
+from ernie_compat.run_report import announce, draw, log_to, report
 
 from ..config import current_config
 from ..enums import EngineName
@@ -31,7 +32,6 @@ from ..frameworks import AUTO, choose
 from .framework import AUTO_HELP, CHOICES, choice_line
 from .refusals import Location, OneLineCommand, drop_unwritable
 from .screen import Activity, progress_console, say_duration
-from .train_report import announce, draw, log_to, report
 
 if TYPE_CHECKING:
     from rich.console import Console

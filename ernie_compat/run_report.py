@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ernie_compat.model_config import smoothing_window
+from .model_config import smoothing_window
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ernie_compat.parallel import Parallel
-    from ernie_compat.trainer import Trainer
+    from .parallel import Parallel
+    from .trainer import Trainer
 
 
 class _ConsoleHandler(logging.Handler):
@@ -44,8 +44,8 @@ def log_to(console: Console) -> None:
 
 def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     """Print what runs, on which text, and where the results go."""
-    from ernie_compat.saved_run import SavedRun
-    from ernie_compat.trainer import CHECKPOINT_NAME, MAIN
+    from .saved_run import SavedRun
+    from .trainer import CHECKPOINT_NAME, MAIN
 
     config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
     model = config.model
@@ -68,7 +68,7 @@ def announce(trainer: Trainer, resume: bool, console: Console) -> None:
 
 
 def _baseline(trainer: Trainer) -> str:
-    from ernie_compat.trainer import FULL_PRECISION
+    from .trainer import FULL_PRECISION
 
     twin = trainer.learners.get(FULL_PRECISION)
     against = trainer.config.against
@@ -84,9 +84,9 @@ def _ranks(parallel: Parallel) -> str:
 
 def draw(trainer: Trainer, console: Console) -> dict[str, str]:
     """Draw the plot and return its path by name; without matplotlib say so and return none."""
-    from ernie_compat.plots import plot_loss
+    from sonicmoe.plotting import PlotsUnavailableError
 
-    from ..plotting import PlotsUnavailableError
+    from .plots import plot_loss
 
     if not trainer.records:  # a run that was resumed at its last step
         return {}
@@ -108,9 +108,9 @@ def report(
     as_json: bool,
 ) -> None:
     """Write `summary.json`, and print the summary to stdout."""
-    from ernie_compat.checkpoint import partial_of
-    from ernie_compat.run_directory import SUMMARY_NAME
-    from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
+    from .checkpoint import partial_of
+    from .run_directory import SUMMARY_NAME
+    from .trainer import CHECKPOINT_NAME, METRICS_NAME
 
     checkpoint = str(trainer.directory / CHECKPOINT_NAME)
     files = {
