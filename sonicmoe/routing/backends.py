@@ -18,12 +18,14 @@ from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from ..log import logger
 from .calls import RoutedCall
-from .metadata import NO_ROW, RoutingMetadata
+from .metadata import NO_ROW, RoutingMetadata, round_up
 from .reference import exact_routing, exact_sorted_routing
 
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, ...]  # in the order of `RoutingMetadata.TENSOR_FIELDS`
 MAX_EXPERTS = 512
+
+_WIDEST = 8  # bytes of an element of routing metadata
 
 
 class RoutingKernels(ABC):
@@ -114,7 +116,8 @@ class CudaKernels(RoutingKernels):
         """Where the tensors lie in one memory, and how many bytes it has where its builder scratches."""
         places = tuple(map(int, self._native.metadata_places(slots, experts, rows)))
         scratch = self._native.scratch_bytes(slots, experts, self._forced_ctas)
-        return places, places[-1] + int(scratch)
+        # The memory is retyped whole where somebody asks for a tensor of it.
+        return places, round_up(places[-1] + int(scratch), _WIDEST)
 
     def build(
         self, indices: Tensor, probs: Tensor, num_experts: int, alignment: int, num_rows: int

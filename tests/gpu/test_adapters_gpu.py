@@ -28,7 +28,9 @@ def test_equal_the_reference_engine(activation, which, rank):
     case = make_case(activation=activation, bias=rank == 5)
     adapters = adapters_of(case, rank, which)
     found = (run(case, engine, PLAIN, adapters) for engine in (OURS, REFERENCE))
-    assert max(distances(*found).values()) < 0.01
+    # At a clamp a rounding of z turns its gradient on or off.
+    bound = 0.03 if activation is ActivationType.SWIGLU_OAI else 0.01
+    assert max(distances(*found).values()) < bound
 
 
 def test_bits_repeat_on_poisoned_memory_and_nothing_waits():

@@ -67,8 +67,27 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #undef SONICMOE_MMA
 }
 
-// The rows of a wide operand. A thread loads `kChunk` neighbouring columns, 16 bytes, as pairs of
-// 16-bit values. `gathers`: a row is that of its token.
+// 16, or 8, bytes that no kernel writes now; zeros where they are not wanted. Without a branch, so that
+// a thread has many loads under way.
+__device__ __forceinline__ uint4 load_if(bool wanted, const void* address) {
+  uint4 v;
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(int(wanted)));
+  return v;
+}
+__device__ __forceinline__ uint2 load_8_if(bool wanted, const void* address) {
+  uint2 v;
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(address), "r"(int(wanted)));
+  return v;
+}
+
+// The rows of a wide operand. A thread loads `kChunk` neighbouring columns, 16 bytes, and makes pairs of
+// 16-bit values of them; or eight, as `Eight`. `gathers`: a row is that of its token.
 template <bool kHalf>
 struct HalfRows {
   static constexpr bool kFp16 = kHalf, kScaled = false;
@@ -76,14 +95,19 @@ struct HalfRows {
   const uint8_t* data;
   int width;
   bool gathers;
-  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2],
-                                       uint32_t&) const {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + 2 * (row * width + column)));
+  using Eight = uint4;
+  __device__ __forceinline__ uint4 load(bool wanted, int64_t row, int column) const {
+    return load_if(wanted, data + 2 * (row * width + column));
+  }
+  __device__ __forceinline__ Eight load_8(bool wanted, int64_t row, int column) const {
+    return load(wanted, row, column);
+  }
+  __device__ static __forceinline__ void unpack(const uint4& v, uint32_t (&to)[4], uint32_t&) {
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
-  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4],
-                                         uint32_t (&nan)[2]) const {
-    load(row, column, to, nan[0]);
+  __device__ static __forceinline__ void unpack_8(const Eight& v, uint32_t (&to)[4],
+                                                  uint32_t (&nan)[2]) {
+    unpack(v, to, nan[0]);
   }
   __device__ __forceinline__ float scale(int64_t, int) const { return 1.f; }
 };
@@ -95,16 +119,20 @@ struct CodeRows {
   bool gathers;
   const float* scales;
   int log2_rows, log2_columns;  // of a block that shares a scale; columns are 128 or 256
-  __device__ __forceinline__ void load(int64_t row, int column, uint32_t (&to)[kChunk / 2],
-                                       uint32_t& nan) const {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(data + row * width + column));
+  using Eight = uint2;
+  __device__ __forceinline__ uint4 load(bool wanted, int64_t row, int column) const {
+    return load_if(wanted, data + row * width + column);
+  }
+  __device__ __forceinline__ Eight load_8(bool wanted, int64_t row, int column) const {
+    return load_8_if(wanted, data + row * width + column);
+  }
+  __device__ static __forceinline__ void unpack(const uint4& v, uint32_t (&to)[8], uint32_t& nan) {
     const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) bf16_of_codes(word[i], to[2 * i], to[2 * i + 1], nan);
   }
-  __device__ __forceinline__ void load_8(int64_t row, int column, uint32_t (&to)[4],
-                                         uint32_t (&nan)[2]) const {
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + row * width + column));
+  __device__ static __forceinline__ void unpack_8(const Eight& v, uint32_t (&to)[4],
+                                                  uint32_t (&nan)[2]) {
     bf16_of_codes(v.x, to[0], to[1], nan[0]);
     bf16_of_codes(v.y, to[2], to[3], nan[1]);
   }
@@ -119,9 +147,11 @@ struct TransposedCodes {
   const uint8_t* data;
   int64_t rows;
   const float* scales;
-  __device__ __forceinline__ void load_8(int64_t first_row, int column, uint32_t (&to)[4],
-                                         uint32_t& nan) const {
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + column * rows + first_row));
+  __device__ __forceinline__ uint2 load_8(bool wanted, int64_t first_row, int column) const {
+    return load_8_if(wanted, data + column * rows + first_row);
+  }
+  __device__ static __forceinline__ void unpack_8(const uint2& v, uint32_t (&to)[4],
+                                                  uint32_t& nan) {
     bf16_of_codes(v.x, to[0], to[1], nan);
     bf16_of_codes(v.y, to[2], to[3], nan);
   }
@@ -193,29 +223,32 @@ __global__ void __launch_bounds__(32 * kRowWarps)
     for (int step = 0; step < kScaleBlock; step += 4 * Rows::kChunk) {
       const int column = begin + step + q * Rows::kChunk;
       const bool inside = column < rows.width;
+      uint4 packed[kPasses][2], of_factor[kTiles][kWords / 4];
+#pragma unroll
+      for (int t = 0; t < kPasses; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          packed[t][h] = rows.load(inside && source[t][h] >= 0, source[t][h], column);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < kWords / 4; ++i)
+          of_factor[n][i] =
+              load_if(inside && first + 8 * n + g < work.width,
+                      factor + 8 * n * static_cast<int64_t>(rows.width) + column + 8 * i);
       uint32_t wide[kPasses][2][kWords], narrow[kTiles][kWords];
 #pragma unroll
       for (int t = 0; t < kPasses; ++t)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2; ++h) Rows::unpack(packed[t][h], wide[t][h], nan[t][h]);
 #pragma unroll
-          for (int i = 0; i < kWords; ++i) wide[t][h][i] = 0;
-          if (inside && source[t][h] >= 0) rows.load(source[t][h], column, wide[t][h], nan[t][h]);
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < kWords / 4; ++i) {
+          const uint4& v = of_factor[n][i];
+          narrow[n][4 * i] = v.x, narrow[n][4 * i + 1] = v.y, narrow[n][4 * i + 2] = v.z;
+          narrow[n][4 * i + 3] = v.w;
         }
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) narrow[n][i] = 0;
-        if (!inside || first + 8 * n + g >= work.width) continue;
-        const uint4* from = reinterpret_cast<const uint4*>(
-            factor + 8 * n * static_cast<int64_t>(rows.width) + column);
-#pragma unroll
-        for (int i = 0; i < kWords; i += 4) {
-          const uint4 v = __ldg(from + i / 4);
-          narrow[n][i] = v.x, narrow[n][i + 1] = v.y, narrow[n][i + 2] = v.z;
-          narrow[n][i + 3] = v.w;
-        }
-      }
 #pragma unroll
       for (int i = 0; i < kWords; i += 2)
 #pragma unroll
@@ -298,6 +331,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
     uint16_t narrow[2][kNarrow][kPitch];
     float sums[kColumnsOfCta][kNarrow + 1];
   } s;
+  __shared__ int s_token[2][kBlock];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
   const int half = warp % 2, group = warp / 2;
   const int expert = blockIdx.y, split = blockIdx.z % work.splits,
@@ -316,6 +350,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   // the codes, which are the same in all columns of this CTA.
   const auto stage = [&](int64_t block, int buffer) {
     constexpr int kParts = kNarrow / 8;
+    if (threadIdx.x < kBlock) s_token[buffer][threadIdx.x] = work.row_token[block * kBlock + threadIdx.x];
     for (int i = threadIdx.x; i < kBlock * kParts; i += 32 * kGradientWarps) {
       const int r = i / kParts, part = i % kParts;
       const int64_t row = block * kBlock + r;
@@ -359,14 +394,19 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
     if constexpr (kTransposed) {
       // Eight rows of a thread are the places of K of both steps.
       const int row = group * kRowsOfGroup + 8 * q;
+      uint2 packed[4][2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t codes[2][4] = {};
+      for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int c = column + 16 * j + 8 * h + g;
-          if (c < work.wide) wide.load_8(block * kBlock + row, c, codes[h], nan_of[j][h]);
+          packed[j][h] = wide.load_8(c < work.wide, block * kBlock + row, c);
         }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t codes[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) Wide::unpack_8(packed[j][h], codes[h], nan_of[j][h]);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           const uint32_t a[4] = {codes[0][2 * k], codes[1][2 * k], codes[0][2 * k + 1],
@@ -380,7 +420,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
         }
       }
     } else {
-      uint32_t values[kSteps][4][4];
+      typename Wide::Eight packed[kSteps][4];
       const bool inside = column + 8 * g < work.wide;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
@@ -388,12 +428,15 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
         for (int i = 0; i < 4; ++i) {
           const int r = group * kRowsOfGroup + 16 * k + 2 * q + i % 2 + 8 * (i / 2);
           const int64_t row = block * kBlock + r;
-          const int token = work.row_token[row];
-#pragma unroll
-          for (int w = 0; w < 4; ++w) values[k][i][w] = 0;
-          if (inside && token >= 0)
-            wide.load_8(wide.gathers ? token : row, column + 8 * g, values[k][i], nan);
+          const int token = s_token[buffer][r];
+          packed[k][i] =
+              wide.load_8(inside && token >= 0, wide.gathers ? token : row, column + 8 * g);
         }
+      uint32_t values[kSteps][4][4];
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) Wide::unpack_8(packed[k][i], values[k][i], nan);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         const int row = group * kRowsOfGroup + 16 * k + 2 * q;
