@@ -323,6 +323,16 @@ def count_write(tensor: Any) -> None:
     torch.autograd.graph.increment_version(tensor)
 
 
+def free(tensor: Any) -> None:
+    """Give the memory of one of PyTorch's tensors back, whoever holds the tensor, and count a write. A
+    part of a larger buffer stays.
+    """
+    memory = tensor.untyped_storage()
+    if memory.nbytes() == tensor.nbytes:
+        count_write(tensor)
+        memory.resize_(0)
+
+
 def owns_storage(tensor: Any) -> bool:
     """Whether nothing else lies in the memory that `tensor` lies in: it is no part of a larger buffer,
     whose views count their writes together.
@@ -331,13 +341,14 @@ def owns_storage(tensor: Any) -> bool:
     return bool(whole == numel(tensor) * tensor.element_size())
 
 
-def aligned(tensor: Any) -> Any:
-    """Detached, contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied
-    only if it is not.
+def aligned(tensor: Any, detached: bool = True) -> Any:
+    """Contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied only if it is
+    not. detached: it does not want a gradient either, which PyTorch's tensors may on their way to a
+    kernel.
     """
-    if requires_grad(tensor) or not tensor.is_contiguous():
+    if ((detached or IS_PADDLE) and requires_grad(tensor)) or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
-    return tensor if data_ptr(tensor) % 16 == 0 else tensor.clone()
+    return tensor if data_ptr(tensor) % 16 == 0 else tensor.detach().clone()
 
 
 def numel(tensor: Any) -> int:

@@ -83,7 +83,8 @@ class Bf16Engine(PlainEngine):
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> AbstractContextManager[Products]:
-        if not _is_hopper(device_name(x)):
+        # Weights that Hopper's kernels have read know them.
+        if weights.native is None and not _is_hopper(device_name(x)):
             return self._products_of_quack(x, weights, settings, routing)
         kernels = bf16_sm90.kernels_for(x, settings, weights)
         sums, stream = partial(_row_sums, routing), current_stream(x)

@@ -108,9 +108,11 @@ class Recognised:
         found = self._known.get(_kind(weights, *source, settings))
         if found is None or (data_ptr(w1) | data_ptr(w2)) % _BYTES:
             return None
+        if b1 is not None:
+            b1, b2 = _fp32(b1), _fp32(b2)
         made = EngineWeights.__new__(EngineWeights)
-        own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": _fp32(b1), "b2": _fp32(b2)}
         # The class is frozen. Sizes and kernels are those of before.
+        own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": b1, "b2": b2}
         made.__dict__.update(found[1], **own)
         return made
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, count_write, current_stream, empty, owns_storage, plain_ops
+from ..interop import aligned, current_stream, empty, free, plain_ops
 from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
@@ -190,15 +190,13 @@ def _free(z: Tensor | BlockScaledTensor) -> None:
     """Give the memory of a donated z back, whoever holds the tensors: autograd does, to the end of the
     backward. A part of a larger buffer stays: a hook of saved tensors may have put it there.
     """
-    parts = (z.bytes, z.scale_inv) if isinstance(z, BlockScaledTensor) else (z,)
-    for part in filter(owns_storage, parts):
-        count_write(part)
-        part.untyped_storage().resize_(0)
+    for part in (z.bytes, z.scale_inv) if isinstance(z, BlockScaledTensor) else (z,):
+        free(part)
 
 
 def _aligned(x: Tokens) -> Tokens:
     if not isinstance(x, BlockScaledTensor):
-        return aligned(x)  # type: ignore[no-any-return]
+        return aligned(x, detached=False)  # type: ignore[no-any-return]
     codes, scale_inv = aligned(x.codes), aligned(x.scale_inv)
     if codes is x.codes and scale_inv is x.scale_inv:
         return x

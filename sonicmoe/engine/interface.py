@@ -161,7 +161,7 @@ class Engine(ABC):
     name: str
     frees_dw1_first = False
 
-    @property
+    @functools.cached_property
     def record(self) -> EngineRecord:
         """What this engine can compute, and into which kinds of targets it adds."""
         return RECORDS[EngineName(self.name)]

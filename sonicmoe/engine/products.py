@@ -139,7 +139,7 @@ class ProductsEngine(Engine):
         check_forward(x, routing, weights, settings, self.record)
         self._check_tokens(x, weights)
         with plain_ops():
-            x = plain_tokens(aligned(x))  # others were refused
+            x = plain_tokens(aligned(x, detached=False))  # others were refused
             # The kernel writes z only where it is given memory for it.
             keeps_z = save and not settings.recompute_z
             z = empty_rows(routing, weights.n1, x) if keeps_z else None

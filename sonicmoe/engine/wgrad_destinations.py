@@ -43,24 +43,25 @@ class Destinations:
     ) -> Any:
         """That of one projection; `split`: its gate and up rows are two parts."""
         # Also fresh memory is known again: the allocator hands out the addresses of the step before.
-        output = outputs[torch.float32 if weight.first is None else weight.first.dtype]
-        key = (output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint)
-        return self.once(key, weight.native_size, lambda: weight.places(split), split, output)
+        first = weight.first
+        output = outputs[torch.float32 if first is None else first.dtype]
+        key = output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint
+        return self.once(key, weight, lambda: weight.places(split), split, output)
 
     def once(
         self,
         key: tuple[Any, ...],
-        size: tuple[int, int],
+        weight: WeightTarget,
         places: Callable[[], Sequence[Place]],
         split: bool,
         output: WgradOutput,
     ) -> Any:
-        """The destination under `key`, of native matrices of this size at these places."""
+        """The destination under `key`, of the matrices of `weight` at these places."""
         made = self._made.get(key)
         if made is None:
             assert self._make is not None
             numbers = [number for place in places() for number in place]
-            made = self._make(*size, split, numbers, output)
+            made = self._make(*weight.native_size, split, numbers, output)
             if len(self._made) >= MAX_DESTINATIONS:
                 self._made.clear()
             self._made[key] = made

@@ -98,7 +98,7 @@ def read_weights(
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
-        if len(_kept):
+        if _kept.data:
             _kept.get(_owner(w1), {}).pop(_geometry(w1), None)
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)

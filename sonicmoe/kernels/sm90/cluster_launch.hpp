@@ -2,18 +2,32 @@
 #pragma once
 
 #include <algorithm>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "../host/border.hpp"
 #include "grouped_tiles.cuh"
 
 namespace sonicmoe {
 
+// Lets a kernel have the most shared memory on a device. The driver is asked once for each, because it
+// answers as slowly as it launches.
+static void allow_shared_memory(const void* kernel, int device) {
+  static std::mutex asking;
+  static std::set<std::pair<const void*, int>> allowed;
+  const std::lock_guard<std::mutex> alone(asking);
+  if (allowed.count({kernel, device}) > 0) return;
+  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kMostSharedBytes));
+  allowed.insert({kernel, device});
+}
+
 template <class Kernel, class... Arguments>
 void launch_clusters(Kernel kernel, int64_t clusters, DLDevice device, int64_t stream,
                      const Arguments&... arguments) {
   constexpr int kSharedBytes = sm90::kMostSharedBytes;
-  TVM_FFI_CHECK_CUDA_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), device.device_id);
   kernel<<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kThreads, kSharedBytes,
            as_stream(stream)>>>(arguments...);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
