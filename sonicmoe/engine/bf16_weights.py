@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ def _stay_apart(source: WeightSource) -> bool:
     fits = may_stay_apart(len(source.up), dtype) and wanted in (None, dtype)
     inner = int(source.up[0].shape[-1]), int(source.down[0].shape[-1])
     aligned_rows = all(size % _ITEMS == 0 for size in inner)
-    return fits and aligned_rows and not any(at % _BYTES for at in source.pointers)
+    return fits and aligned_rows and functools.reduce(or_, source.pointers) % _BYTES == 0
 
 
 def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:

@@ -170,7 +170,7 @@ class _Form(NamedTuple):
 
 _forms: dict[Any, _Form] = {}
 _READ = (
-    "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", *PARAMETERS,
+    "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "act_fn", *PARAMETERS,
 )  # fmt: skip
 _MISSING = object()
 
@@ -200,11 +200,12 @@ def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any
 def _key(experts: nn.Module) -> Any:
     """All that decides the form, but for the configuration; None where that cannot be listed."""
     own, act = experts.__dict__, experts._modules.get("act_fn")
-    if act is None or act._modules or "_apply_gate" in own:
+    if "_apply_gate" in own or (act is not None and act._modules):
         return None
     kind = type(experts)
     kinds = kind, getattr(kind, "_apply_gate", None), type(act)
-    of_act = map(act.__dict__.get, OF_ACTIVATIONS, repeat(_MISSING))
+    # Where it is no module it stands for itself, among the attributes.
+    of_act = () if act is None else map(act.__dict__.get, OF_ACTIVATIONS, repeat(_MISSING))
     key = *kinds, *map(own.get, _READ, repeat(_MISSING)), *of_act
     try:
         hash(key)

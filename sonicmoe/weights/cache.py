@@ -25,7 +25,7 @@ from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
 from .changes import Traces
-from .lent import LentWeights, found_again
+from .lent import LentWeights
 
 Tensor = torch.Tensor
 
@@ -52,8 +52,7 @@ class Reading:
         memory, where the engine reads that, was written or freed.
         """
         if self.lent is not None:
-            self.lent.check()
-            self.weights = found_again(self.weights)
+            self.weights = self.lent.check(self.weights)
         # An engine that made new weights has left these alone. An engine that updates in place
         # returned the same object again, and then only the number of writes tells whether it
         # overwrote them.

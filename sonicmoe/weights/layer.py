@@ -60,21 +60,22 @@ class LayerWeights:
         # anyway, and asking every weight for its memory would take longer than a launch.
         if 0 in place:
             check_memory(parameters)
-        source = partial(self._parameters.source, parameters)
+        source, traces = partial(self._parameters.source, parameters), traces_of(parameters)
         reading = self._prepared.read(
             engine,
             settings,
             source,
             parameters[0],
             place,
-            traces_of(parameters),
+            traces,
             stale=self._stale,
             keeps=is_cuda(parameters[0]) and self._every_write_is_told(),
         )
         # Last, because a read that raised has not used up the announcement.
         self._stale = False
         if grad_enabled():
-            reading.lent, reading.weights = lent_by(parameters, reading.weights)
+            given = parameters, reading.weights, traces.versions
+            reading.lent, reading.weights = lent_by(*given)
         return reading
 
     def _every_write_is_told(self) -> bool:

@@ -4,6 +4,7 @@ already. Nothing else treats such weights apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import EngineWeight, EngineWeights
-from ..interop import data_ptr, holds_memory, is_cuda, plain_ops
+from ..interop import IS_PADDLE, data_ptr, holds_memory, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor
 from .changes import versions_of
 
@@ -21,12 +22,18 @@ Tensor = torch.Tensor
 class LentWeights:
     """The tensors, and their versions when a forward read them."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._versions = tensors, versions_of(tensors)
+    def __init__(self, tensors: Sequence[Tensor], versions: tuple[int, ...]) -> None:
+        self._tensors, self._versions = tensors, versions
 
-    def check(self) -> None:
-        """Raise if a backward that reads them would read other values than its forward did."""
-        freed = not all(map(holds_memory, self._tensors))
+    def check(self, weights: EngineWeights) -> EngineWeights:
+        """Raise if a backward that reads them would read other values than its forward did. Else
+        `weights`, of which these are, as `found_again` has them.
+        """
+        # A matrix that lies where it lay has its memory, and most lie there. Under Paddle a tensor
+        # without memory must not be asked where it lies.
+        found = weights if IS_PADDLE else found_again(weights)
+        lies = found is weights and _are_apart(weights) and not IS_PADDLE
+        freed = not lies and not all(map(holds_memory, self._tensors))
         if freed or versions_of(self._tensors) != self._versions:
             happened = "freed" if freed else "modified by an inplace operation"
             raise RuntimeError(
@@ -34,6 +41,11 @@ class LentWeights:
                 "reads them where they lie; its gradients would be wrong. Finish every backward "
                 "before the weights change"
             )
+        return found_again(weights) if IS_PADDLE else found
+
+
+def _are_apart(weights: EngineWeights) -> bool:
+    return isinstance(weights.w1, ExpertMatrices) and isinstance(weights.w2, ExpertMatrices)
 
 
 def found_again(weights: EngineWeights) -> EngineWeights:
@@ -55,9 +67,11 @@ def _where_it_lies(weight: EngineWeight) -> EngineWeight:
 
 
 def lent_by(
-    parameters: Sequence[Tensor], weights: EngineWeights
+    parameters: Sequence[Tensor], weights: EngineWeights, versions: tuple[int, ...] = ()
 ) -> tuple[LentWeights | None, EngineWeights]:
-    """What a training forward reads of the parameters' own memory, and all that it reads."""
+    """What a training forward reads of the parameters' own memory, and all that it reads. versions:
+    those of all parameters, where somebody asked before.
+    """
     # Block-scaled weights are memory of the engine's own.
     if isinstance(weights.w1, BlockScaledTensor) or isinstance(weights.w2, BlockScaledTensor):
         return None, weights
@@ -65,11 +79,13 @@ def lent_by(
     # An address is enough: the first of a projection lies where all of it begins, and of separate
     # matrices all are the user's, or none.
     firsts = data_ptr(parameters[0]), data_ptr(parameters[len(parameters) // 2])
-    lent = [tensor for each in plain if data_ptr(each[0]) in firsts for tensor in each]
+    lent = tuple(itertools.chain(*[each for each in plain if data_ptr(each[0]) in firsts]))
     if not lent:
         return None, weights
     if is_cuda(lent[0]):
-        return LentWeights(lent), weights
+        # In the order of the parameters, which count their writes.
+        counted = versions if len(versions) == len(lent) else versions_of(lent)
+        return LentWeights(lent, counted), weights
     # Nothing on a host shows a write between a forward and its backward, so these read a copy.
     with plain_ops():
         w1, w2 = map(_copied, (weights.w1, weights.w2))
