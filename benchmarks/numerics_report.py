@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from numerics_baselines import BASELINES, Baseline, Dispatch
 
-from sonicmoe.cli.activation import activation_options, size_options
+from sonicmoe.cli.activation import activation_options
 from sonicmoe.cli.framework import framework_option, load_framework
 from sonicmoe.cli.refusals import Location, OneLineCommand
 from sonicmoe.cli.screen import Activity, print_table
+from sonicmoe.cli.verify import size_options
 from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, load_case, make_case
 from sonicmoe.diagnostics.json_data import plain
 from sonicmoe.diagnostics.step_dump import StepSettings

@@ -1,8 +1,8 @@
-"""Three experts as `tools/verify/verify_experts.py` takes them: a callable and a named layout.
+"""Three experts as `sonicmoe verify` takes them: a callable and a named layout.
 
-    python tools/verify/verify_experts.py examples/experts_to_verify.py:grouped_mm --layout halves
-    python tools/verify/verify_experts.py examples/experts_to_verify.py:transformers_eager --layout halves
-    python tools/verify/verify_experts.py examples/experts_to_verify.py:sonicmoe_fp8 --layout halves --tolerance 0.1
+    sonicmoe verify examples/experts_to_verify.py:grouped_mm --layout halves
+    sonicmoe verify examples/experts_to_verify.py:transformers_eager --layout halves
+    sonicmoe verify examples/experts_to_verify.py:sonicmoe_fp8 --layout halves --tolerance 0.1
 
 x [T, H], ids and probs [T, K], w1 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I] -> [T, H].
 """

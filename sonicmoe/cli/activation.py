@@ -1,13 +1,11 @@
-"""The options that say which activation experts have, and which sizes where they are generated."""
+"""The options that say which activation experts have."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import click
 
-from ..diagnostics.cases import Sizes
 from ..enums import ActivationType
 
 
@@ -39,19 +37,3 @@ def _read_parameter(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError:
         raise click.BadParameter(f"{text!r}; needed: NAME=VALUE, for example limit=7") from None
-
-
-def size_options(defaults: Sizes) -> Any:
-    """The options of a generated case."""
-
-    def decorate(command: Any) -> Any:
-        for size in reversed(fields(Sizes)):
-            # A decorator that is applied first stands last in the help, hence `reversed`.
-            default = getattr(defaults, size.name)
-            option = click.option(
-                f"--{size.name}", type=click.IntRange(1), default=default, show_default=True
-            )
-            command = option(command)
-        return command
-
-    return decorate

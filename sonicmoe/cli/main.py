@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "Check this machine: versions, GPU, engine, caches, flags, self-test.",
     "bench": "Time the engines: stages, rates, memory; sweeps and the cost model fitted to them.",
     "bisect": "Find the stage, expert, row and token where a step first goes wrong.",
+    "verify": "Check any experts of PyTorch against fp64: a table of passes and failures.",
 }
 
 

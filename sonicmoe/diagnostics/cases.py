@@ -63,7 +63,7 @@ class Sizes:
         require_memory(_FP64 * (rows + weights), "a case of these sizes")
 
 
-# Of `tools/verify`: several parts of 128 tokens, and a loop over tokens takes no time.
+# Of `sonicmoe verify`: several parts of 128 tokens, and a loop over tokens takes no time.
 VERIFIED = Sizes(tokens=300, hidden=64, intermediate=48, experts=6, topk=3)
 
 

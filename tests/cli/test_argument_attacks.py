@@ -180,7 +180,7 @@ def test_any_argument_gives_a_result_or_one_line(name, place, request):
     ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
     ["bisect"], ["bisect", ""],
     ["train", "--data", "/proc/kmsg"], ["bench", "--fit", "/proc/self/status"],
-    ["bench", "--H", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
+    ["verify", "a:b", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
     ["--no-such-option"],
 ])  # fmt: skip
 def test_an_error_of_usage_is_one_line(arguments):

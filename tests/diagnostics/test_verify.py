@@ -1,4 +1,4 @@
-"""`tools/verify`: this package's faces pass every check, each check finds its fault, and the page
+"""`sonicmoe verify`: this package's faces pass every check, each check finds its fault, and the page
 shows what the command prints.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
-from expert_checks import CHECKS, FAILED, NOT_RUN, PASSED, verify
-from experts_under_test import Subject, load
-from verify_experts import main
 
+from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.cases import Sizes
+from sonicmoe.diagnostics.experts_under_test import Subject, load
+from sonicmoe.diagnostics.verify import CHECKS, FAILED, NOT_RUN, PASSED, verify
 from sonicmoe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,13 +71,11 @@ def test_the_page_shows_what_the_command_prints(monkeypatch):
     """grouped_mm under FSDP2 too; details are those of another processor."""
     page = (ROOT / "docs" / "verify.md").read_text()
     (block,) = re.findall(
-        r"^\$ python tools/verify/verify_experts.py (\S+:grouped_mm[^\n]*)\n(.*?)^```",
-        page,
-        re.M | re.S,
+        r"^\$ (sonicmoe verify \S+:grouped_mm[^\n]*)\n(.*?)^```", page, re.M | re.S
     )
     words, table = block
     shown = dict(re.findall(r"^(\S.*?) {2,}(pass|FAIL|not run) ", table, re.M))
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(main, [*words.split(), "--device", "cpu", "--json"])
+    done = CliRunner().invoke(main, [*words.split()[1:], "--device", "cpu", "--json"])
     assert done.exit_code == 1, done.output
     assert {found["check"]: found["state"] for found in json.loads(done.stdout)} == shown

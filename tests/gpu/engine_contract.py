@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_under_test import memory_full_of_nan
 from gpu.activation_cases import OWN
 from gpu.device import captured, fill_free_memory, waiting_is_an_error
 from gpu.engine_cases import (
@@ -32,6 +31,7 @@ from gpu.engine_cases import (
 from pairwise import pairwise
 from public_models import EXPERT_SIZES
 
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.select import unavailable
 from sonicmoe.engine.settings import Workload

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts_under_test import memory_full_of_nan
 from gpu.device import captured, waiting_is_an_error
 from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
 
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.routing import backends
 from sonicmoe.routing.build import build_routing
 

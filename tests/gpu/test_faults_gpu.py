@@ -13,13 +13,13 @@ from itertools import product
 
 import pytest
 import torch
-from experts_under_test import memory_full_of_nan
 from faults import FULL_GPU, PACKAGE, Allocations
 from gpu.device import compiled_beforehand, fill_free_memory
 from gpu.hopper_step import E, H, I, K
 from node.direct_layers import DirectLayer, Setup
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.quant.gpu import release_scratch
 

@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 import torch
-from experts_under_test import memory_full_of_nan
 from gpu.device import captured
 from pairwise import pairwise
 
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up

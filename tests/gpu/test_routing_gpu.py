@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from experts_under_test import memory_full_of_nan
 from gpu.device import captured, waiting_is_an_error
 from kernels.routing_cases import (
     built_by,
@@ -24,6 +23,7 @@ from kernels.routing_cases import (
 )
 
 from sonicmoe.architectures import ARCHITECTURES
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
 from sonicmoe.routing.build import build_routing, build_sorted_routing, num_rows_bound

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from experts_under_test import memory_full_of_nan
 from node.direct_layers import Expert
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 GROUP = 8  # ranks that share the experts

@@ -200,7 +200,7 @@ class TestError:
 @pytest.mark.parametrize("case", CASES)
 def test_memory_full_of_nan_changes_no_bit(case):
     """Of a whole run: forward, two micro-batches, flush and changed weights."""
-    from experts_under_test import memory_full_of_nan
+    from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 
     results = []
     for nan in (False, True):

@@ -13,10 +13,10 @@ if IS_PADDLE:
     )
 
 import torch
-from experts_under_test import memory_full_of_nan
 from node.sentinel_layers import Scenario, assert_same_bits, train, train_twice
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.node.mlp_call import MlpCall
 
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="reference")

@@ -1,4 +1,4 @@
-"""Checks of any experts of PyTorch against fp64, which `verify_experts.py` runs.
+"""Checks of any experts of PyTorch against fp64, which `sonicmoe verify` runs.
 
 Experts are a callable `experts(x, ids, probs, w1, w2) -> out` with x and out `[T, H]`, ids and probs
 `[T, K]`, and stacked weights in a layout of `ExpertLayout`. Each check draws operands, runs forward
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from experts_under_test import (
+
+from ..jit.child import search_path
+from .experts_under_test import (
     BLOCK,
     TOKENS,
     Held,
@@ -32,9 +34,7 @@ from experts_under_test import (
     same_bits,
     weights_of,
 )
-
-from sonicmoe.diagnostics.step_dump import StepDump
-from sonicmoe.jit.child import search_path
+from .step_dump import StepDump
 
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
 RANKS, _RANK_S = 2, 300
@@ -178,7 +178,7 @@ def _expert_parallel(subject: Subject) -> str:
 
 
 def _sharded(subject: Subject) -> str:
-    """`expert_ranks.py` is one of the two processes."""
+    """`verify_ranks.py` is one of the two processes."""
     if not subject.name:
         raise NotRunError("needs a callable that other processes load: module:function")
     if subject.device.startswith("cuda") and torch.cuda.device_count() < RANKS:
@@ -187,7 +187,7 @@ def _sharded(subject: Subject) -> str:
         request = Path(folder) / "request.json"
         plain = {**vars(subject), "experts": None, "sizes": vars(subject.sizes)}
         request.write_text(json.dumps(plain), encoding="utf-8")
-        command = [sys.executable, str(Path(__file__).with_name("expert_ranks.py")), str(request)]
+        command = [sys.executable, "-m", f"{__package__}.verify_ranks", str(request)]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank)], env={**os.environ, "PYTHONPATH": search_path()}, text=True,

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from sonicmoe.diagnostics.capture import to_numpy
-from sonicmoe.diagnostics.cases import VERIFIED, Sizes, make_case
-from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
-from sonicmoe.diagnostics.step_dump import Array, StepDump, StepSettings
-from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, expect
-from sonicmoe.layouts import ExpertLayout, convert_weights
+from ..enums import ActivationType
+from ..errors import ConfigError, expect
+from ..layouts import ExpertLayout, convert_weights
+from .capture import to_numpy
+from .cases import VERIFIED, Sizes, make_case
+from .golden_stages import TENSORS, golden_tensors
+from .step_dump import Array, StepDump, StepSettings
 
 Tensor = torch.Tensor
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

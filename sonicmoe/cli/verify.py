@@ -1,32 +1,41 @@
-#!/usr/bin/env python3
-"""Any experts of PyTorch against fp64, a table of passes and failures (docs/verify.md).
-
-python tools/verify/verify_experts.py examples/experts_to_verify.py:grouped_mm
-"""
+"""`sonicmoe verify`: any experts of PyTorch against fp64, a table of passes and failures."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import textwrap
-from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from sonicmoe.cli.activation import activation_options, size_options
-from sonicmoe.cli.bisect import default_device
-from sonicmoe.cli.framework import load_framework
-from sonicmoe.cli.refusals import OneLineCommand
-from sonicmoe.cli.screen import Activity, print_table
-from sonicmoe.diagnostics.cases import VERIFIED, Sizes
-from sonicmoe.engine.capabilities import REFERENCE
+from ..diagnostics.cases import VERIFIED, Sizes
+from ..engine.capabilities import REFERENCE
+from .activation import activation_options
+from .bisect import default_device
+from .framework import load_framework
+from .refusals import OneLineCommand
+from .screen import Activity, print_table
 
 WIDTH = 62  # of a detail, so that a row has 100 columns; --json has all of it
 LAYOUTS = ("interleaved", "halves", "fused", "fused_interleaved")
+
+
+def size_options(defaults: Sizes) -> Any:
+    """The options of a generated case."""
+
+    def decorate(command: Any) -> Any:
+        for size in reversed(dataclasses.fields(Sizes)):
+            # A decorator that is applied first stands last in the help, hence `reversed`.
+            default = getattr(defaults, size.name)
+            option = click.option(
+                f"--{size.name}", type=click.IntRange(1), default=default, show_default=True
+            )
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @click.command(cls=OneLineCommand)
@@ -43,7 +52,7 @@ LAYOUTS = ("interleaved", "halves", "fused", "fused_interleaved")
 @size_options(VERIFIED)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def main(
+def verify(
     ctx: click.Context,
     name: str,
     layout: str,
@@ -64,8 +73,8 @@ def main(
     """
     load_framework("torch")
     # After `load_framework`: these imports bind the package to it.
-    import expert_checks as tool
-    from experts_under_test import Subject, load
+    from ..diagnostics import verify as tool
+    from ..diagnostics.experts_under_test import Subject, load
 
     for asked in check:
         if asked not in tool.CHECKS:
@@ -75,7 +84,7 @@ def main(
         load(name), layout, activation, dict(parameters), dtype, place, tolerance, Sizes(**sizes), name
     )  # fmt: skip
     findings = []
-    with Activity("verify_experts.py") as doing:
+    with Activity("verify") as doing:
         for asked in check or tool.CHECKS:
             doing.begin(asked)
             findings.append(tool.verify(asked, subject))
@@ -91,7 +100,3 @@ def main(
         print_table(table)
         click.echo(f"{failed} of {len(findings)} checks failed")
     ctx.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    main()

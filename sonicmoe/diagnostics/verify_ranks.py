@@ -1,6 +1,6 @@
-"""One of the two processes in which `expert_checks.py` checks experts under FSDP2.
+"""One of the two processes in which `verify` checks experts under FSDP2.
 
-`python expert_ranks.py REQUEST.json RANK` prints its state and detail as JSON.
+`python -m sonicmoe.diagnostics.verify_ranks REQUEST.json RANK` prints its state and detail as JSON.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import experts_under_test as tested
 import torch
-from expert_checks import RANKS, verify
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from sonicmoe.diagnostics.cases import Sizes
+from . import experts_under_test as tested
+from .cases import Sizes
+from .verify import RANKS, verify
 
 
 def main(request: str, rank: int) -> None:
