@@ -284,7 +284,9 @@ def test_equal_calls_give_equal_bits_and_wait_for_nothing(name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_factor_of_zeros_changes_nothing(name):
-    """Not a bit in BF16. In FP8 sums leave their units before the epilogue and not in it."""
+    """Not a bit in BF16. In FP8 sums leave their units before the epilogue and not in it, and dz waits
+    there as bf16 in units of the sums: its codes differ where that rounding does.
+    """
     settings, engine = (FP8 if name == "hopper" else PLAIN), ENGINES[name]
     case = make_case(2000, seed=4)
     zeros = Adapters(*(p._replace(b=torch.zeros_like(p.b)) for p in adapters_of(case)))
@@ -297,7 +299,8 @@ def test_a_factor_of_zeros_changes_nothing(name):
         if name == "bf16":
             assert torch.equal(got[part], wanted), part
         else:
-            assert float((got[part].float() - wanted.float()).norm() / wanted.float().norm()) < 5e-3
+            error = (got[part].float() - wanted.float()).norm() / wanted.float().norm()
+            assert float(error) < (0.025 if part == "dx" else 1e-3), part
 
 
 def test_experts_without_rows_get_zeros():
