@@ -4,6 +4,7 @@ with words.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -233,7 +234,8 @@ EVERY_SOURCE = (
 def report_of(source: CudaSource, artefacts: CompileCache, folder: Path) -> str:
     """What ptxas said of it."""
     if source in WHOLE:
-        return source.compile(artefacts).file(BUILD_LOG).read_text(encoding="utf-8")
+        # Several threads of nvcc take more CPU time for the same machine code.
+        return replace(source, split=False).compile(artefacts).file(BUILD_LOG).read_text(encoding="utf-8")
     return device_report(source, folder)
 
 
