@@ -52,9 +52,9 @@ def variants(
     return gemm_sources("sm_90a", activation, z, steady)[:2]
 
 
-def in_bf16(activation: ActivationType, rows_first: bool = False) -> tuple[CudaSource, ...]:
+def in_bf16(activation: ActivationType, **special: bool) -> tuple[CudaSource, ...]:
     """The BF16 GEMMs that compute one activation."""
-    return tuple(bf16_sources("sm_90a", activation, rows_first=rows_first).values())[:2]
+    return tuple(bf16_sources("sm_90a", activation, **special).values())[:2]
 
 
 def with_biases(
@@ -67,10 +67,9 @@ def with_biases(
 def adapted(activation: ActivationType, bias: bool = False) -> tuple[CudaSource, ...]:
     """The GEMMs that low-rank adapters may follow, in FP8 and in BF16."""
     in_fp8 = gemm_sources("sm_90a", activation, bias=bias, low_rank=True)[:2]
-    return *in_fp8, *tuple(bf16_sources("sm_90a", activation, low_rank=True).values())[:2]
+    return *in_fp8, *in_bf16(activation, low_rank=True)
 
 
-SEPARATE = tuple(bf16_sources("sm_90a", SWIGLU, separate=True).values())[:2]
 WHOLE = (
     *cuda_sources("sm_90a"),
     quantize_source("sm_90a"),
@@ -86,18 +85,17 @@ WHOLE = (
 # Of further variants of the same files the device half alone is compiled.
 VARIANTS = (
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
-    # GPT-OSS: its gate, and biases.
-    with_biases(OAI),
-    *variants(OAI)[1:],
-    *in_bf16(OAI),
-    *in_bf16(SWIGLU, rows_first=True),
-    *adapted(SWIGLU),
-    *SEPARATE,
+    # GPT-OSS: its gate, and biases; and adapters.
+    *adapted(OAI, bias=True),
+    *in_bf16(SWIGLU, rows_first=True, separate=True),
     *bf16_sources("sm_90a", GELU, dtype="float16").values(),
 )
 OTHERS = (
-    *adapted(OAI, bias=True),
+    *adapted(SWIGLU),
     *adapted(HUNGRIEST),
+    *in_bf16(SWIGLU, rows_first=True),
+    *in_bf16(SWIGLU, separate=True),
+    *variants(OAI),
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
     *gemm_sources("sm_90a", steady=True)[:2],
@@ -117,7 +115,7 @@ OTHERS = (
     *(
         source
         for activation in BF16.activations
-        if activation not in (SWIGLU, OAI)
+        if activation is not SWIGLU
         for source in in_bf16(activation)
     ),
 )
@@ -235,7 +233,12 @@ def report_of(source: CudaSource, artefacts: CompileCache, folder: Path) -> str:
     """What ptxas said of it."""
     if source in WHOLE:
         # Several threads of nvcc take more CPU time for the same machine code.
-        return replace(source, split=False).compile(artefacts).file(BUILD_LOG).read_text(encoding="utf-8")
+        return (
+            replace(source, split=False)
+            .compile(artefacts)
+            .file(BUILD_LOG)
+            .read_text(encoding="utf-8")
+        )
     return device_report(source, folder)
 
 
