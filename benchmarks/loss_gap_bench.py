@@ -54,8 +54,8 @@ from start_together import with_package
 from ernie_compat.gap_runs import GapRun, GapSummary, gap_curve, read_run, summarise
 from ernie_compat.lossgap import percent, print_gaps, to_json, verdict
 from ernie_compat.metrics import read_metrics
+from ernie_compat.train_command import MODEL_OPTIONS, TRAIN_OPTIONS
 from ernie_compat.trainer import CAPTURED_PATTERN, METRICS_NAME
-from sonicmoe.cli.train import MODEL_OPTIONS, TRAIN_OPTIONS
 from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.quant.recipes import DEEPSEEK_V3

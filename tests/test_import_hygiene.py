@@ -13,7 +13,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from sonicmoe.cli.main import COMMANDS
+from sonicmoe.cli.main import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sonicmoe"
@@ -39,7 +39,7 @@ def test_these_import_no_framework() -> None:
     """Loading a subcommand must not choose a framework: its options do."""
     modules = ["sonicmoe", "sonicmoe.config", "sonicmoe.quant.recipes"]
     modules += ["sonicmoe.diagnostics.doctor", "sonicmoe.cli.main"]
-    modules += [f"sonicmoe.cli.{name}" for name in COMMANDS] + ["ernie_compat.trainer"]
+    modules += [*map(module_of, COMMANDS), "ernie_compat.trainer"]
     assert loaded_by("; ".join(f"import {module}" for module in modules)) == set()
 
 

@@ -13,8 +13,7 @@ from .. import __version__
 from ..config import environment
 from .refusals import OneLineGroup
 
-# One line per subcommand: `name` lives in `sonicmoe/cli/<name>.py` as a click command of the same
-# name.
+# One line per subcommand: `name` is a click command of that name in the module `module_of` it.
 COMMANDS: dict[str, str] = {
     "train": "Train a small ERNIE-style MoE language model on the node.",
     "warmup": "Compile every kernel a training run needs, once per cluster.",
@@ -25,6 +24,11 @@ COMMANDS: dict[str, str] = {
 }
 
 
+def module_of(command: str) -> str:
+    """The module of a subcommand: `sonicmoe/cli/<name>.py`; but that of training is with the model."""
+    return "ernie_compat.train_command" if command == "train" else f"{__package__}.{command}"
+
+
 class LazyGroup(OneLineGroup):
     """A group whose subcommands are imported on first use."""
 
@@ -33,10 +37,10 @@ class LazyGroup(OneLineGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import `sonicmoe.cli.<cmd_name>` and return its command; None for an unknown name."""
+        """Import its module and return the command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"{__package__}.{cmd_name}"), cmd_name)
+        command = getattr(importlib.import_module(module_of(cmd_name)), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -11,7 +11,7 @@ import processes
 import pytest
 from click.testing import CliRunner
 
-from sonicmoe.cli.train import train
+from ernie_compat.train_command import train
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ class Victim:
         else:
             sizes = ["--framework", self._framework, "--precision", "bf16", *SIZE_OPTIONS]
             options += [*sizes, "--data", str(self.text), "--checkpoint-every", "2", "--overwrite"]
-        command = ["-m", "sonicmoe.cli.train", *options, "--out", str(self.out)]
+        command = ["-m", "ernie_compat.train_command", *options, "--out", str(self.out)]
         return processes.start(command, environment(), ROOT)
 
     def kill(self, number, rng):

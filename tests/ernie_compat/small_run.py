@@ -49,8 +49,8 @@ def write_text(directory):
 
 
 def run_train(*arguments):
-    """`python -m sonicmoe.cli.train ARGUMENTS` to its end."""
-    return run_python(["-m", "sonicmoe.cli.train", *arguments])
+    """`python -m ernie_compat.train_command ARGUMENTS` to its end."""
+    return run_python(["-m", "ernie_compat.train_command", *arguments])
 
 
 def run_python(command):

@@ -153,7 +153,7 @@ def endless(text, tmp_path):
     """Two ranks of a run without end behind their first checkpoint; none is left behind."""
     options = ["--framework", "torch", "--ep", "2", "--steps", "100000", "--checkpoint-every", "3"]
     options += [*SIZE_OPTIONS, "--data", str(text), "--out", str(tmp_path)]
-    command = ["-m", "sonicmoe.cli.train", *options]
+    command = ["-m", "ernie_compat.train_command", *options]
     processes = start_world(lambda rank: command, torchrun_variables(2))
     try:
         wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)

@@ -21,7 +21,7 @@ from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import StepRecord, read_metrics
 from ernie_compat.precision import node_config
 from ernie_compat.saved_run import SavedRun
-from sonicmoe.cli.train import train
+from ernie_compat.train_command import train
 from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump
 
@@ -99,7 +99,15 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
 ):
     """And captures what it was asked for at first. `test_ernie_paddle.py` resumes a run of Paddle's."""
     out = tmp_path / "run"
-    command = ["-m", "sonicmoe.cli.train", *whole.options, "--capture", "1", "--out", str(out)]
+    command = [
+        "-m",
+        "ernie_compat.train_command",
+        *whole.options,
+        "--capture",
+        "1",
+        "--out",
+        str(out),
+    ]
     process = processes.start(command, environment(), ROOT)
     interrupt = lambda: process.send_signal(signal.SIGINT)  # noqa: E731
     after_three_steps(out, interrupt, lambda: process.poll() is None)

@@ -19,9 +19,9 @@ from small_run import SIZE_OPTIONS
 from ernie_compat.progress import InterruptGuard
 from ernie_compat.run_directory import claimed
 from ernie_compat.saved_run import SavedRun
+from ernie_compat.train_command import train
 from sonicmoe.cli.main import main
 from sonicmoe.cli.screen import progress_console
-from sonicmoe.cli.train import train
 
 
 def test_a_kill_at_a_random_moment_leaves_a_run_that_continues(tmp_path):

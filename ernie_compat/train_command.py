@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ernie_compat.model_config import (
+from sonicmoe.cli.framework import AUTO_HELP, CHOICES, choice_line
+from sonicmoe.cli.refusals import Location, OneLineCommand, drop_unwritable
+from sonicmoe.cli.screen import Activity, progress_console, say_duration
+from sonicmoe.config import current_config
+from sonicmoe.enums import EngineName
+from sonicmoe.errors import ConfigError, RankLostError, SonicMoEError, expect
+from sonicmoe.frameworks import AUTO, choose
+
+from .model_config import (
     PRECISIONS,
     SMOOTHING_WINDOW,
     ModelConfig,
     RunConfig,
     TrainConfig,
 )
-from ernie_compat.run_report import announce, draw, log_to, report
-
-from ..config import current_config
-from ..enums import EngineName
-from ..errors import ConfigError, RankLostError, SonicMoEError, expect
-from ..frameworks import AUTO, choose
-from .framework import AUTO_HELP, CHOICES, choice_line
-from .refusals import Location, OneLineCommand, drop_unwritable
-from .screen import Activity, progress_console, say_duration
+from .run_report import announce, draw, log_to, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ernie_compat.saved_run import SavedRun
-    from ernie_compat.trainer import Trainer
+    from .saved_run import SavedRun
+    from .trainer import Trainer
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL_BASE = 1, 2, 128
 MODEL_OPTIONS = {
@@ -191,7 +191,7 @@ def train(
     -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --framework paddle --ep 4.
     A checkpoint of any number of ranks resumes on any other.
     """
-    from ernie_compat.checkpoint import CheckpointError
+    from .checkpoint import CheckpointError
 
     # What was typed: click has None for an option that was not, and () for one that may be repeated.
     given = {name: value for name, value in options.items() if value not in (None, ())}
@@ -222,12 +222,12 @@ def _run(
     as_json: bool,
     given: Mapping[str, Any],
 ) -> int:
-    from ernie_compat import run_directory
-    from ernie_compat.corpus import load_corpus
-    from ernie_compat.learner import make_parallel
-    from ernie_compat.parallel import RankLayout, lost_ranks_named, read_launch
-    from ernie_compat.saved_run import SavedRun
-    from ernie_compat.trainer import CHECKPOINT_NAME, Trainer, require_startable
+    from . import run_directory
+    from .corpus import load_corpus
+    from .learner import make_parallel
+    from .parallel import RankLayout, lost_ranks_named, read_launch
+    from .saved_run import SavedRun
+    from .trainer import CHECKPOINT_NAME, Trainer, require_startable
 
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
@@ -288,7 +288,7 @@ def _refuse_contradictions(
 
 
 def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> int:
-    from ernie_compat.progress import InterruptGuard, TrainingDisplay
+    from .progress import InterruptGuard, TrainingDisplay
 
     if trainer.writes:
         announce(trainer, resume, console)
@@ -347,7 +347,7 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
 
 
 def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
-    from ernie_compat.parallel import Launch, read_launch
+    from .parallel import Launch, read_launch
 
     try:
         launch = read_launch()
@@ -364,4 +364,4 @@ def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
 
 
 if __name__ == "__main__":
-    train(prog_name="python -m sonicmoe.cli.train")
+    train(prog_name="python -m ernie_compat.train_command")
