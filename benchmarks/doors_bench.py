@@ -220,6 +220,7 @@ class Torchtitan(Contestant):
 
 def megatron_modules(sizes: Sizes, device: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """Every experts module of Megatron-Core that this machine can build, stock ones first."""
+    from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import layers, model_parallel_cuda_manual_seed
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -240,6 +241,11 @@ def megatron_modules(sizes: Sizes, device: str) -> Iterator[tuple[str, torch.nn.
         gradient_accumulation_fusion=layers._grad_accum_fusion_available,
     )  # fmt: skip
     if device != "cpu":
+        # Its random states on a GPU know their ranks by groups of processes, of one here.
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     kinds = {"linear_fc1": layers.ColumnParallelLinear, "linear_fc2": layers.RowParallelLinear}
     plain = MLPSubmodules(**kinds)

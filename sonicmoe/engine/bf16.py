@@ -104,7 +104,7 @@ class Bf16Engine(PlainEngine):
 
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
         """On Hopper inside the GEMMs."""
-        if projected is not None and isinstance(products, bf16_sm90.HopperProducts):
+        if isinstance(products, bf16_sm90.HopperProducts):
             products.adapt(projected)
             return products
         return super()._adapted(products, settings, projected)

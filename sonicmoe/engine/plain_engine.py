@@ -102,8 +102,6 @@ class PlainEngine(ProductsEngine):
 
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
         """With plain grouped GEMMs, which the log says once."""
-        if projected is None:
-            return products
         words = (
             f"the {self.name} engine has low-rank adapters by torch.nn.functional.grouped_mm only"
         )

@@ -112,7 +112,7 @@ class ProductsEngine(Engine):
         """The products of these weights and rows, launched on the caller's device and stream."""
 
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
-        """The products with the layer's adapters, where `projected` is their part of `Saved`."""
+        """The products with the layer's adapters, which it has; `projected`: their part of `Saved`."""
         return products
 
     def _may_write_dz_over_z(self, z: Tensor) -> bool:
@@ -153,7 +153,7 @@ class ProductsEngine(Engine):
                 out = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
                 return out, saved
             with self._products(x, weights, settings, routing) as own:
-                products = self._adapted(own, settings, projected)
+                products = own if projected is None else self._adapted(own, settings, projected)
                 rows, y1 = products.tokens("x", x), products.empty_y1(x)
                 y2 = empty_rows(routing, weights.hidden_size, x)
                 with stage("up"):
@@ -194,7 +194,10 @@ class ProductsEngine(Engine):
                 dprobs = torch.zeros(slots, dtype=torch.float32, device=x.device)
             else:
                 with self._products(x, weights, settings, routing) as own:
-                    products = self._adapted(own, settings, saved.projected)
+                    products: Any = own
+                    # A compiled graph passes on memory for them in any case.
+                    if weights.adapters is not None:
+                        products = self._adapted(own, settings, saved.projected)
                     dprobs, dz = _dgated(products, saved, pending)
                     dx_rows = empty_rows(routing, weights.hidden_size, x)
                     with stage("dx_gemm"):

@@ -128,6 +128,16 @@ class TestWgrad:
         assert launched == [up is not None, down is not None]
 
 
+def test_memory_for_adapters_that_a_layer_has_not_is_not_read(launches):
+    """A compiled graph passes it on in any case."""
+    case, found = make_case(), []
+    for projected in (None, torch.empty((0,), dtype=BF16)):
+        weights, _, saved = case.forward(OURS)
+        saved.projected = projected
+        found.append(OURS.backward_dx(case.dout, saved, weights)[0])
+    assert torch.equal(*found)
+
+
 class TestAdapters:
     """Low-rank ones, which plain grouped GEMMs compute beside the engine's."""
 

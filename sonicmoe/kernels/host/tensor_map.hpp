@@ -47,10 +47,21 @@ CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, const Boxes<k
   CUtensorMap map;
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);
-  const CUresult result = encode_tiled()(
-      &map, type, kRank, const_cast<void*>(base), boxes.sizes.data(), boxes.strides.data(),
-      boxes.box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encode_tiled()(&map, type, kRank, const_cast<void*>(base), boxes.sizes.data(),
+                          boxes.strides.data(), boxes.box.data(), steps.data(),
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread of autograd that has asked the runtime for nothing yet. The context is bound by
+    // choosing the device it has chosen already, which a capture of a graph allows.
+    int device = 0;
+    TVM_FFI_CHECK_CUDA_ERROR(cudaGetDevice(&device));
+    TVM_FFI_CHECK_CUDA_ERROR(cudaSetDevice(device));
+    result = encode();
+  }
   if (result != CUDA_SUCCESS) {
     std::ostringstream sizes;
     for (const cuuint64_t size : boxes.sizes) sizes << " " << size;
