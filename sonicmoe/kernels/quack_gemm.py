@@ -24,7 +24,7 @@ from ..architectures import ARCHITECTURES
 from ..enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
 from ..jit.cuda_source import CudaSource
 from ..jit.cute_kernel import CuteKernel
-from .quack_tilings import FAMILIES, PRODUCTS, Candidates, GemmConfig, family_of, require_buildable
+from .quack_tilings import FAMILIES, PRODUCTS, Candidates, GemmConfig, family_of
 
 _HERE = Path(__file__).parent
 _BUILDER = f"{__package__}.quack_build"
@@ -223,7 +223,6 @@ def _kernel(
 ) -> CuteKernel:
     # Only choices go into the key. H, I, E and row counts stay symbolic in the compiled code, so
     # models of different sizes share an artefact wherever the choices agree.
-    require_buildable(name, config, shape.family, shape.arch)
     statics = {**special, "dtype": shape.dtype, "family": shape.family, **config.statics}
     # The generated code follows from these two files and from the packages' versions, which are in
     # the toolchain of the key.

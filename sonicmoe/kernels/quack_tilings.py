@@ -1,5 +1,5 @@
-"""Tilings of the BF16 grouped GEMMs for Blackwell: what one is, which of them quack-kernels can build
-for a family of architectures, and the candidates among which `quack_gemm.choose_config` chooses.
+"""Tilings of the BF16 grouped GEMMs for Blackwell: what one is, and for a family of architectures the
+candidates among which `quack_gemm.choose_config` chooses.
 
 Imports no framework and no compiler.
 """
@@ -13,9 +13,6 @@ from typing import Any
 
 from ..architectures import ARCHITECTURES
 from ..errors import ConfigError, expect
-
-# Of these kernels rows of A are fetched by an index.
-GATHERED = frozenset({"up", "up_again", "dgated", "wgrad"})
 
 
 @dataclass(frozen=True)
@@ -55,15 +52,6 @@ class GemmConfig:
         """Columns computed for a result of `width`, the surplus of the last cluster included."""
         return -(-self.tiles(width) // self.cluster[1]) * self.cluster[1] * self.tile[1]
 
-    @property
-    def accumulators(self) -> int:
-        """Registers of a consumer thread that hold sums: one warpgroup computes a tile when
-        `pingpong`, two otherwise. On sm100 sums lie in tensor memory, not in registers.
-        """
-        # A warpgroup has 128 threads, and the sums of a tile are spread evenly over the threads
-        # that compute it.
-        return self.tile[0] * self.tile[1] // (128 if self.pingpong else 256)
-
 
 # Candidates of a product, the fastest first, each with its time relative to the fastest.
 Candidates = tuple[tuple[GemmConfig, float], ...]
@@ -75,53 +63,13 @@ class GemmFamily:
 
     Attributes:
         name: of the architectures that it is written for, as in `architectures.Architecture.family`.
-        targets: families whose instructions include all that it uses. The class for sm120 multiplies
-            with mma.sync and copies with TMA, which Hopper has too, so it can be run there.
-        tile_rows: the M that a tile may have.
         clc_targets: families whose hardware hands out tiles.
-        most_registers: of sums in one thread; None where they lie in tensor memory.
         candidates: by product.
     """
 
     name: str
-    targets: tuple[str, ...]
-    tile_rows: tuple[int, ...]
     clc_targets: tuple[str, ...]
-    most_registers: int | None
     candidates: dict[str, Candidates]
-
-    def problems(self, config: GemmConfig, target: str, *, gathered: bool) -> Iterator[str]:
-        """Why this class cannot run a tiling on architectures of family `target`. quack asserts some
-        of this while it traces, and some of it nowhere: a kernel would then hang, or add up wrong
-        rows.
-        """
-        (rows, columns), (along_m, along_n) = config.tile, config.cluster
-        if target not in self.targets:
-            yield f"it is compiled for {target}, and the class of {self.name} runs on {' and '.join(self.targets)}"
-        if rows not in self.tile_rows:
-            yield f"its tile has {rows} rows; needed: one of {list(self.tile_rows)}"
-        if columns % 32 or not 32 <= columns <= 512:
-            yield f"its tile has {columns} columns; needed: a multiple of 32 up to 512, as gated stores take 32"
-        if gathered and along_n != 1:
-            yield f"its cluster has {along_n} blocks along N; needed: 1, because A is gathered"
-        if config.clc and target not in self.clc_targets:
-            yield f"tiles come from cluster launch control, which {target} does not have"
-        if self.most_registers is not None and config.accumulators > self.most_registers:
-            yield f"a thread holds {config.accumulators} sums; needed: at most {self.most_registers}"
-        yield from self._own_problems(config, (along_m, along_n))
-
-    def _own_problems(self, config: GemmConfig, cluster: tuple[int, int]) -> Iterator[str]:
-        if self.name == "sm100":
-            if config.pingpong:
-                yield "it is pingpong, and one warp of a block multiplies on sm100"
-            if config.tile[0] == 256 and cluster[0] % 2:
-                yield f"its tile has 256 rows, which two blocks share, and its cluster has {cluster[0]} along M"
-            # 512 columns of tensor memory; a pair of tiles lets one be stored while the other is
-            # multiplied.
-            if config.tile[1] > 256 and not (config.tile[0] == 256 and cluster[0] % 2 == 0):
-                yield f"its tile has {config.tile[1]} columns; needed: at most 256 without a pair of blocks"
-        if self.name == "sm120" and cluster != (1, 1):
-            yield f"its cluster is {cluster}; needed: (1, 1), because these GPUs cannot share copies"
 
 
 # In the order of a training step.
@@ -138,10 +86,7 @@ _SM100_ALL: Candidates = (
 )
 _SM100 = GemmFamily(
     "sm100",
-    targets=("sm100",),
-    tile_rows=(128, 256),
     clc_targets=("sm100",),
-    most_registers=None,
     candidates=dict.fromkeys(PRODUCTS, _SM100_ALL),
 )
 
@@ -158,10 +103,7 @@ _SM120_WGRAD: Candidates = (
 )
 _SM120 = GemmFamily(
     "sm120",
-    targets=("sm120", "sm90"),
-    tile_rows=(64, 128),
     clc_targets=("sm120",),
-    most_registers=160,
     candidates={
         "up": _SM120_ROWS,
         "down": _SM120_ROWS,
@@ -203,15 +145,3 @@ def served_by(arch: str, family: str) -> Iterator[None]:
     finally:
         _SERVED_BY.clear()
         _SERVED_BY.update(previous)
-
-
-def require_buildable(kernel: str, config: GemmConfig, family: str, arch: str) -> None:
-    """Refuse a tiling that the class of `family` cannot run on `arch`.
-
-    Raises:
-        ConfigError: naming every reason why it cannot.
-    """
-    target = ARCHITECTURES[arch].family if arch in ARCHITECTURES else arch
-    problems = list(FAMILIES[family].problems(config, target, gathered=kernel in GATHERED))
-    words = f"the {family} GEMM of {kernel} cannot have {config} on {arch}: {'; '.join(problems)}"
-    expect(not problems, ConfigError, words)
