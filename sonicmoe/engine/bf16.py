@@ -28,7 +28,7 @@ from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
-from .bf16_weights import Recognised, weights_in_place
+from .bf16_weights import Recognised, are_lent, weights_in_place
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mlp_shape
@@ -62,7 +62,14 @@ class Bf16Engine(PlainEngine):
         with plain_ops():
             weights = weights_in_place(source, settings.activation)
         self._check_kinds(weights, settings)
+        prepared = bf16_sm90.Prepared(settings, are_lent(weights, source))
+        object.__setattr__(weights, "native", prepared)
         return weights
+
+    def remake(self, previous: EngineWeights) -> bool:
+        """On Hopper there is nothing to make of weights that are read where they lie."""
+        prepared = previous.native
+        return prepared is not None and prepared.are_lent and previous.b1 is None
 
     def read_stacked(
         self,
@@ -75,8 +82,7 @@ class Bf16Engine(PlainEngine):
         found = _recognised.find(weights, (layout, dtype), settings)
         if found is None:
             found = super().read_stacked(weights, layout, dtype, settings)
-            if is_cuda(weights[0]) and _is_hopper(device_name(weights[0])):
-                object.__setattr__(found, "native", bf16_sm90.Prepared(settings))
+            if found.native is not None and found.native.are_lent:
                 _recognised.add(weights, (layout, dtype), settings, found)
         return found
 

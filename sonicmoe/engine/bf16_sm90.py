@@ -109,10 +109,11 @@ def _bind_on(arch: str) -> Bind:
 class Prepared:
     """What launches over one kind of weights share (`EngineWeights.native`): the kernels for tokens of
     their dtype under these settings, without adapters and with them, once somebody asked for them.
+    are_lent: the weights are the user's own memory.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: EngineSettings, are_lent: bool = False) -> None:
+        self.settings, self.are_lent = settings, are_lent
         self.kernels: list[Kernels | None] = [None, None]
 
 

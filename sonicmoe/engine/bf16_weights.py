@@ -44,6 +44,13 @@ def weights_in_place(source: WeightSource, activation: ActivationType) -> Engine
     return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
 
 
+def are_lent(weights: EngineWeights, source: WeightSource) -> bool:
+    """Whether neither was copied."""
+    if isinstance(source.up, StackedMatrices) and isinstance(source.down, StackedMatrices):
+        return weights.w1 is source.up.stacked and weights.w2 is source.down.stacked
+    return isinstance(weights.w1, ExpertMatrices)
+
+
 def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else aligned(bias.to(torch.float32))
 
@@ -124,10 +131,7 @@ class Recognised:
         settings: EngineSettings,
         made: EngineWeights,
     ) -> None:
-        """Remember what was made of these weights, where that was no copy."""
-        lent = made.w1, made.w2
-        if any(data_ptr(one) != data_ptr(own) for one, own in zip(lent, weights, strict=False)):
-            return
+        """Remember what was made of these weights, which was no copy."""
         if len(self._known) >= MOST_KINDS:
             self._known.clear()
         assert all(map(all, made.native_shapes))  # asked, so that all sizes are kept

@@ -138,6 +138,8 @@ class TestWeights:
         assert weights.w2.data_ptr() == weights.w2_dgrad.data_ptr() == w2.data_ptr()
         assert weights.layout == layout
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
+        assert not OURS.remake(weights), "biases are converted"
+        assert OURS.remake(OURS.refresh(case_in(layout, bias=False).source, EngineSettings()))
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     def test_that_do_not_fit_together_are_refused(self, layout):
@@ -159,6 +161,7 @@ class TestWeights:
         weights = OURS.refresh(source, case.settings)
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
         assert weights.w1.tensors == tuple(source.up) and weights.w2.tensors == tuple(source.down)
+        assert OURS.remake(weights) == (source.b1 is None)
         for wanted, found in zip(results(case, case.source), results(case, source), strict=True):
             assert torch.equal(found, wanted)
 
@@ -173,6 +176,7 @@ class TestWeights:
         ):
             weights = OURS.refresh(other, EngineSettings())
             assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
+            assert not OURS.remake(weights)
             assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
 
 

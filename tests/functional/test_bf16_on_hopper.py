@@ -199,3 +199,40 @@ def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
     first = "ParameterTargets" if main_grad == "filled" else "FreshTargets"
     assert targets == [first, "ParameterTargets"]
     assert_close(found, on(ReferenceEngine(), step)[0])
+
+
+@pytest.mark.parametrize("arrangement", ["native", "fused", "per_expert"])
+def test_a_node_has_nothing_to_make_of_weights_that_were_written(
+    on, arrangement, monkeypatch, weights_on_a_gpu
+):
+    """It reads them where they lie, and sees what was written; a backward in between does not."""
+    looked, engines, refresh = [], [], Bf16Engine.refresh
+
+    def noted(self, *arguments):
+        looked.append(self)
+        return refresh(self, *arguments)
+
+    monkeypatch.setattr(Bf16Engine, "refresh", noted)
+
+    def step():
+        node, weights = node_of(arrangement)
+        x, indices, probs, dout = batch()
+        early = node(x, None, indices, probs)
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(-0.5)
+        late = node(x, None, indices, probs)
+        if engines[-1] is Bf16Engine:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                early.backward(dout)
+        late.backward(dout)
+        node.step()
+        return [x.grad, probs.grad, late.detach(), node(x, None, indices, probs).detach()]
+
+    results = []
+    for engine in (Bf16Engine, ReferenceEngine):
+        engines.append(engine)
+        results.append(on(engine(), step)[0])
+    assert len(looked) == 1
+    for one, other in zip(*results, strict=True):
+        assert_close([one], [other])
