@@ -58,6 +58,14 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _SILENT if _ranges is None else _ranges(RANGE_PREFIX + name)
 
 
+def staged(name: str, function: Callable[..., Value], *arguments: Any) -> Value:
+    """`function` of these arguments inside `stage(name)`, which costs less while ranges are off."""
+    if _ranges is None:
+        return function(*arguments)
+    with stage(name):
+        return function(*arguments)
+
+
 def is_heard() -> bool:
     """Whether somebody listens."""
     return _listener is not None

@@ -20,7 +20,7 @@ from ..kernels import routing_metadata_source
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
 from ..layouts import NATIVE, WeightLayout
-from ..observe import stage, tap
+from ..observe import staged, tap
 from ..routing.backends import arch_of
 from ..routing.calls import Bind, RoutedCall
 from ..routing.combine import sum_to_slots
@@ -256,7 +256,8 @@ def add_gradients(
     """`backward_dw` of operands that are there. biases: `Engine.bias_gradients`, where the targets want
     these.
     """
-    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
+    # By class: these are abstract ones, of which `isinstance` asks in Python, and have no others.
+    late = targets if type(targets) is FreshTargets and targets.make_down else None
     if pending.routing.num_rows == 0:
         if late is not None:
             late.take_down()
@@ -272,57 +273,41 @@ def add_gradients(
         targets.add_biases(*biases, split_half=pending.split_half)
     if late is not None:
         # dz is larger than y1s, and its memory is free for dw2.
-        _add_dw1(kernels, pending, into_dw1)
+        _add("dw1", kernels, pending, into_dw1)
         pending.x = pending.dz = None
         late.take_down()
-        into_dw2 = _destinations(kernels.destinations, targets, *order)[1]
-    _add_dw2(kernels, pending, into_dw2)
+        into_dw2 = kernels.destinations.of(late.down, False, WRITTEN)
+    _add("dw2", kernels, pending, into_dw2)
     if pending.settings.frees_stagewise:
         pending.dout = pending.y1s = None
     if late is None:
-        _add_dw1(kernels, pending, into_dw1)
+        _add("dw1", kernels, pending, into_dw1)
     targets.adding = False
 
 
-def _add_dw1(kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
-    if destination is not None:
-        with stage("dw1"):
-            x, dz = plain_tokens(pending.x), plain_operand(pending.dz)
-            _wgrad(kernels, pending, x, dz, destination, False)
-
-
-def _add_dw2(kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
-    if destination is not None:
-        with stage("dw2"):
-            dout = plain_tokens(pending.dout)
-            _wgrad(kernels, pending, dout, pending.y1s, destination, True)
-
-
-def _wgrad(
-    kernels: Wgrad,
-    pending: PendingWgrad,
-    tokens: Tensor,
-    rows: Tensor,
-    destination: Any,
-    tokens_first: bool,
-) -> None:
+def _add(gradient: str, kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
+    if destination is None:
+        return
+    is_down = gradient == "dw2"
+    tokens, rows = (pending.dout, pending.y1s) if is_down else (pending.x, pending.dz)
+    operands = plain_tokens(tokens), plain_operand(rows), is_down
     launch = pending.settings.gemm_num_sms, current_stream(rows)
-    kernels.wgrad(pending.routing, tokens, rows, tokens_first, destination, *launch)
+    staged(gradient, kernels.wgrad, pending.routing, *operands, destination, *launch)
 
 
 def _destinations(
-    made: Destinations, targets: GradientTargets, split_half: bool, gated: bool
+    made: Destinations, targets: Any, split_half: bool, gated: bool
 ) -> tuple[Any | None, Any | None]:
     """Of dw1 and dw2; None where nobody wants it. split_half: of dz's columns. gated: whether these
     are gates and up values.
     """
-    if isinstance(targets, NativeBuffer):
+    if type(targets) is NativeBuffer:
         return _native(made, targets.dw1, split_half), _native(made, targets.dw2, False)
-    assert isinstance(targets, ParameterTargets)
+    is_fresh = type(targets) is FreshTargets
     problem = _order_problem(targets, split_half, gated)
     if problem is not None:
         raise ConfigError(f"the BF16 GEMMs cannot leave gradients there: {problem}")
-    outputs = WRITTEN if isinstance(targets, FreshTargets) else ADDED
+    outputs = WRITTEN if is_fresh else ADDED
     up, down = targets.up, targets.down
     # Gates and up values of dz's halves, where the gradient has them in turns, are two parts of it.
     apart = split_half and not up.layout.split_half
@@ -333,7 +318,7 @@ def _destinations(
             dw1 = _in_turns(made, up, outputs) if apart else made.of(up, False, outputs)
         return dw1, made.of(down, False, outputs) if down.is_wanted else None
 
-    return targets.once((made, outputs is WRITTEN, split_half), find)
+    return targets.once((made, is_fresh, split_half), find)
 
 
 def _native(made: Destinations, sums: Tensor, apart: bool) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..interop import aligned, count_write, device_of, empty, plain_ops
-from ..observe import is_heard, stage, tap
+from ..observe import is_heard, staged, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .border import check_dout, check_forward, require_operands
@@ -156,18 +156,15 @@ class ProductsEngine(Engine):
                 products = own if projected is None else self._adapted(own, settings, projected)
                 rows, y1 = products.tokens("x", x), products.empty_y1(x)
                 y2 = empty_rows(routing, weights.hidden_size, x)
-                with stage("up"):
-                    products.up(rows, z, y1)
+                staged("up", products.up, rows, z, y1)
                 # `up` alone reads quantised tokens, and their memory is free from here on.
                 del rows
                 if saved is not None and z is not None:
                     saved.z = products.shown("z", z)
                 y1 = products.shown("y1", y1)
-                with stage("down"):
-                    products.down(y1, y2)
-            with stage("aggregate_out"):
-                out = tap("out", aggregate(tap("y2", y2), routing, weighted=True))
-            return out, saved
+                staged("down", products.down, y1, y2)
+            out = staged("aggregate_out", aggregate, tap("y2", y2), routing, True)
+            return tap("out", out), saved
 
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
@@ -200,13 +197,12 @@ class ProductsEngine(Engine):
                         products = self._adapted(own, settings, saved.projected)
                     dprobs, dz = _dgated(products, saved, pending)
                     dx_rows = empty_rows(routing, weights.hidden_size, x)
-                    with stage("dx_gemm"):
-                        products.dgrad(dz, dx_rows)
+                    staged("dx_gemm", products.dgrad, dz, dx_rows)
                     if weights.adapters is not None:
                         pending.adapters = partial(products.gradients, x)
-                with stage("aggregate_dx"):
-                    dx = tap("dx", aggregate(tap("dx_rows", dx_rows), routing, weighted=False))
-                    dprobs = tap("ds", dprobs)
+                dx_rows = tap("dx_rows", dx_rows)
+                dx = tap("dx", staged("aggregate_dx", aggregate, dx_rows, routing, False))
+                dprobs = tap("ds", dprobs)
             # `pending` has its own reference to x. Without one here `check_dout` refuses a second
             # backward, which the freed z could not serve.
             if settings.frees_stagewise:
@@ -238,8 +234,7 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     z = _restored_z(products, saved, dz)
     # A tile sums <dy1, y1> over its own columns. The partial sums are added in a second launch and
     # in a fixed order, because atomics would change the order, and the bits, from run to run.
-    with stage("dgated"):
-        partials = products.dgated(rows, z, dz, y1s)
+    partials = staged("dgated", products.dgated, rows, z, dz, y1s)
     # Only now: where memory ran out above, the backward may be repeated.
     if z is dz:
         count_write(z)

@@ -51,7 +51,6 @@ def sum_to_slots(row_parts: Tensor, routing: RoutingMetadata) -> Tensor:
 def aggregate(
     rows: Tensor,
     routing: RoutingMetadata,
-    *,
     weighted: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
