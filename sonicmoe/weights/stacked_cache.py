@@ -24,7 +24,7 @@ import torch
 from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
-from ..interop import IS_PADDLE, is_cuda
+from ..interop import IS_PADDLE, data_ptr, is_cuda
 from ..layouts import StackedWeights, WeightLayout, WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
@@ -98,7 +98,7 @@ def read_weights(
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
-        if _kept.data:
+        if data_ptr(w1) in _last:
             _kept.get(_owner(w1), {}).pop(_geometry(w1), None)
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)

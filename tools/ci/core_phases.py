@@ -228,20 +228,18 @@ def quantisers(fast: bool) -> dict[str, Any]:
 
 
 def calls(fast: bool) -> dict[str, Any]:
-    """Calls of functions that the host makes for a layer of a small step, per face and experts: a
-    count is steady where a time is not.
+    """Calls of functions that the host makes for a layer of a small step, per face, precision and
+    experts: a count is steady where a time is not.
     """
     _need_native()
     if not importlib.util.find_spec("transformers"):
         raise NotHere("needs transformers")
-    options = [
-        *(
-            option
-            for face in ("node", "stacked", "step", "MoE", "transformers", "frozen")
-            for option in ("--face", face)
-        ),
-        *(option for experts in ("8", "128") for option in ("--experts", experts)),
-    ]
+    given = {
+        "--precision": ("fp8", "bf16"),
+        "--face": ("node", "stacked", "step", "MoE", "transformers", "written", "frozen"),
+        "--experts": ("8", "128"),
+    }
+    options = [word for name, values in given.items() for value in values for word in (name, value)]
     command = [sys.executable, str(BENCHMARKS / "host_bench.py"), "--count", *options]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
