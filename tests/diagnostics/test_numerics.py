@@ -316,15 +316,6 @@ def test_every_bar_is_where_it_says(name, slack, misses):
     assert bool(failures("outliers", 1 + 0.103 * slack, 1.1)) == misses
 
 
-def test_the_command_writes_json_a_program_can_read():
-    results = measured(*TINY_OPTIONS, "--recipe", "iso128", "--recipe", "1x128", "--z", "int8")
-    assert [(r["recipe"], r["z"]) for r in results] == [("1x128", "int8"), ("iso128", "int8")]
-    for entry in results:
-        assert set(entry["tensors"]) == set(TENSORS)
-        assert 0 < entry["tensors"]["out"]["rmse"] < 0.2
-        assert len(entry["tensors"]["dw1"]["experts"]) == 4
-
-
 def test_biases_are_added_to_the_same_experts_and_their_gradients_measured():
     chosen = [*TINY_OPTIONS, "--recipe", "dx256", "--z", "int8"]
     (plain,), (biased,) = measured(*chosen), measured(*chosen, "--biases", "2")
@@ -339,24 +330,13 @@ def test_biases_are_added_to_the_same_experts_and_their_gradients_measured():
     assert one.b1 is None and other.b1.std() == pytest.approx(3.0, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--recipe", "iso64"], "'iso64' is not one of"),
-        (["--data", "cauchy"], "'cauchy' is not one of"),
-        (["--z", "int4"], "'int4' is not one of"),
-        (["--tokens", "0"], "0 is not in the range"),
-        (["--biases", "-1"], "-1.0 is not in the range"),
+def test_what_the_command_cannot_measure_is_refused():
+    for arguments, words in (
         (["--topk", "9"], "topk is 9; needed: at most the number of experts, 8"),
-        (["--captured", "no-such-file.npz"], "cannot read"),
         (["--against", "mxfp8", "--dispatch", "fp8"], "arrive in bf16"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, words):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-    assert "Traceback" not in result.output
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2 and words in refused.output
 
 
 def test_a_file_without_a_whole_call_is_refused(tmp_path):

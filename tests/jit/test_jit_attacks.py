@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+from damage import text_variants
 from forks import needs_root, start
 from racer import FakeCompiler, load, make_key
 from racers import Field
@@ -152,53 +153,14 @@ def test_kills_at_any_moment(memory):
         shutil.rmtree(folder)
 
 
-def mutated(text, chosen):
-    """A manifest with one to three mutations: of its bytes, or of its values."""
-    content = bytearray(text.encode())
-    if chosen.random() < 0.5:
-        return json.dumps(mutated_value(json.loads(text), chosen)).encode()
-    for _ in range(chosen.randint(1, 3)):
-        start_, length = chosen.randrange(len(content)), chosen.randint(1, 40)
-        match chosen.randrange(4):
-            case 0:
-                content[start_] ^= 1 << chosen.randrange(8)
-            case 1:
-                del content[start_ : start_ + length]
-            case 2:
-                content[start_:start_] = content[: length * chosen.choice((1, 50))]
-            case 3:
-                content[start_ : start_ + length] = chosen.randbytes(length)
-    return bytes(content) or b" "
-
-
-ODD_VALUES = [
-    None, True, 0, -1, 4096, 2**70, 1.5, "", "x", "a\0b", "../..", "\ud800", [], {}, [[[]]], {"size": 4096},
-]  # fmt: skip
-
-
-def mutated_value(value, chosen):
-    """The value with one place replaced, removed or renamed."""
-    if isinstance(value, dict) and value and chosen.random() < 0.85:
-        name = chosen.choice(sorted(value))
-        match chosen.randrange(6):
-            case 0:
-                return {found: item for found, item in value.items() if found != name}
-            case 1:
-                renamed = str(chosen.choice(ODD_VALUES))
-                return {renamed if found == name else found: item for found, item in value.items()}
-            case _:
-                return {**value, name: mutated_value(value[name], chosen)}
-    return chosen.choice(ODD_VALUES)
-
-
 def test_mutated_manifests(memory):
     """Each is a miss or the right kernel, and is repaired by the next build."""
-    field, chosen = Field(memory), random.Random(SEED)
+    field = Field(memory)
     cache = cache_of(field)
     path = cache.build(KEY, FakeCompiler(KEY, field.log)).path / "manifest.json"
+    one_line = json.dumps(json.loads(path.read_text())).encode()
     misses = 0
-    for number in range(MUTATIONS):
-        content = mutated(path.read_text(), chosen)
+    for number, (_, content) in enumerate(text_variants(one_line, SEED, MUTATIONS)):
         path.write_bytes(content)
         found = cache.try_load(KEY)
         misses += found is None
