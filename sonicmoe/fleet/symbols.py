@@ -83,7 +83,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("functional", "_UpProjection", "fleet.twin:UpProjection"),
     Symbol("functional", "_DownProjection", "fleet.twin:DownProjection"),
     Symbol("functional", "attach_preallocated_gated_outputs", "fleet.twin"),
-    _called("functional.utils", "enable_fp8", "fleet.twin", "enable"),
+    Symbol("functional.utils", "enable_fp8", "fleet.twin"),
     Symbol(_GEMM, "_scatter_router_scores_i32", "fleet.twin:scatter_router_scores_i32"),
     # Its tests. Three belong to the PyTorch face, which says so under Paddle.
     Symbol("", "KernelBackendMoE", "enums"),

@@ -5,23 +5,9 @@ this engine is.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ..config import active_config
 from ..errors import EngineUnavailableError
-
-
-@contextmanager
-def enable_fp8(enable: bool = True) -> Iterator[None]:
-    """FP8 on or off for everything inside the block that was not given a configuration."""
-    around = active_config()
-    found = around.resolve().fp8_mode
-    mode = ("perf" if found == "off" else found) if enable else "off"
-    with dataclasses.replace(around, fp8_mode=mode).activate():
-        yield
 
 
 class _InFleetsCopyAlone:
@@ -51,3 +37,4 @@ deepep_topk_to_sonic_metadata_with_scales = _InFleetsCopyAlone(
 )
 differentiable_router_scores = _InFleetsCopyAlone("_differentiable_router_scores")
 scatter_router_scores_i32 = _InFleetsCopyAlone("_scatter_router_scores_i32")
+enable_fp8 = _InFleetsCopyAlone("enable_fp8")

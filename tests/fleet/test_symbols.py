@@ -29,7 +29,6 @@ CALLS = {
     "fused_transpose_w2_layout": [(1, [])],
     "encode_situ_activation": [(2, []), (0, ["beta", "linear_beta"])],
     "quantize_activation_blockscaled_fast": [(1, ["scale_dtype"]), (1, ["pack_scale_words"])],
-    "enable_fp8": [(1, [])],
     "set_wgrad_deferral_hook": [(1, [])],
 }
 # Every name of the contract, by module.
