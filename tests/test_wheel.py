@@ -110,7 +110,7 @@ def test_the_page_counts_what_is_inside(tool: ModuleType) -> None:
     counts = [int(text) for text in re.findall(r"^\|.*\| (\d+) \|$", page, re.M)]
     jobs, _, left_out = tool.plan(list(tool.PARTS), list(ActivationType))
     assert sum(counts) == len(jobs) and f"All {len(jobs)} kernels" in " ".join(page.split())
-    assert left_out == []
+    assert left_out == ["adapters (LoRA)"]
 
 
 @pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")

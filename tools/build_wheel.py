@@ -109,7 +109,7 @@ def plan(
             if found:
                 jobs |= found
                 contents.setdefault(name, []).append(activation.value)
-    left_out = [name for name in PARTS if name not in names]
+    left_out = ["adapters (LoRA)", *(name for name in PARTS if name not in names)]
     left_out += [kind.value for kind in ActivationType if kind not in activations]
     # Numbers that a layer sets may be compiled in.
     for name in names:
