@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from framework import IS_PADDLE, torch
@@ -48,12 +49,14 @@ from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.routing.metadata import RoutingMetadata
 
 pytestmark = NVCC
+# As a layer of SwiGLU loads them.
+GATED = {"activation": ActivationType.SWIGLU}
 REAL = {
     "quantize_rows": quantize_source,
-    "gather_gated_gemm": fp8_grouped_gemm_source,
-    "grouped_gemm": fp8_grouped_gemm_source,
+    "gather_gated_gemm": partial(fp8_grouped_gemm_source, **GATED),
+    "grouped_gemm": partial(fp8_grouped_gemm_source, **GATED),
     "aggregate_rows": aggregate_source,
-    "gather_dgated_gemm": fp8_dgated_source,
+    "gather_dgated_gemm": partial(fp8_dgated_source, **GATED),
     "sum_or_zero": routing_metadata_source,
     **{name: wgrad_operands_source for name in KERNELS if name.startswith("gather_transpose_")},
     "gather_row_scales": wgrad_operands_source,

@@ -80,10 +80,12 @@ WHOLE = (
     mx_quantize_source("sm_100a"),
     expert_rows_source("sm_90a"),
     *bf16_sources("sm_90a", SWIGLU).values(),
-    *gemm_sources("sm_90a"),
+    *gemm_sources("sm_90a", SWIGLU),
 )
 # Of further variants of the same files the device half alone is compiled.
 VARIANTS = (
+    # Every activation in one module.
+    *gemm_sources("sm_90a")[:2],
     *variants(HUNGRIEST, ZCode.BF16, steady=True),
     # GPT-OSS: its gate, and biases; and adapters.
     *adapted(OAI, bias=True),
@@ -295,11 +297,13 @@ def test_routing_fits_the_shared_memory_of_every_architecture(
     test_compiles_without_spills(routing_metadata_source("sm_120a"), artefacts, tmp_path)
 
 
-@pytest.mark.parametrize("source", gemm_sources("sm_90a")[:2], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", gemm_sources("sm_90a", SWIGLU)[:2], ids=lambda source: source.name
+)
 def test_modules_name_the_activations_they_were_built_with(source, artefacts: CompileCache) -> None:
-    names = [str(line).split()[0] for line in source.load(artefacts).activation_names()]
-    assert {ActivationType(name) for name in names} == set(HOPPER.activations)
-    assert len(names) == len(set(names))
+    """One here: `KERNELS_OF_ONE` and `WANTED` count those of modules that have one, and all."""
+    (line,) = source.load(artefacts).activation_names()
+    assert str(line).split()[0] == SWIGLU.value
 
 
 def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
