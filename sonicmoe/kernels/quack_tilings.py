@@ -6,8 +6,6 @@ Imports no framework and no compiler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +115,8 @@ _SM120 = GemmFamily(
 
 FAMILIES: dict[str, GemmFamily] = {family.name: family for family in (_SM100, _SM120)}
 
-_SERVED_BY: dict[str, str] = {
+# The architectures that a class serves, each with its family.
+SERVED_BY: dict[str, str] = {
     known.name: known.family for known in ARCHITECTURES.values() if known.family in FAMILIES
 }
 
@@ -128,20 +127,6 @@ def family_of(arch: str) -> str:
     Raises:
         ConfigError: quack-kernels has none for it.
     """
-    words = f"arch={arch!r} has no grouped GEMMs; needed: one of {list(_SERVED_BY)}"
-    expect(arch in _SERVED_BY, ConfigError, words)
-    return _SERVED_BY[arch]
-
-
-@contextmanager
-def served_by(arch: str, family: str) -> Iterator[None]:
-    """Inside the block a family's class serves an architecture that may have none, in every thread.
-    For tests, which run the class of a GPU that is not here on one that is.
-    """
-    previous = _SERVED_BY.copy()
-    _SERVED_BY[arch] = FAMILIES[family].name
-    try:
-        yield
-    finally:
-        _SERVED_BY.clear()
-        _SERVED_BY.update(previous)
+    words = f"arch={arch!r} has no grouped GEMMs; needed: one of {list(SERVED_BY)}"
+    expect(arch in SERVED_BY, ConfigError, words)
+    return SERVED_BY[arch]

@@ -34,7 +34,7 @@ from sonicmoe.kernels.quack_gemm import (
     expert_rows_source,
     grouped_gemms,
 )
-from sonicmoe.kernels.quack_tilings import FAMILIES, PRODUCTS, served_by
+from sonicmoe.kernels.quack_tilings import FAMILIES, PRODUCTS, SERVED_BY
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,8 @@ def compiled():
     """The engine takes this GPU for one that quack-kernels serves. Every variant of this module is
     built in parallel; nothing below may compile.
     """
-    with served_by(ARCH, FAMILY), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SERVED_BY, ARCH, FAMILY)
         patch.setattr(bf16, "_is_hopper", lambda device: False)
         gemms = kernels_of_the_contract(MlpShape, all_kernels)
         gemms += [forced(product, config) for product, config in TILINGS]
