@@ -199,9 +199,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
     if dout is None:
         return (None,) * 15
     trained = any(wanted[3:5]), any(wanted[5:7]), any(wanted[7:])
-    tensors, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
+    found = ctx.saved_tensors  # once: selective checkpointing refuses a second look
     dx, dprobs, *others = _expert_mlp_backward(
-        dout, *tensors, *ctx.low_rank_scales, *saved, ctx.plan_number, *trained
+        dout, *found[:11], *ctx.low_rank_scales, *found[11:], ctx.plan_number, *trained
     )
     gradients = (dx, None, dprobs, *others)
     kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
