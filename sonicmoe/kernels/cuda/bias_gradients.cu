@@ -11,6 +11,7 @@
 
 #include "../host/border.hpp"
 #include "quantize.cuh"
+#include "rows_of_experts.hpp"
 
 namespace sonicmoe {
 namespace {
@@ -223,28 +224,9 @@ __global__ void __launch_bounds__(kThreads)
   add_slices(of_warp, sum, first, width, sums + expert * width);
 }
 
-// Where the rows of each expert lie, at a function's border.
-struct RowsOfExperts {
-  DLDevice device;
-  int64_t rows, experts;
-  const int32_t* row_token;
-  const int64_t* padded_offsets;
-
-  RowsOfExperts(const TensorView& row_token_, const TensorView& padded_offsets_)
-      : device(row_token_.device()),
-        rows(row_token_.numel()),
-        experts(padded_offsets_.numel() - 1),
-        row_token(checked_i32(row_token_, "row_token", device, rows)),
-        padded_offsets(checked_i64(padded_offsets_, "padded_offsets", device, 1)) {
-    TVM_FFI_ICHECK(rows % kRowAlignment == 0 && rows < (int64_t(1) << 31))
-        << "row_token has " << rows << " rows; needed: a multiple of " << kRowAlignment;
-  }
-
-  int64_t blocks() const { return rows / kRowAlignment; }
-  float* checked_parts(const TensorView& parts, int64_t width) const {
-    return aligned_16(checked_f32(parts, "parts", device, blocks() * width), "parts");
-  }
-};
+float* checked_parts(const TensorView& parts, const RowsOfExperts& r, int64_t width) {
+  return aligned_16(checked_f32(parts, "parts", r.device, r.blocks() * width), "parts");
+}
 
 int checked_width(const TensorView& matrix, const char* name) {
   TVM_FFI_ICHECK(matrix.ndim() == 2 && matrix.size(1) > 0 && matrix.size(1) % 16 == 0 &&
@@ -307,7 +289,7 @@ void sum_tokens(TensorView tokens, Optional<TensorView> scale, TensorView b2, Te
     if (!db2.has_value()) return launch_tokens<false>(from, bias, weight, r, to, nullptr, stream);
     float* of_experts = checked_f32(db2.value(), "db2", r.device, all);
     TVM_FFI_ICHECK(parts.has_value()) << "parts is missing; needed: scratch of db2";
-    float* of_blocks = r.checked_parts(parts.value(), from.width);
+    float* of_blocks = checked_parts(parts.value(), r, from.width);
     launch_tokens<true>(from, bias, weight, r, to, of_blocks, stream);
     add_parts(of_blocks, r, from.width, of_experts, stream);
   });
@@ -325,7 +307,7 @@ void sum_dz(TensorView dz, TensorView dz_scale, TensorView row_token, TensorView
   const Codes codes{aligned_16(checked_bytes(dz, "dz", r.device, r.rows * width), "dz"),
                     checked_f32(dz_scale, "dz_scale", r.device, scales), width, kLog2,
                     kGateUpBlock};
-  float *of_blocks = r.checked_parts(parts, width),
+  float *of_blocks = checked_parts(parts, r, width),
         *of_experts = checked_f32(db1, "db1", r.device, r.experts * width);
   tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
   const int column_ctas = static_cast<int>(ceil_div(width, kColumns));
