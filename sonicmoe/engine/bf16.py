@@ -28,7 +28,7 @@ from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
-from .bf16_weights import Recognised, are_lent, weights_in_place
+from .bf16_weights import are_lent, kind_of, recognised, remember, weights_in_place
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mlp_shape
@@ -39,7 +39,6 @@ from .targets import GradientTargets, ParameterTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
-_recognised = Recognised()
 
 
 class Bf16Engine(PlainEngine):
@@ -79,11 +78,12 @@ class Bf16Engine(PlainEngine):
         settings: EngineSettings,
     ) -> EngineWeights:
         """The same; on Hopper of weights that were read in place before, addresses alone are asked."""
-        found = _recognised.find(weights, (layout, dtype), settings)
+        kind = kind_of(weights, layout, dtype, settings)
+        found = recognised(kind, weights)
         if found is None:
             found = super().read_stacked(weights, layout, dtype, settings)
             if found.native is not None and found.native.are_lent:
-                _recognised.add(weights, (layout, dtype), settings, found)
+                remember(kind, settings, found)
         return found
 
     def _products(
@@ -241,7 +241,7 @@ class ExpertRows:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Products(Products):
     """Of the GEMMs of one shape; every argument is named in `GroupedGemms`."""
 

@@ -144,13 +144,6 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
 class HopperProducts(Products):
     """Every argument is named in the `.cu` files of `kernels/sm90`."""
 
-    _kernels: Kernels
-    _row_sums_of: Any
-    _stream: int
-    _layout: tuple[bool, bool]
-    _launch: tuple[int, int]
-    _narrow: RowsOfAdapters | None = None
-
     def __init__(
         self,
         routing: RoutingMetadata,
@@ -161,16 +154,11 @@ class HopperProducts(Products):
         stream: int,
     ) -> None:
         """row_sums_of: sums partial sums and `<dout, b2>` of every row."""
-        # The base class is frozen, and would look at one field after the other.
-        self.__dict__.update(
-            routing=routing,
-            weights=weights,
-            _kernels=kernels,
-            _row_sums_of=row_sums_of,
-            _stream=stream,
-            _layout=(weights.layout.transposed, weights.layout.split_half),
-            _launch=(settings.gemm_num_sms, stream),
-        )
+        super().__init__(routing, weights)
+        self._kernels, self._row_sums_of, self._stream = kernels, row_sums_of, stream
+        self._narrow: RowsOfAdapters | None = None
+        self._layout = weights.layout.transposed, weights.layout.split_half
+        self._launch = settings.gemm_num_sms, stream
 
     def _operand(self, weight: Any) -> Any:
         """A weight as the kernels take it."""
@@ -193,7 +181,7 @@ class HopperProducts(Products):
         assert adapters is not None
         given = adapters, self.routing, projected, self._layout[1]
         kernels = narrow_kernels(device_name(projected))
-        self.__dict__["_narrow"] = RowsOfAdapters(*given, kernels, self._stream)
+        self._narrow = RowsOfAdapters(*given, kernels, self._stream)
 
     def gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """`PendingWgrad.adapters`, after a backward to x."""

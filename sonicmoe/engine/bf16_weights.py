@@ -24,7 +24,6 @@ from .settings import EngineSettings
 Tensor = torch.Tensor
 # Addresses and strides that the copy engine takes are multiples of 16 bytes, or 8 elements.
 _BYTES, _ITEMS = 16, 8
-SourceOptions = tuple[WeightLayout, torch.dtype | None]  # of `WeightSource.stacked`
 
 
 def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
@@ -100,57 +99,46 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     return aligned(weight)  # type: ignore[no-any-return]
 
 
-class Recognised:
-    """Stacked weights that were read in place before, by everything but their addresses."""
-
-    def __init__(self) -> None:
-        """Nothing was read yet."""
-        # The settings stay here, so that no others can have their id.
-        self._known: dict[Any, tuple[EngineSettings, dict[str, Any]]] = {}
-
-    def find(
-        self, weights: StackedWeights, source: SourceOptions, settings: EngineSettings
-    ) -> EngineWeights | None:
-        """These, or None where they were not seen before, or the copy engine cannot read them."""
-        w1, w2, b1, b2 = weights
-        found = self._known.get(_kind(weights, *source, settings))
-        if found is None or (data_ptr(w1) | data_ptr(w2)) % _BYTES:
-            return None
-        if b1 is not None:
-            b1, b2 = _fp32(b1), _fp32(b2)
-        made = EngineWeights.__new__(EngineWeights)
-        # The class is frozen. Sizes and kernels are those of before.
-        own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": b1, "b2": b2}
-        made.__dict__.update(found[1], **own)
-        return made
-
-    def add(
-        self,
-        weights: StackedWeights,
-        source: SourceOptions,
-        settings: EngineSettings,
-        made: EngineWeights,
-    ) -> None:
-        """Remember what was made of these weights, which was no copy."""
-        if len(self._known) >= MOST_KINDS:
-            self._known.clear()
-        assert all(map(all, made.native_shapes))  # asked, so that all sizes are kept
-        kept = {name: value for name, value in made.__dict__.items() if name not in _TENSORS}
-        self._known[_kind(weights, *source, settings)] = settings, kept
-
-
-MOST_KINDS = 256
+# Of stacked weights that were read in place before, by `kind_of`: the fields of `EngineWeights` but for
+# tensors. The settings stay here, so that no others can have their id.
+_known: dict[Any, tuple[EngineSettings, dict[str, Any]]] = {}
+MOST_KNOWN = 256
 _TENSORS = frozenset({"w1", "w2", "w1_dgrad", "w2_dgrad", "b1", "b2"})
 
 
-def _kind(
+def kind_of(
     weights: StackedWeights,
     layout: WeightLayout,
     dtype: torch.dtype | None,
     settings: EngineSettings,
 ) -> tuple[Any, ...]:
+    """All that decides how these are read, but for addresses. dtype: see `Engine.read_stacked`."""
     w1, w2, b1, b2 = weights
     of_biases = None if b1 is None else b1.shape, None if b2 is None else b2.shape
     of_call = layout.transposed, layout.split_half, dtype, id(settings)
     first = w1.shape, w1.stride(), w1.dtype, w1.device
     return *first, w2.shape, w2.stride(), w2.dtype, *of_biases, *of_call
+
+
+def recognised(kind: tuple[Any, ...], weights: StackedWeights) -> EngineWeights | None:
+    """These, or None where their kind was not seen before, or the copy engine cannot read them."""
+    w1, w2, b1, b2 = weights
+    found = _known.get(kind)
+    if found is None or (data_ptr(w1) | data_ptr(w2)) % _BYTES:
+        return None
+    if b1 is not None:
+        b1, b2 = _fp32(b1), _fp32(b2)
+    made = EngineWeights.__new__(EngineWeights)
+    # The class is frozen. Sizes and kernels are those of before.
+    own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": b1, "b2": b2}
+    made.__dict__.update(found[1], **own)
+    return made
+
+
+def remember(kind: tuple[Any, ...], settings: EngineSettings, made: EngineWeights) -> None:
+    """What was made of weights of this kind is no copy of them."""
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    assert all(map(all, made.native_shapes))  # asked, so that all sizes are kept
+    kept = {name: value for name, value in made.__dict__.items() if name not in _TENSORS}
+    _known[kind] = settings, kept

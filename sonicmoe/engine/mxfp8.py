@@ -100,7 +100,7 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
         return bf16_gradients.problem_of(targets, _GEMMS if settings.fp8_wgrad else "BF16")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Products(Products):
     """Of the GEMMs of one shape; every argument is named in `MxGemms`."""
 

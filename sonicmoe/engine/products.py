@@ -35,7 +35,7 @@ from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Products(ABC):
     """The products of one layer over the rows of one routing. Each call launches, and waits for
     nothing.

@@ -95,7 +95,7 @@ class TritonEngine(PlainEngine):
         return triton_gradients.problem_of(targets)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Products(Products):
     """Of the calls of one shape; every argument is named in `kernels.triton.launches.Calls`."""
 

@@ -105,7 +105,7 @@ def forward(
         try:
             sizes = int(rows.shape[0]), int(weights[0].shape[0])
             routing = route(plan, origin, probs, sizes, static_rows=static_rows)
-            engine = plan.choose(rows, weights)
+            engine = plan.choose()
             reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
             read = reading.weights.with_adapters(origin.adapters)
             out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
@@ -190,14 +190,12 @@ def backward(
     dout, tokens = rows_of(dout), plain_tokens(saved.x)
     with plan.config.activate():
         try:
+            engine, call = plan.choose(), None
             if reading is None:
                 assert given is not None
-                engine = plan.choose(tokens, given)
                 reading = read_weights(engine, given, plan.settings, plan.layout, tokens.dtype)
             else:
-                engine = plan.choose(tokens, reading.weights)
                 reading.check_current()
-            call = None
             if is_awaited():
                 # The routing stands for the counts.
                 is_sorted = origin.indices is not None and origin.indices.dim() == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,28 +45,16 @@ class Plan:
     is_own: bool = False
     low_rank: bool = False
     _engine: Engine | None = field(init=False, repr=False, compare=False, default=None)
-    _fits: dict[Any, _Fit] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _fits: dict[Any, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
     _passed: dict[Any, PassedParameters] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
-    def fitted(self, x: Tensor, weights: Weights | EngineWeights) -> Plan:
-        """The plan with settings that the engine for these tokens can compute: `auto` falls back
-        from FP8 to BF16, out loud.
+    def fitted(self, x: Tensor, weights: Weights) -> Plan:
+        """The plan with settings that the engine for these tokens and experts can compute: `auto` falls
+        back from FP8 to BF16, out loud.
         """
-        return self._fit(x, weights).plan
-
-    def choose(self, x: Tensor, weights: Weights | EngineWeights) -> Engine:
-        """The engine for these tokens and experts, which may be prepared already; a fitted plan has one
-        for all.
-        """
-        return self._engine or self._fit(x, weights).engine
-
-    def _fit(self, x: Tensor, weights: Weights | EngineWeights) -> _Fit:
-        if isinstance(weights, EngineWeights):
-            inner, bias = weights.intermediate_size, weights.b1 is not None
-        else:
-            inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
+        inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
         hidden = int(x.shape[-1])
         # Decided once per kind of call: asking for packages and devices takes longer than a launch,
         # and so does the hash of nested settings.
@@ -79,12 +67,16 @@ class Plan:
             with self.config.activate():
                 choice = ready_engine(device, self.engine, workload)
                 announce(choice, device)
-            settings = choice.settings or self.settings
-            found = _Fit(dataclasses.replace(self, settings=settings), choice.engine)
-            object.__setattr__(found.plan, "_engine", choice.engine)
+            found = dataclasses.replace(self, settings=choice.settings or self.settings)
+            object.__setattr__(found, "_engine", choice.engine)
             # A fitted plan may be fitted again, to calls of another kind too.
-            self._fits[kind] = found.plan._fits[kind] = found
+            self._fits[kind] = found._fits[kind] = found
         return found
+
+    def choose(self) -> Engine:
+        """The engine of a fitted plan."""
+        assert self._engine is not None
+        return self._engine
 
     def passed(
         self, weights: EngineWeights, dtypes: tuple[torch.dtype | None, ...]
@@ -98,13 +90,6 @@ class Plan:
             found = PassedParameters(self.settings.activation, self.layout, *key)
             self._passed[key] = found
         return found
-
-
-class _Fit(NamedTuple):
-    """A plan that an engine can compute, and the engine."""
-
-    plan: Plan
-    engine: Engine
 
 
 def make_plan(

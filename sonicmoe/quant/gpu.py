@@ -132,10 +132,8 @@ class QuantizedWeights:
         table = self._check_arguments[0]
         if pointers != self._pointers:
             self._order.enter(table)
-            addresses = list(source.pointers)
-            self._module(device_name(table)).store_addresses(
-                addresses, table, current_stream(table)
-            )
+            given = list(source.pointers), table, current_stream(table)
+            self._module(device_name(table)).store_addresses(*given)
             self._pointers = pointers
         self._launch(force)
 

@@ -29,11 +29,11 @@ class LentWeights:
         """Raise if a backward that reads them would read other values than its forward did. Else
         `weights`, of which these are, as `found_again` has them.
         """
-        # A matrix that lies where it lay has its memory, and most lie there. Under Paddle a tensor
-        # without memory must not be asked where it lies.
-        found = weights if IS_PADDLE else found_again(weights)
-        lies = found is weights and _are_apart(weights) and not IS_PADDLE
-        freed = not lies and not all(map(holds_memory, self._tensors))
+        # Under Paddle a tensor without memory must not be asked where it lies.
+        apart = isinstance(weights.w1, ExpertMatrices) and not IS_PADDLE
+        found = found_again(weights) if apart else weights
+        # A matrix that lies where it lay has its memory.
+        freed = not (apart and found is weights) and not all(map(holds_memory, self._tensors))
         if freed or versions_of(self._tensors) != self._versions:
             happened = "freed" if freed else "modified by an inplace operation"
             raise RuntimeError(
@@ -42,10 +42,6 @@ class LentWeights:
                 "before the weights change"
             )
         return found_again(weights) if IS_PADDLE else found
-
-
-def _are_apart(weights: EngineWeights) -> bool:
-    return isinstance(weights.w1, ExpertMatrices) and isinstance(weights.w2, ExpertMatrices)
 
 
 def found_again(weights: EngineWeights) -> EngineWeights:

@@ -61,8 +61,8 @@ class _Kept:
 
 # By `_owner`, then by geometry.
 _kept = WeakIdKeyDictionary()
-# The youngest of them by the address of w1.
-_last: dict[int, weakref.ref[_Kept]] = {}
+# The youngest of them, by the id of its owner, which lives as long, and the address of w1.
+_last: dict[tuple[int, int], weakref.ref[_Kept]] = {}
 # Engine weights that a CUDA graph reads, which holds addresses and no reference: they stay as long
 # as the parameter's memory, whatever replaces them in `_kept`.
 _captured = WeakIdKeyDictionary()
@@ -94,19 +94,20 @@ def read_weights(
     Any other engine prepares the weights inside the graph, in memory that is the graph's own.
     """
     w1, present = weights[0], [weight for weight in weights if weight is not None]
-    if settings.recipe is None or _is_never_kept(present):
+    is_inference = any(map(torch.Tensor.is_inference, present))
+    if settings.recipe is None or is_inference or _any_module_is_sharded():
         # An earlier call may have kept codes of the same weights, before a switch of the precision
         # or before `fully_shard`. Nobody would find them again, and they are as large as the
         # weights.
-        if data_ptr(w1) in _last:
-            _kept.get(_owner(w1), {}).pop(_geometry(w1), None)
+        if _last and (id(owner := _owner(w1)), data_ptr(w1)) in _last:
+            _kept.get(owner, {}).pop(_geometry(w1), None)
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
     # its own, because the backward of an outstanding forward has still to read the old ones.
-    places = _places(weights)
+    places, owner = _places(weights), _owner(w1)
     place = engine.name, settings, layout, places
-    kept = _find(w1, places[0])
+    kept = _find(owner, places[0])
     # The allocator may hand an address out again, with other values behind it.
     is_ours = kept is not None and kept.place == place and not kept.is_dead()
     prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
@@ -117,9 +118,10 @@ def read_weights(
     if is_cuda(w1) and torch.cuda.is_current_stream_capturing():
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
         # read.
-        _captured.setdefault(_owner(w1), set()).add(reading.weights)
+        _captured.setdefault(owner, set()).add(reading.weights)
     if not is_ours:
-        _keep(w1, places[0], _Kept(place, prepared, _memory(weights)))
+        room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
+        _keep(owner, places[0], _Kept(place, prepared, _memory(weights)), room)
     return reading
 
 
@@ -145,24 +147,22 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _find(w1: Tensor, place: tuple[Any, ...]) -> _Kept | None:
+def _find(owner: Any, place: tuple[Any, ...]) -> _Kept | None:
     """The entry of this view, whatever object it is now."""
-    # Usually the last one at the address, which takes a look into one dictionary.
-    last = _last.get(place[0])
+    # Usually the last one at the address, which takes a look into one dictionary. Memory of another
+    # owner may have other traces of writes.
+    last = _last.get((id(owner), place[0]))
     kept = None if last is None else last()
     if kept is not None and kept.place[-1][0] == place:
         return kept
-    found: _Kept | None = _kept.get(_owner(w1), {}).get(place[1:])
-    return found
+    return _kept.get(owner, {}).get(place[1:])  # type: ignore[no-any-return]
 
 
-def _keep(w1: Tensor, place: tuple[Any, ...], kept: _Kept) -> None:
-    address, *_ = place
-    geometry = place[1:]
-    _last[address] = weakref.ref(kept, lambda _: _last.pop(address, None))
-    # How many such views fit side by side into the memory.
-    room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(_owner(w1), {})
+def _keep(owner: Any, place: tuple[Any, ...], kept: _Kept, room: int) -> None:
+    """`room`: how many such views fit side by side into the memory."""
+    geometry, key = place[1:], (id(owner), place[0])
+    _last[key] = weakref.ref(kept, lambda dead: _last.get(key) is dead and _last.pop(key))
+    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
     # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
     # the youngest.
     entries.pop(geometry, None)
@@ -178,10 +178,6 @@ def _places(weights: Weights) -> tuple[Any, ...]:
 
 def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
-
-
-def _is_never_kept(weights: list[Tensor]) -> bool:
-    return any(map(torch.Tensor.is_inference, weights)) or _any_module_is_sharded()
 
 
 def _any_module_is_sharded() -> bool:

@@ -11,9 +11,8 @@ from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrices
 from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows, prepare_factor
 
-from sonicmoe.engine import bf16, bf16_sm90
+from sonicmoe.engine import bf16, bf16_sm90, bf16_weights
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.bf16_weights import Recognised
 from sonicmoe.engine.gpu import Gpu
 from sonicmoe.engine.wgrad_destinations import Destinations
 from sonicmoe.enums import ActivationType
@@ -68,7 +67,7 @@ def launches_fixture(request, monkeypatch):
     found = Launches(request.param)
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
     monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
-    monkeypatch.setattr(bf16, "_recognised", Recognised())
+    monkeypatch.setattr(bf16_weights, "_known", {})
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
     # Of quack-kernels.
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))

@@ -34,7 +34,7 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.weights import stacked_cache
-from sonicmoe.weights.stacked_cache import _kept, _owner, read_weights
+from sonicmoe.weights.stacked_cache import _kept, _last, _owner, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
 OPTIMIZERS = {
@@ -248,6 +248,25 @@ class TestWhoseTheyAre:
         assert torch.equal(module(moe, x), without_cache(moe, x, module))
         assert following.events == ["made", "made", "made"]
         first.sum().backward()
+
+    def test_parts_of_a_tensor_that_counts_no_writes_share_nothing(self):
+        """As the local parts of a DTensor: each call has a view of its own."""
+        engine, whole, w2 = Following(), torch.randn(2, 128, 32), torch.randn(2, 32, 64)
+        engine.is_blind = True
+        early, late = whole[:], whole[:]
+        first = read(engine, early, w2)
+        assert read(engine, late, w2) is not first and read(engine, early, w2) is first
+        assert engine.events == ["made", "made"]
+
+    def test_the_youngest_at_an_address_is_found_first(self):
+        engine, other = Following(), EngineSettings(recipe=RECIPES["1x128"])
+        w1, w2 = torch.nn.Parameter(torch.randn(2, 128, 32)), torch.randn(2, 32, 64)
+        for settings in (SETTINGS, other, SETTINGS, other):
+            read(engine, w1, w2, settings)
+        (last,) = (last() for (_, address), last in _last.items() if address == w1.data_ptr())
+        assert last.place[1] is other and engine.events == 4 * ["made"]
+        del w1
+        assert last.is_dead()
 
     def test_every_layer_of_one_flat_buffer_has_its_own_entry(self):
         """All parameters of a model as views of one tensor, as some optimizers keep them."""
