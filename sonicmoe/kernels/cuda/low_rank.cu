@@ -16,7 +16,7 @@
 
 #include "../host/border.hpp"
 #include "quantize.cuh"
-#include "rows_of_experts.hpp"
+#include "rows_of_experts.cuh"
 
 namespace sonicmoe {
 namespace {
