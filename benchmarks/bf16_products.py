@@ -35,9 +35,10 @@ from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.engine.tokens import PendingWgrad
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.metadata import RoutingMetadata
+from sonicmoe.weight_source import WeightSource
 
 Tensor = torch.Tensor
 Launch = Callable[[], object]

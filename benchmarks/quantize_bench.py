@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import INPUTS, copy_tbps, host_us, interleaved_us
 
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import gpu
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
+from sonicmoe.weight_source import WeightSource
 
 Tensor = torch.Tensor
 ROW_SHAPES = ((8192, 3072), (1024, 3072), (8192, 2048), (8192, 7168), (65536, 1536), (8192, 2880))

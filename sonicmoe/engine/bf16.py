@@ -22,10 +22,11 @@ from ..kernels.quack_gemm import (
     grouped_gemms,
     launching_on,
 )
-from ..layouts import NATIVE, StackedWeights, WeightLayout, WeightSource
+from ..layouts import NATIVE, StackedWeights, WeightLayout
 from ..observe import stage
 from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
+from ..weight_source import WeightSource
 from . import bf16_gradients, bf16_sm90
 from .bf16_gradients import Destinations
 from .bf16_weights import are_lent, kind_of, recognised, remember, weights_in_place

@@ -15,7 +15,8 @@ import torch
 
 from ..enums import ActivationType
 from ..interop import aligned, data_ptr
-from ..layouts import StackedMatrices, StackedWeights, WeightLayout, WeightSource, stack
+from ..layouts import StackedWeights, WeightLayout, stack
+from ..weight_source import StackedMatrices, WeightSource
 from .border import check_weights
 from .expert_matrices import ExpertMatrices, may_stay_apart
 from .interface import EngineWeights

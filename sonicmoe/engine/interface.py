@@ -27,9 +27,10 @@ import torch
 from ..enums import EngineName
 from ..errors import ConfigError
 from ..interop import plain_ops
-from ..layouts import NATIVE, StackedWeights, WeightLayout, WeightSource
+from ..layouts import NATIVE, StackedWeights, WeightLayout
 from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
+from ..weight_source import WeightSource
 from .capabilities import RECORDS, EngineRecord
 from .expert_matrices import ExpertMatrices
 from .gradient_memory import WeightTarget

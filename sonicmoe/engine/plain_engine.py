@@ -13,8 +13,8 @@ import torch
 
 from ..errors import DeviceError, DTypeError, EngineUnavailableError, expect
 from ..interop import aligned, device_name, dtype_name, is_cuda, plain_ops
-from ..layouts import WeightSource
 from ..log import log_once
+from ..weight_source import WeightSource
 from .adapted_products import AdaptedProducts
 from .border import check_weights, require_operands
 from .capabilities import require

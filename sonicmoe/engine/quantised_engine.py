@@ -10,9 +10,9 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import plain_ops
-from ..layouts import WeightSource
 from ..observe import stage
 from ..quant.gpu import QuantizedWeights
+from ..weight_source import WeightSource
 from .border import check_biases, check_weights, check_width
 from .capabilities import require
 from .interface import Engine, EngineWeights

@@ -29,11 +29,12 @@ import torch
 
 from ..config import SonicMoEConfig
 from ..enums import ActivationType, ZCode, is_glu
-from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..layouts import NATIVE, WeightLayout
 from ..quant.recipes import RECIPES, rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
+from ..weight_source import WeightSource
 from .capabilities import format_problem
 from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
 from .reference import ReferenceEngine

@@ -23,7 +23,7 @@ from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, plain_ops
-from ..layouts import WeightLayout, WeightSource
+from ..layouts import WeightLayout
 from ..observe import (
     FACES,
     BackwardBegins,
@@ -38,6 +38,7 @@ from ..refusals import need_shape
 from ..routing.build import build_routing, build_sorted_routing
 from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
+from ..weight_source import WeightSource
 from ..weights.cache import Reading
 from ..weights.stacked_cache import Weights, read_weights
 from .plan import Plan

@@ -27,10 +27,10 @@ from ..interop import (
     require_same_device,
 )
 from ..kernels.cuda_quantize import quantize_source
-from ..layouts import WeightSource
 from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
+from ..weight_source import WeightSource
 from .format import BlockScaledTensor, Orientation
 from .recipes import BlockShape, Fp8Recipe, iso, rows
 from .reference import quantize, transpose_storage

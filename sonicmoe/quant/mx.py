@@ -23,9 +23,9 @@ import torch
 from ..errors import ShapeError, expect
 from ..interop import current_stream, device_name, device_of, empty, is_cuda, numel
 from ..kernels.cuda_quantize import mx_quantize_source
-from ..layouts import WeightSource
 from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
+from ..weight_source import WeightSource
 from .format import BlockScaledTensor, Code, Orientation
 from .gpu import QuantizedWeights
 from .recipes import RECIPES, BlockShape, ScaleFormat, iso, rows

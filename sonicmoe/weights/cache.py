@@ -20,10 +20,10 @@ from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..interop import plain_ops
-from ..layouts import WeightSource
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
+from ..weight_source import WeightSource
 from .changes import Traces
 from .lent import LentWeights
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..enums import ActivationType, is_glu
-from ..layouts import WeightLayout, WeightSource
+from ..layouts import WeightLayout
+from ..weight_source import WeightSource
 from .parameters import SeparateParameters, check_parameter
 
 Tensor = torch.Tensor

@@ -29,8 +29,9 @@ from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
 from ..enums import ActivationType, is_glu
 from ..errors import LayoutError, expect
 from ..interop import IS_PADDLE, data_ptr, holds_memory, require_framework_tensor
-from ..layouts import WeightLayout, WeightSource
+from ..layouts import WeightLayout
 from ..refusals import need_dtype, need_shape
+from ..weight_source import WeightSource
 
 Tensor = torch.Tensor
 

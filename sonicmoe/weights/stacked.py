@@ -27,8 +27,9 @@ from ..engine.targets import WeightTarget
 from ..enums import ActivationType, is_glu
 from ..errors import ShapeError, expect
 from ..interop import require_framework_tensor
-from ..layouts import NATIVE, WeightLayout, WeightSource
+from ..layouts import NATIVE, WeightLayout
 from ..refusals import need_shape
+from ..weight_source import WeightSource
 from .parameters import ExpertParameters, check_parameter
 
 Tensor = torch.Tensor

@@ -25,7 +25,8 @@ from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, data_ptr, is_cuda
-from ..layouts import StackedWeights, WeightLayout, WeightSource
+from ..layouts import StackedWeights, WeightLayout
+from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
 

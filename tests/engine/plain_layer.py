@@ -12,8 +12,9 @@ from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.routing.build import build_routing
+from sonicmoe.weight_source import WeightSource
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # No tile divides these; of the experts one has two tiles, one none, and one a single row.

@@ -36,8 +36,9 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError, ShapeError
-from sonicmoe.layouts import NATIVE, StackedMatrices, WeightLayout
+from sonicmoe.layouts import NATIVE, WeightLayout
 from sonicmoe.observe import listening
+from sonicmoe.weight_source import StackedMatrices
 
 GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
 OURS = Bf16Engine()

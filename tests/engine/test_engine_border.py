@@ -27,9 +27,10 @@ from sonicmoe.engine.interface import EngineSettings, EngineWeights
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
+from sonicmoe.weight_source import WeightSource
 
 REFERENCE, BF16, HOPPER = ReferenceEngine(), Bf16Engine(), HopperEngine()
 SILU, RELU = (EngineSettings(ActivationType(name)) for name in ("silu", "relu"))

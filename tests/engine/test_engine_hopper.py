@@ -14,10 +14,10 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.interop import data_ptr
-from sonicmoe.layouts import WeightSource
 from sonicmoe.quant import gpu
 from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.weight_source import WeightSource
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ENGINE = HopperEngine()

@@ -40,7 +40,8 @@ from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.weight_source import WeightSource
 
 pytestmark = pytest.mark.gpu
 

@@ -14,11 +14,12 @@ from pairwise import pairwise
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_quantize import quantize_source
-from sonicmoe.layouts import WeightLayout, WeightSource, deinterleave_gate_up
+from sonicmoe.layouts import WeightLayout, deinterleave_gate_up
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import RECIPES, Line, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.weight_source import WeightSource
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,12 @@ import pytest
 from framework import numpy, tensor, torch
 
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
-from sonicmoe.layouts import WeightLayout, WeightSource
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.weight_source import WeightSource
 
 EXPERTS, HIDDEN, INTER = 2, 48, 144
 

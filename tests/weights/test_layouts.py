@@ -12,13 +12,8 @@ from sonicmoe import layouts
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError
 from sonicmoe.fleet import weight_layout as fleet
 from sonicmoe.interop import data_ptr, requires_grad
-from sonicmoe.layouts import (
-    ExpertLayout,
-    WeightLayout,
-    WeightSource,
-    convert_bias,
-    convert_weights,
-)
+from sonicmoe.layouts import ExpertLayout, WeightLayout, convert_bias, convert_weights
+from sonicmoe.weight_source import WeightSource
 
 DTYPES = ["float32", "bfloat16", "float16"]
 sizes = st.integers(1, 9)
