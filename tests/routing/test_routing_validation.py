@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonicmoe.ernie_compat import deepep_topk_to_sonic_metadata
-from sonicmoe.errors import ConfigError, DeviceError, DTypeError, RoutingError, ShapeError
+from sonicmoe.errors import DeviceError, DTypeError, RoutingError, ShapeError
 from sonicmoe.routing import validation
 from sonicmoe.routing.build import build_routing
-from sonicmoe.routing.validation import check_dispatched_tokens, host_counts_of
+from sonicmoe.routing.validation import host_counts_of
 
 INDICES = np.array([[0, 2], [2, -1], [2, 0], [-1, 9]], np.int64)
 COUNTS = [2, 0, 3]  # of three experts
@@ -222,33 +222,6 @@ class TestPublicFace:
         set_flags(SONIC_MOE_VALIDATE_DISPATCH="1")
         with pytest.raises(RoutingError, match="token 1 names expert 1 twice"):
             self.face(self.TWICE)
-        set_flags(SONIC_MOE_VALIDATE_DISPATCH="0")
-        self.face(self.TWICE)
-        set_flags(SONIC_MOE_VALIDATE_DISPATCH="maybe")
-        with pytest.raises(ConfigError, match="SONIC_MOE_VALIDATE_DISPATCH='maybe'"):
-            self.face(self.TWICE)
-
-    @pytest.mark.parametrize("kind", [tuple, list, dict])
-    def test_fp8_dispatch_pairs_are_refused(self, kind):
-        with pytest.raises(DTypeError, match=f"x is a {kind.__name__}.*FP8 dispatch"):
-            check_dispatched_tokens(kind(), None, None)
-
-    def test_fp8_bytes_are_refused(self):
-        x = tensor(np.zeros((2, 4)), torch.float32).to(torch.float8_e4m3fn)
-        with pytest.raises(DTypeError, match="float8_e4m3fn without its scales"):
-            check_dispatched_tokens(x, 1, 1)
-
-    @pytest.mark.parametrize(
-        ("given_arguments", "missing"),
-        [
-            ((None, 1), "dispatched_indices missing"),
-            ((1, None), "dispatched_probs missing"),
-            ((None, None), "dispatched_indices and dispatched_probs"),
-        ],
-    )
-    def test_missing_routing_is_named(self, given_arguments, missing):
-        with pytest.raises(RoutingError, match=f"{missing}.*HybridEP"):
-            check_dispatched_tokens(1, *given_arguments)
 
 
 class TestGlobalIds:
