@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 import pytest
-from engine.moe_golden import golden, make_problem
+from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
@@ -15,8 +15,6 @@ from node.node_harness import (
     FLUSHES,
     Layer,
     assert_equal,
-    problems,
-    want_gradient,
 )
 from pairwise import pairwise
 
@@ -26,7 +24,6 @@ from sonicmoe.errors import DeviceError, DTypeError, LayoutError, ShapeError
 from sonicmoe.gradients import places, sink
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-each_flush = pytest.mark.parametrize("flush", FLUSHES)
 
 
 @pytest.fixture
@@ -79,18 +76,6 @@ class TestDirect:
             layer.run()
         assert all(weight.main_grad is None for weight in layer.weights)
         layer.node.step()
-
-    def test_a_parameter_of_two_experts_gets_both_gradients(self):
-        problem = make_problem()
-        for arrays in (problem.up_gate, problem.down):
-            arrays[1] = arrays[0]
-        layer = Layer(problem)
-        layer.experts[1].up_gate_proj.weight = layer.weights[1] = layer.weights[0]
-        layer.set_main_grad(None)
-        layer.run()
-        wanted = golden(problem).dw1
-        got = numpy(layer.weights[0].main_grad)
-        assert relative_rmse(got, wanted[0] + wanted[1]) < 1e-5
 
 
 LAST_WEIGHT = {
@@ -181,25 +166,6 @@ class TestWhatDecides:
         weight.main_grad = torch.zeros(weight.shape[1]).expand(weight.shape)
         with pytest.raises(LayoutError, match="under which its elements overlap"):
             layer.run()
-
-    @each_flush
-    def test_what_trains_is_decided_in_the_backward(self, flush):
-        """Expert 0 trains in the first micro-batch only, expert 1 in the second only."""
-        first, second = problems(2)
-        layer = Layer(first, flush=flush, main_grad=0.0)
-        up = layer.weights
-        want_gradient(up[1], False)
-        layer.run(first)
-        want_gradient(up[0], False)
-        want_gradient(up[1], True)
-        layer.run(second)
-        want_gradient(up[0], True)
-        want_gradient(up[1], False)
-        layer.node.step()
-        one, two = golden(first).dw1, golden(second).dw1
-        wanted = [one[0], two[1], *(one + two)[2:]]
-        for got, want in zip(layer.gradients()[0], wanted, strict=True):
-            assert relative_rmse(got, want) < 1e-5
 
 
 class TestCaptures:

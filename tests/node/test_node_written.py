@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import golden, make_problem
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import ARRANGEMENTS, FULL, Layer, problems, want_gradient
+from node.node_harness import ARRANGEMENTS, FLUSHES, FULL, Layer, problems, want_gradient
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
@@ -85,21 +85,25 @@ class TestFlag:
         for weight, memory in zip(layer.weights, held, strict=True):
             assert weight.main_grad is memory and weight.overwrite_main_grad is False
 
+    @pytest.mark.parametrize("value", [NAN, None], ids=["flagged", "made"])
     @pytest.mark.parametrize("which", ["adds", "elsewhere"])
-    def test_a_weight_of_two_experts_gets_both_gradients(self, engine, which):
-        """An engine that writes refuses memory that overlaps (`problem_of`)."""
+    def test_a_weight_of_two_experts_gets_both_gradients(self, engine, which, value):
+        """An engine that writes refuses memory that overlaps (`problem_of`). Memory that is made in
+        the first backward is added to by the second.
+        """
         engine(which)
         problem = make_problem()
         for arrays in (problem.up_gate, problem.down):
             arrays[1] = arrays[0]
         layer = Layer(problem)
         layer.experts[1].up_gate_proj.weight = layer.weights[1] = layer.weights[0]
-        layer.set_main_grad(NAN)
-        flag(layer.weights)
-        for _ in range(2):
+        layer.set_main_grad(value)
+        flag(layer.weights, value is NAN)
+        for backwards in (1, 2):
             layer.run()
             wanted, got = golden(problem).dw1, numpy(layer.weights[0].main_grad)
-            assert relative_rmse(got, wanted[0] + wanted[1]) < 1e-5
+            times = 1 if value is NAN else backwards
+            assert relative_rmse(got, times * (wanted[0] + wanted[1])) < 1e-5
 
     @each_engine
     def test_frozen_weights_and_those_without_main_grad(self, engine, which):
@@ -217,13 +221,24 @@ class TestFirstBackward:
             assert len(written) == (step + 1 if which == "writes" else 0)
         assert all(w.main_grad is m for w, m in zip(layer.weights, held, strict=True))
 
-    @each_engine
-    def test_each_gradient_has_its_own_first_backward(self, engine, which):
-        """Expert 0 trains in the first micro-batch only, expert 1 in the second only."""
+    @pytest.mark.parametrize(
+        ("which", "options"),
+        [
+            *((which, {"config": OVERWRITE, "main_grad": NAN}) for which in ENGINES),
+            *(("adds", {"flush": flush, "main_grad": 0.0}) for flush in FLUSHES),
+        ],
+        ids=str,
+    )
+    def test_each_gradient_has_its_own_first_backward(self, engine, which, options):
+        """Expert 0 trains in the first micro-batch only, expert 1 in the second only; also where
+        backwards add, to memory that is cleared for every step.
+        """
         engine(which)
         first, second = problems(2)
-        layer = written_first(first)
+        layer = Layer(first, **options)
         for step in range(2):
+            if "config" not in options:
+                layer.zero_main_grad()
             for batch, frozen in ((first, 1), (second, 0)):
                 want_gradient(layer.weights[frozen], False)
                 layer.run(batch)
