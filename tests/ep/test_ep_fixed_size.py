@@ -5,15 +5,12 @@ waits. `test_ep_worlds.py` and `test_ep_fp8.py` have their bits.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import emulated_deepep as emulated
-import numpy as np
 import pytest
 import torch
 from ep_cases import EXPERTS, HIDDEN, TOPK, source
-from ep_layer import run_layer
 from test_ep_dispatchers import Exchange, Group, gpu_world
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -227,11 +224,3 @@ class TestWhatIsRefused:
         words = "x has 13 rows; this dispatcher was made for max_tokens = 12"
         assert raised == f"ShapeError: {words}"
         assert "RankLostError: rank 0 of 2 lost another rank in the dispatch over" in waited
-
-
-def test_a_node_takes_rows_that_are_nobodys():
-    """Nothing but such rows, and no counts, as a rank gets them for which no token was meant."""
-    tokens = source(MOST, 4)
-    nobodys = replace(tokens, ids=np.full_like(tokens.ids, -1))
-    found = run_layer(Dispatcher(FixedSizeTransport(EXPERTS, Echo(), MOST)), nobodys)
-    assert not any(found[key].any() for key in ("y", "dx", "dweights", "up_gate", "down"))

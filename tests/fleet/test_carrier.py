@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 from fleet.fleet_calls import assert_same
@@ -47,13 +45,6 @@ def exponents_by_hand(x):
             mantissa, exponent = np.frexp(np.abs(group).max())
             found.append(int(exponent) - 1 + 127 - 8 + (2 * mantissa > 1.75))
     return np.array(found).reshape(len(x), -1)
-
-
-def test_the_signature_is_what_fleet_looks_for():
-    parameters = inspect.signature(quantize_fast).parameters
-    assert [*parameters] == ["x", "scale_dtype", "pack_scale_words"]
-    assert parameters["scale_dtype"].default is None
-    assert parameters["pack_scale_words"].default is False
 
 
 class TestOurWords:

@@ -27,9 +27,6 @@ from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as qua
 from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.weights.stacked import GROUPED, NATIVE, layout_of_pair
 
-if IS_PADDLE:
-    pass
-
 # Fleet's engine keeps z in BF16 unless it is told otherwise.
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
 

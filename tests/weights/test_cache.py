@@ -117,16 +117,6 @@ class TestEvents:
         fresh = weights.read(engine, FP8).weights
         assert weights.read(engine, FP8).weights is fresh and engine.prepared == 2
 
-    @pytest.mark.parametrize("event", ["step", "invalidate_caches"])
-    def test_a_nodes_methods_announce(self, event):
-        node = Layer(make_problem(), config=FP8_CONFIG).node
-        engine, weights = CountingEngine(), node._state.weights
-        for _ in range(2):
-            getattr(node, event)()
-            weights.read(engine, FP8)
-            weights.read(engine, FP8)
-        assert engine.prepared == 2
-
     def test_another_address(self):
         up_gate, down = weight_arrays()
         modules = expert_modules(up_gate, down)

@@ -66,20 +66,6 @@ class TestModules:
         assert found[1] is fresh
         assert found[-1] is experts[2].down_proj.weight and numpy(found[-1]).all()
 
-    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's parametrizations")
-    def test_a_parametrized_weight_is_what_its_property_gives(self):
-        _, experts, adapter = self.layer()
-
-        class Doubled(torch.nn.Module):
-            def forward(self, weight):
-                return 2 * weight
-
-        before = numpy(experts[0].up_gate_proj.weight)
-        torch.nn.utils.parametrize.register_parametrization(
-            experts[0].up_gate_proj, "weight", Doubled()
-        )
-        np.testing.assert_array_equal(numpy(adapter.parameters()[0]), 2 * before)
-
 
 class TestSources:
     @each_source
