@@ -58,17 +58,6 @@ def test_reading_stops_at_the_limit(tmp_path, caplog):
     assert "passes 100 bytes" in caplog.text
 
 
-@pytest.mark.parametrize("make", ["missing", "empty file", "empty directory"])
-def test_no_text_is_refused_by_name(tmp_path, make):
-    path = tmp_path / "here"
-    if make == "empty file":
-        path.touch()
-    elif make == "empty directory":
-        path.mkdir()
-    with pytest.raises(CorpusError, match="here"):
-        load_corpus([path])
-
-
 def test_files_of_proc_are_empty_as_they_say_because_reading_some_never_ends():
     with pytest.raises(CorpusError, match="no text in /proc/self/status"):
         load_corpus(["/proc/self/status"])

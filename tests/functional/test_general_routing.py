@@ -229,6 +229,7 @@ REFUSED = [
     ("x", zeros(2, 4, 32), ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
     ("activation_type", "swish", ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
     ("max_experts_per_token", "2", ShapeError, "max_experts_per_token is '2'; needed: an integer"),
+    ("max_experts_per_token", 0, ShapeError, "max_experts_per_token is 0; needed: .*, at least 1"),
     ("use_fp8", "off", ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
 ]
 

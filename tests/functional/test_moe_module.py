@@ -4,7 +4,6 @@ activation checkpointing is in test_checkpointing.py.
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import numpy as np
@@ -94,13 +93,6 @@ def test_a_layer_sets_the_parameters_of_its_activation(activation, own):
     assert not torch.allclose(usual(x)[0], runs["plain"][0], atol=1e-2)
     with pytest.raises(ConfigError, match=r"has 'beta'; swiglu_oai has \['alpha', 'limit'\]"):
         MoE(4, 2, 32, 16, "swiglu_oai", activation_parameters={"beta": 1.0})
-
-
-def test_representation_and_attributes():
-    moe = make_layer()
-    assert "num_experts=5, in_features=32, out_features=48" in repr(moe)
-    assert (moe.num_experts, moe.top_k, moe.hidden_size, moe.intermediate_size) == (5, 2, 32, 24)
-    assert MoE(2, 1, 8, 4, "relu").activation_function is ActivationType.RELU
 
 
 # Inference
@@ -419,12 +411,6 @@ def test_an_adapter_on_the_experts_is_refused_and_not_forgotten(backend):
 
 
 @BACKENDS
-def test_a_backend_by_its_value(backend):
-    moe, (x, _) = make_layer(), batch()
-    assert torch.equal(moe(x, backend)[0], moe(x, KernelBackendMoE(backend))[0])
-
-
-@BACKENDS
 @pytest.mark.parametrize("use_fp8", ["off", "", 0, 1, 1.0], ids=repr)
 def test_use_fp8_is_a_bool_or_none(backend, use_fp8):
     """Strings are all true, and "off" must not turn it on."""
@@ -443,23 +429,13 @@ def test_tokens_and_router_of_two_dtypes(backend):
     assert moe.bfloat16()(x, backend)[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "words"),
-    [
-        (
-            {"engine": "hopper"},
-            EngineUnavailableError,
-            r"'hopper' cannot run: no GPU.*able: \['ref",
-        ),
-        ({"validate_dispatch": True}, RoutingError, r"dispatched_probs of token 0, slot"),
-    ],
-    ids=["no such engine here", "a broken router"],
-)
-def test_refused_under_a_configuration(config, error, words):
+def test_a_broken_router_is_named_where_routing_is_validated():
     moe, (x, _) = make_layer(), batch()
     with torch.no_grad():
         moe.router.weight[1, 3] = float("nan")
-    with SonicMoEConfig(**config).activate(), pytest.raises(error, match=words):
+    words = r"dispatched_probs of token 0, slot"
+    config = SonicMoEConfig(validate_dispatch=True)
+    with config.activate(), pytest.raises(RoutingError, match=words):
         moe(x)
 
 
@@ -468,5 +444,3 @@ def test_an_unknown_argument_is_named_before_a_missing_one():
         MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         MoE(4, 2, 32)
-    assert list(inspect.signature(MoE).parameters)[:2] == ["num_experts", "num_experts_per_tok"]
-    assert MoE.__init__.__doc__.startswith("See the class")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import processes
@@ -112,35 +110,6 @@ def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
     continued = run("train_paddle", "--steps", 8, "--load", tmp_path)
     # Steps 0 and 5 are of the first part, and step 7 is the last one of the second.
     assert begun.splitlines() + continued.splitlines() == whole.splitlines()
-
-
-@pytest.mark.parametrize(
-    "script", ["finetune_lora", "finetune_transformers", "train_ddp", "train_paddle"]
-)
-def test_options_are_explained(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needed = {
-        "train_paddle": "paddle",
-        "finetune_transformers": "transformers",
-        "finetune_lora": "peft",
-    }
-    framework = needed.get(script, "torch")
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"needs {framework}")
-    if framework == "paddle":  # which this process does not run on
-        text = run(script, "--help")
-    else:
-        monkeypatch.setattr(sys, "argv", [script, "--help"])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
-        text = capsys.readouterr().out
-        assert ended.value.code == 0
-    source = (EXAMPLES / f"{script}.py").read_text(encoding="utf-8")
-    named = set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
-    assert len(named) >= 3 and named <= set(re.findall(r"--[\w-]+", text))
-    (purpose,) = re.findall(r'^"""(.+?)\n\n', source, flags=re.DOTALL)
-    assert " ".join(purpose.split()) in " ".join(text.split())
 
 
 def test_every_example_is_linked_from_a_page() -> None:

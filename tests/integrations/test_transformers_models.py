@@ -188,13 +188,3 @@ def test_the_check_warns_where_nothing_was_registered(theirs, caplog, monkeypatc
 def test_a_model_without_experts_is_refused():
     with pytest.raises(LayoutError, match="Linear has no experts"):
         check_model(torch.nn.Linear(2, 2))
-
-
-def test_registration_may_be_repeated_and_reaches_every_reader():
-    register()
-    assert {"sonicmoe", "sonicmoe_fp8"} <= set(hf_moe.ALL_EXPERTS_FUNCTIONS)
-    for function in (
-        hf_moe.ALL_EXPERTS_FUNCTIONS["sonicmoe"],
-        hf_moe.ExpertsInterface()["sonicmoe_fp8"],
-    ):
-        assert function.__module__ == "sonicmoe.integrations.transformers"
