@@ -128,13 +128,10 @@ class TestNodeConfig:
         assert config.node_config().fp8_mode == "perf"
         assert config.node_config(fp8=False).fp8_mode == "off"
 
-    def test_the_mode_that_frees_memory_stays(self):
-        with SonicMoEConfig(fp8_mode="mem").activate():
-            assert FP8Config().node_config(fp8=True).fp8_mode == "mem"
-
-    def test_other_fields_of_the_configuration_in_force_stay(self):
-        with SonicMoEConfig(recipe="1x128", engine="reference").activate():
+    def test_the_mode_that_frees_memory_and_other_fields_in_force_stay(self):
+        with SonicMoEConfig(fp8_mode="mem", recipe="1x128", engine="reference").activate():
             made = FP8Config().node_config(fp8=True)
+        assert made.fp8_mode == "mem"
         assert made.recipe == "1x128" and made.engine is EngineName.REFERENCE
         assert FP8Config().node_config(fp8=True).recipe is None
 
