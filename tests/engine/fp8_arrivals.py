@@ -90,10 +90,3 @@ def poisoned(x, problem):
     codes[idle], scale[idle] = 0x7F, np.nan
     codes = tensor(codes).to(torch.uint8).view(torch.float8_e4m3fn)
     return tokens_of(codes, tensor(scale, torch.float32))
-
-
-def assert_all_apart(ways, least):
-    """No two of these arrays are nearer to each other than a share of their largest value."""
-    largest = max(np.abs(way).max() for way in ways)
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(ways[one] - ways[other]).max() > least * largest

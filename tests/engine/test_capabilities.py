@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from public_models import EXPERT_SIZES
-from worlds import ROOT, environment
+from worlds import ROOT
 
 from sonicmoe.architectures import DEFAULT_ARCH
 from sonicmoe.engine import capabilities
@@ -124,22 +121,13 @@ def record_arch(record: EngineRecord) -> str:
     return record.architectures[0].name if record.architectures else DEFAULT_ARCH
 
 
-SERVED = {
-    HOPPER: "sm_90a (Hopper, compute capability 9.0)",
-    MXFP8: "sm_100a (Blackwell, compute capability 10.0), "
-    "sm_103a (Blackwell Ultra, compute capability 10.3)",
-    BF16: "sm_90a (Hopper, compute capability 9.0), sm_100a (Blackwell, compute capability 10.0), "
-    "sm_103a (Blackwell Ultra, compute capability 10.3), sm_120a (Blackwell RTX, compute capability "
-    "12.0), sm_121a (Blackwell GB10, compute capability 12.1)",
-}
-
-
-@pytest.mark.parametrize("record", SERVED, ids=lambda record: record.name.value)
+@pytest.mark.parametrize("record", [HOPPER, MXFP8, BF16], ids=lambda record: record.name.value)
 @pytest.mark.parametrize(
     "arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_121a", "sm_110a"]
 )
 def test_other_architectures(record, arch):
-    wanted = f"the architecture is {arch}, and its kernels are for {SERVED[record]}"
+    own = ", ".join(map(str, record.architectures))
+    wanted = f"the architecture is {arch}, and its kernels are for {own}"
     served = arch in {known.name for known in record.architectures}
     assert problem(record, None, arch) == (None if served else wanted)
     assert problem(record, None, HOST).startswith("no GPU: tensors are on the host")
@@ -307,11 +295,6 @@ def test_the_table_of_the_engines_is_that_of_the_records():
     assert f"{wanted}\n\n" in page, f"docs/engines.md needs this table:\n{wanted}"
 
 
-def test_every_engine_has_a_record():
-    assert set(RECORDS) == set(EngineName) - {EngineName.AUTO}
-    assert all(record.name is name for name, record in RECORDS.items())
-
-
 def test_no_default_names_an_architecture():
     """`DEFAULT_ARCH` is the one place."""
     named = [
@@ -321,15 +304,3 @@ def test_no_default_names_an_architecture():
         if re.search(r'= "sm_\d+a?"', line)
     ]
     assert named == []
-
-
-def test_records_are_read_without_a_framework_or_a_compiler():
-    program = (
-        "import sys, sonicmoe.engine.capabilities, sonicmoe.engine.compile_plan\n"
-        "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(), cwd=Path(ROOT), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == "[]"

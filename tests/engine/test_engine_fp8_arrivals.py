@@ -14,7 +14,6 @@ from engine.fp8_arrivals import (
     ISO128,
     WGRADS,
     arrived_by_hand,
-    assert_all_apart,
     gaussian_problem,
     odd_multiples,
     poisoned,
@@ -30,7 +29,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.reference import quantize
 from sonicmoe.quant.tokens import tokens_of
 
 # The weight gradient that reads this side's values, and the operands of its product.
@@ -78,18 +77,6 @@ def test_equals_the_recipe_by_hand(coarse, fp8_wgrad, sides):
     sent = {side: odd_multiples(getattr(coarse, side)) for side in sides}
     expected = arrived_by_hand(coarse, settings, **sent)
     assert_equal_to_rounding(run(coarse, settings, **sent), expected)
-
-
-@SIDES
-def test_a_second_rounding_and_a_fold_would_be_noticed(coarse, side):
-    """The test above tells the three ways of making wgrad's operands apart."""
-    sent = odd_multiples(getattr(coarse, side))
-    seen, scale = coarse.but(**{side: numpy(dequantize(sent))}), numpy(sent.scale_inv).max(1)
-    ways = [
-        by_hand(seen, EXACT, torch.bfloat16, [side, *more], True, **{f"{side}_scale": fold})
-        for more, fold in (([], None), ([f"wgrad_{side}"], None), ([], scale))
-    ]
-    assert_all_apart([getattr(way, GRADIENT[side]) for way in ways], 1e-3)
 
 
 @SIDES
@@ -203,21 +190,6 @@ def test_equals_the_recipe_by_hand_on_tokens_that_arrive_in_fp8(spread, sides):
     sent = {side: odd_multiples(getattr(spread, side)) for side in sides}
     expected = arrived_by_hand(spread, FOLDS, exact=False, **sent)
     assert_equal_to_rounding(run(spread, FOLDS, **sent), expected)
-
-
-def test_a_fold_and_a_second_rounding_would_be_noticed(spread):
-    """The tests above tell folding from not folding, and codes that were rounded once more from
-    those that were not.
-    """
-    x = odd_multiples(spread.x)
-    seen, scale = spread.but(x=numpy(dequantize(x))), numpy(x.scale_inv).max(1)
-    square = FOLDS.recipe.wgrad_dz
-    unfolded = replace(FOLDS.recipe, folds_wgrad=False, wgrad_x=square, wgrad_dout=square)
-    ways = [
-        by_hand(seen, replace(FOLDS, recipe=recipe), torch.bfloat16, ["x"], x_scale=rows).dw1
-        for recipe, rows in ((FOLDS.recipe, scale), (unfolded, None), (unfolded, scale))
-    ]
-    assert_all_apart(ways, 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,6 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.interop import data_ptr
 from sonicmoe.quant import gpu
-from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weight_source import WeightSource
 
@@ -68,12 +67,6 @@ class TestPreparedWeights:
         assert same(ours.w1, theirs.w1) and same(ours.w2, theirs.w2)
         assert ours.w1_dgrad.shape == theirs.w1.shape and ours.w1_dgrad.codes.shape == (2, 144, 128)
         assert (ours.num_experts, ours.hidden_size, ours.intermediate_size) == (2, 144, 64)
-
-    def test_the_store_is_kept(self):
-        given = source()
-        first = ENGINE.refresh(given, FP8)
-        assert isinstance(first.store, QuantizedWeights)
-        assert ENGINE.refresh(given, FP8, first, written=False).store is first.store
 
     def test_weights_that_changed_are_quantised_again(self):
         first = ENGINE.refresh(source(), FP8)

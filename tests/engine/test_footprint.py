@@ -123,14 +123,6 @@ class TestTargets:
     def problems(self, targets):
         return targets.problem(2 * I, H, I, "cpu"), targets.copy_engine_problem()
 
-    def test_moved_memory_is_looked_at(self):
-        ups, downs = self.make()
-        last = self.targets(ups, downs).recognise(None)
-        downs[1] = zeros(I, H, dtype=torch.bfloat16)
-        targets = self.targets(ups, downs)
-        assert targets.recognise(last) is not last
-        assert "is bfloat16; needed: float32" in self.problems(targets)[0]
-
     def test_another_layout_is_another_arrangement(self):
         ups, downs = [zeros(H, H) for _ in range(E)], [zeros(H, H) for _ in range(E)]
         last = self.targets(ups, downs).recognise(None)

@@ -105,60 +105,6 @@ def test_routing_of_one_memory_is_that_of_five_tensors(artefacts, native, tokens
         native.routing_in(memory[1:], tokens, five.topk, five.num_experts, five.num_rows)
 
 
-@pytest.fixture
-def wgrad(native):
-    """Both weight gradients with what a test says in place of the usual arguments; launches nothing."""
-    case, launched = Case(), []
-    sums = case.accumulators()
-    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
-    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
-    usual = {
-        "weights": None, "routing": handle, "stream": 0, "multiprocessors": 0, "shares_gpu": 0, "inner": I,
-        **hopper_passes.token_arguments("x", case.x), **hopper_passes.token_arguments("dout", case.dout),
-        "dz": torch.empty(bytes_of.operands, dtype=torch.uint8), "y1s": None,
-        "scratch": torch.empty(bytes_of.wgrad, dtype=torch.uint8), "dw1": sums.dw1, "into_dw1": None,
-        "dw2": sums.dw2, "into_dw2": None, "row_scales": None,
-    }  # fmt: skip
-    yield lambda **given: passes.wgrad(**usual | given)
-    assert not launched
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            {"row_scales": torch.zeros(Case().routing.num_rows, 2)},
-            "with row_scales: x_codes and x_scale",
-        ),
-        ({"dw1": None}, "either dw1 or into_dw1"),
-        ({"into_dw1": "somewhere"}, "either dw1 or into_dw1"),
-    ],
-    ids=["row scales without codes", "no place", "two places"],
-)
-def test_arguments_of_wgrad_that_do_not_belong_together(wgrad, given, words):
-    with pytest.raises(ValueError, match=f"wgrad: needed:? {words}"):
-        wgrad(**given)
-
-
-def test_quantised_tokens_and_values_exclude_each_other(native):
-    case = Case()
-    passes = hopper_passes.Passes(native, NAMES, KERNELS)
-    weights = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
-    prepared = hopper_passes.prepared_handle(passes, weights, FP8)
-    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
-    q = case.quantised().x
-    given = {"x": case.x, "x_codes": q.bytes, "x_scale": q.scale_inv}
-    for names in ((), ("x", "x_codes"), ("x", "x_scale"), ("x_codes",), ("x_scale",), tuple(given)):
-        arguments = {name: given[name] if name in names else None for name in given}
-        with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
-            passes.forward(
-                weights=prepared.handle, routing=handle, stream=0, multiprocessors=0, activation=0, first=0.0,
-                second=0.0, up_scale=0.0, down_scale=0.0, up_u=None, down_u=None,
-                z=None, z_scale=None, z_rows=None, out=None,
-                scratch=torch.empty(bytes_of.forward_to_z, dtype=torch.uint8), **arguments,
-            )  # fmt: skip
-
-
 def test_destinations_are_made_once_and_anew_where_memory_moved(use):
     made = []
 
@@ -357,27 +303,6 @@ def test_every_gemm_is_told_how_many_multiprocessors_it_may_take(use, frees_stag
     free = Case().run(OURS, settings)
     assert told == {(name, 0): count for name, count in once.items()}
     assert_same_bits(capped, free)
-
-
-def test_a_scratch_that_is_too_small_is_refused(native):
-    """Nothing is launched into memory that is not there."""
-    case = Case()
-    weights, launched = OURS.prepare_weights(case.w1, case.w2, None, None, FP8), []
-    passes = hopper_passes.Passes(native, NAMES, {name: launched.append for name in KERNELS})
-    prepared = hopper_passes.prepared_handle(passes, weights, FP8)
-    handle, bytes_of, *_ = passes.routed(case.routing, H, I)
-    arguments = {
-        "weights": prepared.handle, "routing": handle, "stream": 0, "multiprocessors": 0,
-        "activation": 0, "first": 0.0, "second": 0.0, "up_scale": 0.0, "down_scale": 0.0,
-        "up_u": None, "down_u": None,
-        **hopper_passes.token_arguments("x", case.x),
-        "z": None, "z_scale": None, "z_rows": None, "out": None,
-    }  # fmt: skip
-    needed = bytes_of.forward_to_z
-    small = torch.empty(needed - 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes; needed: {needed}"):
-        passes.forward(**arguments, scratch=small)
-    assert not launched
 
 
 def test_temporaries_of_a_pass_do_not_overlap(native):

@@ -12,7 +12,6 @@ from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.targets import ParameterTargets, native_buffer
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError
-from sonicmoe.interop import data_ptr
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
 
@@ -220,11 +219,6 @@ class TestReference:
         for name in ("dw1", "dw2"):
             assert (seen["native"][name] == seen["parameters"][name]).all()
             assert (numpy(targets.sums(name)) == 2 * seen["native"][name]).all()
-
-    def test_bytes_and_anchor(self):
-        targets = per_expert([None, *fitting()[0][1:]], fitting()[1])
-        assert targets.nbytes == 4 * (2 * H * 2 * I + 3 * I * H)
-        assert data_ptr(targets.anchor) == data_ptr(targets.up.tensors[1])
 
 
 def test_an_engine_of_accumulators_refuses_parameters():

@@ -300,11 +300,6 @@ class TestChoice:
     def ready(requested=EngineName.AUTO, settings=WORKLOAD.settings):
         return select.ready_engine("cuda:0", requested, replace(WORKLOAD, settings=settings))
 
-    def test_an_engine_that_passes_runs(self):
-        choice = self.ready()
-        assert choice.engine.name == "bf16" and not choice.falls_back
-        assert self.ready().engine.name == "bf16" and len(self.trials.made) == 1
-
     @pytest.mark.parametrize("recipe", [None, RECIPES["dx256"]], ids=["bf16", "fp8"])
     def test_the_next_one_is_taken_by_name_and_said_once(self, recipe, caplog):
         self.trials.verdicts[EngineName.BF16] = BROKEN

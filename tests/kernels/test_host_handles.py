@@ -258,11 +258,14 @@ def test_handles_of_different_layers_contradict_each_other(passes, head):
         ("dgated", "z", None, "dgated: needed: z and z_scale, or z_rows"),
         ("dgated", "dout_scratch", None, "dz_scratch has .* bytes; needed: "),
         ("dgated", "y1s", None, "dz has .* bytes; needed: "),
-        ("forward", "x", None, "needed: either x, or x_codes"),
+        ("forward", "scratch", codes(100), "scratch has 100 bytes; needed: "),
         ("dgated", "dz", None, "either dz and y1s, or dz_rows and y1s_rows"),
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),
         ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
         ("wgrad", "dw2", scales(E, I, H), r"dw2 is float32 \[5, 448, 272\]; needed: float32 \[E, H, I\]"),
+        ("wgrad", "row_scales", scales(R, 2), "wgrad: needed:? with row_scales: x_codes and x_scale"),
+        ("wgrad", "dw1", None, "wgrad: needed:? either dw1 or into_dw1"),
+        ("wgrad", "into_dw1", "somewhere", "wgrad: needed:? either dw1 or into_dw1"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )  # fmt: skip
@@ -271,6 +274,16 @@ def test_a_tensor_that_does_not_fit_is_named(passes, head, launches, name, field
     with pytest.raises(ValueError, match=words):
         pass_of(passes, name)(**given)
     assert not launches.count
+
+
+@pytest.mark.parametrize(
+    "names", ["", "x x_codes", "x x_scale", "x_codes", "x_scale", "x x_codes x_scale"]
+)
+def test_quantised_tokens_and_values_exclude_each_other(passes, head, names):
+    given = {"x": tokens(T, H), "x_codes": codes(T, H), "x_scale": scales(T, blocks(H))}
+    chosen = {name: given[name] if name in names.split() else None for name in given}
+    with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
+        passes.forward(**fields_of(passes, head, "forward") | chosen)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2_dgrad"])
