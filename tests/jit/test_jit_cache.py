@@ -6,8 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from racer import load, make_key
 
 from sonicmoe.jit import CompileCache
@@ -85,20 +83,6 @@ def test_damage_is_a_miss_then_quarantined_and_rebuilt(damage, cache, key, compi
     assert field.builds() == {1: 2}
     assert len(quarantined(field)) == 1
     assert "damaged artefact of fake[H=1" in caplog.text
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(content=st.one_of(st.binary(max_size=200), st.recursive(
-    st.none() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["key", "files", "size", "x"]), inner),
-    max_leaves=8,
-).map(lambda value: json.dumps(value).encode())))  # fmt: skip
-def test_try_load_never_raises(cache, key, compiler, content):
-    path = cache.build(key, compiler(key)).path
-    (path / "manifest.json").write_bytes(content)
-    assert cache.try_load(key) is None
 
 
 def test_try_load_survives_odd_directories(tmp_path, key):

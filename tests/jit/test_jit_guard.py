@@ -17,12 +17,6 @@ def test_compile_raises_and_names_kernel_and_key(cache, key, compiler, field):
     assert not field.log.exists()
 
 
-def test_cached_kernels_load(cache, key, compiler):
-    cache.build(key, compiler(key))
-    with no_compile():
-        assert cache.get(key, compiler(key), load) == 4096
-
-
 def test_other_threads_are_covered(cache, key, compiler):
     errors = []
 

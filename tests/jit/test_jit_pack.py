@@ -88,8 +88,6 @@ def test_what_cannot_be_written_leaves_nothing(cache, field, monkeypatch):
         write_pack(path, [artefact], SPEC, "fp8")
     assert path.read_text() == "an older pack"
     assert not list(field.folder.glob(".kernels*"))
-    with pytest.raises(PackError, match="nothing to pack"):
-        write_pack(path, [], SPEC, "fp8")
 
 
 def test_every_byte_counts(packed, elsewhere):
@@ -249,11 +247,6 @@ def test_versions_that_differ(pack, name, version, words, monkeypatch):
     monkeypatch.setattr(pack_module, "versions_here", lambda: here)
     reason = refusal(replace(pack, versions=here | {name: version}))
     assert reason is None if words is None else str(reason).startswith(words)
-
-
-def test_another_architecture(pack):
-    assert refusal(pack, "sm_90a") is None
-    assert refusal(pack, "sm_100a") == "its kernels are for sm_90a, and sm_100a is needed"
 
 
 def command(*arguments):

@@ -60,20 +60,6 @@ def test_own_directory_that_others_can_write_is_not_used(field, planted, below, 
     assert CompileCache(field.root, field.local).try_load(planted) is None
 
 
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777], ids=oct)
-def test_own_directory_below_one_that_others_can_write_is_not_used(field, compiler, key, mode):
-    above = field.folder / "above"
-    local = above / "between" / "local"
-    local.mkdir(parents=True)
-    CompileCache(local, field.root).build(key, compiler(key))
-    reader = CompileCache(field.root, local)
-    assert reader.try_load(key) is not None
-    above.chmod(mode)
-    assert reader.try_load(key) is None
-    above.chmod(0o1777)  # as /tmp: nobody can replace what somebody else made
-    assert reader.try_load(key) is not None
-
-
 def test_refused_directory_gives_its_reason(field, key, compiler):
     field.root.write_text("not a directory")
     field.local.mkdir(mode=0o700)

@@ -333,33 +333,12 @@ def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:
         module.gradient_format("float64", False)
 
 
-class TestWarmUp:
-    ALWAYS = {source.name for source in cuda_sources("sm_90a")} | {"flush"}
-    FP8 = {source.name for source in (quantize_source("sm_90a"), *gemm_sources("sm_90a"))}  # noqa: RUF012
+def test_a_warm_up_plans_the_kernels_of_a_recipe_only_where_it_is_asked_for() -> None:
+    def steady(recipe: str) -> list[bool]:
+        config = current_config(SonicMoEConfig(fp8_mode="perf", recipe=recipe))
+        jobs = plan(ModelSpec(8, 3072, 1536), config)
+        gemms = ("fp8_grouped_gemm", "fp8_dgated")
+        return ["STEADY_SCALES" in dict(job.defines) for job in jobs if job.name in gemms]
 
-    def jobs(self, dtype: str = "bfloat16", **options) -> tuple:
-        return plan(
-            ModelSpec(8, 3072, 1536, dtype=dtype), current_config(SonicMoEConfig(**options))
-        )
-
-    def names(self, *dtype: str, **options) -> set[str]:
-        return {job.name for job in self.jobs(*dtype, **options)}
-
-    def test_plans_every_source(self) -> None:
-        """Without FP8 weight gradients their operands come with the engine's other kernels, where its
-        compilers are there.
-        """
-        fp8 = self.ALWAYS | self.FP8
-        assert fp8 | {"wgrad_operands"} <= self.names(fp8_mode="perf")
-        assert fp8 <= self.names("float32", fp8_mode="perf"), "fp32 master weights, bf16 tokens"
-        assert "flush" in self.names(fp8_mode="perf", fp8_wgrad=False)
-        assert self.names() >= self.ALWAYS and not self.FP8 & self.names()
-
-    def test_plans_the_kernels_of_a_recipe_only_where_it_is_asked_for(self) -> None:
-        def steady(recipe: str) -> list[bool]:
-            gemms = ("fp8_grouped_gemm", "fp8_dgated")
-            jobs = [job for job in self.jobs(fp8_mode="perf", recipe=recipe) if job.name in gemms]
-            return ["STEADY_SCALES" in dict(job.defines) for job in jobs]
-
-        # The GEMM that adds a bias is one more.
-        assert steady("row128-dx256") == [True] * 3 and steady("dx256") == [False] * 3
+    # The GEMM that adds a bias is one more.
+    assert steady("row128-dx256") == [True] * 3 and steady("dx256") == [False] * 3

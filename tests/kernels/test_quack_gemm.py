@@ -28,16 +28,12 @@ from kernels.ptx_report import Traffic
 from kernels.ptxas_report import parse_ptxas, require_no_spills, resource_usage
 from worlds import ROOT, environment
 
-from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
-from sonicmoe.jit import no_compile
 from sonicmoe.jit.cute_kernel import CuteKernel
-from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.quack_gemm import (
-    GroupedGemms,
     all_kernels,
     candidates,
     choose_config,
@@ -198,14 +194,3 @@ def test_a_cap_on_multiprocessors_leaves_the_tiles_to_the_blocks(arch):
     assert not any(dict(kernel.statics)["clc"] for kernel in all_kernels(capped))
     on_hopper = [all_kernels(shape_for("sm_90a", "sm120", capped=cap)) for cap in (False, True)]
     assert on_hopper[0] == on_hopper[1]
-
-
-@needs_quack
-def test_a_compile_is_refused_where_it_is_forbidden(tmp_path):
-    gemms = GroupedGemms(SHAPE, 132)
-    with (
-        SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local").activate(),
-        no_compile(),
-        pytest.raises(CompileForbiddenError, match=r"bf16_down\[.*dtype=bfloat16"),
-    ):
-        gemms.down(None, None, None, None, None)
