@@ -174,17 +174,3 @@ def test_any_argument_gives_a_result_or_one_line(name, place, request):
             lines = [line for line in result.stderr.splitlines() if line.strip()]
             assert len(lines) == 1, (shown, result.stderr)
         assert "Traceback" not in result.output, shown
-
-
-@pytest.mark.parametrize("arguments", [
-    ["doctor", "--no-such-option"], ["doctor", "--framework", "jax"], ["warmup"], ["warmup", "--E", "none"], ["bench", "--T"],
-    ["bisect"], ["bisect", ""],
-    ["train", "--data", "/proc/kmsg"], ["bench", "--fit", "/proc/self/status"],
-    ["verify", "a:b", "--hidden", "9" * 30], ["train", "--steps"], ["train", "--precision", "fp4"], ["no-such-command"],
-    ["--no-such-option"],
-])  # fmt: skip
-def test_an_error_of_usage_is_one_line(arguments):
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: ") and result.stdout == ""

@@ -8,7 +8,6 @@ import click
 import numerics_report
 import pytest
 
-from sonicmoe.bench.shapes import SHAPES
 from sonicmoe.cli.bench import bench, chosen_shapes
 from sonicmoe.cli.main import COMMANDS, main
 from sonicmoe.config import SonicMoEConfig, current_config
@@ -171,8 +170,3 @@ def test_links_and_files_exist(guide):
     named = re.findall(r"`((?:tools|tests|sonicmoe|docs|examples)/[\w/.]+\.\w+)", text)
     for path in set(named) - steps:
         assert (ROOT / path).exists(), path
-
-
-def test_named_shapes_exist():
-    for text in TEXTS.values():
-        assert set(re.findall(r"--shape ([a-z][\w-]*)", text)) <= set(SHAPES)

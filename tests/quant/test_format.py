@@ -9,8 +9,8 @@ import pytest
 from framework import numpy, tensor, torch
 
 from sonicmoe.errors import DTypeError, ShapeError
-from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation, scale_shape
-from sonicmoe.quant.recipes import BlockShape, iso
+from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.recipes import BlockShape
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
 ROW_128 = BlockShape(1, 128)
@@ -20,29 +20,6 @@ def example(shape=(2, 130, 200), block=ROW_128, code=Code.E4M3):
     return quantize(
         tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)), block, code
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "block", "wanted"),
-    [
-        ((256, 512), BlockShape(1, 128), (256, 4)),
-        ((256, 512), BlockShape(128, 1), (2, 512)),
-        ((130, 259), iso(128), (2, 3)),
-        ((3, 5, 1, 1), iso(512), (3, 5, 1, 1)),
-        ((0, 128), iso(128), (0, 1)),
-    ],
-)
-def test_partial_blocks_count(shape, block, wanted):
-    assert scale_shape(shape, block) == wanted
-
-
-def test_shape_is_logical_in_both_orientations():
-    q = example()
-    flipped = transpose_storage(q)
-    assert q.shape == flipped.shape == (2, 130, 200)
-    assert tuple(flipped.codes.shape) == (2, 200, 130)
-    assert tuple(flipped.scale_inv.shape) == (2, 2, 130)
-    assert (q.orientation, flipped.orientation) == (Orientation.ROWS, Orientation.COLUMNS)
 
 
 @pytest.mark.parametrize("orientation", list(Orientation))

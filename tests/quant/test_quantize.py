@@ -219,18 +219,6 @@ def test_transposing_storage_moves_bytes_only(block, code, scale_format):
 
 
 @both
-@scale_formats
-@pytest.mark.parametrize("size", [128, 256, 512])
-def test_isotropic_blocks_commute_with_transposition(size, code, scale_format):
-    x = wide_range((200, 530), seed=6)
-    q = quantize(tensor(x), iso(size), code, scale_format)
-    of_transposed = quantize(tensor(np.ascontiguousarray(x.T)), iso(size), code, scale_format)
-    np.testing.assert_array_equal(code_bits(of_transposed), code_bits(q).T)
-    np.testing.assert_array_equal(as_fp32(of_transposed.scale_inv), as_fp32(q.scale_inv).T)
-    np.testing.assert_array_equal(code_bits(of_transposed), code_bits(transpose_storage(q)))
-
-
-@both
 @pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 7, 128), (3, 0, 128)])
 def test_empty_tensors_quantize_to_empty_ones(shape, code):
     q = quantize(tensor(np.zeros(shape, np.float32)), iso(128), code)
@@ -299,15 +287,6 @@ def test_an_infinite_block_takes_its_finite_neighbours_no_scale_away():
     assert found[0, 1] == np.inf and found[0, 0] == np.float32(1 / 448)
     found = scales_of([1.0, math.nan, 0.5])
     np.testing.assert_array_equal(found, np.full((1, 3), np.float32(1 / 448)))
-
-
-def test_rows_do_not_know_each_other():
-    values = wide_range((6, 512))
-    apart = [
-        as_fp32(quantize(tensor(row[None]), rows(128).along(Line.ROW)).scale_inv) for row in values
-    ]
-    together = as_fp32(quantize(tensor(values), rows(128).along(Line.ROW)).scale_inv)
-    np.testing.assert_array_equal(together, np.concatenate(apart))
 
 
 def test_steady_scales_are_transposed_with_the_matrix():

@@ -26,12 +26,10 @@ def blocks_of(recipe, *names):
     return {getattr(recipe, name) for name in names}
 
 
-def test_blocks_print_transpose_and_compare():
-    assert (str(rows(128)), str(columns(128)), str(iso(128))) == ("1x128", "128x1", "128x128")
+def test_blocks_transpose_and_compare():
     assert rows(128).transposed == columns(128)
     assert iso(256).isotropic and not rows(128).isotropic
     steady = iso(128).along(Line.ROW)
-    assert (str(steady), str(steady.transposed)) == ("128x128/row", "128x128/column")
     assert not steady.isotropic and steady.transposed.transposed == steady
     assert rows(128).along(Line.ROW).transposed == columns(128).along(Line.COLUMN)
     assert iso(128).extent == iso(128)
