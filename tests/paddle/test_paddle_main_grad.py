@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from ernie import (
     PRECISE_BOUND,
@@ -12,6 +13,7 @@ from ernie import (
     make_batch,
     make_experts,
     make_node,
+    paddle,
     run,
     weights_of,
 )
@@ -24,6 +26,53 @@ FLUSHES = ("auto", "step")
 @pytest.fixture
 def experts():
     return make_experts()
+
+
+class FusedBuffer:
+    """One fp32 communication buffer; every weight's `main_grad` is a shaped slice of it with guard
+    elements around.
+    """
+
+    GUARD = 7
+
+    def __init__(self, experts, fill=0.0):
+        self.weights = weights_of(experts)
+        self.starts, offset = [], self.GUARD
+        for weight in self.weights:
+            self.starts.append(offset)
+            offset += int(np.prod(weight.shape)) + self.GUARD
+        self.buffer = paddle.full([offset], 123.0, dtype="float32")
+        for weight, start in zip(self.weights, self.starts, strict=True):
+            piece = self.buffer._slice(start, start + int(np.prod(weight.shape)))
+            piece.get_tensor()._set_dims(weight.shape)
+            weight.main_grad = piece
+            weight.main_grad.fill_(fill)
+        self.bound = [weight.main_grad for weight in self.weights]
+        self.pointers = [piece.data_ptr() for piece in self.bound]
+        assert self.pointers[0] == self.buffer.data_ptr() + 4 * self.starts[0], (
+            "slices must alias the buffer"
+        )
+
+    def gradients(self):
+        """Read out of the buffer itself, as a reducer does."""
+        flat = numpy(self.buffer)
+        sizes = [int(np.prod(w.shape)) for w in self.weights]
+        return [
+            flat[s : s + n].reshape(w.shape)
+            for s, n, w in zip(self.starts, sizes, self.weights, strict=True)
+        ]
+
+    def assert_only_slices_changed(self):
+        """Same objects, addresses and shapes; guards untouched."""
+        inside = np.zeros(self.buffer.shape[0], dtype=bool)
+        for weight, start, piece, pointer in zip(
+            self.weights, self.starts, self.bound, self.pointers, strict=True
+        ):
+            inside[start : start + int(np.prod(weight.shape))] = True
+            assert weight.main_grad is piece
+            assert weight.main_grad.data_ptr() == pointer
+            assert tuple(weight.main_grad.shape) == tuple(weight.shape)
+        assert (numpy(self.buffer)[~inside] == 123.0).all()
 
 
 def test_main_grad_rebound_by_the_framework_between_micro_batches(experts):
@@ -67,7 +116,7 @@ class Hooks:
 
 @pytest.mark.parametrize(
     ("kind", "only", "outstanding"),
-    pairwise(["bound", "None", "absent"], [None, [1], []], [False, True]),
+    pairwise(["fused", "None", "absent"], [None, [1], []], [False, True]),
     ids=str,
 )
 def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only, outstanding):
@@ -75,8 +124,7 @@ def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only, out
     included, data complete at that moment.
     """
     batches = [make_batch(seed=s, only=only) for s in range(3)]
-    if kind == "bound":
-        bind_main_grads(experts)
+    fused = FusedBuffer(experts) if kind == "fused" else None
     if kind == "None":
         for weight in weights_of(experts):
             weight.main_grad = None
@@ -89,6 +137,9 @@ def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only, out
         assert_weight_gradients(hooks.seen, golden(experts, batches[:done]).dw, PRECISE_BOUND)
     node.step()
     assert hooks.calls == [3] * 6, "step() fires nothing"
+    if fused:
+        assert_weight_gradients(fused.gradients(), hooks.seen, 0.0)
+        fused.assert_only_slices_changed()
 
 
 def test_no_hook_for_frozen_experts(experts):
