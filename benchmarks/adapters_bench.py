@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""LoRA on the experts of real models: adapters of both projections on frozen weights, beside the same
-layer trained whole, and beside peft alone. One layer, forward and backward, bf16 tokens.
+"""LoRA on the experts of real models: adapters of both projections on frozen weights, beside the
+same layer trained whole, and beside peft alone. One layer, forward and backward, bf16 tokens.
 
     benchmarks/adapters_bench.py                          # one Hopper GPU: Qwen3-30B-A3B, 16,384 tokens, r = 16
     benchmarks/adapters_bench.py --only OLMoE --rank 64   # another row of experts_bench, another rank
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Folded(nn.Module):
-    """What peft's wrappers compute, in a form that the compiler takes."""
+    """The layer as peft's wrappers compute it, in a form that the compiler takes."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Folded(nn.Module):
 
 @dataclass
 class Contestant:
-    """One way to run the layer. trains: whether its weights get gradients. factors: the adapters'."""
+    """One way to run the layer. trains: its weights get gradients. factors: the adapters'."""
 
     experts: Experts
     module: Callable[..., torch.Tensor]

@@ -23,9 +23,9 @@ Where launches take the host longer than the GPU needs for the work, this is wha
 below about 1024 tokens at the reference shape. Tensors lie on the host and are taken for a GPU's;
 every stage runs, native passes included, up to the call of a kernel. The launches themselves (about
 15 per layer) and the GPU's allocator come on top. A step is eight layers forward, then one
-`backward()`; of grad, step, MoE and transformers' faces eight times forward and backward. Compare times of one
-machine only; a count of calls is the same on every machine with the same versions of Python and
-PyTorch.
+`backward()`; of grad, step, MoE and transformers' faces eight times forward and backward. Compare
+times of one machine only; a count of calls is the same on every machine with the same versions of
+Python and PyTorch.
 """
 
 from __future__ import annotations

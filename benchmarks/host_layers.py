@@ -83,8 +83,8 @@ def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:
 
 
 def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
-    """A step of Qwen3-MoE's experts module, whose weights are kept, or written before every forward;
-    gradients in `.grad`.
+    """A step of Qwen3-MoE's experts module, whose weights are kept, or written before every
+    forward; gradients in `.grad`.
     """
     from model_experts import Experts, Row
 

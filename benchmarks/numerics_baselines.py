@@ -1,4 +1,4 @@
-"""What `numerics_report.py` measures recipes against, and behind which dispatch. Imports no framework."""
+"""Yardsticks of `numerics_report.py`: recipes, and forms of dispatch. Imports no framework."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sonicmoe.quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
 
 
 class Dispatch(Enum):
-    """How rows reach the experts' rank: in bf16, or quantised by their sender with one scale per row
-    and 128 columns; tokens alone, or gradients of the output too (`BOTH`).
+    """How rows reach the experts' rank: in bf16, or quantised by their sender with one scale per
+    row and 128 columns; tokens alone, or gradients of the output too (`BOTH`).
     """
 
     BF16 = "bf16"

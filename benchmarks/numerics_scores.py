@@ -56,8 +56,8 @@ class Score:
     """One tensor: all of it, and the share of every expert that has tokens.
 
     row_p99: 99 % of the rows have at most this relative error, each row against its own norm (out,
-    dx: tokens; dw: weight rows; db: experts); it sees small rows that a norm over all rows hides. For
-    ds, whose rows are single numbers, NaN.
+    dx: tokens; dw: weight rows; db: experts); it sees small rows that a norm over all rows hides.
+    For ds, whose rows are single numbers, NaN.
     """
 
     tensor: str

@@ -84,7 +84,7 @@ class Figures(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """One layer's, in bf16: native `w1 [E, 2I, H]` and `w2 [E, H, I]`, `b1 [E, 2I]`, `b2 [E, H]`."""
+    """Of one layer, bf16, native: `w1 [E, 2I, H]`, `w2 [E, H, I]`, `b1 [E, 2I]`, `b2 [E, H]`."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -93,7 +93,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> Weights:
-        """Normal, of variance 1 / fan_in; biases of variance 1, the size of what they are added to."""
+        """Normal, of variance 1 / fan_in; biases of variance 1, as the products have."""
         experts, hidden, inner = shape.experts, shape.hidden, shape.intermediate
         sizes = ((2 * inner, hidden), (hidden, inner), (2 * inner,), (hidden,))
         made = []

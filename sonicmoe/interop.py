@@ -324,8 +324,8 @@ def count_write(tensor: Any) -> None:
 
 
 def free(tensor: Any) -> None:
-    """Give the memory of one of PyTorch's tensors back, whoever holds the tensor, and count a write. A
-    part of a larger buffer stays.
+    """Give the memory of one of PyTorch's tensors back, whoever holds the tensor, and count a
+    write. A part of a larger buffer stays.
     """
     memory = tensor.untyped_storage()
     if memory.nbytes() == tensor.nbytes:
@@ -342,9 +342,9 @@ def owns_storage(tensor: Any) -> bool:
 
 
 def aligned(tensor: Any, detached: bool = True) -> Any:
-    """Contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied only if it is
-    not. detached: it does not want a gradient either, which PyTorch's tensors may on their way to a
-    kernel.
+    """Contiguous and on a 16-byte address, as kernels read it 16 bytes at a time; copied only if it
+    is not. detached: it does not want a gradient either, which PyTorch's tensors may on their way
+    to a kernel.
     """
     if ((detached or IS_PADDLE) and requires_grad(tensor)) or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()

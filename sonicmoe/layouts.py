@@ -92,8 +92,8 @@ class WeightLayout:
         return interleave_gate_up(b1.unsqueeze(-1)).squeeze(-1) if self.split_half else b1
 
     def ordered_b1(self, b1: Tensor, split_half: bool) -> Tensor:
-        """`b1`, or its gradient, whose gates and up values lie in halves where `split_half` says so,
-        else in turns, in this order.
+        """`b1`, or its gradient, whose gates and up values lie in halves where `split_half` says
+        so, else in turns, in this order.
         """
         if split_half == self.split_half:
             return b1

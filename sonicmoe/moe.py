@@ -159,8 +159,8 @@ class MoE(nn.Module):
             prequant_fp8_weights: as upstream's scripts say it, with `sonicmoe_fp8`; decides
                 nothing, because FP8 copies of the weights always serve until the weights change.
             use_fp8: True or False overrides the configuration's FP8 mode; None follows it.
-            adapters: low-rank pairs beside `c_fc.weight` and `c_proj.weight`, which may be frozen. Those of
-                peft, with these two as its `target_parameters`, need no argument.
+            adapters: low-rank pairs beside `c_fc.weight` and `c_proj.weight`, which may be frozen.
+                Those of peft, with these two as its `target_parameters`, need no argument.
 
         Returns:
             `(output [..., H], aux_loss scalar)`; aux_loss is None with `is_inference_mode`.
@@ -174,8 +174,9 @@ class MoE(nn.Module):
             LayoutError, DeviceError: it is sparse, nested, or on another device than the weights.
             LayoutError: `c_fc` or `c_proj` has become another adapter of peft than of its weight.
             DTypeError: tokens and router differ in dtype outside autocast.
-            ConfigError: there are adapters of peft and an argument; `use_fp8` is none of True, False and None, or contradicts the backend;
-                `is_inference_mode` is no bool; `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
+            ConfigError: there are adapters of peft and an argument; `use_fp8` is none of True,
+                False and None, or contradicts the backend; `is_inference_mode` is no bool;
+                `prequant_fp8_weights` is no bool, or True without `sonicmoe_fp8`.
         """
         need_values("hidden_states", hidden_states)
         shape = hidden_states.shape
@@ -264,8 +265,8 @@ class MoE(nn.Module):
         dump(self, path)
 
     def _adapters_of_peft(self, given: Adapters | None) -> Adapters | None:
-        """Of peft's layers around the experts: their forward, which adds the adapter, is not called, and
-        the weight that they show is that of the base layer.
+        """Of peft's layers around the experts: their forward, which adds the adapter, is not
+        called, and the weight that they show is that of the base layer.
         """
         pairs = []
         for name in ("c_fc", "c_proj"):

@@ -1,4 +1,4 @@
-"""The weights of a layer where they lie: E matrices of each projection, which engines read there."""
+"""The weights of a layer where they lie: E matrices of each projection, for engines to read."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
 
 
 def module_of(command: str) -> str:
-    """The module of a subcommand: `sonicmoe/cli/<name>.py`; but that of training is with the model."""
+    """The module of a subcommand: `sonicmoe/cli/<name>.py`, but `train` lies with its model."""
     return "ernie_compat.train_command" if command == "train" else f"{__package__}.{command}"
 
 

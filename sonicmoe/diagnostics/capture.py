@@ -1,5 +1,5 @@
-"""Take the inputs of calls out of a running program, for `sonicmoe bisect`, and to measure recipes on
-(`benchmarks/numerics_report.py`).
+"""Take the inputs of calls out of a running program, for `sonicmoe bisect`, and to measure recipes
+on (`benchmarks/numerics_report.py`).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Finding:
 
 
 def verify(name: str, subject: Subject, check: Check | None = None) -> Finding:
-    """Run one of `CHECKS`, or another one under that name. An exception of the callable is a finding."""
+    """Run one of `CHECKS`, or another under that name. If the callable raises, it has failed."""
     try:
         return Finding(name, PASSED, (check or CHECKS[name])(subject))
     except NotRunError as reason:

@@ -1,5 +1,5 @@
-"""The products of a layer with low-rank adapters, for engines without kernels for these: what an engine
-multiplies by itself, and PyTorch's grouped GEMMs for the narrow products (`low_rank.py`).
+"""The products of a layer with low-rank adapters, for engines without kernels for these: what an
+engine multiplies by itself, and PyTorch's grouped GEMMs for the narrow products (`low_rank.py`).
 
 An adapter of the up-projection comes before the activation, and one of the down-projection before
 the activation's gradient. There both are plain operations, on z and dy1 in the dtype of the tokens.
@@ -64,7 +64,7 @@ class AdaptedProducts:
             y2 += self._added(DOWN, y1)
 
     def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
-        """With an adapter of the down-projection these are sums of whole rows, `<dout, b2>` included."""
+        """With an adapter of the down-projection: sums of whole rows, `<dout, b2>` included."""
         if self._factors[DOWN] is None:
             return self._inner.dgated(dout, z, dz, y1s)
         weights, routing = self._inner.weights, self._routing
@@ -98,8 +98,8 @@ class AdaptedProducts:
             self._of_up = v, dz
 
     def gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`, after a backward to x. grouped_mm sums in fp32 and rounds to the dtype
-        of the tokens.
+        """`PendingWgrad.adapters`, after a backward to x. grouped_mm sums in fp32 and rounds to the
+        dtype of the tokens.
         """
         found: list[Tensor | None] = [None] * 4
         of_up, of_down = self._projected.split(self._pairs.widths, 1)
@@ -122,7 +122,7 @@ class AdaptedProducts:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=self._ends)
 
     def _added(self, side: int, rows: Tensor, keep: bool = True) -> Tensor:
-        """What the pair of a side adds to the projection of `rows`; keep: its u in `projected`."""
+        """The part of a side's pair in the projection of `rows`; keep: its u in `projected`."""
         a, b = self._factors[side]
         u = self._product(rows, a.transpose(1, 2)) * self._pairs.scales[side]
         if keep:

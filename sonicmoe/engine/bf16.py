@@ -78,7 +78,7 @@ class Bf16Engine(PlainEngine):
         dtype: torch.dtype | None,
         settings: EngineSettings,
     ) -> EngineWeights:
-        """The same; on Hopper of weights that were read in place before, addresses alone are asked."""
+        """The same; on Hopper a known kind of weights is asked for addresses alone."""
         kind = kind_of(weights, layout, dtype, settings)
         found = recognised(kind, weights)
         if found is None:

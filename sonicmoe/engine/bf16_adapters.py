@@ -1,5 +1,5 @@
-"""Low-rank adapters of the BF16 GEMMs for Hopper: the narrow products before each GEMM, whose last stages
-multiply them with the other factor, and the gradients of the factors (`kernels/cuda/low_rank.cu`).
+"""Low-rank adapters in BF16 on Hopper: the narrow products before each GEMM, whose last stages
+multiply them with the other factor, and the factors' gradients (`kernels/cuda/low_rank.cu`).
 
 Legend: R padded rows in expert order; other letters as in `interface`.
 """
@@ -21,7 +21,7 @@ from .factor_operands import FactorOperands
 from .low_rank import Adapters, Narrow
 
 Tensor = torch.Tensor
-# What a GEMM gets without an adapter.
+# The operands of a GEMM without an adapter.
 NOTHING: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -76,19 +76,17 @@ class RowsOfAdapters:
         if side not in self._factors:
             return NOTHING
         factors = self._factors[side]
-        if side == "up":
-            self._dz = rows
         b = factors.transposed("b")
-        if side == "up" and self._order.split_half:
+        if side == "up":
             # Columns of dz lie as the caller's rows do.
-            b = torch.cat([b[:, :, ::2], b[:, :, 1::2]], 2)
+            self._dz, b = rows, self._order.user_b1(b)
         v = empty((self._routing.num_rows, int(b.shape[1])), b.dtype, b.device)
         self._narrow(side, rows, gathers, b, v)
         self._v[side] = v
         return v, factors.transposed("a")
 
     def keep(self, dout: Tensor, y1s: Tensor) -> None:
-        """What the gradients of the down-projection's factors are summed of."""
+        """Keep these operands for the gradients of the down-projection's factors."""
         self._of_down = dout, y1s
 
     def gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:

@@ -27,7 +27,7 @@ class Destination(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """What the GEMMs of one backward add to; None: nobody wants that gradient."""
+    """The memory that GEMMs of one backward add to; None: nobody wants that gradient."""
 
     dw1: Destination | None
     dw2: Destination | None

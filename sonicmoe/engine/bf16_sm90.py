@@ -43,8 +43,8 @@ _BYTES, _ITEMS = 16, 8
 
 class Kernels(NamedTuple):
     """The functions of the passes to the tokens, each of which is told the routing first. matrices:
-    makes of addresses, rows and columns of `ExpertMatrices` what they take, once; None where weights
-    are stacked. gate: the parameters of the activation, as `up` and `dgated` take them.
+    makes of addresses, rows and columns of `ExpertMatrices` what they take, once; None where
+    weights are stacked. gate: the parameters of the activation, as `up` and `dgated` take them.
     """
 
     up: RoutedCall
@@ -107,8 +107,8 @@ def _bind_on(arch: str) -> Bind:
 
 
 class Prepared:
-    """What launches over one kind of weights share (`EngineWeights.native`): the kernels for tokens of
-    their dtype under these settings, without adapters and with them, once somebody asked for them.
+    """The kernels that launches over one kind of weights share (`EngineWeights.native`), without
+    adapters and with them. Each set is loaded when it is first asked for.
     are_lent: the weights are the user's own memory.
     """
 
@@ -241,8 +241,8 @@ class HopperProducts(Products):
 def add_gradients(
     pending: PendingWgrad, targets: GradientTargets, biases: tuple[Tensor, Tensor] | None
 ) -> None:
-    """`backward_dw` of operands that are there. biases: `Engine.bias_gradients`, where the targets want
-    these.
+    """`backward_dw` of operands that are there. biases: `Engine.bias_gradients`, where the targets
+    want these.
     """
     # By class: these are abstract ones, of which `isinstance` asks in Python, and have no others.
     late = targets if type(targets) is FreshTargets and targets.make_down else None

@@ -100,7 +100,7 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     return aligned(weight)  # type: ignore[no-any-return]
 
 
-# Of stacked weights that were read in place before, by `kind_of`: the fields of `EngineWeights` but for
+# By `kind_of` stacked weights that were read in place: the fields of `EngineWeights` but for
 # tensors. The settings stay here, so that no others can have their id.
 _known: dict[Any, tuple[EngineSettings, dict[str, Any]]] = {}
 MOST_KNOWN = 256
@@ -137,7 +137,7 @@ def recognised(kind: tuple[Any, ...], weights: StackedWeights) -> EngineWeights 
 
 
 def remember(kind: tuple[Any, ...], settings: EngineSettings, made: EngineWeights) -> None:
-    """What was made of weights of this kind is no copy of them."""
+    """Keep the fields of weights that were read in place, for others of their kind."""
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     assert all(map(all, made.native_shapes))  # asked, so that all sizes are kept

@@ -126,8 +126,8 @@ class HopperEngine(QuantisedEngine):
             return dx, dprobs, pending
 
     def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-        """As dgated has summed them, of dz as dgrad read it; with `fp8_wgrad` off as the BF16 engine
-        does, of dz in bf16.
+        """As dgated has summed them, of dz as dgrad read it; with `fp8_wgrad` off as the BF16
+        engine does, of dz in bf16.
         """
         require_operands(pending)
         if pending.settings.fp8_wgrad:

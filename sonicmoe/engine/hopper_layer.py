@@ -84,7 +84,7 @@ class HopperLayer:
         else:
             anchor, self.dtype = x, x.dtype
         self._stream = current_stream(anchor)
-        # Folded operands of wgrad are no operands of adapters' gradients, which read rows in their place.
+        # Gradients of adapters cannot read the folded operands of wgrad, so rows are kept instead.
         if weights.adapters is not None and settings.is_steady:
             settings = _with_rows(settings)
         prepared = weights.native
@@ -246,8 +246,8 @@ class HopperLayer:
     def adapter_gradients(
         self, x: Tokens, dout: Tokens, operands: tuple[Tensor, ...], u: Narrow, v: Narrow
     ) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`. operands: scratch that holds dz, and dz and y1s of wgrad, as `dgated`
-        returned them; v and u of the same backward and its forward.
+        """`PendingWgrad.adapters`. operands: scratch that holds dz, and dz and y1s of wgrad, as
+        `dgated` returned them; v and u of the same backward and its forward.
         """
         adapters, routing = self._weights.adapters, self._routing
         assert adapters is not None

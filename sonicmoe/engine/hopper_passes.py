@@ -165,7 +165,7 @@ class Passes:
     def activation_arguments(
         self, settings: EngineSettings, adapters: Adapters | None
     ) -> list[dict[str, Any]]:
-        """Those of `forward`, and of `dgated`; and the scales of adapters, which stand beside them."""
+        """Those of `forward`, and of `dgated`, and beside them the scales of adapters."""
         own = settings.activation, settings.activation_parameters
         names = "activation", "first", "second", "up_scale", "down_scale"
         scales = (0.0, 0.0) if adapters is None else adapters.scales
@@ -196,8 +196,8 @@ class Passes:
         return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
-        """The handle of block-scaled weights and biases by their names in `EngineWeights`, and of the
-        factors of adapters; the rest are None.
+        """The handle of block-scaled weights and biases by their names in `EngineWeights`, and of
+        the factors of adapters; the rest are None.
         """
         fields: dict[str, Any] = {name: matrices.get(name) for name in ("b1", "b2", *FACTORS)}
         for name in _WEIGHTS:

@@ -178,8 +178,8 @@ class Engine(ABC):
         return True
 
     def remake(self, previous: EngineWeights) -> bool:
-        """The same after a write that the host knows of, or that may have come without a trace: make
-        `previous` anew where it lies. False: this engine needs `refresh`.
+        """The same after a write that the host knows of, or that may have come without a trace:
+        make `previous` anew where it lies. False: this engine needs `refresh`.
         """
         return False
 
@@ -223,8 +223,8 @@ class Engine(ABC):
         dtype: torch.dtype | None,
         settings: EngineSettings,
     ) -> EngineWeights:
-        """`refresh` of stacked weights for one call, after which nothing of them is kept; `dtype`: what
-        they are cast to without a recipe.
+        """`refresh` of stacked weights for one call, after which nothing of them is kept; `dtype`:
+        what they are cast to without a recipe.
         """
         source = WeightSource.stacked(*weights, layout=layout, compute_dtype=dtype)
         return self.refresh(source, settings)
@@ -264,8 +264,9 @@ class Engine(ABC):
         """
 
     def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-        """Of a backward whose weights have biases, fp32 sums over the rows of each expert, zeros where
-        it has none: db1 `[E, N1]`, whose columns lie as `pending.split_half` says, and db2 `[E, H]`.
+        """Of a backward whose weights have biases, fp32 sums over the rows of each expert: db1
+        `[E, N1]`, whose columns lie as `pending.split_half` says, and db2 `[E, H]`. Zeros for an
+        expert without rows.
 
         It reads operands that `backward_dw` has not released, and releases none: the call may be
         repeated, and has equal bits again.

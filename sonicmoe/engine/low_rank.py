@@ -77,8 +77,8 @@ NO_ROWS = Narrow()
 
 
 class Adapters(NamedTuple):
-    """Those of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an engine
-    reads them the native one.
+    """Those of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an
+    engine reads them the native one.
     """
 
     up: LowRank | None = None
@@ -132,8 +132,8 @@ class Adapters(NamedTuple):
             return sum_of(w1, self.up), sum_of(w2, self.down)
 
     def check(self, *weights: tuple[int, int, int]) -> None:
-        """Refuse pairs that do not fit native weights `[E, N_out, N_in]` of these shapes; messages name
-        the factor.
+        """Refuse pairs that do not fit native weights `[E, N_out, N_in]` of these shapes; messages
+        name the factor.
         """
         for name, pair, (experts, outputs, inputs) in zip(self._fields, self, weights, strict=True):
             if pair is None:

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 class PlainEngine(ProductsEngine):
-    """All of such an engine but its `Products`, sums of biases and the addition of weight gradients."""
+    """All of such an engine but `Products`, sums of biases and addition of weight gradients."""
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings

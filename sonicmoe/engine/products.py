@@ -92,7 +92,7 @@ class Products(ABC):
 
     @property
     def splits_dz(self) -> bool:
-        """Whether the columns of dz are gates and then up values, else as the rows of a native w1."""
+        """The columns of dz are gates and then up values, else as the rows of a native w1."""
         return self.weights.layout.split_half
 
     def shown(self, name: str, operand: Any) -> Any:
@@ -112,7 +112,7 @@ class ProductsEngine(Engine):
         """The products of these weights and rows, launched on the caller's device and stream."""
 
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
-        """The products with the layer's adapters, which it has; `projected`: their part of `Saved`."""
+        """The products of a layer that has adapters. `projected`: their part of `Saved`."""
         return products
 
     def _may_write_dz_over_z(self, z: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The products of a low-rank pair in the reference engine, in fp32 (`low_rank.py` has the formulas).
+"""The products of a low-rank pair in the reference engine, fp32 (formulas: `low_rank.py`).
 
 Legend: R padded rows in expert order; other letters as in `interface`.
 """
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class NarrowProducts:
-    """Of one projection. u and v are `[R, width]`, fp32 values that the dtype of the tokens can hold."""
+    """Of one projection. u and v `[R, width]` are fp32, rounded to the dtype of the tokens."""
 
     a: Tensor
     b: Tensor
@@ -31,7 +31,7 @@ class NarrowProducts:
         return int(self.a.shape[1])
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """u, and what the pair adds to the projection of `rows`, its operand as the GEMM reads it."""
+        """u, and the pair's part of the projection of `rows`, which are as the GEMM reads them."""
         u = self._narrow(rows, self.a, transpose=True)
         return u, grouped(u, self.b, self.routing, transpose_weight=True)
 

@@ -210,9 +210,9 @@ class PendingWgrad:
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
-    of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to the
-    tokens has summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a fixed
-    order, of operands of its own, which live as long as it does; None without adapters.
+    of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to
+    the tokens has summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a
+    fixed order, of operands of its own, which live as long as it does; None without adapters.
     """
 
     settings: EngineSettings

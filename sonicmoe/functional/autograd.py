@@ -145,8 +145,8 @@ _graph_is_kept: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Gradients are summed in fp32 and returned in each weight's dtype; those of adapters by PyTorch, which
-    casts them.
+    """Gradients are summed in fp32 and returned in each weight's dtype; those of adapters by
+    PyTorch, which casts them.
     """
 
     @staticmethod
@@ -158,8 +158,8 @@ class _ExpertMlp(torch.autograd.Function):
         probs: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
-        """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights are
-        the four factors of adapters, where there are any.
+        """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights
+        are the four factors of adapters, where there are any.
         """
         weights, factors = tensors[:4], tensors[4:]
         out, saved, reading = forward(plan, x, probs, weights, origin, save=True)

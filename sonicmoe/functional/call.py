@@ -181,8 +181,8 @@ def backward(
     origin: Origin,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """`(dx [T, H], dprobs, (dw1, dw2, db1, db2))`; weight gradients are summed in fp32, then
-    rounded once to `dtypes`. Those are None that `trained` does not mark. Behind them are those of the
-    factors of adapters, in fp32, where `trained` marks one.
+    rounded once to `dtypes`. Those are None that `trained` does not mark. Behind them are those of
+    the factors of adapters, in fp32, where `trained` marks one.
 
     reading: the weights as the forward read them; None: they are read again from `given`.
     given: the caller's weights. Where `reading` is there they are for those who observe the call,

@@ -66,8 +66,8 @@ def _expert_mlp(
     plan_number: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(out [..., H], z or its codes, scales of the codes, what adapters project)`; all but the first
-    are empty where backward needs none.
+    """`(out [..., H], z or its codes, scales of the codes, what adapters project)`; all but the
+    first are empty where backward needs none.
     """
     plan = plan_of(plan_number)
     _check_config(plan)
@@ -132,7 +132,7 @@ def _expert_mlp_backward(
     trains_biases: bool,
     trains_adapters: bool,
 ) -> list[Tensor]:
-    """`dx, dprobs, dw1, dw2, db1, db2` and those of the factors; a gradient that is not wanted is empty."""
+    """`dx, dprobs, dw1, dw2, db1, db2` and of the factors; empty where not wanted."""
     weights = (w1, w2, b1, b2)
     factors = up_a, up_b, down_a, down_b
     adapters = Adapters.of(factors, (up_scale, down_scale))

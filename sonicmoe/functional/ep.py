@@ -1,4 +1,4 @@
-"""Upstream SonicMoE's functions for expert parallelism. Each rank gives T tokens and gets their results.
+"""Upstream SonicMoE's functions for expert parallelism. A rank gives T tokens, and gets T results.
 
     tokens of this rank ──dispatch──► experts of this rank ──combine──► tokens of this rank
 

@@ -10,8 +10,8 @@ from ..engine.low_rank import LowRank
 
 
 def low_rank_of(wrapper: Any) -> LowRank | None:
-    """The pair of a wrapper's active adapters, or None where none is active, or they are disabled or
-    merged. Several make one pair, whose rank is the sum of theirs.
+    """The pair of a wrapper's active adapters, or None where none is active, or they are disabled
+    or merged. Several make one pair, whose rank is the sum of theirs.
     """
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     if wrapper.disable_adapters or wrapper.merged or not names:
@@ -24,8 +24,8 @@ def low_rank_of(wrapper: Any) -> LowRank | None:
 
 
 def _pair(wrapper: Any, name: str) -> LowRank:
-    """Views of peft's two matrices, `[r * E, in]` with an expert's rows together and `[out, r * E]` with
-    an expert's columns E apart.
+    """Views of peft's two matrices, `[r * E, in]` with an expert's rows together and `[out, r * E]`
+    with an expert's columns E apart.
     """
     experts = wrapper.num_experts
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight

@@ -1,5 +1,5 @@
-"""The plan of a call of the routed expert MLP: its settings, and the engine for each kind of tokens.
-It is made once and kept.
+"""The plan of a call of the routed expert MLP: its settings, and the engine for each kind of
+tokens. It is made once and kept.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Plan:
     )
 
     def fitted(self, x: Tensor, weights: Weights) -> Plan:
-        """The plan with settings that the engine for these tokens and experts can compute: `auto` falls
-        back from FP8 to BF16, out loud.
+        """The plan with settings that the engine for these tokens and experts can compute: `auto`
+        falls back from FP8 to BF16, out loud.
         """
         inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
         hidden = int(x.shape[-1])

@@ -56,8 +56,8 @@ def activation_of(
     """The engine's activation that equals this module's, with its parameters; or what the module
     has instead, and what was tried.
 
-    standard_gate: the `_apply_gate` of classes that compute act(gate) * up. reads_config: whether the
-    gate may read the module's configuration.
+    standard_gate: the `_apply_gate` of classes that compute act(gate) * up. reads_config: whether
+    the gate may read the module's configuration.
     """
     act = getattr(experts, "act_fn", None)
     gated = getattr(experts, "has_gate", True)

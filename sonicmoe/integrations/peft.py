@@ -1,9 +1,10 @@
-"""peft's adapters on stacked weights of experts (`LoraConfig(target_parameters=...)`) as the engine's.
+"""peft's adapters on stacked weights of experts (`LoraConfig(target_parameters=...)`) as the
+engine's.
 
-peft wraps the experts in one `ParamWrapper` per adapted weight. Its forward parametrizes the weight,
-which makes a new one of full size, and its gradient, in every pass. `hand_over` has it pass the two
-factors to the experts instead, where these run on this engine: names, files, scales and every method
-of peft stay its own, because the parameters do.
+peft wraps the experts in one `ParamWrapper` per adapted weight. Its forward parametrizes the
+weight, which makes a new one of full size, and its gradient, in every pass. `hand_over` has it pass
+the two factors to the experts instead, where these run on this engine: names, files, scales and
+every method of peft stay its own, because the parameters do.
 """
 
 from __future__ import annotations

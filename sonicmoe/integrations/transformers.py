@@ -52,8 +52,8 @@ def register() -> None:
     called again.
 
     `"sonicmoe"` replaces the implementation of that name which transformers downloads from its
-    kernel hub. Adapters of peft on weights of experts (`target_parameters`) are computed as low-rank
-    products by both.
+    kernel hub. Adapters of peft on weights of experts (`target_parameters`) are computed as
+    low-rank products by both.
 
     Raises:
         FrameworkError: transformers is missing, or older than 5.7.
@@ -233,8 +233,8 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         top_k_weights: Tensor,
         adapters: Mapping[str, LowRank] | None = None,
     ) -> Tensor:
-        """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`; adapters: those of peft, by the
-        name of the weight.
+        """`[T, H]`, expert ids `[T, K]`, weights `[T, K]` -> `[T, H]`; adapters: those of peft, by
+        the name of the weight.
         """
         # Checked in every forward, because registration sees no model. The checks read attributes
         # and no device memory.

@@ -1,5 +1,5 @@
-"""Tilings of the BF16 grouped GEMMs for Blackwell: what one is, and for a family of architectures the
-candidates among which `quack_gemm.choose_config` chooses.
+"""Tilings of the BF16 grouped GEMMs for Blackwell: what one is, and for a family of architectures
+the candidates among which `quack_gemm.choose_config` chooses.
 
 Imports no framework and no compiler.
 """

@@ -1,5 +1,5 @@
-"""The low-rank adapters of one call of a node. Their factors are inputs of its autograd node behind all
-others, as biases are, and autograd adds their gradients.
+"""The low-rank adapters of one call of a node. Their factors are inputs of its autograd node behind
+all others, as biases are, and autograd adds their gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Tensor = torch.Tensor
 
 
 class CallAdapters(NamedTuple):
-    """given: by the caller, with rows of `up.b` in the order of those of w1, as layout says. factors: of
-    given, all that there are. writes: how often each had been written at the forward.
+    """given: by the caller, with rows of `up.b` in the order of those of w1, as layout says.
+    factors: of given, all that there are. writes: how often each had been written at the forward.
     """
 
     given: Adapters
@@ -39,7 +39,7 @@ class CallAdapters(NamedTuple):
             return self.given.native(self.layout)
 
     def gradients(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
-        """Of the factors, each in its dtype. StaleWeightsError where one was written since the forward."""
+        """Of each factor in its dtype. StaleWeightsError: one was written since the forward."""
         current = tuple(map(writes_of, self.factors)) == self.writes
         words = "a factor of an adapter was written in place between a forward and its backward"
         expect(current, StaleWeightsError, f"{words}; needed: factors that stay until then")

@@ -52,8 +52,8 @@ class Biases(NamedTuple):
         return replace(weights, b1=b1.contiguous(), b2=b2.contiguous())
 
     def gradients(self, engine: Engine, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
-        """Those of a backward, each as its bias is; None where a bias wants none. They are complete,
-        whatever becomes of the weights'.
+        """Those of a backward, each as its bias is; None where a bias wants none. They are
+        complete, whatever becomes of the weights'.
         """
         if not any(self.trained):
             return None, None

@@ -58,7 +58,7 @@ class MlpCall(DifferentiableCall):
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
     indices: `[T, K]`, or, where is_sorted, the counts `[E]` of rows in expert order.
-    num_inputs, num_behind: of the differentiable call, and of these of biases and adapters; see `forward`.
+    num_inputs: of the differentiable call. num_behind: those of biases and adapters; see `forward`.
     wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
         autograd node. None: to nobody.
     dout_source: asked for the gradient of the output by every backward; None: autograd has it.

@@ -248,8 +248,8 @@ class SonicMoEMlpNode(NodeUpkeep):
                 chosen computes without FP8, the parameters themselves are read.
             biases: b1 `[E, N1]`, in the order of the weights' rows, and b2 `[E, H]`, which p weights
                 as it does the rest. Autograd gets their gradients.
-            adapters: low-rank pairs beside the weights, which may be frozen; rows of `up.b` have the
-                order of the weights' rows. Autograd gets the gradients of the factors.
+            adapters: low-rank pairs beside the weights, which may be frozen; rows of `up.b` have
+                the order of the weights' rows. Autograd gets the gradients of the factors.
 
         Returns:
             `[T, H]` in x's dtype (bf16 for e4m3) and row order; a token without a local expert gets

@@ -113,7 +113,7 @@ class CudaKernels(RoutingKernels):
         self._memory_of = functools.lru_cache(maxsize=1024)(self._ask_for_memory)
 
     def _ask_for_memory(self, slots: int, experts: int, rows: int) -> tuple[tuple[int, ...], int]:
-        """Where the tensors lie in one memory, and how many bytes it has where its builder scratches."""
+        """Where the tensors lie in one memory, and its bytes with the builder's scratch."""
         places = tuple(map(int, self._native.metadata_places(slots, experts, rows)))
         scratch = self._native.scratch_bytes(slots, experts, self._forced_ctas)
         # The memory is retyped whole where somebody asks for a tensor of it.

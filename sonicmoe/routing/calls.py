@@ -22,9 +22,9 @@ class RoutedCall:
             function: of the module.
             at: how many of the other arguments come before the routing's.
             fields: which tensors of the routing, in their order, by names with spaces between.
-            bind: `with_routing` of the module that fills routings, which then cuts these tensors off the
-                routing's memory: views of a framework take the host longer than a launch. None: the
-                function gets such views.
+            bind: `with_routing` of the module that fills routings, which then cuts these tensors
+                off the routing's memory: views of a framework take the host longer than a launch.
+                None: the function gets such views.
         """
         self._function, self._at, self._fields = function, at, fields.split()
         self._bound = None if bind is None else bind(function, self._fields, at)

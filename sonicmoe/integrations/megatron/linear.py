@@ -31,7 +31,7 @@ class ExpertLinear(nn.Module):
         split: the axis that expert tensor parallelism cuts: 0 rows, 1 columns.
         stride: 2 where gate rows and up rows are cut apart.
         groups: Megatron's process groups.
-        puts_off: `backward_dw` of the experts runs the weight gradients; autograd has those of biases.
+        puts_off: `backward_dw` of the experts runs the weight gradients, but not those of biases.
     """
 
     def __init__(

@@ -66,16 +66,6 @@ struct Codes {
   }
 };
 
-// The expert e with offsets[e] <= row < offsets[e + 1]; the last one for a row behind them all.
-__device__ __forceinline__ int expert_of(const int64_t* offsets, int experts, int64_t row) {
-  int below = 0, above = experts;
-  while (above - below > 1) {
-    const int middle = (below + above) / 2;
-    (offsets[middle] <= row ? below : above) = middle;
-  }
-  return below;
-}
-
 using Slices = float[kWarps][kColumns];
 
 // The sums that the warps of a CTA have made of kColumns columns, added in their order.
@@ -271,7 +261,7 @@ void launch_tokens(const Tokens& tokens, const float* bias, const float* row_pro
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
-// What the biases of the down projection ask of its tokens, dout. In the rows that have a token:
+// Two sums over dout for the biases of the down projection. In the rows that have a token:
 //   sums fp32 [R]: sums[row] += <tokens[row_token[row]], b2[expert]>
 //   db2 fp32 [E, H], where it is given: the sums over the rows of each expert of
 //   row_prob[row] * tokens[row_token[row]]

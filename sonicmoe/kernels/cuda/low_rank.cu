@@ -161,16 +161,6 @@ struct TransposedCodes {
   }
 };
 
-// The expert e with offsets[e] <= row < offsets[e + 1]; the last one for a row behind them all.
-__device__ __forceinline__ int expert_of(const int64_t* offsets, int experts, int64_t row) {
-  int below = 0, above = experts;
-  while (above - below > 1) {
-    const int middle = (below + above) / 2;
-    (offsets[middle] <= row ? below : above) = middle;
-  }
-  return below;
-}
-
 struct NarrowWork {
   const int32_t* row_token;
   const int64_t* padded_offsets;

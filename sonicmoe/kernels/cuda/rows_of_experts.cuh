@@ -1,4 +1,4 @@
-// Where the rows of each expert lie, at the border of a function that walks them by blocks.
+// Where the rows of each expert lie: of one row, and at the border of a function that walks blocks.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,16 @@
 #include "../numbers.hpp"
 
 namespace sonicmoe {
+
+// The expert e with offsets[e] <= row < offsets[e + 1]; the last one for a row behind them all.
+__device__ __forceinline__ int expert_of(const int64_t* offsets, int experts, int64_t row) {
+  int below = 0, above = experts;
+  while (above - below > 1) {
+    const int middle = (below + above) / 2;
+    (offsets[middle] <= row ? below : above) = middle;
+  }
+  return below;
+}
 
 struct RowsOfExperts {
   DLDevice device;

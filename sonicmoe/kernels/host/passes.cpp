@@ -63,12 +63,20 @@ constexpr Field scratch_field(std::string_view name, bool optional = false) {
   return {name, Element::kCodes, {kAnySize}, optional, bytes_of<Layout>};
 }
 
+// Tokens: in their own type, or as codes with scales.
+constexpr Field kXTokens{"x", Element::kTokens, {T, H}, kOptional};
+constexpr Field kXCodes{"x_codes", Element::kCodes, {T, H}, kOptional};
+constexpr Field kXScale{"x_scale", Element::kFloat, {T, HBlocks}, kOptional};
+constexpr Field kDoutTokens{"dout", Element::kTokens, {T, H}, kOptional};
+constexpr Field kDoutCodes{"dout_codes", Element::kCodes, {T, H}, kOptional};
+constexpr Field kDoutScale{"dout_scale", Element::kFloat, {T, HBlocks}, kOptional};
+
 constexpr FieldTable kForwardTable{
     "forward",
     {{
-        {"x", Element::kTokens, {T, H}, kOptional},
-        {"x_codes", Element::kCodes, {T, H}, kOptional},
-        {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+        kXTokens,
+        kXCodes,
+        kXScale,
         {"z", Element::kCodes, {R, TwoI}, kOptional},  // None: not stored
         {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
         {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
@@ -84,9 +92,9 @@ constexpr FieldTable kForwardTable{
 // behind dz, and behind dz_scratch what either half scratches.
 constexpr FieldTable kDgatedTable{"dgated",
                                   {{
-                                      {"dout", Element::kTokens, {T, H}, kOptional},
-                                      {"dout_codes", Element::kCodes, {T, H}, kOptional},
-                                      {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                      kDoutTokens,
+                                      kDoutCodes,
+                                      kDoutScale,
                                       {"z", Element::kCodes, {R, TwoI}, kOptional},
                                       {"z_scale", Element::kFloat, {R, TwoIBlocks}, kOptional},
                                       {"z_rows", Element::kBfloat, {R, TwoI}, kOptional},
@@ -97,9 +105,9 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"dprobs", Element::kFloat, {T, K}},
                                       scratch_field<DzScratch>("dz_scratch"),
                                       scratch_field<DoutScratch>("dout_scratch", kOptional),
-                                      {"x", Element::kTokens, {T, H}, kOptional},
-                                      {"x_codes", Element::kCodes, {T, H}, kOptional},
-                                      {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                      kXTokens,
+                                      kXCodes,
+                                      kXScale,
                                       {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                       {"dx", Element::kTokens, {T, H}, kOptional},
                                       {"db1", Element::kFloat, {E, TwoI}, kOptional},
@@ -119,12 +127,12 @@ constexpr FieldTable kDgradTable{"dgrad",
 
 constexpr FieldTable kWgradTable{"wgrad",
                                  {{
-                                     {"x", Element::kTokens, {T, H}, kOptional},
-                                     {"x_codes", Element::kCodes, {T, H}, kOptional},
-                                     {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
-                                     {"dout", Element::kTokens, {T, H}, kOptional},
-                                     {"dout_codes", Element::kCodes, {T, H}, kOptional},
-                                     {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                     kXTokens,
+                                     kXCodes,
+                                     kXScale,
+                                     kDoutTokens,
+                                     kDoutCodes,
+                                     kDoutScale,
                                      {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                      {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                      scratch_field<WgradDz>("dz"),
@@ -135,9 +143,9 @@ constexpr FieldTable kWgradTable{"wgrad",
 
 constexpr FieldTable kDw1Table{"dw1",
                                {{
-                                   {"x", Element::kTokens, {T, H}, kOptional},
-                                   {"x_codes", Element::kCodes, {T, H}, kOptional},
-                                   {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                   kXTokens,
+                                   kXCodes,
+                                   kXScale,
                                    {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
@@ -146,9 +154,9 @@ constexpr FieldTable kDw1Table{"dw1",
 
 constexpr FieldTable kDw2Table{"dw2",
                                {{
-                                   {"dout", Element::kTokens, {T, H}, kOptional},
-                                   {"dout_codes", Element::kCodes, {T, H}, kOptional},
-                                   {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
+                                   kDoutTokens,
+                                   kDoutCodes,
+                                   kDoutScale,
                                    {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
@@ -159,12 +167,12 @@ constexpr FieldTable kDw2Table{"dw2",
 constexpr FieldTable kAdaptersTable{
     "adapters",
     {{
-        {"x", Element::kTokens, {T, H}, kOptional},
-        {"x_codes", Element::kCodes, {T, H}, kOptional},
-        {"x_scale", Element::kFloat, {T, HBlocks}, kOptional},
-        {"dout", Element::kTokens, {T, H}, kOptional},
-        {"dout_codes", Element::kCodes, {T, H}, kOptional},
-        {"dout_scale", Element::kFloat, {T, HBlocks}, kOptional},
+        kXTokens,
+        kXCodes,
+        kXScale,
+        kDoutTokens,
+        kDoutCodes,
+        kDoutScale,
         scratch_field<DzScratch>("dz_scratch"),
         {"dz", Element::kCodes, {kAnySize}, kOptional},
         scratch_field<WgradY1s>("y1s", kOptional),

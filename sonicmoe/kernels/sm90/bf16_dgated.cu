@@ -10,9 +10,9 @@ namespace {
 // [E, H, I], or [E, I, H] where it is `transposed`; z [R, N1] with its columns as `up` wrote them;
 // row_prob fp32 [R], 0 in padding rows. Writes dz [R, N1] in the order of z's columns, y1s [R, I]
 // and partials fp32 [ceil(I / 256), R], whose sums over the first axis are <dy1, y1>. dz may lie
-// where z lies. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written. first, second: the activation's
-// parameters in the order of `activation_names()`, else anything. multiprocessors: how many at most;
-// 0: all.
+// where z lies. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are
+// not written. first, second: the activation's parameters in the order of `activation_names()`, else
+// anything. multiprocessors: how many at most; 0: all.
 void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves,
             Optional<TensorView> u, Optional<TensorView> factor, TensorView z,
             TensorView row_prob, TensorView row_token, TensorView padded_offsets, TensorView dz,

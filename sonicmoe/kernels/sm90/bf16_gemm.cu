@@ -11,9 +11,9 @@ namespace {
 // is `transposed`. Where there is a gate, N1 is 2 I: with `halves` all gates and then all up values,
 // else the two in turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order
 // of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
-// if their tokens were zeros. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written. first, second: the
-// activation's parameters in the order of `activation_names()`, else anything. multiprocessors: how
-// many at most; 0: all.
+// if their tokens were zeros. u, factor: an adapter; see `map_adapter`. Rows at and behind
+// padded_offsets[E] are not written. first, second: the activation's parameters in the order of
+// `activation_names()`, else anything. multiprocessors: how many at most; 0: all.
 void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<TensorView> b1,
         Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
         Optional<TensorView> y1, double first, double second, int64_t multiprocessors,
@@ -48,7 +48,8 @@ void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<
 }
 
 // out [R, N] = a * b^T + bias, a [R, K] in expert order, b [E, N, K], or [E, K, N] where it is
-// `transposed`, bias fp32 [E, N] or None. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E] are not written.
+// `transposed`, bias fp32 [E, N] or None. u, factor: an adapter; see `map_adapter`. Rows at and
+// behind padded_offsets[E] are not written.
 void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<TensorView> bias,
                   Optional<TensorView> u, Optional<TensorView> factor, TensorView padded_offsets, TensorView out, int64_t multiprocessors,
                   int64_t stream) {

@@ -20,9 +20,9 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epi
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
 // y1s_t_scale, both [ceil(I / 128), R / 128]. Built with STEADY_SCALES, and not `wide`, dz_t and
 // y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is [I / 64, R /
-// 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place in `activation_names()`; first, second: its
-// parameters in the order that stands there, else anything. Rows at and behind padded_offsets[E] are
-// not written. multiprocessors: how many at most; 0: all.
+// 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place in
+// `activation_names()`; first, second: its parameters in the order that stands there, else anything.
+// Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token,
                         TensorView row_prob, TensorView padded_offsets, TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
