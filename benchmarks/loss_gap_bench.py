@@ -2,30 +2,26 @@
 """What FP8 costs at scale: seeds of `sonicmoe train --compare` on the GPUs of a host, the signed loss
 gap with its spread, and the error of FP8 on the tensors that the runs end with.
 
-    python benchmarks/loss_gap_bench.py --run small:0-7 --out runs/scale                    # two H200
-    python benchmarks/loss_gap_bench.py --run small:0-7 --run billion:0 --out runs/scale    # four
-    python benchmarks/loss_gap_bench.py --run billion:0 --out runs/billion                  # one
+    python benchmarks/loss_gap_bench.py --run 420m:0-2 --minutes 25 --out runs/scale        # one GPU
+    python benchmarks/loss_gap_bench.py --run 1b:0 --run 420m:0-6 --minutes 25 --out runs/scale    # four
     python benchmarks/loss_gap_bench.py --run tiny:0-1 --device cpu --out runs/tiny         # is the program right?
 
 Every seed is a process of its own that trains both precisions in turns on the same batches, and
 writes no checkpoint. `--per-gpu` processes share a GPU, so that one computes while the host
-launches the next step of another; a model of a billion parameters gets a GPU for itself. After
+launches the next step of another; `1b` gets a GPU for itself. After
 `--minutes` the seeds that still run are stopped. They are listed with the step that they reached,
 and are no part of the mean. With the tables of tensors, which have `--table-minutes`, a command of
 at most 600 seconds has its whole report. The exit code is 0 when every seed finished and every table
 was made, else 1.
 
-How long it takes. The model of 420 M parameters in docs/performance.md takes 0.0812 + 0.0911 s for a
-step in both precisions, 16,384 tokens, on one H200. Of these the optimizer moves 44 bytes per
+How long it takes. The model `420m` took 0.0812 + 0.0911 s for a step in both precisions, 16,384
+tokens, on one H200 (docs/performance.md): 517 s for 3,000. Of these the optimizer moves 44 bytes per
 parameter and precision at 4.24 TB/s: 2 x 4.4 ms. The rest is taken to grow with the products,
 6 x (K 3HI + 4HH + SH) per token and layer, which is 1.64 GFLOP there.
 
-    small    99 M parameters, 0.27 GFLOP per token x 8,192 tokens: 0.015 s a step, 46 s for 3,000.
-             Eight seeds are 370 s of one H200, 185 s of each of two, and 370 s there if everything
-             takes twice as long.
-    billion  1.16 B parameters, 2.46 GFLOP per token x 8,192 tokens: 0.15 s a step, 147 s for 1,000,
-             twice that is 290 s. Weights, gradients and two moments in fp32 are 16 bytes per
-             parameter and precision: 35 GiB of the 139.
+    420m    421 M parameters, 16 experts: 517 s for 3,000 steps
+    1b      1.10 B parameters, 128 experts, 8,192 tokens a step: at least 171 s for 3,000 steps. Weights,
+            gradients and two moments in fp32 are 16 bytes per parameter and precision: 33 GiB.
 
 Starting, compiling and drawing the initial weights take one to two minutes more. `--help` has the
 options, and the first lines of the output have these figures for what was asked for.
@@ -235,7 +231,7 @@ def places(device: str, environment: dict[str, str]) -> list[str]:
 
 
 @click.command(help=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
-@click.option("--run", "runs", type=PresetSeeds(), multiple=True, default=["small:0-7"], show_default=True,
+@click.option("--run", "runs", type=PresetSeeds(), multiple=True, default=["420m:0-7"], show_default=True,
               help=f"Preset ({', '.join(PRESETS)}) and seeds; may be repeated.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Of every seed, in place of the preset's.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)

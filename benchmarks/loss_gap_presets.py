@@ -38,21 +38,19 @@ class Preset:
 
 
 PRESETS = {
-    "small": Preset(
+    "420m": Preset(MEASURED, TrainConfig(steps=3000, batch_size=32, lr=2e-4)),
+    # The layer of Qwen3-30B-A3B at half its width: H / I = 2.7, 128 experts, 8 of them for a token.
+    "1b": Preset(
         ModelConfig(
             hidden_size=1024,
-            intermediate_size=512,
-            num_experts=16,
-            topk=4,
-            num_layers=4,
-            num_heads=8,
+            intermediate_size=384,
+            num_experts=128,
+            topk=8,
+            num_layers=8,
+            num_heads=16,
             seq_len=512,
         ),
-        TrainConfig(steps=3000, batch_size=16, lr=3e-4),
-    ),
-    "billion": Preset(
-        replace(MEASURED, num_experts=32, num_layers=6),
-        TrainConfig(steps=1000, batch_size=16, lr=2e-4),
+        TrainConfig(steps=3000, batch_size=16, lr=2e-4),
         alone=True,
     ),
     "tiny": Preset(

@@ -65,7 +65,7 @@ def test_a_seed_that_fails_has_its_last_words_in_the_report(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "huge:0"], "'huge' is none of the presets small, billion, tiny"),
+        (["--run", "huge:0"], "'huge' is none of the presets 420m, 1b, tiny"),
         (["--run", "tiny"], "'' are no seeds; needed: 0-7, 0,2,5 or 3"),
         (["--run", "tiny:7-0"], "has no seed"),
         (["--run", "tiny:1,0-2"], "or one of them twice"),
