@@ -4,11 +4,11 @@
     python benchmarks/loss_curves.py gather runs/scale/* --to docs/data/loss_curves.jsonl
     python benchmarks/loss_curves.py report docs/data/loss_curves.jsonl --plot docs/data/loss_gap.png
 
-A line of the file is one run: its model, seed and recipe, the GPU, and every step's loss in FP8 and
-in full precision. A run that was trained without `--compare` is set beside the full-precision losses
-of the same model and seed, which another line must have: they depend on nothing else.
+A line of the file is one run: its model, text, recipe and seed, the GPU, and every step's loss in FP8
+and in full precision. A run that was trained without `--compare` is set beside the full-precision
+losses of the same model, text and seed, which another line must have: they depend on nothing else.
 
-The report has, for every model and recipe, over the last `--tail` steps: the signed gap, mean of the
+The report has, for every model, text and recipe, over the last `--tail` steps: the signed gap, mean of the
 FP8 losses over mean of the others, minus 1, positive where FP8 is worse; its mean over the seeds with
 a 95 % interval by Student's t; and how far two full-precision runs of different seeds lie apart, the
 mean over the pairs. `--slope MODEL` fits a line to the signed gap of each run, to see whether it grows.
@@ -42,9 +42,12 @@ BLOCKS = 40  # that a curve is cut into before a line is fitted to it
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of one run by step. full: in full precision, None where no twin was trained."""
+    """The losses of one run by step. text: what it read. full: in full precision, None where no twin
+    was trained.
+    """
 
     model: str
+    text: str
     recipe: str
     seed: int
     gpu: str
@@ -54,10 +57,15 @@ class Curve:
     @property
     def kind(self) -> str:
         """What runs share that differ in the seed alone."""
-        return f"{self.model}, {len(self.fp8)} steps, {self.recipe}"
+        return f"{self.task}, {self.recipe}"
+
+    @property
+    def task(self) -> str:
+        """What runs share that differ in seed and recipe."""
+        return f"{self.model}, {len(self.fp8)} steps, {self.text}"
 
 
-def read_run(directory: Path, recipe: str, gpu: str) -> Curve:
+def read_run(directory: Path, text: str, recipe: str, gpu: str) -> Curve:
     """The run that `sonicmoe train --out directory` finished."""
     path = directory / SUMMARY_NAME
     if not path.is_file():
@@ -76,6 +84,7 @@ def read_run(directory: Path, recipe: str, gpu: str) -> Curve:
     full = [record.full_precision_loss for record in records]
     return Curve(
         model,
+        text,
         recipe,
         config.train.seed,
         gpu,
@@ -91,10 +100,10 @@ def read_curves(path: Path) -> list[Curve]:
 
 def with_twins(curves: Sequence[Curve]) -> list[tuple[Curve, np.ndarray, np.ndarray]]:
     """Each run with its losses and the full-precision losses of its model and seed, fp64 `[steps]`."""
-    twins = {(c.model, len(c.fp8), c.seed): c.full for c in curves if c.full is not None}
+    twins = {(c.task, c.seed): c.full for c in curves if c.full is not None}
     pairs = []
     for curve in curves:
-        full = twins.get((curve.model, len(curve.fp8), curve.seed))
+        full = twins.get((curve.task, curve.seed))
         if full is None:
             raise click.ClickException(f"{curve.kind}: seed {curve.seed} has no full-precision run")
         pairs.append((curve, np.asarray(curve.fp8), np.asarray(full)))
@@ -148,12 +157,13 @@ def main() -> None:
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
 @click.option("--to", "path", required=True, type=click.Path(path_type=Path, dir_okay=False),
               help="File that gets a line for each run; one that has the run is replaced.")  # fmt: skip
+@click.option("--text", default="standard library", show_default=True, help="What they read.")
 @click.option("--recipe", default="dx256", show_default=True, help="Of the FP8 experts.")
 @click.option("--gpu", default="CPU", show_default=True, help="What the runs ran on.")
-def gather(runs: Sequence[Path], path: Path, recipe: str, gpu: str) -> None:
+def gather(runs: Sequence[Path], path: Path, text: str, recipe: str, gpu: str) -> None:
     """Add the losses of RUNS, each the --out of one `sonicmoe train`, to a file."""
     curves = {(c.kind, c.seed): c for c in (read_curves(path) if path.exists() else [])}
-    curves |= {(c.kind, c.seed): c for c in (read_run(run, recipe, gpu) for run in runs)}
+    curves |= {(c.kind, c.seed): c for c in (read_run(run, text, recipe, gpu) for run in runs)}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(curves[key]), separators=(",", ":")) for key in sorted(curves)]
     path.write_text("\n".join(lines) + "\n")
@@ -186,15 +196,15 @@ def report(path: Path, tail: int, sloped: str | None, plot: Path | None) -> None
 
 
 def draw(pairs: Sequence[tuple[Curve, np.ndarray, np.ndarray]], tail: int, path: Path) -> Path:
-    """Signed gap over steps, averaged over a tenth of `tail`: a panel for each model."""
-    models = list(dict.fromkeys(curve.model for curve, _, _ in pairs))
-    figure = new_figure((8, 3 * len(models)))
-    panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
+    """Signed gap over steps, averaged over a tenth of `tail`: a panel for each task."""
+    tasks = list(dict.fromkeys(curve.task for curve, _, _ in pairs))
+    figure = new_figure((8, 3 * len(tasks)))
+    panels = figure.subplots(len(tasks), 1, squeeze=False)[:, 0]
     window = np.ones(max(1, tail // 10)) / max(1, tail // 10)
-    for axes, model in zip(panels, models, strict=True):
-        recipes = list(dict.fromkeys(c.recipe for c, _, _ in pairs if c.model == model))
+    for axes, task in zip(panels, tasks, strict=True):
+        recipes = list(dict.fromkeys(c.recipe for c, _, _ in pairs if c.task == task))
         for curve, fp8, full in pairs:
-            if curve.model == model:
+            if curve.task == task:
                 s, r = (np.convolve(losses, window, "valid") for losses in (fp8, full))
                 steps = np.arange(len(window), len(fp8) + 1)
                 label = f"{curve.recipe}, seed {curve.seed}"
@@ -202,7 +212,7 @@ def draw(pairs: Sequence[tuple[Curve, np.ndarray, np.ndarray]], tail: int, path:
                 axes.plot(steps, 100 * (s / r - 1), style, linewidth=0.8, label=label)
         axes.axhline(0, color="black", linewidth=0.6)
         axes.set_ylim(-2, 2)
-        axes.set_title(model, fontsize="small")
+        axes.set_title(task, fontsize="small")
         axes.set_ylabel("FP8 over full precision, minus 1, %", fontsize="small")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small", ncols=2)
