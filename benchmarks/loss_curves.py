@@ -8,10 +8,11 @@ A line of the file is one run: its model, text, recipe and seed, the GPU, and ev
 and in full precision. A run that was trained without `--compare` is set beside the full-precision
 losses of the same model, text and seed, which another line must have: they depend on nothing else.
 
-The report has, for every model, text and recipe, over the last `--tail` steps: the signed gap, mean of the
-FP8 losses over mean of the others, minus 1, positive where FP8 is worse; its mean over the seeds with
-a 95 % interval by Student's t; and how far two full-precision runs of different seeds lie apart, the
-mean over the pairs. `--slope MODEL` fits a line to the signed gap of each run, to see whether it grows.
+The report has, for every model, text and recipe, over the last `--tail` steps: the signed gap, mean
+of the FP8 losses over mean of the others, minus 1, positive where FP8 is worse; its mean over the
+seeds with a 95 % interval by Student's t; the same of the loss on text that was held out; and how far
+two full-precision runs of different seeds lie apart, the mean over the pairs. `--slope MODEL` fits a
+line to the signed gap of each run, to see whether it grows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -43,7 +44,7 @@ BLOCKS = 40  # that a curve is cut into before a line is fitted to it
 @dataclass(frozen=True)
 class Curve:
     """The losses of one run by step. text: what it read. full: in full precision, None where no twin
-    was trained.
+    was trained. held_out: at the end, of both, on text that was not trained on.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Curve:
     gpu: str
     fp8: list[float]
     full: list[float] | None
+    held_out: list[float | None]
 
     @property
     def kind(self) -> str:
@@ -90,6 +92,7 @@ def read_run(directory: Path, text: str, recipe: str, gpu: str) -> Curve:
         gpu,
         [round(record.loss, DIGITS) for record in records],
         None if None in full else [round(loss, DIGITS) for loss in full if loss is not None],
+        [summary["held_out_loss"], summary["held_out_loss_full_precision"]],
     )
 
 
@@ -99,14 +102,17 @@ def read_curves(path: Path) -> list[Curve]:
 
 
 def with_twins(curves: Sequence[Curve]) -> list[tuple[Curve, np.ndarray, np.ndarray]]:
-    """Each run with its losses and the full-precision losses of its model and seed, fp64 `[steps]`."""
-    twins = {(c.task, c.seed): c.full for c in curves if c.full is not None}
+    """Each run with its losses and the full-precision losses of its task and seed, fp64 `[steps]`; the
+    held-out loss of the twin is put in where it is missing.
+    """
+    twins = {(c.task, c.seed): c for c in curves if c.full is not None}
     pairs = []
     for curve in curves:
-        full = twins.get((curve.task, curve.seed))
-        if full is None:
+        twin = twins.get((curve.task, curve.seed))
+        if twin is None:
             raise click.ClickException(f"{curve.kind}: seed {curve.seed} has no full-precision run")
-        pairs.append((curve, np.asarray(curve.fp8), np.asarray(full)))
+        whole = replace(curve, held_out=[curve.held_out[0], twin.held_out[1]])
+        pairs.append((whole, np.asarray(curve.fp8), np.asarray(twin.full)))
     return pairs
 
 
@@ -184,9 +190,12 @@ def report(path: Path, tail: int, sloped: str | None, plot: Path | None) -> None
         gaps = [tail_gap(fp8, full, tail) for _, fp8, full in own]
         for (curve, fp8, full), gap in zip(own, gaps, strict=True):
             ends = f"loss {fp8[-tail:].mean():.4f} in FP8, {full[-tail:].mean():.4f} without"
-            click.echo(f"    seed {curve.seed}: {100 * gap:+.3f}; {ends}")
+            held_out = f"held-out {curve.held_out[0]:.4f}, {curve.held_out[1]:.4f}"
+            click.echo(f"    seed {curve.seed}: {100 * gap:+.3f}; {ends}; {held_out}")
             if sloped is not None and curve.model.startswith(sloped):
                 click.echo(f"        slope for 1,000 steps {interval(slope(fp8, full))}")
+        outside = [curve.held_out[0] / curve.held_out[1] - 1 for curve, _, _ in own]
+        click.echo(f"    signed gap on held-out text: {interval(Interval.of(outside))}")
         apart = spread([float(full[-tail:].mean()) for _, _, full in own])
         click.echo(f"    signed gap of the last {tail} steps: {interval(Interval.of(gaps))}")
         if not math.isnan(apart):

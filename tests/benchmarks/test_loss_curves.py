@@ -25,7 +25,16 @@ def run(*arguments: object) -> str:
 def curve(seed: int, gap: float, recipe: str = "dx256", twin: bool = True) -> loss_curves.Curve:
     full = [4.0 + seed] * 40
     losses = [loss * (1 + gap) for loss in full]
-    return loss_curves.Curve("tiny", "a text", recipe, seed, "CPU", losses, full if twin else None)
+    return loss_curves.Curve(
+        "tiny",
+        "a text",
+        recipe,
+        seed,
+        "CPU",
+        losses,
+        full if twin else None,
+        [2.1, 2.0 if twin else None],
+    )
 
 
 def test_a_run_is_gathered_once_and_reported(tmp_path: Path) -> None:
