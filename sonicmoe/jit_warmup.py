@@ -34,6 +34,7 @@ def warmup_jit(
     dtype: str = "bfloat16",
     activation: ActivationType | str = ActivationType.SWIGLU,
     activation_parameters: Mapping[str, float | None] | ActivationParameters | None = None,
+    adapters: bool = False,
     arch: str | None = None,
     jobs: int | None = None,
     cache_dir: Path | str | None = None,
@@ -59,6 +60,7 @@ def warmup_jit(
         activation: the expert's activation.
         activation_parameters: numbers of it that the layers set. On Blackwell they are compiled in:
             layers with others need a warm-up of their own there.
+        adapters: also what experts with low-rank adapters (LoRA) need.
         arch: the GPU architecture to compile for; default: that of this host's GPUs, and
             `architectures.DEFAULT_ARCH` where it has none.
         jobs: worker processes at most; default: the CPUs this process may use.
@@ -85,7 +87,7 @@ def warmup_jit(
     own = layer_parameters(kind, activation_parameters)
     # Nothing is compiled for a CPU, so the GPUs of the host have no say then.
     arch = chosen_arch(arch, capabilities_of_host() if compiles else ())
-    spec = ModelSpec(E, H, I, dtype, kind.value, arch, own)
+    spec = ModelSpec(E, H, I, dtype, kind.value, arch, own, adapters)
     needed = _plan(spec, precision, config) if compiles else WarmUpPlan((), NEITHER)
     cache = default_cache(settings)
     report = warm_up(spec, cache, jobs=jobs, progress=progress, compile_jobs=needed)

@@ -50,6 +50,9 @@ MOST = 2**31 - 1
 )
 @activation_options
 @click.option(
+    "--adapters", is_flag=True, help="Also those of experts with low-rank adapters (LoRA)."
+)
+@click.option(
     "--arch",
     show_default=f"that of this host's GPUs, and {DEFAULT_ARCH} where it has none",
     help="GPU architecture to compile for; the GPU need not be here.",
@@ -83,6 +86,7 @@ def warmup(
     dtype: str,
     activation: str,
     parameters: tuple[tuple[str, float], ...],
+    adapters: bool,
     arch: str | None,
     jobs: int | None,
     cache_dir: Path | None,
@@ -108,9 +112,8 @@ def warmup(
         if size is None:
             raise click.UsageError(f"Missing option '{name}'.")
     arch = chosen_arch(arch, capabilities_of_host())
-    spec = ModelSpec(
-        experts or 0, hidden or 0, intermediate or 0, dtype, activation, arch, parameters
-    )
+    shape = experts or 0, hidden or 0, intermediate or 0
+    spec = ModelSpec(*shape, dtype, activation, arch, parameters, adapters)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)

@@ -37,9 +37,12 @@ def plan(spec: ModelSpec, config: ResolvedConfig | None = None) -> tuple[Compile
     """
     settings = config or current_config()
     jobs: list[CompileJob] = []
-    # Both are seen in a model's weights, which a warm-up does not have.
-    for bias, separate in itertools.product((False, True), repeat=2):
-        workload = replace(_workload(spec, settings), bias=bias, separate=separate)
+    # The first two are seen in a model's weights, which a warm-up does not have.
+    either, adapted = (False, True), (False, True) if spec.adapters else (False,)
+    for bias, separate, low_rank in itertools.product(either, either, adapted):
+        workload = replace(
+            _workload(spec, settings), bias=bias, separate=separate, low_rank=low_rank
+        )
         # The first one that can: `auto` runs no other.
         able = (r for r in _engines(settings) if _reason(r, workload, spec.arch) is None)
         for record in itertools.islice(able, 1):

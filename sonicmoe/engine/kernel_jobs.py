@@ -7,6 +7,7 @@ from __future__ import annotations
 from ..architectures import SM90
 from ..jit.plan import CompileJob
 from ..kernels.cuda_quantize import mx_quantize_source
+from ..kernels.cuda_wgrad import low_rank_source
 from ..kernels.mx_gemm import MxShape
 from ..kernels.mx_gemm import all_kernels as mx_kernels
 from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels
@@ -26,7 +27,7 @@ def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     settings, recipe = workload.settings, workload.settings.recipe
     # Scales that stay along K are another epilogue, and so another module.
     steady = recipe is not None and recipe.x.steady is not None
-    form = settings.save_z, steady, workload.bias
+    form = settings.save_z, steady, workload.bias, workload.low_rank
     jobs: tuple[CompileJob, ...] = (*engine_sources(arch, settings.activation, *form),)
     if settings.fp8_wgrad:
         return jobs
@@ -45,8 +46,9 @@ def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
             workload.settings.activation,
             gathers_first(workload.intermediate_size),
         )
-        form = workload.dtype, rows_first, workload.separate
-        return expert_rows_source(arch), *bf16_sources(arch, activation, *form).values()
+        form = workload.dtype, rows_first, workload.separate, workload.low_rank
+        beside = (low_rank_source(arch),) if workload.low_rank else ()
+        return expert_rows_source(arch), *beside, *bf16_sources(arch, activation, *form).values()
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

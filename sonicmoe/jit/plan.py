@@ -35,6 +35,7 @@ class ModelSpec:
         activation: a value of `ActivationType`.
         arch: the GPU architecture to compile for.
         activation_parameters: (name, value) pairs that its layers set, compiled into some kernels.
+        adapters: whether the experts may have low-rank adapters.
     """
 
     E: int
@@ -44,6 +45,7 @@ class ModelSpec:
     activation: str = ActivationType.SWIGLU.value
     arch: str = DEFAULT_ARCH
     activation_parameters: ActivationParameters = ()
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no kernel could be compiled for."""

@@ -117,7 +117,7 @@ def test_record_says_what_was_warmed_with_versions(cache, field, jobs):
     (record,) = read_records(field.root)
     assert record["model"] == {
         "E": 8, "H": 3072, "I": 1536, "dtype": "bfloat16", "activation": "swiglu", "arch": "sm_90a",
-        "activation_parameters": [],
+        "activation_parameters": [], "adapters": False,
     }  # fmt: skip
     assert record["kernels"] == [{"kernel": "fake_1", "key": str(job.key())}]
     assert {"sonicmoe", "apache-tvm-ffi", "triton"} <= set(record["versions"])
@@ -196,6 +196,14 @@ def test_what_each_precision_compiles():
     assert names(bf16) == BF16_KERNELS | EVERY_RUN | {"expert_rows"}
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs)
     assert len(set(both.jobs)) == len(both.jobs)
+    adapted = [
+        set(warm_up_plan(replace(SPEC, adapters=True), p.precision).jobs) for p in (fp8, bf16)
+    ]
+    for plain, whole in zip((fp8, bf16), adapted, strict=True):
+        more = whole - set(plain.jobs)
+        gemms = {job.name for job in more if dict(job.defines).get("LOW_RANK")}
+        assert whole >= set(plain.jobs) and {job.name for job in more} == gemms | {"low_rank"}
+        assert len(gemms) == 2
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
