@@ -15,7 +15,7 @@ import torch
 
 from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
-from ..interop import current_stream, device_name, device_of, dtype_name, empty
+from ..interop import current_stream, device_name, device_of, dtype_name, empty, free
 from ..kernels import routing_metadata_source
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
@@ -262,6 +262,8 @@ def add_gradients(
     if late is not None:
         # dz is larger than y1s, and its memory is free for dw2.
         _add("dw1", kernels, pending, into_dw1)
+        if pending.donated:
+            free(plain_operand(pending.dz))
         pending.x = pending.dz = None
         late.take_down()
         into_dw2 = kernels.destinations.of(late.down, False, WRITTEN)

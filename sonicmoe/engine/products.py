@@ -238,6 +238,7 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     # Only now: where memory ran out above, the backward may be repeated.
     if z is dz:
         count_write(z)
+        pending.donated = pending.adapters is None  # whose gradients read dz afterwards
     if saved.settings.frees_stagewise or z is dz:
         saved.z = None
     del z

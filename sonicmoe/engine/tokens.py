@@ -211,7 +211,8 @@ class PendingWgrad:
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
     of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to
-    the tokens has summed them. adapters: computes fp32 gradients of `Adapters.factors`, summed in a
+    the tokens has summed them. donated: dz lies in the memory of a z that autograd still holds, and
+    that nobody else reads. adapters: computes fp32 gradients of `Adapters.factors`, summed in a
     fixed order, of operands of its own, which live as long as it does; None without adapters.
     """
 
@@ -225,4 +226,5 @@ class PendingWgrad:
     shares_gpu: bool = False
     native: Any = None
     biases: tuple[Tensor, Tensor] | None = None
+    donated: bool = False
     adapters: Callable[[], tuple[Tensor | None, ...]] | None = None

@@ -15,6 +15,7 @@ from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.interface import FreshTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
@@ -101,14 +102,22 @@ def test_functional_writes_gradients(on, layout, bias):
 
 
 def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
-    """With `retain_graph` z stays for the next one, which gives the same bits."""
-    shared, dgated = [], HopperGemms.dgated
+    """With `retain_graph` z stays for the next one, which gives the same bits. Else it is free when
+    memory for dw2 is taken, although autograd holds it.
+    """
+    shared, free, dgated, take_down = [], [], HopperGemms.dgated, FreshTargets.take_down
 
     def noted(self, *arguments):
         given = inspect.signature(dgated).bind(self, *arguments).arguments
         shared.append(given["z"].data_ptr() == given["dz"].data_ptr())
+        free.append(given["z"].untyped_storage())
         dgated(self, *arguments)
 
+    def taken(targets):
+        free[-1] = free[-1].nbytes() == 0
+        take_down(targets)
+
+    monkeypatch.setattr(FreshTargets, "take_down", taken)
     monkeypatch.setattr(HopperGemms, "dgated", noted)
 
     def step():
@@ -123,7 +132,7 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
         return first, second
 
     (first, second), _ = on(Bf16Engine(), step)
-    assert shared == [False, True]
+    assert shared == free == [False, True]
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
