@@ -158,7 +158,6 @@ def weight_results(
             {"E": experts, "H": hidden, "I": inner, **figures(times, moved, copy), "host_us": host}
         )
         print_line(f"weights E={experts} H={hidden} I={inner}", results[-1])
-        gpu.release_scratch()
     return results
 
 

@@ -137,6 +137,29 @@ def _paddle_records() -> bool:
 grad_enabled: Callable[[], bool] = _paddle_records if IS_PADDLE else torch.is_grad_enabled
 
 
+# Whether a backward runs on this thread. Paddle does not say.
+in_backward: Callable[[], bool] = (
+    (lambda: False) if IS_PADDLE else (lambda: torch._C._current_graph_task_id() >= 0)
+)
+
+
+def is_recomputed() -> bool:
+    """Whether the forward that runs now is one of the two of activation checkpointing: the first,
+    whose saved tensors `torch.utils.checkpoint` drops, or the second, inside the backward. Where
+    hooks of somebody else take the saved tensors, and under Paddle, the answer is False.
+    """
+    if in_backward():
+        return True
+    hooks = _top_hooks and _top_hooks(False)
+    return bool(hooks) and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+# Private. Without it no forward is known to be the first one of two.
+_top_hooks: Any = (
+    None if IS_PADDLE else getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+)
+
+
 def plain_ops() -> AbstractContextManager[Any]:
     """No autograd and no automatic mixed precision: for index casts, flushes and cache builds
     outside the graph.

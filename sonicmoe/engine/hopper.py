@@ -58,6 +58,9 @@ class HopperEngine(QuantisedEngine):
             return SteadyWeights(settings.recipe)
         return QuantizedWeights(settings.iso_weight)
 
+    def in_one_order(self, settings: EngineSettings) -> EngineSettings:
+        return settings.in_one_order
+
     def forward(
         self,
         x: Tokens,
@@ -100,8 +103,10 @@ class HopperEngine(QuantisedEngine):
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
             biases = layer.empty_biases() if saved.wants_biases else None
-            # An adapter adds to dx in the same pass.
-            apart = settings.frees_stagewise and weights.adapters is None
+            # Backward's order of one weight goes before that of the other is made. An adapter adds to
+            # dx in the same pass.
+            apart = settings.frees_stagewise or not weights.two_orders
+            apart = apart and weights.adapters is None
             dx = None if apart else layer.empty_dx(x)
             v = layer.narrow(layer.empty_narrow())
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, v)

@@ -14,7 +14,7 @@ import torch
 from ..enums import ZCode
 from ..interop import current_stream, device_name, empty
 from ..quant.format import BlockScaledTensor, Code
-from ..quant.gpu import to_scratch
+from ..quant.gpu import transposed
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .hopper_passes import (
     Z_BLOCK,
@@ -314,12 +314,11 @@ class HopperLayer:
 
     def _dgrad_order(self, *names: str) -> Any:
         """The handle of weights whose contraction over forward's rows is contiguous."""
-        # Under `iso_weight` it is of these matrices alone, transposed into scratches that all
-        # layers share, and serves the next call only.
+        # Else it is of these matrices alone, transposed for the next call.
         if self._prepared.has_dgrad:
             return self._prepared.handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
-        matrices = {f"{n}_dgrad": to_scratch(q, n) for n, q in held.items()}
+        matrices = {f"{n}_dgrad": transposed(q) for n, q in held.items()}
         own = self._passes, self._settings, True, self._stream
         beside = {"b2": self._weights.b2, **factors_of(self._weights.adapters, *own)}
         return self._passes.weights_of({**matrices, **beside})

@@ -118,6 +118,12 @@ class EngineWeights:
         """Whether backward reads other memory than forward, so that forward's may go first."""
         return self.w1_dgrad is not self.w1
 
+    def add_backward(self, w1_dgrad: EngineWeight, w2_dgrad: EngineWeight) -> None:
+        """Have backward read these from now on, also one whose forward ran before."""
+        held = {"w1_dgrad": w1_dgrad, "w2_dgrad": w2_dgrad, "native": None}
+        for name, value in held.items():
+            object.__setattr__(self, name, value)
+
     def release_forward(self) -> None:
         """Drop forward's pair; backward's stays, and can no longer be brought up to date. Only where
         `two_orders`, and only when no forward and no recomputation of z is to come.
@@ -166,6 +172,13 @@ class Engine(ABC):
     def record(self) -> EngineRecord:
         """What this engine can compute, and into which kinds of targets it adds."""
         return RECORDS[EngineName(self.name)]
+
+    def in_one_order(self, settings: EngineSettings) -> EngineSettings:
+        """Settings under which `refresh` makes only the order of the weights that forward reads, and
+        every backward makes its own of it; `settings` where this engine has no such choice.
+        `refresh` adds the other order to weights of one where it is given `settings` again.
+        """
+        return settings
 
     def keep(self, previous: EngineWeights) -> bool:
         """Bring `previous` up to date without a look at its source, which lies where it lay when

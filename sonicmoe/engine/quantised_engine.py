@@ -44,16 +44,22 @@ class QuantisedEngine(Engine):
         store = None if previous is None else previous.store
         if not isinstance(store, QuantizedWeights):
             previous, store = None, self._empty_store(settings)
+        has_choice = self.in_one_order(settings) is not settings
+        grows = has_choice and previous is not None and not previous.two_orders
         with stage("prepare_weights"), plain_ops():
+            if grows:
+                store.add_dgrad()
             # Without a known write the device decides, by a sample of the weights.
             store.update(source, force=written)
             biases = _native_biases(source, previous)
-            if previous is not None and previous.w1 is store.w1:
-                return previous
             # Views of the store, so that an update in place is seen by weights that were handed
             # out.
             forward = store.w1, store.w2
-            dgrad = forward if settings.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            dgrad = forward if store.iso_weight else (store.w1_dgrad, store.w2_dgrad)
+            if previous is not None and previous.w1 is store.w1:
+                if grows:
+                    previous.add_backward(*dgrad)
+                return previous
             return EngineWeights(*forward, *dgrad, *biases, store=store)
 
     def keep(self, previous: EngineWeights) -> bool:

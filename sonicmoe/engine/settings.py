@@ -5,7 +5,7 @@ without a GPU.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from ..config import ResolvedConfig
@@ -75,6 +75,12 @@ class EngineSettings:
         """
         # Everything that is left out changes what a call saves, and no weight.
         return EngineSettings(self.activation, self.recipe, iso_weight=self.iso_weight)
+
+    @functools.cached_property
+    def in_one_order(self) -> EngineSettings:
+        """With `iso_weight`, where the recipe has the same codes in both orders of a weight."""
+        shares = self.recipe is not None and self.recipe.shares_weight_buffers
+        return replace(self, iso_weight=True) if shares and not self.iso_weight else self
 
     @functools.cached_property
     def is_steady(self) -> bool:

@@ -22,7 +22,7 @@ from ..engine.interface import (
 from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
-from ..interop import device_name, plain_ops
+from ..interop import device_name, is_recomputed, plain_ops
 from ..layouts import WeightLayout
 from ..observe import (
     FACES,
@@ -107,7 +107,8 @@ def forward(
             sizes = int(rows.shape[0]), int(weights[0].shape[0])
             routing = route(plan, origin, probs, sizes, static_rows=static_rows)
             engine = plan.choose()
-            reading = read_weights(engine, weights, plan.settings, plan.layout, x.dtype)
+            given = weights, plan.settings, plan.layout, x.dtype
+            reading = read_weights(engine, *given, alone=not save or is_recomputed())
             read = reading.weights.with_adapters(origin.adapters)
             out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
             # Asked before anything is built: a run without observers pays one read of a global.

@@ -89,10 +89,8 @@ class QuantizedWeights:
     """
 
     def __init__(self, iso_weight: bool = False) -> None:
-        """`iso_weight`: keep forward's order only; dgrad's is made in a scratch that all layers
-        share, when it is read.
-        """
-        self._iso_weight = iso_weight
+        """`iso_weight`: keep forward's order only; dgrad's is made whenever it is read."""
+        self.iso_weight = iso_weight
         self._layout: tuple[Any, ...] | None = None
         self._pointers: tuple[Sequence[int], ...] = ()
         self._current = self._was_copied = False
@@ -103,6 +101,8 @@ class QuantizedWeights:
         self._quantize_arguments: tuple[Any, ...] = ()
         self._kernels: Any = None
         self._order = StreamOrder()
+        # A CUDA graph may hold their addresses.
+        self._former: tuple[Any, ...] = ()
 
     def invalidate(self) -> None:
         """Make the next `update` quantise, whatever the guard finds."""
@@ -174,7 +174,23 @@ class QuantizedWeights:
         written: list[Any] = [
             tensor for q in (*self._forward, *self._dgrad) for tensor in (q.bytes, q.scale_inv)
         ]
-        return written + [None] * (4 if self._iso_weight else 0)
+        return written + [None] * (4 if self.iso_weight else 0)
+
+    def add_dgrad(self) -> None:
+        """Keep dgrad's order too, which the next `update` makes, as `iso_weight=False` does."""
+        if self._check_arguments:
+            experts, n1, hidden = self.w1.shape
+            sizes, device = (experts, n1, hidden, self.w2.shape[2]), device_of(self.w1.codes)
+            self._dgrad = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device, Orientation.COLUMNS)
+        self.iso_weight = self._current = False
+        if self._check_arguments:
+            # With checksums of its own: a graph that was captured before writes forward's order
+            # alone where it finds a change, and must not hide that change from the next `update`.
+            *given, checksums, state = self._former = self._check_arguments
+            checksums, state = torch.empty_like(checksums), torch.zeros_like(state)
+            self._check_arguments = (*given, checksums, state)
+            table, form = self._quantize_arguments[0], self._quantize_arguments[-4:-1]
+            self._quantize_arguments = (table, *self._written(), *form, state)
 
     @property
     def w1(self) -> BlockScaledTensor:
@@ -189,18 +205,18 @@ class QuantizedWeights:
     @property
     def w1_dgrad(self) -> BlockScaledTensor:
         """The same matrices as `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a
-        transposition: see `to_scratch`.
+        transposition.
         """
-        return to_scratch(self.w1, "w1") if self._iso_weight else self._dgrad[0]
+        return transposed(self.w1) if self.iso_weight else self._dgrad[0]
 
     @property
     def w2_dgrad(self) -> BlockScaledTensor:
         """The same matrices as `w2`, stored `[E, I, H]`; `iso_weight` as for `w1_dgrad`."""
-        return to_scratch(self.w2, "w2") if self._iso_weight else self._dgrad[1]
+        return transposed(self.w2) if self.iso_weight else self._dgrad[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales held; the shared scratch is not counted."""
+        """Bytes of codes and scales held."""
         return sum(q.nbytes for q in (*self._forward, *self._dgrad))
 
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:
@@ -223,14 +239,14 @@ class QuantizedWeights:
     def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
         sizes = experts, n1, hidden, inner
         self._forward = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device)
-        stored = () if self._iso_weight else (W1_BLOCK, W2_BLOCK)
+        stored = () if self.iso_weight else (W1_BLOCK, W2_BLOCK)
         self._dgrad = _unwritten(sizes, stored, device, Orientation.COLUMNS)
 
     def _update_on_host(self, source: WeightSource) -> None:
         # A host has no kernel that reads the user's layout.
         w1, w2, *_ = source.native()
         self._forward = quantize(w1, W1_BLOCK), quantize(w2, W2_BLOCK)
-        self._dgrad = () if self._iso_weight else tuple(transpose_storage(q) for q in self._forward)
+        self._dgrad = () if self.iso_weight else tuple(transpose_storage(q) for q in self._forward)
         self._layout = None
 
 
@@ -288,38 +304,19 @@ def _unwritten(
     )
 
 
-_scratch: dict[tuple[Any, ...], BlockScaledTensor] = {}
-
-
-def to_scratch(q: BlockScaledTensor, role: str) -> BlockScaledTensor:
+def transposed(q: BlockScaledTensor) -> BlockScaledTensor:
     """The same `[E, R, C]` matrices, stored by rows in blocks of 128 columns, in the other memory
-    order, in a buffer that every caller of equal arguments shares.
-
-    Valid until the next call with this `role` and shape on this stream: the backwards of a stream's
-    layers run one after the other, so one buffer serves them all. Each stream has its own. A CUDA
-    graph keeps the buffer of the stream it was captured on: graphs of one capture stream must not
-    run at the same time.
+    order.
     """
     if not is_cuda(q.codes):
         return transpose_storage(q)
     matrices, n_rows, n_cols = (int(size) for size in q.codes.shape)
-    stream = current_stream(q.codes)
-    # By stream, because two streams would write one buffer at the same time.
-    key = (device_name(q.codes), stream, role, matrices, n_rows, n_cols, q.block, q.orientation)
-    if key not in _scratch:
-        other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
-        shape, device = (matrices, n_cols, n_rows), device_of(q.codes)
-        _scratch[key] = BlockScaledTensor.empty(shape, q.block, device, orientation=other)
-    target = _scratch[key]
-    _kernels(key[0]).transpose_bytes(q.bytes, q.scale_inv, target.bytes, target.scale_inv, stream)
-    return target
-
-
-def release_scratch() -> None:
-    """Drop every shared buffer of `to_scratch`; tensors it returned stay valid as long as they are
-    held.
-    """
-    _scratch.clear()
+    other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
+    shape, device = (matrices, n_cols, n_rows), device_of(q.codes)
+    made = BlockScaledTensor.empty(shape, q.block, device, orientation=other)
+    given = q.bytes, q.scale_inv, made.bytes, made.scale_inv
+    _kernels(device_name(q.codes)).transpose_bytes(*given, current_stream(q.codes))
+    return made
 
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import torch
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
-from ..interop import plain_ops
+from ..interop import in_backward, plain_ops
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
@@ -114,6 +114,7 @@ class PreparedWeights:
         *,
         stale: bool = False,
         keeps: bool = False,
+        alone: bool = False,
     ) -> Reading:
         """The weights for a forward that starts now.
 
@@ -128,17 +129,23 @@ class PreparedWeights:
             stale: somebody has announced a write.
             keeps: every write shows in `traces`, or is announced, so that weights are kept also for
                 an engine that does not look at the device.
+            alone: no backward of this forward is to come but one beside a forward that runs again.
+                What backward alone reads is not made for it, and is left where it is.
         """
         key = (engine.name, settings.of_weights, place)
         held = self.weights if key == self._key else None
         if held is not None and not (keeps or held.updated_in_place):
             held = None
+        one_order = engine.in_one_order(settings)
+        if alone or (one_order is not settings and held is not None and in_backward()):
+            settings = one_order
+        grows = settings is not one_order and held is not None and not held.two_orders
         written = held is not None and traces.versions != self._traces.versions
         changed = held is None or stale or traces != self._traces
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
-            if held is None or not (engine.remake if changed else engine.keep)(held):
+            if held is None or grows or not (engine.remake if changed else engine.keep)(held):
                 # Views of the parameters are no part of the caller's graph.
                 with plain_ops():
                     held = engine.refresh(source(), settings, held, changed)

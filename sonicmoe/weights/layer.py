@@ -9,7 +9,7 @@ import torch
 
 from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
-from ..interop import IS_PADDLE, grad_enabled, is_cuda
+from ..interop import IS_PADDLE, grad_enabled, is_cuda, is_recomputed
 from .cache import PreparedWeights, Reading
 from .changes import announce_change, change_watchers, traces_of
 from .copies import WeightCopies
@@ -70,6 +70,7 @@ class LayerWeights:
             traces,
             stale=self._stale,
             keeps=is_cuda(parameters[0]) and self._every_write_is_told(),
+            alone=not grad_enabled() or is_recomputed(),
         )
         # Last, because a read that raised has not used up the announcement.
         self._stale = False

@@ -75,8 +75,10 @@ def read_weights(
     settings: EngineSettings,
     layout: WeightLayout,
     dtype: torch.dtype,
+    alone: bool = False,
 ) -> Reading:
-    """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward.
+    """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward; alone: as of
+    `PreparedWeights.read`.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
@@ -102,6 +104,7 @@ def read_weights(
         # weights.
         if _last and (id(owner := _owner(w1)), data_ptr(w1)) in _last:
             _kept.get(owner, {}).pop(_geometry(w1), None)
+        settings = engine.in_one_order(settings) if alone else settings
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
@@ -113,7 +116,7 @@ def read_weights(
     is_ours = kept is not None and kept.place == place and not kept.is_dead()
     prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
     traces = traces_of(present)
-    reading = prepared.read(engine, settings, source, w1, place, traces)
+    reading = prepared.read(engine, settings, source, w1, place, traces, alone=alone)
     if not reading.weights.updated_in_place:
         return reading
     if is_cuda(w1) and torch.cuda.is_current_stream_capturing():

@@ -17,6 +17,8 @@ from sonicmoe.interop import data_ptr
 from sonicmoe.quant import gpu
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weight_source import WeightSource
+from sonicmoe.weights.cache import PreparedWeights
+from sonicmoe.weights.changes import Traces
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 ENGINE = HopperEngine()
@@ -123,3 +125,30 @@ class TestPreparedWeightsOnADevice:
         with pytest.raises(MemoryError):
             ENGINE.refresh(given, FP8, weights, written=False)
         assert not look(weights)
+
+    @pytest.mark.parametrize("writes", [0, 1])
+    def test_backwards_order_is_added_in_place(self, launched, writes):
+        """By the first forward that has a backward of its own. It looks at checksums of its own: a
+        graph that was captured before still looks at the former ones. A write shows as always.
+        """
+        prepared, given = PreparedWeights(), WeightSource.stacked(*stacked(source()))
+
+        def read(writes, **how):
+            of_call = ENGINE, FP8, lambda: given, given.anchor, (), Traces((writes,))
+            return prepared.read(*of_call, **how)
+
+        early = read(0, alone=True)
+        weights, former = early.weights, early.weights.store._check_arguments
+        assert not weights.two_orders and None in weights.store._quantize_arguments
+        assert read(writes).weights is weights and weights.two_orders
+        assert None not in weights.store._quantize_arguments and launched == [True, True]
+        assert weights.store._former is former
+        looks = former, weights.store._check_arguments
+        assert [one is other for one, other in zip(*looks, strict=True)] == 6 * [True] + 2 * [False]
+        assert read(writes, alone=True).weights is weights and weights.two_orders
+        assert launched[2:] == [False]
+        if writes:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                early.check_current()
+        else:
+            early.check_current()

@@ -15,7 +15,6 @@ from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bit
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
 
@@ -122,7 +121,6 @@ class TestMemory:
         setup = setup_for(LARGE, iso_weight=iso)
         layer = DirectLayer(setup, "native")
         outstanding(layer, copies=layer.node.make_copies())  # all that is made once
-        release_scratch()
         before = self.allocated()
         copies = layer.node.make_copies()
         orders = 1 if iso else 2
@@ -136,7 +134,6 @@ class TestMemory:
             outstanding(layer, (0,), copies, before_backward=partial(self.released, copies))
             assert self.allocated() - freed == pytest.approx(self.ORDER, abs=1)
         del copies
-        release_scratch()
         assert self.allocated() == pytest.approx(freed, abs=1)
         for weight, value in zip(layer.weights, values, strict=True):
             restore(weight, value.cuda())

@@ -21,7 +21,6 @@ from node.direct_layers import DirectLayer, Setup
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.errors import OutOfMemoryError
-from sonicmoe.quant.gpu import release_scratch
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +81,6 @@ class Run:
 
     def __init__(self, case, sizes=SMALL, tokens=(700, 333), freed=lambda: None):
         config, self.gradient, options = CASES[case]
-        release_scratch()  # else a run after the first would have fewer allocations
         self.layer = DirectLayer(Setup(config, "cuda", torch.bfloat16, sizes), **options)
         self.node, self.weights = self.layer.node, self.layer.weights
         self.waits = "flush" in options

@@ -4,10 +4,13 @@ numbers, and never stale weights.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from gpu.device import captured
 from node.direct_layers import assert_same_bits, relative
+from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.engine.hopper import HopperEngine
@@ -147,3 +150,52 @@ def test_weights_are_quantised_once_per_update(face, monkeypatch) -> None:
             parameter.grad = gradient
         optimizer.step()
         calls.clear()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_hold_one_order_of_codes(reentrant: bool) -> None:
+    """The bits are those of layers that hold both."""
+    order = 8 * (2 * 128 + 128) * 256  # bytes of a layer's codes
+
+    def after_steps(wrap) -> tuple[list[torch.Tensor], int]:
+        layers, (x, dout) = [layer(seed) for seed in range(6)], batch(512)
+        weights = [weight for moe in layers for weight in moe.parameters()]
+        for _ in range(2):
+            leaf = hidden = x.clone().requires_grad_()
+            for moe in layers:
+                hidden = wrap(lambda h, moe=moe: moe(h, use_fp8=True)[0], hidden)
+            hidden.backward(dout)
+            found = [leaf.grad, *(weight.grad for weight in weights)]
+            for weight in weights:
+                weight.grad = None
+                weight.data.mul_(0.9)
+        held = requested()
+        for moe in layers:
+            moe.invalidate_caches()
+        return found, (held - requested()) // order
+
+    wanted, both = after_steps(lambda forward, x: forward(x))
+    found, one = after_steps(lambda forward, x: checkpoint(forward, x, use_reentrant=reentrant))
+    assert_same_bits(found, wanted)
+    assert (one, both) == (6, 12)
+
+
+def requested() -> int:
+    """Bytes that are held, as they were asked for."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def test_a_graph_that_reads_one_order_hides_no_write_from_the_other() -> None:
+    """It was captured before there was a backward, and finds a write, which leaves no trace, first."""
+    moe, other, (x, dout) = layer(), layer(seed=1), batch(512)
+    with torch.no_grad():
+        graph, (out, _) = captured(lambda: moe(x, use_fp8=True), lambda: moe(x, use_fp8=True))
+    gradients(moe, moe, x, dout, use_fp8=True)
+    for mine, its in zip(moe.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(its)
+    graph.replay()
+    wanted = gradients(other, other, x, dout, use_fp8=True)
+    assert_same_bits([out], wanted[:1])
+    assert_same_bits(gradients(moe, moe, x, dout, use_fp8=True), wanted)
