@@ -24,7 +24,9 @@ def run_build_script(
 
     The script sees this process's module search path, and `environment` on top of this process's.
     """
-    path = write_request(request)
+    # A file, because command lines have a limit and show up in `ps`.
+    path = Path(request["build_directory"]) / "request.json"
+    path.write_text(json.dumps(request), encoding="utf-8")
     try:
         # Standard error goes into the same pipe, so the log keeps the order in which compiler and
         # linker wrote. stdin is closed, because a tool that asks a question would wait for ever.
@@ -36,22 +38,10 @@ def run_build_script(
     except subprocess.TimeoutExpired:
         # `subprocess.run` has killed the child by now. Its output is lost, so the message has none.
         raise CompileError(f"{name}: the build did not end within {BUILD_TIMEOUT_S} s") from None
-    return checked(name, done.returncode, done.stdout)
-
-
-def checked(name: str, status: int, output: str) -> str:
-    """The output of a build. CompileError, with its last lines, where it failed."""
-    if status != 0:
-        raise CompileError(f"{name} did not compile (exit status {status}):\n{output[-_LOG_TAIL:]}")
-    return output
-
-
-def write_request(request: dict[str, Any]) -> Path:
-    """The request as a file in its "build_directory"."""
-    # A file, because command lines have a limit and show up in `ps`.
-    path = Path(request["build_directory"]) / "request.json"
-    path.write_text(json.dumps(request), encoding="utf-8")
-    return path
+    if done.returncode != 0:
+        words = f"{name} did not compile (exit status {done.returncode})"
+        raise CompileError(f"{words}:\n{done.stdout[-_LOG_TAIL:]}")
+    return done.stdout
 
 
 def search_path() -> str:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import cute_server
-from .child import checked, run_build_script, share, write_request
+from .child import run_build_script
 from .key import CompileKey, package_versions, source_fingerprint
 from .manifest import Artefact
 from .shared_object import SharedObject, runtime_fingerprint
@@ -22,8 +21,6 @@ _BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
 # Exported kernels call two functions of the CuTe DSL library when a launch fails. This file
 # replaces both, so the library itself need not be loaded.
 _ERROR_REPORTERS = Path(__file__).with_name("cute_runtime_errors.c")
-# Of the server of the rank whose worker this process is; None in all others.
-server_descriptor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class CuteKernel(SharedObject):
         return super().load_artefact(artefact).get_function(self.name)
 
     def _build(self, scratch: Path, toolkit: CudaToolkit) -> str:
-        """In a fork of the server where this process was given one, else in a process of its own."""
+        """In a process of its own."""
         request = {
             "name": self.name, "entry": self.entry, "statics": dict(self.statics), "arch": self.arch,
             "packages": self.packages, "build_directory": str(scratch), "error_reporters": str(_ERROR_REPORTERS),
@@ -94,16 +91,7 @@ class CuteKernel(SharedObject):
             # on its own and find another one than the key names.
             "ptxas": str(toolkit.home / "bin" / "ptxas"), "cuda_lib": str(toolkit.home / "lib64"),
         }  # fmt: skip
-        if server_descriptor is not None and self.can_be_forked:
-            done = cute_server.build(server_descriptor, write_request(request), share(scratch))
-            if done is not None:
-                return checked(self.name, *done)
         return run_build_script(self.name, _BUILD_SCRIPT, request, {})
-
-    @property
-    def can_be_forked(self) -> bool:
-        """Whether a `CuteServer` of the same architecture has imported what this kernel needs."""
-        return "quack-kernels" in self.packages
 
     def _toolchain(self) -> dict[str, str] | None:
         versions, toolkit = dict(package_versions(*self.packages)), find_toolkit()

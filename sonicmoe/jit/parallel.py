@@ -10,11 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .cache import CompileCache
-from .cute_kernel import CuteKernel
-from .cute_server import CuteServer
 from .errors import CompileError
 from .plan import CompileJob
 from .slots import Held, HostSlots
@@ -89,8 +87,6 @@ class ParallelBuild:
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
         self._mutex = threading.Lock()
-        self._forked_arch = _arch_of_forks(jobs)
-        self._server: CuteServer | None = None
 
     def run(self) -> None:
         """Build, until every job has an outcome."""
@@ -105,9 +101,6 @@ class ParallelBuild:
             for worker in workers:
                 worker.kill()
             raise
-        finally:
-            if self._server is not None:
-                self._server.close()
 
     def _run(self) -> None:
         progress_at, last = time.monotonic(), len(self._pending)
@@ -193,9 +186,7 @@ class ParallelBuild:
 
     def _work(self, slot: Held, job: CompileJob, claim: Held) -> None:
         """Compile this job, and others as long as there are some, in one worker process."""
-        server = self._server_for(job)
-        inherited = slot.descriptors if server is None else (*slot.descriptors, server)
-        worker = Worker(replace(self._settings, cute_server=server), inherited)
+        worker = Worker(self._settings, slot.descriptors)
         with self._mutex:
             self._workers.add(worker)
         taken: tuple[CompileJob, Held] | None = (job, claim)
@@ -212,19 +203,6 @@ class ParallelBuild:
             worker.close()
             slot.release()
 
-    def _server_for(self, job: CompileJob) -> int | None:
-        """The descriptor of this process's server, which is started once there is work for it."""
-        with self._mutex:
-            ahead = (job, *self._pending)
-            if self._forked_arch is None or not any(isinstance(j, CuteKernel) for j in ahead):
-                return None
-            try:
-                self._server = self._server or CuteServer(self._forked_arch)
-            except OSError:  # no more processes: the worker builds by itself, and reports it
-                self._forked_arch = None
-                return None
-            return self._server.descriptor
-
     def _give_up(self) -> None:
         """Fail the jobs for whose builders this process has waited too long."""
         with self._mutex:
@@ -233,12 +211,6 @@ class ParallelBuild:
             key = self._keys[job]
             message = self._cache.waited_too_long(key)
             self._collected.add(KernelOutcome(job.name, str(key), FAILED, 0.0, message))
-
-
-def _arch_of_forks(jobs: Sequence[CompileJob]) -> str | None:
-    """The architecture of the CuTe kernels where a server pays for its import; else None."""
-    forked = [job.arch for job in jobs if isinstance(job, CuteKernel) and job.can_be_forked]
-    return forked[0] if len(forked) > 1 and len(set(forked)) == 1 else None
 
 
 def compile_one(worker: Worker, job: CompileJob, key: str) -> KernelOutcome:

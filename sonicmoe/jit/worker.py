@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import unknown_flags
-from . import cute_kernel
 from .cache import CompileCache
 from .child import search_path
 from .errors import CompileError
@@ -28,15 +27,12 @@ from .plan import CompileJob
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The arguments with which a worker opens the same cache, and the descriptor of the server that
-    forks for CuTe kernels, if there is one.
-    """
+    """The arguments with which a worker opens the same cache."""
 
     root: Path
     local_root: Path
     lock_timeout_s: float
     trusted: bool = False
-    cute_server: int | None = None
 
 
 class Worker:
@@ -135,7 +131,6 @@ def serve() -> None:
 
 def _answer(settings: CacheSettings, job: Any) -> float | str:
     started = time.monotonic()
-    cute_kernel.server_descriptor = settings.cute_server
     cache = CompileCache(
         settings.root,
         settings.local_root,
