@@ -190,6 +190,12 @@ class TestWeights:
             source = user_weights(sizes, dtype, transposed, split_half, seed)
             weights.update(source)
             check(weights, source, sizes)
+        if iso_weight:
+            held, nbytes = weights.w1, weights.nbytes
+            weights.add_dgrad()
+            weights.update(source)
+            assert weights.w1 is held and weights.nbytes == 2 * nbytes
+            check(weights, source, "both orders")
 
     @pytest.mark.parametrize(
         ("dtype", "recipe", "transposed", "split_half"),
@@ -233,18 +239,6 @@ class TestWeights:
                 wanted = quantize(native[0], block)
                 assert_same(forward[e], wanted, e)
                 assert_same(dgrad[e], transpose_storage(wanted), e)
-
-    def test_the_other_order_is_added(self):
-        """In the memory of forward's nothing changes."""
-        source = user_weights((2, 256, 128), torch.bfloat16, True, True, special=False)
-        weights = gpu.QuantizedWeights(iso_weight=True)
-        weights.update(source)
-        held, nbytes = weights.w1, weights.nbytes
-        check(weights, source)
-        weights.add_dgrad()
-        weights.update(source)
-        assert weights.w1 is held and weights.nbytes == 2 * nbytes
-        check(weights, source)
 
 
 class TestGuard:
