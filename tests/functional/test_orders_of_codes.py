@@ -1,6 +1,4 @@
-"""Codes of weights on engine `hopper`, whose passes reach kernels on the host: in forward's order alone
-as long as every backward comes with a forward that runs again, else in backward's too.
-"""
+"""Codes of weights on engine `hopper`, whose passes reach kernels on the host, in one order or two."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ class Layer:
         self.x = torch.randn(T, H, generator=made).bfloat16().requires_grad_()
         ids = torch.rand(T, E, generator=made).topk(K, 1).indices
         probs = torch.rand(T, K, generator=made)
-        self.node, swiglu = None, ActivationType.SWIGLU
+        self.node = None
         if face == "node":
             config = SonicMoEConfig(fp8_mode="perf")
             self.node = SonicMoEMlpNode.from_native(*self.weights, config=config)
             self.experts = lambda x: self.node(x, None, ids, probs)
         else:
-            given = ids, probs, *self.weights, None, None, swiglu
+            given = ids, probs, *self.weights, None, None, ActivationType.SWIGLU
             self.experts = lambda x: expert_mlp(x, *given, use_fp8=True)
 
     def __call__(self, x):
@@ -66,9 +64,7 @@ class Layer:
 @pytest.mark.parametrize("face", ["function", "node"])
 @pytest.mark.parametrize("way", ["checkpointed", "reentrant", "compiled"])
 def test_the_other_order_is_made_by_each_backward(face, way, monkeypatch):
-    """To the bits of a layer that keeps both. A forward without gradients changes nothing; one with
-    a backward of its own adds that order, in the same store, for good.
-    """
+    """To the same bits; a forward that has a backward of its own adds it in the same store, for good."""
     for module in (plan, choices):
         monkeypatch.setattr(module, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
     layer, wanted = Layer(face), Layer(face)
