@@ -178,18 +178,21 @@ class QuantizedWeights:
 
     def add_dgrad(self) -> None:
         """Keep dgrad's order too, which the next `update` makes, as `iso_weight=False` does."""
+        if not self.iso_weight:  # the `update` behind an earlier call failed
+            return
         if self._check_arguments:
             experts, n1, hidden = self.w1.shape
             sizes, device = (experts, n1, hidden, self.w2.shape[2]), device_of(self.w1.codes)
-            self._dgrad = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device, Orientation.COLUMNS)
-        self.iso_weight = self._current = False
-        if self._check_arguments:
             # With checksums of its own: a graph that was captured before writes forward's order
             # alone where it finds a change, and must not hide that change from the next `update`.
-            *given, checksums, state = self._former = self._check_arguments
-            checksums, state = torch.empty_like(checksums), torch.zeros_like(state)
-            self._check_arguments = (*given, checksums, state)
+            *given, checksums, state = self._check_arguments
+            own = torch.empty_like(checksums), torch.zeros_like(state)
+            self._dgrad = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device, Orientation.COLUMNS)
+            self._former, self._check_arguments = self._check_arguments, (*given, *own)
+        self.iso_weight = self._current = False
+        if self._check_arguments:
             table, form = self._quantize_arguments[0], self._quantize_arguments[-4:-1]
+            state = self._check_arguments[-1]
             self._quantize_arguments = (table, *self._written(), *form, state)
 
     @property
