@@ -142,9 +142,9 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
         codes[t].store(m.straight + matrix + row * m.columns + tile.column, m.columns,
                        m.rows - tile.row - at.quad * 4, m.columns - tile.column);
       }
-      codes[t].put(flipped[t]);
+      if (m.flipped != nullptr) codes[t].put(flipped[t]);
     }
-    __syncthreads();
+    __syncthreads();  // also where nothing was put: `warps` is written again
     if (m.flipped != nullptr) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
