@@ -50,6 +50,7 @@ class HopperEngine(QuantisedEngine):
     """See the module docstring; `capabilities.HOPPER` says what it takes."""
 
     name = "hopper"
+    frees_dw1_first = True
 
     def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
         # Scales that stay along K differ between the two orders, so each is made from the weights.
@@ -124,7 +125,7 @@ class HopperEngine(QuantisedEngine):
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if weights.adapters is not None:
-                operands, u = (dz_scratch, wgrad_dz, wgrad_y1s), layer.narrow(saved.projected)
+                operands, u = (dz_scratch, wgrad_y1s), layer.narrow(saved.projected)
                 pending.adapters = partial(layer.adapter_gradients, x, dout, operands, u, v)
             if settings.frees_stagewise:
                 saved.x = None
@@ -153,6 +154,7 @@ class HopperEngine(QuantisedEngine):
             return
         with plain_ops():
             if pending.routing.num_rows == 0 and isinstance(targets, FreshTargets):
+                targets.take_down()
                 for memory in targets.tensors():  # there is nothing to launch
                     memory.zero_()
                 return
@@ -236,7 +238,7 @@ def _add_both(
         **token_arguments("dout", pending.dout),
         **gradients,
         dz=pending.dz,
-        y1s=None if pending.y1s is pending.dz else pending.y1s,  # behind dz
+        y1s=pending.y1s,
         scratch=memory,
     )
     targets.adding = False
@@ -250,33 +252,26 @@ def _add_one_by_one(
     """
     # A product that nobody wants is left out.
     bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
-    dout, y1s = pending.dout, pending.y1s
-    if y1s is pending.dz:  # one memory, of which one product alone is wanted
-        y1s = y1s[bytes_of.operands - bytes_of.y1s :]
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
     size = max(bytes_of.dw1, bytes_of.dw2)
     memory = empty((size,), torch.uint8, pending.native.device)
     targets.adding = True
-    pending.dout = pending.y1s = None
-    if targets.wants("dw2"):
-        passes.dw2(
-            **launch,
-            **token_arguments("dout", dout),
-            dw2=gradients["dw2"],
-            into_dw2=gradients["into_dw2"],
-            y1s=y1s,
-            scratch=memory,
-        )
-    del dout, y1s
-    x = pending.x
-    if targets.wants("dw1"):
-        passes.dw1(
-            **launch,
-            **token_arguments("x", x),
-            dw1=gradients["dw1"],
-            into_dw1=gradients["into_dw1"],
-            dz=pending.dz,
-            scratch=memory,
-        )
+    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
+    for name in ("dw2", "dw1") if late is None else ("dw1", "dw2"):
+        if name == "dw2" and late is not None:
+            # dz is larger than y1s, and its memory is free for dw2.
+            late.take_down()
+            gradients = passes.gradients(targets)
+        of_tokens, of_rows = ("x", "dz") if name == "dw1" else ("dout", "y1s")
+        operands = {
+            **token_arguments(of_tokens, getattr(pending, of_tokens)),
+            of_rows: getattr(pending, of_rows),
+        }
+        setattr(pending, of_tokens, None)
+        setattr(pending, of_rows, None)
+        if targets.wants(name):
+            into = {each: gradients[each] for each in (name, f"into_{name}")}
+            getattr(passes, name)(**launch, **operands, **into, scratch=memory)
+        del operands
     targets.adding = False

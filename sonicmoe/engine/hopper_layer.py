@@ -196,8 +196,7 @@ class HopperLayer:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
 
-        dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations,
-            and both operands in FP8 are one memory.
+        dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations.
         biases: db1 and db2, filled.
         v: of adapters, filled; dx must be given then.
         """
@@ -215,8 +214,7 @@ class HopperLayer:
             rows, inner = routing.num_rows, self._prepared.inner
             dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
         else:
-            dz = empty((bytes_of.dz if apart else bytes_of.operands,), torch.uint8, device)
-            y1s = empty((bytes_of.y1s,), torch.uint8, device) if apart else dz
+            dz, y1s = (empty((n,), torch.uint8, device) for n in (bytes_of.dz, bytes_of.y1s))
         self._passes.dgated(
             weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
             routing=self.routed.handle,
@@ -228,7 +226,7 @@ class HopperLayer:
             row_scales=tokens.row_scales,
             **z_arguments(z),
             dz=None if in_rows else dz,
-            y1s=None if in_rows or y1s is dz else y1s,
+            y1s=None if in_rows else y1s,
             dz_rows=dz if in_rows else None,
             y1s_rows=y1s if in_rows else None,
             dprobs=dprobs,
@@ -246,12 +244,12 @@ class HopperLayer:
     def adapter_gradients(
         self, x: Tokens, dout: Tokens, operands: tuple[Tensor, ...], u: Narrow, v: Narrow
     ) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`. operands: scratch that holds dz, and dz and y1s of wgrad, as
-        `dgated` returned them; v and u of the same backward and its forward.
+        """`PendingWgrad.adapters`. operands: scratch that holds dz, and y1s of wgrad, as `dgated`
+        returned them; v and u of the same backward and its forward.
         """
         adapters, routing = self._weights.adapters, self._routing
         assert adapters is not None
-        dz_scratch, dz, y1s = operands
+        dz_scratch, y1s = operands
         in_rows = not self._settings.fp8_wgrad
         found = [
             None
@@ -282,8 +280,8 @@ class HopperLayer:
             **token_arguments("x", x),
             **token_arguments("dout", dout),
             dz_scratch=dz_scratch,
-            dz=None if in_rows or y1s is not dz else dz,
-            y1s=None if in_rows or y1s is dz else y1s,
+            dz=None,
+            y1s=None if in_rows else y1s,
             y1s_rows=y1s if in_rows else None,
             **{f"{side}_u": rows for side, rows in zip(("up", "down"), u, strict=True)},
             **{f"{side}_v": rows for side, rows in zip(("up", "down"), v, strict=True)},

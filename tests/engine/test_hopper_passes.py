@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -275,6 +276,19 @@ def test_main_grads_are_written_and_added_to_in_turns(stacked):
         got = case.run(OURS, FP8, targets=memory)
         for name in ("dw1", "dw2"):
             assert torch.equal(got[name], times * wanted[name]), (times, name)
+
+
+def test_memory_for_a_fresh_dw2_is_taken_when_that_of_dz_is_free():
+    case, targets = Case(seed=9), parameter_targets(PER_EXPERT, kind=FreshTargets)
+    wanted, down = case.run(OURS, FP8), targets.down
+    weights, _, saved = case.forward(OURS, FP8)
+    *_, pending = OURS.backward_dx(case.dout, saved, weights)
+    dz, held = weakref.ref(pending.dz), []
+    targets.down = WeightTarget.per_expert([None] * E, PER_EXPERT)
+    targets.make_down = lambda: held.append(dz()) or down
+    OURS.backward_dw(pending, targets)
+    assert held == [None]
+    assert all(torch.equal(targets.sums(name), wanted[name]) for name in ("dw1", "dw2"))
 
 
 def test_frozen_experts_have_no_memory():

@@ -19,6 +19,7 @@ from sonicmoe.node import choices
 from sonicmoe.weights.stacked_cache import _kept, _owner
 
 E, K, T, H, I = 4, 2, 70, 144, 64
+FP8 = SonicMoEConfig(fp8_mode="perf")
 
 
 class Layer:
@@ -31,11 +32,10 @@ class Layer:
         self.x = torch.randn(T, H, generator=made).bfloat16().requires_grad_()
         ids = torch.rand(T, E, generator=made).topk(K, 1).indices
         probs = torch.rand(T, K, generator=made)
-        self.node = None
         if face == "node":
-            config = SonicMoEConfig(fp8_mode="perf")
-            self.node = SonicMoEMlpNode.from_native(*self.weights, config=config)
-            self.experts = lambda x: self.node(x, None, ids, probs)
+            node = SonicMoEMlpNode.from_native(*self.weights, config=FP8)
+            self.experts = lambda x: node(x, None, ids, probs)
+            self.kept = lambda: node._state.weights._prepared.weights
         else:
             given = ids, probs, *self.weights, None, None, ActivationType.SWIGLU
             self.experts = lambda x: expert_mlp(x, *given, use_fp8=True)
@@ -50,15 +50,11 @@ class Layer:
         for leaf in (self.x, *self.weights):
             leaf.grad = None
         with torch.no_grad():
-            for weight in self.weights:
-                weight.mul_(0.9)
+            torch._foreach_mul_(self.weights, 0.9)
         return found
 
     def kept(self):
-        if self.node is not None:
-            return self.node._state.weights._prepared.weights
-        (kept,) = _kept[_owner(self.weights[0])].values()
-        return kept.prepared.weights
+        return next(iter(_kept[_owner(self.weights[0])].values())).prepared.weights
 
 
 @pytest.mark.parametrize("face", ["function", "node"])
@@ -76,6 +72,5 @@ def test_the_other_order_is_made_by_each_backward(face, way, monkeypatch):
     store = layer.kept().store
     for again, orders in ((run, 1), (run, 1), (None, 2), (run, 2), (run, 2)):
         assert all(map(torch.equal, layer.step(again), wanted.step()))
-        # On a host new codes are new objects.
         assert layer.kept().store is store and layer.kept().two_orders is (orders == 2)
         assert store.nbytes * 2 == wanted.kept().store.nbytes * orders

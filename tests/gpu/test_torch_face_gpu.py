@@ -155,26 +155,21 @@ def test_checkpointed_layers_hold_one_order_of_codes(reentrant: bool) -> None:
     """The bits are those of layers that hold both."""
     order = 8 * (2 * 128 + 128) * 256  # bytes of a layer's codes
 
-    def after_steps(wrap) -> tuple[list[torch.Tensor], int]:
+    def after_a_step(wrap) -> tuple[list[torch.Tensor], int]:
         layers, (x, dout) = [layer(seed) for seed in range(6)], batch(512)
-        weights = [weight for moe in layers for weight in moe.parameters()]
-        for _ in range(2):
-            leaf = hidden = x.clone().requires_grad_()
-            for moe in layers:
-                hidden = wrap(lambda h, moe=moe: moe(h, use_fp8=True)[0], hidden)
-            hidden.backward(dout)
-            del hidden  # whose graph has the codes, too
-            found = [leaf.grad, *(weight.grad for weight in weights)]
-            for weight in weights:
-                weight.grad = None
-                weight.data.mul_(0.9)
+        leaf = hidden = x.clone().requires_grad_()
+        for moe in layers:
+            hidden = wrap(lambda h, moe=moe: moe(h, use_fp8=True)[0], hidden)
+        hidden.backward(dout)
+        del hidden  # whose graph has the codes, too
+        found = [leaf.grad, *(weight.grad for moe in layers for weight in moe.parameters())]
         held = torch.cuda.memory_allocated()
         for moe in layers:
             moe.invalidate_caches()
         return found, round((held - torch.cuda.memory_allocated()) / order)
 
-    wanted, both = after_steps(lambda forward, x: forward(x))
-    found, one = after_steps(lambda forward, x: checkpoint(forward, x, use_reentrant=reentrant))
+    wanted, both = after_a_step(lambda forward, x: forward(x))
+    found, one = after_a_step(lambda forward, x: checkpoint(forward, x, use_reentrant=reentrant))
     assert_same_bits(found, wanted)
     assert (one, both) == (6, 12)
 
