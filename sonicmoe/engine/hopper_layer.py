@@ -280,7 +280,6 @@ class HopperLayer:
             **token_arguments("x", x),
             **token_arguments("dout", dout),
             dz_scratch=dz_scratch,
-            dz=None,
             y1s=None if in_rows else y1s,
             y1s_rows=y1s if in_rows else None,
             **{f"{side}_u": rows for side, rows in zip(("up", "down"), u, strict=True)},

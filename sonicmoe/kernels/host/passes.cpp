@@ -88,8 +88,7 @@ constexpr FieldTable kForwardTable{
 
 // The operands of wgrad are quantised and token-major (dz, y1s), or rows in bf16 (dz_rows,
 // y1s_rows) for weight gradients that are not computed in FP8. With `dx` the pass goes on to it, as
-// dgrad does. What needs memory and is given none of its own then lies behind something else: y1s
-// behind dz, and behind dz_scratch what either half scratches.
+// dgrad does. What either half scratches then lies behind dz_scratch.
 constexpr FieldTable kDgatedTable{"dgated",
                                   {{
                                       kDoutTokens,
@@ -136,7 +135,7 @@ constexpr FieldTable kWgradTable{"wgrad",
                                      {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                      {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                      scratch_field<WgradDz>("dz"),
-                                     scratch_field<WgradY1s>("y1s", kOptional),
+                                     scratch_field<WgradY1s>("y1s"),
                                      scratch_field<TokenPairScratch>("scratch"),
                                      {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                  }}};
@@ -163,7 +162,7 @@ constexpr FieldTable kDw2Table{"dw2",
                                    {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
-// y1s as dgated left it: behind dz, or rows. A gradient that is None is not summed.
+// y1s as dgated left it: codes, or rows. A gradient that is None is not summed.
 constexpr FieldTable kAdaptersTable{
     "adapters",
     {{
@@ -174,7 +173,6 @@ constexpr FieldTable kAdaptersTable{
         kDoutCodes,
         kDoutScale,
         scratch_field<DzScratch>("dz_scratch"),
-        {"dz", Element::kCodes, {kAnySize}, kOptional},
         scratch_field<WgradY1s>("y1s", kOptional),
         {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
         {"up_u", Element::kBfloat, {R, kAnySize}, kOptional},
@@ -451,10 +449,7 @@ void forward(const Run& run) {
 }
 
 Quantized y1s_of(const Run& run, Arena& arena) {
-  const bool own = run.call.has("y1s");
-  own ? arena.in("y1s", run.call["y1s"])
-      : arena.in("dz", run.call["dz"], bytes_of<WgradDz>(run.sizes));
-  return WgradY1s(arena, run.sizes).y1s;
+  return WgradY1s(arena.in("y1s", run.call["y1s"]), run.sizes).y1s;
 }
 
 Arena& behind_dz(const Run& run, Arena& arena) {
@@ -512,7 +507,7 @@ void sum_dz(const Run& run, const Quantized& dz) {
 void dgated(const Run& run) {
   const bool in_rows = run.call.has("dz_rows");
   if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
-      (run.call.has("y1s") && in_rows))
+      run.call.has("y1s") == in_rows)
     TVM_FFI_THROW(ValueError) << "dgated: needed: either dz and y1s, or dz_rows and y1s_rows";
   // All memory before the first launch.
   Arena dz_arena("dz_scratch", run.call["dz_scratch"]), dx_arena, dout_arena, of_dz, of_y1s;
@@ -712,7 +707,6 @@ constexpr std::array kScratches = {
     Scratch{"forward", bytes_of<ForwardScratch>},
     Scratch{"forward_to_z", bytes_of<UpScratch>},
     Scratch{"backward", bytes_of_backward},
-    Scratch{"operands", bytes_of<Behind<WgradDz, WgradY1s>>},
     Scratch{"dz_scratch", bytes_of<DzScratch>},
     Scratch{"dout_scratch", bytes_of<DoutScratch>},
     Scratch{"dz", bytes_of<WgradDz>},
