@@ -142,8 +142,8 @@ def adapted(experts: Experts, implementation: str, rank: int) -> tuple[Any, dict
     return layer.experts, factors
 
 
-def contestants(experts: Experts, rank: int) -> dict[str, Contestant]:
-    """All of them, over the same weights."""
+def contestants(experts: Experts, rank: int, ours: bool = False) -> dict[str, Contestant]:
+    """All of them, or those of this engine, over the same weights."""
     experts.train_weights(False)  # before peft freezes what it finds
     made = {}
     for name, implementation in (("fp8", "sonicmoe_fp8"), ("bf16", "sonicmoe")):
@@ -152,6 +152,8 @@ def contestants(experts: Experts, rank: int) -> dict[str, Contestant]:
         made[f"frozen {name}"] = Contestant(experts, module)
         wrapped, factors = adapted(experts, implementation, rank)
         made[f"lora {name}"] = Contestant(experts, wrapped, factors=factors)
+    if ours:
+        return made
     wrapped, factors = adapted(experts, "grouped_mm", rank)
     made["peft"] = Contestant(experts, wrapped, factors=factors)
     backend = "aot_eager" if experts.device == "cpu" else "inductor"
@@ -181,10 +183,10 @@ def exact_gradients(experts: Experts, rank: int) -> dict[str, torch.Tensor]:
         return gradients(Contestant(wide, module, factors=factors))
 
 
-def measure(row: Row, rank: int, rounds: int, device: str) -> dict[str, Any]:
+def measure(row: Row, rank: int, rounds: int, device: str, ours: bool = False) -> dict[str, Any]:
     """All figures of a row."""
     experts = Experts(row, device)
-    made = contestants(experts, rank)
+    made = contestants(experts, rank, ours)
     exact, errors = exact_gradients(experts, rank), {}
     for name, contestant in made.items():
         if contestant.factors:
@@ -207,7 +209,7 @@ def measure(row: Row, rank: int, rounds: int, device: str) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> Iterator[str]:
     """Markdown: a row a contestant."""
     figures, errors = found["figures"], found["errors"]
-    full, stock = figures["full fp8"], figures["peft compiled"]
+    full, stock = figures["full fp8"], figures.get("peft compiled")
     title = f"{Row(**found['row']).title}, r = {found['rank']}"
     heads = (
         "forward us",
@@ -229,7 +231,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
             "–" if added is None else f"{added:.1f}",
             f"{each['wall']:.0f}",
             f"{each['wall'] / full['wall']:.2f}",
-            f"{stock['wall'] / each['wall']:.2f}x",
+            f"{stock['wall'] / each['wall']:.2f}x" if stock else "–",
             f"{each['busy']:.0f}",
             f"{each['peak']:.0f}",
             "–" if ratio is None else f"{ratio:.2f}",
@@ -243,6 +245,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 @click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--ours", is_flag=True, help="Without peft alone, which takes most of the time.")
 @click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
 @click.option("--show", type=click.Path(path_type=Path), help="Print such a file only.")
@@ -251,6 +254,7 @@ def main(
     tokens: int,
     rank: int,
     rounds: int,
+    ours: bool,
     quick: bool,
     json_file: Path | None,
     show: Path | None,
@@ -266,7 +270,7 @@ def main(
             row.model: row for row in ROWS if only in row.title
         }.values()  # of several sizes, one
         rows = [tiny(row) if quick else row._replace(tokens=tokens) for row in chosen]
-        every = [measure(row, rank, rounds, "cpu" if quick else "cuda") for row in rows]
+        every = [measure(row, rank, rounds, "cpu" if quick else "cuda", ours) for row in rows]
         if json_file is not None:
             figures = {"machine": machine(), "rows": every}
             json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -127,10 +127,9 @@ class RowsOfAdapters:
         """fp32 sums over each expert's rows of narrow^T rows `[E, r, N]`, or of rows^T narrow."""
         assert narrow is not None
         pair, routing = getattr(self._adapters, side), self._routing
-        rank, wide = int(pair.a.shape[1]), int(rows.shape[1])
-        sizes = routing.num_rows, routing.num_experts, wide, int(narrow.shape[1]), rank
-        shape = (sizes[1], wide, rank) if wide_first else (sizes[1], rank, wide)
-        out = empty(shape, torch.float32, narrow.device)
+        sides = int(rows.shape[1]), int(narrow.shape[1]), int(pair.a.shape[1])
+        sizes = routing.num_rows, routing.num_experts, *sides
+        out = torch.empty_like(pair.b if wide_first else pair.a, dtype=torch.float32)
         parts = empty((int(self._kernels.gradient_parts(*sizes)),), torch.float32, narrow.device)
         where = routing.row_token, routing.padded_offsets
         self._kernels.narrow_gradient(

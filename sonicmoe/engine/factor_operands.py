@@ -21,10 +21,8 @@ class FactorOperands:
     """
 
     def __init__(self, pair: LowRank, dtype: torch.dtype, prepare: Any, stream: int) -> None:
-        self._factors = {
-            "a": (pair.a.detach(), 1),
-            "b": (pair.b.detach(), 2),
-        }  # and the rank's axis
+        # And the axis of the rank.
+        self._factors = {"a": (pair.a.detach(), 1), "b": (pair.b.detach(), 2)}
         self._width, self._dtype = pair.width, dtype
         self._prepare, self._stream = prepare, stream
 
@@ -34,21 +32,17 @@ class FactorOperands:
         as_it_is = factor.dtype == self._dtype and factor.shape[axis] == self._width
         if as_it_is and factor.is_contiguous() and factor.data_ptr() % 16 == 0:
             return factor
-        made = self._empty(factor, axis, flips=False)
-        self._prepare(factor, made, None, self._stream)
-        return made
+        return self._made(name, flips=False)
 
     def transposed(self, name: str) -> Tensor:
         """a `[E, N_in, width]` or b `[E, width, N_out]`."""
-        factor, axis = self._factors[name]
-        made = self._empty(factor, axis, flips=True)
-        self._prepare(factor, None, made, self._stream)
-        return made
+        return self._made(name, flips=True)
 
-    def _empty(self, factor: Tensor, axis: int, *, flips: bool) -> Tensor:
+    def _made(self, name: str, *, flips: bool) -> Tensor:
+        factor, axis = self._factors[name]
         shape = [int(size) for size in factor.shape]
         shape[axis] = self._width
         experts, *sides = shape
-        if flips:
-            sides.reverse()
-        return empty((experts, *sides), self._dtype, factor.device)  # type: ignore[no-any-return]
+        made: Tensor = empty((experts, *sides[:: -1 if flips else 1]), self._dtype, factor.device)
+        self._prepare(factor, *((None, made) if flips else (made, None)), self._stream)
+        return made

@@ -29,7 +29,7 @@ from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
 from .border import check_dout, check_forward, require_operands
 from .capabilities import HOPPER
-from .hopper_layer import HopperLayer
+from .hopper_layer import NO_FACTORS, HopperLayer
 from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
@@ -109,8 +109,9 @@ class HopperEngine(QuantisedEngine):
             apart = settings.frees_stagewise or not weights.two_orders
             apart = apart and weights.adapters is None
             dx = None if apart else layer.empty_dx(x)
-            v = layer.narrow(layer.empty_narrow())
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, v)
+            v, u = layer.narrow(layer.empty_narrow()), layer.narrow(saved.projected)
+            db = NO_FACTORS if weights.adapters is None else layer.factor_gradients("b")
+            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, u, v, db)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
                 _free(z)
@@ -125,8 +126,7 @@ class HopperEngine(QuantisedEngine):
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if weights.adapters is not None:
-                operands, u = (dz_scratch, wgrad_y1s), layer.narrow(saved.projected)
-                pending.adapters = partial(layer.adapter_gradients, x, dout, operands, u, v)
+                pending.adapters = partial(layer.adapter_gradients, x, wgrad_y1s, v, db)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending

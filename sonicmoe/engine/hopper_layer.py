@@ -6,6 +6,7 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def _with_rows(settings: EngineSettings) -> EngineSettings:
     return replace(settings, fp8_wgrad=False)
 
 
-_FACTOR_GRADIENTS = "d_up_a", "d_up_b", "d_down_a", "d_down_b"
+NO_FACTORS: Mapping[str, Tensor | None] = dict.fromkeys(("d_up_b", "d_down_b", "parts"))
 
 
 class DgatedTokens(NamedTuple):
@@ -191,14 +192,17 @@ class HopperLayer:
         z: KeptZ,
         dx: Tensor | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        u: Narrow = NO_ROWS,
         v: Narrow = NO_ROWS,
+        db: Mapping[str, Tensor | None] = NO_FACTORS,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
         bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
 
         dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations.
         biases: db1 and db2, filled.
-        v: of adapters, filled; dx must be given then.
+        u, v: of adapters; v is filled. dx must be given then.
+        db: `factor_gradients("b")`, filled.
         """
         routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
@@ -236,58 +240,53 @@ class HopperLayer:
             db1=None if biases is None else biases[0],
             db2=None if biases is None else biases[1],
             bias_parts=None if biases is None else self._bias_parts(),
+            up_u=u.up,
             up_v=v.up,
+            down_u=u.down,
             down_v=v.down,
+            **db,
         )
         return dz_scratch, dprobs, dz, y1s
 
-    def adapter_gradients(
-        self, x: Tokens, dout: Tokens, operands: tuple[Tensor, ...], u: Narrow, v: Narrow
-    ) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`. operands: scratch that holds dz, and y1s of wgrad, as `dgated`
-        returned them; v and u of the same backward and its forward.
+    def factor_gradients(self, name: str) -> dict[str, Tensor | None]:
+        """Unwritten fp32 gradients of the factors a, or b, in their strides, and the scratch of their
+        sums, by the names of the passes' arguments.
         """
-        adapters, routing = self._weights.adapters, self._routing
-        assert adapters is not None
-        dz_scratch, y1s = operands
-        in_rows = not self._settings.fp8_wgrad
-        found = [
-            None
-            if factor is None
-            else empty(tuple(map(int, factor.shape)), torch.float32, self.device)
-            for factor in adapters.factors
-        ]
-        sizes = [
-            self._passes.gradient_parts(
-                *(routing.num_rows, routing.num_experts, factor.shape[of_wide], width),
-                factor.shape[3 - of_wide],
-            )
-            for factor, width, of_wide in zip(
-                adapters.factors,
-                (w for w in adapters.widths for _ in "ab"),
-                (2, 1, 2, 1),
-                strict=True,
-            )
-            if factor is not None
-        ]
-        if routing.num_rows == 0:
+        adapters, routing, passes = self._weights.adapters, self._routing, self._passes
+        found: dict[str, Tensor | None] = {f"d_up_{name}": None, f"d_down_{name}": None}
+        wide, parts_of = (2, "gradient_parts") if name == "a" else (1, "parts_of_both")
+        size = 0
+        for side, pair in () if adapters is None else zip(adapters._fields, adapters, strict=True):
+            if pair is not None:
+                factor = getattr(pair, name)
+                found[f"d_{side}_{name}"] = torch.empty_like(factor, dtype=torch.float32)
+                sizes = routing.num_rows, routing.num_experts, factor.shape[wide], pair.width
+                size = max(size, int(passes.kernels[parts_of](*sizes, factor.shape[3 - wide])))
+        return {**found, "parts": empty((size,), torch.float32, self.device) if size else None}
+
+    def adapter_gradients(
+        self, x: Tokens, y1s: Tensor, v: Narrow, db: Mapping[str, Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """`PendingWgrad.adapters`. y1s: the operand of wgrad, as `dgated` returned it, with v and db
+        of the same backward.
+        """
+        in_rows, of_a = not self._settings.fp8_wgrad, self.factor_gradients("a")
+        found = of_a["d_up_a"], db["d_up_b"], of_a["d_down_a"], db["d_down_b"]
+        if self._routing.num_rows == 0:
             return tuple([None if each is None else each.zero_() for each in found])
         self._passes.adapters(
             weights=None,
             routing=self.routed.handle,
-            stream=current_stream(dz_scratch),
+            stream=current_stream(y1s),
             multiprocessors=self._settings.gemm_num_sms,
             **token_arguments("x", x),
-            **token_arguments("dout", dout),
-            dz_scratch=dz_scratch,
             y1s=None if in_rows else y1s,
             y1s_rows=y1s if in_rows else None,
-            **{f"{side}_u": rows for side, rows in zip(("up", "down"), u, strict=True)},
-            **{f"{side}_v": rows for side, rows in zip(("up", "down"), v, strict=True)},
-            **dict(zip(_FACTOR_GRADIENTS, found, strict=True)),
-            parts=empty((max(map(int, sizes)),), torch.float32, self.device),
+            up_v=v.up,
+            down_v=v.down,
+            **of_a,
         )
-        return tuple(found)
+        return found
 
     def _bias_parts(self) -> Tensor:
         """Scratch of the sums of biases: of each block of rows."""

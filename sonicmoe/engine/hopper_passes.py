@@ -51,6 +51,7 @@ _WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
 # Of adapters: as forward reads them, and transposed for the backward.
 _OF_FORWARD = "up_a", "up_b", "down_a", "down_b"
 FACTORS = *_OF_FORWARD, *(f"{name}_t" for name in _OF_FORWARD)
+_LOW_RANK = "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
 
 
 class PreparedHandle(NamedTuple):
@@ -122,8 +123,7 @@ class Passes:
         self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2, self.adapters = (
             by_keyword(make_pass(name, *functions), names(name)) for name in passes
         )
-        self.gradient_parts = kernels.get("gradient_parts")
-        self.prepare_factor = kernels.get("prepare_factor")
+        self.kernels = kernels
         self._destinations = Destinations(kernels.get("wgrad_destination"))
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
@@ -275,7 +275,7 @@ def factors_of(
     for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
         if pair is None:
             continue
-        operands = FactorOperands(pair, torch.bfloat16, passes.prepare_factor, stream)
+        operands = FactorOperands(pair, torch.bfloat16, passes.kernels["prepare_factor"], stream)
         for name in "ab":
             if backward:
                 found[f"{side}_{name}_t"] = operands.transposed(name)
@@ -340,7 +340,7 @@ def passes_on(
     for name in ("sum_dz", "sum_tokens"):
         kernels[name] = getattr(of_biases, name, None)
     of_adapters = low_rank_source(arch).load() if low_rank else None
-    for name in ("narrow_rows", "narrow_gradient", "gradient_parts", "prepare_factor"):
+    for name in _LOW_RANK.split():
         kernels[name] = getattr(of_adapters, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
     return Passes(passes_source(arch).load(), activations, kernels)

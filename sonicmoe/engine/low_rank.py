@@ -105,20 +105,26 @@ class Adapters(NamedTuple):
 
     def cut(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """fp32 gradients of `factors`, of those of their `operands`; None counts as zeros."""
-        found: list[Tensor | None] = list(self.factors)
-        for index, (factor, gradient) in enumerate(zip(self.factors, gradients, strict=True)):
-            if factor is not None:
-                found[index] = torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
-                if gradient is not None:
-                    _, rows, columns = factor.shape
-                    found[index] = gradient[:, :rows, :columns].to(torch.float32)
-        return tuple(found)
+
+        def own(factor: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+            if factor is None or gradient is None:
+                return None if factor is None else torch.zeros_like(factor, dtype=torch.float32)
+            return gradient[:, : factor.shape[1], : factor.shape[2]].to(torch.float32)
+
+        return tuple(map(own, self.factors, gradients))
 
     def native(self, layout: WeightLayout) -> Adapters:
         """With `up.b` in native order, by operations that autograd sees."""
         if self.up is None or not layout.split_half:
             return self
-        return self._replace(up=self.up._replace(b=interleave_gate_up(self.up.b)))
+        b = self.up.b
+        experts, outputs, rank = b.shape
+        if b.is_contiguous():
+            b = interleave_gate_up(b)
+        else:  # experts lie beside each other, as peft's do: whole rows of them change places
+            rows = interleave_gate_up(b.permute(1, 2, 0).reshape(outputs, -1))
+            b = rows.reshape(outputs, rank, experts).permute(2, 0, 1)
+        return self._replace(up=self.up._replace(b=b))
 
     def merged(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         """Native weights with what the pairs add to them. For diagnosis alone."""

@@ -140,7 +140,7 @@ class ReferenceEngine(Engine):
             if settings.frees_stagewise:
                 saved.z = None
             up, down = narrow_products(weights, routing, x)
-            y1, dz, row_dprob, v_down = _dgated(dout, z, routing, weights, settings, down)
+            y1, dz, row_dprob, of_down = _dgated(dout, z, routing, weights, settings, down)
             dprobs = tap("ds", scatter_to_slots(row_dprob, routing))
             y1s = y1 * routing.row_prob.unsqueeze(-1)
             if settings.recipe is not None and settings.recipe.rounds_rows:
@@ -168,7 +168,7 @@ class ReferenceEngine(Engine):
             # dz goes on unquantised: the recipe of wgrad may have other blocks, along the rows.
             pending = PendingWgrad(settings, routing, x, dout, dz, y1s, biases=biases)
             if weights.adapters is not None and saved.projected is not None:
-                operands = of_up, (y1s, v_down, dout), saved.projected
+                operands = of_up, (y1s, *of_down), saved.projected
                 pending.adapters = partial(
                     _adapter_gradients, weights.adapters, (up, down), operands, routing
                 )
@@ -237,7 +237,7 @@ def _adapter_gradients(
     operands: tuple[Any, Any, Tensor],
     routing: RoutingMetadata,
 ) -> tuple[Tensor | None, ...]:
-    """`PendingWgrad.adapters`; x, dout and y1s are read as they are, dz as dgrad reads it."""
+    """`PendingWgrad.adapters`; x and y1s are read as they are, dout and dz as the GEMMs read them."""
     (up, down), (of_up, of_down, projected) = products, operands
     found: list[Tensor | None] = [None] * 4
     with plain_ops(), ieee_matmul():
@@ -249,7 +249,7 @@ def _adapter_gradients(
             y1s, v, dout = of_down
             # out = sum p y2: the gradient of a row of y2 is p dout, and y1s has the p of y1.
             weighted = u[:, -down.width :] * routing.row_prob.unsqueeze(-1)
-            found[2:] = down.gradients(y1s, v, gather_rows(values_of(dout), routing), weighted)
+            found[2:] = down.gradients(y1s, v, dout, weighted)
     return adapters.cut(found)
 
 
@@ -276,17 +276,18 @@ def _dgated(
     weights: EngineWeights,
     settings: EngineSettings,
     adapter: NarrowProducts | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """`(y1 [R, I], dz [R, N1], row_dprob [R])` with `row_dprob = <dy1, y1> + <dout, b2>` before
-    weighting by the probability; and v of the adapter, unweighted too.
+    weighting by the probability; and of the adapter v, unweighted too, and dout's rows.
     """
     dout_rows = token_rows(dout, "dout", routing, settings)
     # Unweighted: dprobs = <dy1, y1> needs the gradient before the probability is multiplied in.
     dy1 = grouped(dout_rows, weights.w2_dgrad, routing, transpose_weight=False)
-    v = None
+    of_adapter: tuple[Tensor, ...] = ()
     if adapter is not None:
         v, added = adapter.backward(dout_rows)
         dy1 += added
+        of_adapter = v, dout_rows
     dy1 = tap("dy1", dy1)
     weighted, own = dy1 * routing.row_prob.unsqueeze(-1), settings.activation_parameters
     y1, dz = activate_backward(z, weighted, settings.activation, own)
@@ -303,7 +304,7 @@ def _dgated(
     # Padding rows of y1 and dz must be finite zeros, because a GPU engine's weight gradients read
     # whole tiles, and this engine defines their operands.
     real = (routing.row_token >= 0).to(torch.float32).unsqueeze(-1)
-    return y1 * real, dz * real, row_dprob, v
+    return y1 * real, dz * real, row_dprob, of_adapter
 
 
 def _products(

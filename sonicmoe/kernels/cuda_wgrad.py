@@ -25,8 +25,8 @@ def bias_gradients_source(arch: str) -> CudaSource:
 
 
 def low_rank_source(arch: str) -> CudaSource:
-    """Exports `narrow_rows`, `narrow_gradient`, `gradient_parts` and `prepare_factor`. One artefact
-    serves every model.
+    """Exports `narrow_rows`, `narrow_gradient`, `narrow_both`, `gradient_parts`, `parts_of_both` and
+    `prepare_factor`. One artefact serves every model.
     """
     return CudaSource.make("low_rank", _CUDA / "low_rank.cu", arch=arch)
 

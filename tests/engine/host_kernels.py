@@ -185,6 +185,14 @@ def narrow_gradient(
         out[expert] = product[:rank].T if wide_first else product[:rank]
 
 
+def narrow_both(
+    given, scale, gathers, factor, narrow, row_prob, row_token, padded_offsets, parts, out, gradient, by, stream
+):  # fmt: skip
+    narrow_rows(given, scale, gathers, factor, row_token, padded_offsets, out, by, stream)
+    of_narrow = False, narrow, row_prob, row_token, padded_offsets, True
+    narrow_gradient(given, scale, gathers, *of_narrow, parts, gradient, stream)
+
+
 def gather_gated_gemm(
     a, a_scale, b, b_scale, b1, u, factor, row_token, padded_offsets, z, z_scale, y1, y1_scale, activation, first, second,
     store_z, multiprocessors, stream,
@@ -436,9 +444,9 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
-        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, gradient_parts, prepare_factor,
+        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, narrow_both, gradient_parts, prepare_factor,
     )
-} | {"wgrad_destination": Destination}  # fmt: skip
+} | {"wgrad_destination": Destination, "parts_of_both": gradient_parts}  # fmt: skip
 STEADY_KERNELS = KERNELS | {
     "quantize_rows": quantize_steady_rows,
     "gather_dgated_gemm": gather_dgated_gemm_folded,

@@ -157,6 +157,28 @@ def test_narrow_gradient(module, kind, rank, wide_first):
             assert float(error) < 4e-3, (wide, expert, float(error))
 
 
+@pytest.mark.parametrize("kind", ["tokens codes", "rows codes", "block codes"])
+@pytest.mark.parametrize("rank, wide", [(16, 2048), (13, 1536), (3, 272), (16, 4096), (40, 272)])
+def test_both_products_at_once(module, kind, rank, wide):
+    """As the kernels of one each, bit for bit again, to a gradient of any strides."""
+    given = Rows(kind, wide, tokens=3000, seed=rank)
+    rows, width, experts = given.routing.num_rows, -(-rank // 8) * 8, given.experts
+    factor = torch.randn((experts, width, wide), device=DEVICE).to(BF16)
+    narrow = torch.randn((rows, width), device=DEVICE).to(BF16)
+    narrow[~given.real] = float("nan")
+    v, found = poisoned((2, rows, width), BF16), poisoned((2, wide, rank, experts), torch.float32)
+    wanted, parts = (poisoned(n, torch.float32) for n in ((experts, wide, rank), (1 << 24,)))
+    operands, last = (given.given, given.scale, given.gathers), (0.75, current_stream(v))
+    of_narrow = narrow, given.routing.row_prob, *given.where
+    module.narrow_rows(*operands, factor, *given.where, v[0], *last)
+    module.narrow_gradient(*operands, False, *of_narrow, True, parts, wanted, last[1])
+    for out in found.permute(0, 3, 1, 2):
+        module.narrow_both(*operands, factor, *of_narrow, parts, v[1], out, *last)
+        assert torch.equal(*v)
+    assert torch.equal(*found)
+    assert float((out - wanted).norm() / wanted.norm()) < 4e-3
+
+
 def adapters_of(case, rank=16, which=("up", "down"), dtype=BF16, seed=5):
     torch.manual_seed(seed)
     w1, w2, *_ = case.weights
@@ -255,15 +277,19 @@ def test_a_nan_among_codes_is_seen(module, kind):
 def test_factors_are_padded_and_transposed(module, rank, dtype):
     width, experts = -(-rank // 8) * 8, 3
     for shape, of_rank in (((rank, 272), 0), ((272, rank), 1)):
-        source = torch.randn((experts, *shape[::-1]), device=DEVICE).to(dtype).transpose(1, 2)
+        source = torch.randn((experts, *shape), device=DEVICE).to(dtype)
         padded = [width if axis == of_rank else size for axis, size in enumerate(shape)]
         straight = poisoned((experts, *padded), BF16)
         flipped = poisoned((experts, *padded[::-1]), BF16)
-        module.prepare_factor(source, straight, None, current_stream(source))
-        module.prepare_factor(source, None, flipped, current_stream(source))
         wanted = torch.zeros((experts, *padded), device=DEVICE, dtype=BF16)
         wanted[:, : shape[0], : shape[1]] = source.to(BF16)
-        assert torch.equal(straight, wanted) and torch.equal(flipped, wanted.transpose(1, 2))
+        for order in itertools.permutations(
+            range(3)
+        ):  # of axes in memory; peft's experts come last
+            given = source.permute(order).contiguous().permute([order.index(i) for i in range(3)])
+            module.prepare_factor(given, straight.fill_(7), None, current_stream(source))
+            module.prepare_factor(given, None, flipped.fill_(7), current_stream(source))
+            assert torch.equal(straight, wanted) and torch.equal(flipped, wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ENGINES)

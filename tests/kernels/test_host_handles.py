@@ -176,12 +176,11 @@ def test_exchanged_tensors_of_a_handle_are_named(passes, handle, fields, one, ot
 ALIKE = {
     "forward": {("x", "out")}, "wgrad": {("x", "dout")},
     # scratch may be larger than needed
-    "dgated": set(), "dgrad": set(), DGATED_WITH_DX: {("dout", "dx")}, "dw1": set(), "dw2": set(),
-    "adapters": {("x", "dout")},
+    "dgated": set(), "dgrad": set(), DGATED_WITH_DX: {("dout", "dx")}, "dw1": set(), "dw2": set(), "adapters": set(),
 }  # fmt: skip
+BOTH_WAYS = "up_u", "up_v", "down_u", "down_v"
 NARROW = {
-    "forward": ("up_u", "down_u"), "dgated": ("up_v", "down_v"), DGATED_WITH_DX: ("up_v", "down_v"),
-    "adapters": ("up_u", "up_v", "down_u", "down_v"),
+    "forward": ("up_u", "down_u"), "dgated": BOTH_WAYS, DGATED_WITH_DX: BOTH_WAYS, "adapters": ("up_v", "down_v"),
 }  # fmt: skip
 for name, narrow in NARROW.items():
     ALIKE[name] |= set(pairs(narrow))

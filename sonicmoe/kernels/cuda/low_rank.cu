@@ -32,6 +32,15 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+template <bool kFp16>
+__device__ __forceinline__ uint32_t half_pair(float low, float high) {
+  if constexpr (kFp16) {
+    const __half2 halves = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(halves);
+  } else {
+    return bf16_pair(low, high);
+  }
+}
 // The two codes that prmt's `selector` spreads over the upper bytes, as bf16; a NaN becomes 480. By
 // bits, because conversions run at a quarter of the rate: a code's exponent and mantissa are those of
 // the bf16 number 2^120 times smaller, subnormals included.
@@ -161,6 +170,14 @@ struct TransposedCodes {
   }
 };
 
+template <class Wide>
+__host__ __device__ __forceinline__ bool gathers_rows(const Wide& wide) {
+  if constexpr (std::is_same_v<Wide, TransposedCodes>)
+    return false;
+  else
+    return wide.gathers;
+}
+
 struct NarrowWork {
   const int32_t* row_token;
   const int64_t* padded_offsets;
@@ -282,14 +299,8 @@ __global__ void __launch_bounds__(32 * kRowWarps)
         const int column = first + 8 * n + 2 * q;
         if (column >= work.width) continue;
         const float low = by * total[t][n][2 * h], high = by * total[t][n][2 * h + 1];
-        uint32_t pair;
-        if constexpr (Rows::kFp16) {
-          const __half2 halves = __floats2half2_rn(low, high);
-          pair = reinterpret_cast<const uint32_t&>(halves);
-        } else {
-          pair = bf16_pair(low, high);
-        }
-        *reinterpret_cast<uint32_t*>(work.out + row * work.width + column) = pair;
+        *reinterpret_cast<uint32_t*>(work.out + row * work.width + column) =
+            half_pair<Rows::kFp16>(low, high);
       }
     }
 }
@@ -314,7 +325,7 @@ constexpr int kPitch = kBlock + 8;  // of the transposed narrow operand: no two 
 // operand, 8 kTiles of the narrow one, and a share of an expert's blocks of rows; its warps 64 of the
 // columns and every fourth of a block's rows.
 template <class Wide, int kTiles>
-__global__ void __launch_bounds__(32 * kGradientWarps)
+__global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
     sum_gradients(const Wide wide, const GradientWork work) {
   constexpr int kNarrow = 8 * kTiles;
   constexpr bool kTransposed = std::is_same_v<Wide, TransposedCodes>;
@@ -325,9 +336,12 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   __shared__ int s_token[2][kBlock];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
   const int half = warp % 2, group = warp / 2;
-  const int expert = blockIdx.y, split = blockIdx.z % work.splits,
+  // Gathered rows are read by many experts: all of these take the same columns at a time, which stay in
+  // the cache. Rows in order are read once, and all their columns at a time.
+  const bool gathers = gathers_rows(wide);
+  const int expert = gathers ? blockIdx.x : blockIdx.y, split = blockIdx.z % work.splits,
             first = blockIdx.z / work.splits * kMostColumns;
-  const int cta_column = blockIdx.x * kColumnsOfCta,
+  const int cta_column = (gathers ? blockIdx.y : blockIdx.x) * kColumnsOfCta,
             column = cta_column + half * kColumnsOfWarp;
   const auto clamped = [&](int64_t offset) { return min(offset, work.rows) / kBlock; };
   const int64_t from = clamped(work.padded_offsets[expert]),
@@ -338,23 +352,23 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   // Of codes, in this thread's rows of its columns: of the eight beside each other, or of each.
   uint32_t nan[2] = {}, nan_of[4][2] = {};
   // A block's narrow rows, transposed, times what belongs to them: a probability, and the scale of
-  // the codes, which are the same in all columns of this CTA.
+  // the codes, which are the same in all columns of this CTA. This waits for loads, so those of the
+  // wide rows of the block before are sent off first.
   const auto stage = [&](int64_t block, int buffer) {
     constexpr int kParts = kNarrow / 8;
     if (threadIdx.x < kBlock) s_token[buffer][threadIdx.x] = work.row_token[block * kBlock + threadIdx.x];
     for (int i = threadIdx.x; i < kBlock * kParts; i += 32 * kGradientWarps) {
       const int r = i / kParts, part = i % kParts;
       const int64_t row = block * kBlock + r;
+      // All of a row is on its way before anybody looks at its token.
       const int token = work.row_token[row];
-      uint4 v = {};
-      if (token >= 0 && first + 8 * part < work.width)
-        v = __ldg(reinterpret_cast<const uint4*>(work.narrow + row * work.width + first + 8 * part));
-      float by = token < 0 ? 0.f : 1.f;
-      if (work.row_prob != nullptr && token >= 0) by = work.row_prob[row];
+      const uint4 v = load_if(first + 8 * part < work.width,
+                              work.narrow + row * work.width + first + 8 * part);
+      float by = work.row_prob != nullptr ? work.row_prob[row] : 1.f;
       if constexpr (Wide::kScaled) {
         int64_t of_scale = row;
-        if constexpr (!kTransposed) of_scale = wide.gathers ? token : row;
-        if (token >= 0) by *= wide.scale(of_scale, cta_column);
+        if constexpr (!kTransposed) of_scale = wide.gathers ? max(token, 0) : row;
+        by *= wide.scale(of_scale, cta_column);
       }
       const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -371,6 +385,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
                              by * __uint_as_float(pair & 0xffff0000u));
           }
         }
+        pair = token < 0 ? 0 : pair;
         s.narrow[buffer][8 * part + 2 * k][r] = static_cast<uint16_t>(pair);
         s.narrow[buffer][8 * part + 2 * k + 1][r] = static_cast<uint16_t>(pair >> 16);
       }
@@ -380,7 +395,6 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   for (int64_t block = begin; block < end; ++block) {
     const int buffer = (block - begin) % 2;
     __syncthreads();
-    if (block + 1 < end) stage(block + 1, buffer ^ 1);
     constexpr int kSteps = kRowsOfGroup / 16;
     if constexpr (kTransposed) {
       // Eight rows of a thread are the places of K of both steps.
@@ -393,6 +407,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
           const int c = column + 16 * j + 8 * h + g;
           packed[j][h] = wide.load_8(c < work.wide, block * kBlock + row, c);
         }
+      if (block + 1 < end) stage(block + 1, buffer ^ 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t codes[2][4];
@@ -423,6 +438,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
           packed[k][i] =
               wide.load_8(inside && token >= 0, wide.gathers ? token : row, column + 8 * g);
         }
+      if (block + 1 < end) stage(block + 1, buffer ^ 1);
       uint32_t values[kSteps][4][4];
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
@@ -475,7 +491,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   }
   __syncthreads();
   float* out = work.out + split * work.split_step + expert * work.step;
-  const bool by_columns = work.wide_step == 1;
+  const bool by_columns = work.wide_step < work.narrow_step;
   for (int i = threadIdx.x; i < kColumnsOfCta * kNarrow; i += 32 * kGradientWarps) {
     const int c = by_columns ? i % kColumnsOfCta : i / kNarrow,
               n = by_columns ? i / kColumnsOfCta : i % kNarrow;
@@ -484,22 +500,398 @@ __global__ void __launch_bounds__(32 * kGradientWarps)
   }
 }
 
-__global__ void __launch_bounds__(256)
-    add_splits(const float* __restrict__ parts, const int splits, const int64_t elements,
-               float* __restrict__ out) {
+// What lies in `parts` as [E, rows, columns], of all splits, to an out of these strides.
+struct SplitWork {
+  const float* parts;
+  float* out;
+  int64_t elements, strides[3];
+  int splits, rows, columns;
+};
+
+__global__ void __launch_bounds__(256) add_splits(const SplitWork work) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (i >= elements) return;
-  float sum = parts[i];
-  for (int split = 1; split < splits; ++split) sum += parts[split * elements + i];
-  out[i] = sum;
+  if (i >= work.elements) return;
+  float sum = 0.f;
+  for (int split = 0; split < work.splits; ++split) sum += work.parts[split * work.elements + i];
+  const int64_t matrix = static_cast<int64_t>(work.rows) * work.columns, expert = i / matrix;
+  const int place = static_cast<int>(i - expert * matrix);
+  work.out[expert * work.strides[0] + place / work.columns * work.strides[1] +
+           place % work.columns * work.strides[2]] = sum;
+}
+
+// ---- both products of rows of codes with up to 16 columns, each code read once ----
+
+// Sixteen rows at a time come into shared memory, three chunks of them in turn. A warp has 128 columns:
+// it multiplies them with its part of the factor, whose sums the warps add in their order, and sums
+// their products with the rows of another narrow operand in registers until the expert changes. A CTA
+// has an even share of all rows; what it sums of an expert waits in `parts` for `settle_parts`.
+constexpr int kChunkRows = 16, kChunks = 3, kMostWarps = 16, kFewColumns = 16;
+constexpr int kMostOfRow = kMostWarps * kScaleBlock, kTokenChunks = 8;
+
+struct ChunkWork {
+  const int32_t* row_token;
+  const int64_t* padded_offsets;
+  const uint16_t* factor;  // [E, width, K]
+  uint16_t* out;           // [R, width]: by * rows * factor^T
+  const uint16_t* narrow;  // [R, width], and what a row's is multiplied by, or nullptr: 1
+  const float* row_prob;
+  float* parts;  // [CTAs + E, K, 16]: of CTA i and expert e at i + e
+  int64_t chunks;
+  int experts, width;
+  float by;
+};
+
+// Where the parts of a CTA's shared memory begin, in bytes; the last is its size.
+struct ChunkPlaces {
+  int pitch, scales, narrow, prob, stage, factor, sums, bytes;
+  __host__ __device__ explicit ChunkPlaces(int columns) {
+    const int warps = (columns + kScaleBlock - 1) / kScaleBlock;
+    // Four rows that follow each other, and pairs of rows two apart, meet in no bank.
+    pitch = warps * kScaleBlock + 32;
+    scales = kChunkRows * pitch;
+    narrow = scales + 4 * kChunkRows * warps;
+    prob = narrow + 2 * kChunkRows * kFewColumns;
+    stage = prob + 4 * kChunkRows;
+    factor = kChunks * stage;
+    sums = factor + 2 * kFewColumns * kScaleBlock * warps;
+    bytes = sums + 2 * 4 * kChunkRows * kFewColumns * warps;
+  }
+};
+
+// Bytes into shared memory, later; zeros where they are not wanted.
+template <int kBytes>
+__device__ __forceinline__ void copy_later(void* to, const void* from, bool wanted) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                 "r"(wanted ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from),
+                 "r"(wanted ? 4 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_copies_but_the_last() {
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+// Two codes in the upper bytes of halves, as bf16; see `bf16_of_codes`.
+__device__ __forceinline__ uint32_t bf16_of_upper(uint32_t spread) {
+  uint32_t pair = ((spread >> 4) & 0x07f007f0u) | (spread & 0x80008000u);
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80u));  // 2^120
+  return pair;
+}
+
+// The share of a CTA, in chunks.
+__device__ __forceinline__ int64_t first_chunk(int64_t chunks, int cta, int ctas) {
+  return chunks * cta / ctas;
+}
+
+template <bool kGradient>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    multiply_chunks(const CodeRows rows, const ChunkWork work) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ int s_token[kTokenChunks][kChunkRows];
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
+  const int warps = (rows.width + kScaleBlock - 1) / kScaleBlock, own = warp * kScaleBlock;
+  const ChunkPlaces places(rows.width);
+  const int64_t from = first_chunk(work.chunks, blockIdx.x, gridDim.x),
+                to = first_chunk(work.chunks, blockIdx.x + 1, gridDim.x);
+  // Rows g and g + 8 of the first product: those of 0 to 7 in such an order that no two lanes which
+  // load together share a bank.
+  const int row_g = (g & 4) | (g & 1) << 1 | (g >> 1 & 1);
+  uint4* factor = reinterpret_cast<uint4*>(shared + places.factor) + warp * (kScaleBlock / 16) * 32;
+  float* sums = reinterpret_cast<float*>(shared + places.sums);
+
+  // Sixteen bytes of every fourth row are this thread's to copy.
+  const int unit = threadIdx.x % (8 * warps), first_row = threadIdx.x / (8 * warps);
+  const int scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns;
+  const auto load = [&](int64_t chunk) {
+    const int number = static_cast<int>(chunk - from);
+    uint8_t* stage = shared + number % kChunks * places.stage;
+    const int* tokens = s_token[number % kTokenChunks];
+    if (16 * unit < rows.width) {
+#pragma unroll
+      for (int i = 0; i < kChunkRows / 4; ++i) {
+        const int r = 4 * i + first_row, token = tokens[r];
+        const int64_t row = token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
+        copy_later<16>(stage + r * places.pitch + 16 * unit, rows.data + row * rows.width + 16 * unit,
+                       token >= 0);
+      }
+    }
+    if (warp < (warps + 1) / 2) {
+      const int r = threadIdx.x % kChunkRows, block = threadIdx.x / kChunkRows, token = tokens[r];
+      if (block < warps) {
+        const int64_t row = token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
+        copy_later<4>(stage + places.scales + 4 * (block * kChunkRows + r),
+                      rows.scales + (row >> rows.log2_rows) * scales_of_row +
+                          (block * kScaleBlock >> rows.log2_columns),
+                      token >= 0);
+      }
+    }
+    if constexpr (kGradient) {
+      const int i = threadIdx.x;
+      if (i < 2 * work.width)
+        copy_later<16>(stage + places.narrow + 16 * i,
+                       work.narrow + chunk * kChunkRows * work.width + 8 * i, true);
+      if (work.row_prob != nullptr && i < kChunkRows)
+        copy_later<4>(stage + places.prob + 4 * i, work.row_prob + chunk * kChunkRows + i, true);
+    }
+    if (threadIdx.x < kChunkRows && chunk + 2 < to)
+      copy_later<4>(&s_token[(number + 2) % kTokenChunks][threadIdx.x],
+                    work.row_token + (chunk + 2) * kChunkRows + threadIdx.x, true);
+  };
+
+  // Columns behind those of the rows stay zeros.
+  if (rows.width % kScaleBlock != 0) {
+    for (int i = threadIdx.x; i < places.factor / 4; i += 32 * warps)
+      reinterpret_cast<uint32_t*>(shared)[i] = 0;
+  }
+  if (threadIdx.x < 2 * kChunkRows && from * kChunkRows + threadIdx.x < to * kChunkRows)
+    s_token[threadIdx.x / kChunkRows][threadIdx.x % kChunkRows] =
+        work.row_token[from * kChunkRows + threadIdx.x];
+  __syncthreads();
+  load(from);
+  end_of_copies();
+  if (from + 1 < to) load(from + 1);
+  end_of_copies();
+
+  float total[8][2][4] = {};
+  uint32_t nan_columns = 0;  // of codes: bits of this lane's sixteen columns
+  int expert = -1;
+  int64_t until = 0;  // the rows of `expert` end
+  // What was summed of `expert`, and nothing is left.
+  const auto put_parts = [&] {
+    nan_columns |= __shfl_xor_sync(kFull, nan_columns, 1);
+    nan_columns |= __shfl_xor_sync(kFull, nan_columns, 2);
+    float* out = work.parts + (static_cast<int64_t>(blockIdx.x) + expert) * rows.width * kFewColumns;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int place = 2 * (j % 4) + h, column = own + 64 * (j / 4) + 8 * g + place;
+        const float spoilt =
+            nan_columns >> (8 * (j / 4) + place) & 1 ? __uint_as_float(0x7fffffffu) : 0.f;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if (column < rows.width)
+            *reinterpret_cast<float2*>(out + column * kFewColumns + 8 * n + 2 * q) =
+                make_float2(total[j][n][2 * h] + spoilt, total[j][n][2 * h + 1] + spoilt);
+          total[j][n][2 * h] = total[j][n][2 * h + 1] = 0.f;
+        }
+      }
+    nan_columns = 0;
+  };
+  // The sums of a chunk's rows over all columns.
+  const auto put_sums = [&](int64_t chunk) {
+    const float* of_chunk = sums + (chunk - from) % 2 * warps * kChunkRows * kFewColumns;
+    for (int i = threadIdx.x; i < kChunkRows * kFewColumns / 2; i += 32 * warps) {
+      const int r = i / 8, n = 2 * (i % 8);
+      const float* of_row = of_chunk + r * kFewColumns + (n ^ (r >> 1 & 1) << 3);
+      float2 sum = *reinterpret_cast<const float2*>(of_row);
+      for (int w = 1; w < warps; ++w) {
+        const float2 more = *reinterpret_cast<const float2*>(of_row + w * kChunkRows * kFewColumns);
+        sum.x += more.x, sum.y += more.y;
+      }
+      if (n < work.width)
+        *reinterpret_cast<uint32_t*>(work.out + (chunk * kChunkRows + r) * work.width + n) =
+            bf16_pair(work.by * sum.x, work.by * sum.y);
+    }
+  };
+
+  for (int64_t chunk = from; chunk < to; ++chunk) {
+    const int number = static_cast<int>(chunk - from);
+    wait_for_all_copies_but_the_last();
+    __syncthreads();
+    if (chunk + 2 < to) load(chunk + 2);
+    end_of_copies();
+    if (chunk > from) put_sums(chunk - 1);
+    if (chunk * kChunkRows >= until) {
+      const int next = expert_of(work.padded_offsets, work.experts, chunk * kChunkRows);
+      if constexpr (kGradient) {
+        if (expert >= 0) put_parts();
+      }
+      expert = next;
+      until = next + 1 < work.experts ? work.padded_offsets[next + 1] : work.chunks * kChunkRows;
+      // As the fragments of the first product lie: of four neighbouring columns those in even and in
+      // odd places, for rows g and g + 8 of the factor.
+      const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
+      __syncwarp();
+#pragma unroll
+      for (int k = 0; k < kScaleBlock / 16; ++k) {
+        const int column = own + 64 * (k / 4) + 16 * q + 4 * (k % 4);
+        uint2 v[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          v[n] = load_8_if(column < rows.width && 8 * n + g < work.width,
+                           source + (8 * n + g) * static_cast<int64_t>(rows.width) + column);
+        factor[k * 32 + lane] =
+            make_uint4(__byte_perm(v[0].x, v[0].y, 0x5410), __byte_perm(v[0].x, v[0].y, 0x7632),
+                       __byte_perm(v[1].x, v[1].y, 0x5410), __byte_perm(v[1].x, v[1].y, 0x7632));
+      }
+      __syncwarp();
+    }
+    const uint8_t* stage = shared + number % kChunks * places.stage;
+    const float* scales = reinterpret_cast<const float*>(stage + places.scales) + warp * kChunkRows;
+    float part[2][4] = {};
+    uint32_t nan[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 v = *reinterpret_cast<const uint4*>(stage + (row_g + 8 * h) * places.pitch + own +
+                                                        64 * half + 16 * q);
+        words[h][0] = v.x, words[h][1] = v.y, words[h][2] = v.z, words[h][3] = v.w;
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t a[4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          nan[h] |= (words[h][k] & 0x7f7f7f7fu) + 0x01010101u;
+          a[h] = bf16_of_upper(words[h][k] << 8), a[2 + h] = bf16_of_upper(words[h][k]);
+        }
+        const uint4 b = factor[(4 * half + k) * 32 + lane];
+        multiply_add<false>(part[0], a, b.x, b.y);
+        multiply_add<false>(part[1], a, b.z, b.w);
+      }
+    }
+    const bool has_nan = __any_sync(kFull, ((nan[0] | nan[1]) & kNanBits) != 0);
+    float* own_sums = sums + (number % 2 * warps + warp) * kChunkRows * kFewColumns;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = row_g + 8 * h;
+      float scale = scales[r];
+      if (has_nan) {
+        uint32_t any = nan[h] & kNanBits;
+        any |= __shfl_xor_sync(kFull, any, 1);
+        any |= __shfl_xor_sync(kFull, any, 2);
+        scale = any != 0 ? __uint_as_float(0x7fffffffu) : scale;
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        *reinterpret_cast<float2*>(own_sums + r * kFewColumns +
+                                   ((8 * n + 2 * q) ^ (r >> 1 & 1) << 3)) =
+            make_float2(scale * part[n][2 * h], scale * part[n][2 * h + 1]);
+    }
+    if constexpr (!kGradient) continue;
+
+    // The second: of rows q, q + 4, q + 8 and q + 12.
+    const uint16_t* narrow = reinterpret_cast<const uint16_t*>(stage + places.narrow);
+    float thin[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = q + 4 * i;
+      const bool real = s_token[number % kTokenChunks][r] >= 0;
+      float by = scales[r];
+      if (work.row_prob != nullptr) by *= reinterpret_cast<const float*>(stage + places.prob)[r];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const bool wanted = real && 8 * n + g < work.width;
+        const uint32_t bits = wanted ? narrow[r * work.width + 8 * n + g] : 0;
+        thin[n][i] = wanted ? by * __uint_as_float(bits << 16) : 0.f;
+      }
+    }
+    uint32_t b[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      b[n][0] = bf16_pair(thin[n][0], thin[n][1]), b[n][1] = bf16_pair(thin[n][2], thin[n][3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint2 v = *reinterpret_cast<const uint2*>(stage + (q + 4 * i) * places.pitch + own +
+                                                        64 * half + 8 * g);
+        words[i][0] = v.x, words[i][1] = v.y;
+      }
+      if (has_nan) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int c = 0; c < 8; ++c)
+            if ((words[i][c / 4] >> 8 * (c % 4) & 0x7f) == 0x7f) nan_columns |= 1u << (8 * half + c);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // Columns 8 g + 2 j and 8 g + 2 j + 1.
+        const uint32_t low = j % 2 ? 0x6622 : 0x4400, high = low + 0x1111;
+        const auto pair = [&](int i, uint32_t selector) {
+          return bf16_of_upper(__byte_perm(words[i][j / 2], words[i + 1][j / 2], selector));
+        };
+        const uint32_t a[4] = {pair(0, low), pair(0, high), pair(2, low), pair(2, high)};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) multiply_add<false>(total[4 * half + j][n], a, b[n][0], b[n][1]);
+      }
+    }
+  }
+  __syncthreads();
+  if (from < to) put_sums(to - 1);
+  if constexpr (kGradient) {
+    if (expert >= 0) put_parts();
+  }
+}
+
+// out[e, c, n] of any strides: the parts of every expert, in the order of the CTAs.
+struct SettleWork {
+  const int64_t* padded_offsets;
+  const float* parts;
+  float* out;
+  int64_t step, wide_step, narrow_step, chunks;
+  int experts, wide, rank, ctas;
+};
+constexpr int kSettleTile = 32, kSettleLanes = 8;
+
+__global__ void __launch_bounds__(kSettleTile* kSettleLanes) settle_parts(const SettleWork work) {
+  __shared__ float tile[kSettleTile][kSettleTile + 1];
+  __shared__ int s_first[kSettleTile], s_last[kSettleTile];
+  const int lane = threadIdx.x % kSettleTile, first = threadIdx.x / kSettleTile;
+  const int place = static_cast<int>(blockIdx.x) * kSettleTile + lane;  // c and n of the parts
+  const int expert0 = static_cast<int>(blockIdx.y) * kSettleTile;
+  if (threadIdx.x < kSettleTile) {
+    const int expert = expert0 + lane;
+    int cta = 0, last = -1;
+    if (expert < work.experts) {
+      const auto chunk = [&](int e) { return min(work.padded_offsets[e] / kChunkRows, work.chunks); };
+      const int64_t begin = chunk(expert), end = chunk(expert + 1);
+      if (begin < end) {
+        cta = static_cast<int>(begin * work.ctas / work.chunks);
+        while (first_chunk(work.chunks, cta + 1, work.ctas) <= begin) ++cta;
+        last = cta;
+        while (last + 1 < work.ctas && first_chunk(work.chunks, last + 1, work.ctas) < end) ++last;
+      }
+    }
+    s_first[lane] = cta, s_last[lane] = last;
+  }
+  __syncthreads();
+  const int64_t step = static_cast<int64_t>(work.wide) * kFewColumns;
+  const bool by_experts = work.step == 1;
+  const auto put = [&](int expert, int at, float sum) {
+    const int c = at / kFewColumns, n = at % kFewColumns;
+    if (expert < work.experts && c < work.wide && n < work.rank)
+      work.out[expert * work.step + c * work.wide_step + n * work.narrow_step] = sum;
+  };
+  for (int i = first; i < kSettleTile; i += kSettleLanes) {
+    float sum = 0.f;
+    if (place < step)
+      for (int cta = s_first[i]; cta <= s_last[i]; ++cta)
+        sum += work.parts[(static_cast<int64_t>(cta) + expert0 + i) * step + place];
+    by_experts ? void(tile[i][lane] = sum) : put(expert0 + i, place, sum);
+  }
+  if (!by_experts) return;
+  __syncthreads();
+  for (int i = first; i < kSettleTile; i += kSettleLanes)
+    put(expert0 + lane, static_cast<int>(blockIdx.x) * kSettleTile + i, tile[lane][i]);
 }
 
 // A factor [E, rows, columns] of any strides, as GEMMs read it: contiguous 16-bit values, with zeros in
 // further rows and columns; and transposed. Either may be nullptr.
 struct FactorWork {
   int64_t strides[3];
-  int rows, columns;      // of the source
-  int rows_to, columns_to;  // of the result
+  int experts, rows, columns;  // of the source
+  int rows_to, columns_to;     // of the result
   uint16_t *straight, *transposed;
 };
 constexpr int kFactorTile = 32, kFactorLanes = 8;
@@ -517,9 +909,7 @@ __global__ void __launch_bounds__(kFactorTile* kFactorLanes)
     if (row < work.rows && column < work.columns)
       value = static_cast<float>(
           source[expert * work.strides[0] + row * work.strides[1] + column * work.strides[2]]);
-    const uint16_t bits =
-        kFp16 ? __half_as_ushort(__float2half_rn(value))
-              : static_cast<uint16_t>(bf16_pair(value, 0.f));
+    const uint16_t bits = static_cast<uint16_t>(half_pair<kFp16>(value, 0.f));
     tile[i][lane] = bits;
     if (work.straight != nullptr && row < work.rows_to && column < work.columns_to)
       work.straight[expert * size + static_cast<int64_t>(row) * work.columns_to + column] = bits;
@@ -531,6 +921,95 @@ __global__ void __launch_bounds__(kFactorTile* kFactorLanes)
     if (row < work.rows_to && column < work.columns_to)
       work.transposed[expert * size + static_cast<int64_t>(column) * work.rows_to + row] =
           tile[lane][i];
+  }
+}
+
+// The same where columns of a row follow each other, transposed. A thread takes a column.
+template <typename From, bool kFp16>
+__global__ void __launch_bounds__(256)
+    flip_factor(const From* __restrict__ source, const FactorWork work) {
+  const int column = static_cast<int>(blockIdx.x) * 256 + threadIdx.x;
+  if (column >= work.columns_to) return;
+  const int64_t expert = blockIdx.y;
+  const From* from = source + expert * work.strides[0] + column;
+  uint16_t* to = work.transposed + (expert * work.columns_to + column) * work.rows_to;
+  for (int row = 0; row < work.rows_to; row += 8) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      v[i] = row + i < work.rows && column < work.columns
+                 ? static_cast<float>(from[(row + i) * work.strides[1]])
+                 : 0.f;
+    *reinterpret_cast<uint4*>(to + row) =
+        make_uint4(half_pair<kFp16>(v[0], v[1]), half_pair<kFp16>(v[2], v[3]),
+                   half_pair<kFp16>(v[4], v[5]), half_pair<kFp16>(v[6], v[7]));
+  }
+}
+
+// And as it lies. A thread takes four columns, of which there is a multiple of four.
+template <typename From, bool kFp16>
+__global__ void __launch_bounds__(256)
+    cast_factor(const From* __restrict__ source, const FactorWork work) {
+  const int column = 4 * (static_cast<int>(blockIdx.x) * 256 + threadIdx.x), row = blockIdx.y;
+  if (column >= work.columns_to) return;
+  const int64_t expert = blockIdx.z;
+  struct alignas(4 * sizeof(From)) Four {
+    From value[4];
+  } v = {};
+  if (row < work.rows)
+    v = *reinterpret_cast<const Four*>(source + expert * work.strides[0] + row * work.strides[1] +
+                                       column);
+  *reinterpret_cast<uint2*>(work.straight + (expert * work.rows_to + row) * work.columns_to + column) =
+      make_uint2(
+          half_pair<kFp16>(static_cast<float>(v.value[0]), static_cast<float>(v.value[1])),
+          half_pair<kFp16>(static_cast<float>(v.value[2]), static_cast<float>(v.value[3])));
+}
+
+// Either way, of a source whose experts follow each other, as those of peft do: 32 of them at a time,
+// in tiles of 16 x 16.
+constexpr int kExpertTile = 32, kSideTile = 16;
+
+template <typename From, bool kFp16, bool kTransposed>
+__global__ void __launch_bounds__(256)
+    part_factor(const From* __restrict__ source, const FactorWork work) {
+  constexpr int kPlaces = kSideTile * kSideTile;
+  __shared__ uint16_t tile[kExpertTile][kPlaces + 2];
+  const int lane = threadIdx.x % kExpertTile, first = threadIdx.x / kExpertTile;
+  const int column0 = blockIdx.x * kSideTile, row0 = blockIdx.y * kSideTile;
+  const int expert0 = blockIdx.z * kExpertTile;
+  constexpr int kTurns = kPlaces / 8, kAtOnce = 16;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn += kAtOnce) {
+    float value[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = first + 8 * (turn + i), row = row0 + at / kSideTile,
+                column = column0 + at % kSideTile;
+      const bool inside = row < work.rows && column < work.columns && expert0 + lane < work.experts;
+      value[i] = inside ? static_cast<float>(source[expert0 + lane + row * work.strides[1] +
+                                                    column * work.strides[2]])
+                        : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = first + 8 * (turn + i), row = at / kSideTile, column = at % kSideTile;
+      tile[lane][kTransposed ? column * kSideTile + row : row * kSideTile + column] =
+          static_cast<uint16_t>(half_pair<kFp16>(value[i], 0.f));
+    }
+  }
+  __syncthreads();
+  // Two neighbouring values a thread, of an even number.
+  const int outer_to = kTransposed ? work.columns_to : work.rows_to,
+            inner_to = kTransposed ? work.rows_to : work.columns_to;
+  const int outer0 = kTransposed ? column0 : row0, inner0 = kTransposed ? row0 : column0;
+  uint16_t* to = kTransposed ? work.transposed : work.straight;
+  for (int i = threadIdx.x; i < kExpertTile * kPlaces / 2; i += 256) {
+    const int expert = i / (kPlaces / 2), at = 2 * (i % (kPlaces / 2));
+    const int outer = outer0 + at / kSideTile, inner = inner0 + at % kSideTile;
+    if (expert0 + expert < work.experts && outer < outer_to && inner < inner_to)
+      *reinterpret_cast<uint32_t*>(
+          to + (static_cast<int64_t>(expert0 + expert) * outer_to + outer) * inner_to + inner) =
+          *reinterpret_cast<const uint32_t*>(&tile[expert][at]);
   }
 }
 
@@ -587,6 +1066,44 @@ void with_tiles(int64_t width, Launch launch) {
   launch(std::integral_constant<int, kMostColumns / 8>());
 }
 
+// An fp32 tensor of any strides.
+float* checked_strided(const TensorView& tensor, DLDevice device) {
+  TVM_FFI_ICHECK(is_type(tensor, kDLFloat, 32) && tensor.device().device_type == kDLCUDA &&
+                 tensor.device().device_id == device.device_id)
+      << "out must be fp32, on the device of the rows";
+  return reinterpret_cast<float*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
+}
+
+bool fits_chunks(int64_t wide, int64_t width) {
+  return wide <= kMostOfRow && width <= kFewColumns;
+}
+
+int multiprocessors() {
+  int device = 0, sms = 1;
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetDevice(&device));
+  TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  return sms;
+}
+
+// With at most `most` CTAs, all of them resident. How many there were.
+template <bool kGradient>
+int launch_chunks(const CodeRows& rows, const ChunkWork& work, int64_t most, int64_t stream) {
+  const int threads = 32 * static_cast<int>(ceil_div(rows.width, kScaleBlock));
+  const int bytes = ChunkPlaces(rows.width).bytes;
+  const auto kernel = multiply_chunks<kGradient>;
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  int per_sm = 1;
+  if (!kGradient)  // else there would be more parts
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, bytes));
+  const int ctas = static_cast<int>(std::min<int64_t>(
+      {most, work.chunks, int64_t(multiprocessors()) * std::max(per_sm, 1)}));
+  multiply_chunks<kGradient><<<ctas, threads, bytes, as_stream(stream)>>>(rows, work);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+  return ctas;
+}
+
 // out [R, width] = by * rows * factor^T, in the dtype of the factor [E, width, K]: bf16, or fp16 as
 // rows then are. rows, scale: see `with_rows`; gathers: rows are those of tokens. width: a multiple of
 // 8. Rows without a token come out as zeros.
@@ -612,6 +1129,17 @@ void narrow_rows(TensorView rows, Optional<TensorView> scale, bool gathers, Tens
   tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
   with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
     using Rows = std::decay_t<decltype(from)>;
+    if constexpr (Rows::kScaled) {
+      if (fits_chunks(from.width, width)) {
+        ChunkWork chunks{};
+        chunks.row_token = work.row_token, chunks.padded_offsets = work.padded_offsets;
+        chunks.factor = work.factor, chunks.out = work.out, chunks.by = work.by;
+        chunks.chunks = r.rows / kChunkRows;
+        chunks.experts = work.experts, chunks.width = work.width;
+        launch_chunks<false>(from, chunks, chunks.chunks, stream);
+        return;
+      }
+    }
     constexpr int kMost = kColumnsOfFactor<Rows>;
     with_tiles(std::min<int64_t>(width, kMost), [&](auto tiles) {
       constexpr int kTiles = std::min(tiles.value, kMost / 8);
@@ -638,29 +1166,37 @@ int64_t gradient_parts(int64_t rows, int64_t experts, int64_t wide, int64_t widt
   return splits > 1 ? splits * experts * wide * rank : 0;
 }
 
+// `work` has the strides of `out`; those of its parts are such that they are contiguous.
 template <class Wide>
-void launch_gradient(const Wide& wide, GradientWork work, const RowsOfExperts& r, float* parts,
-                     float* out, int64_t stream) {
+void launch_gradient(const Wide& wide, GradientWork work, const RowsOfExperts& r, bool wide_first,
+                     float* parts, float* out, int64_t stream) {
   const int64_t elements = r.experts * work.wide * work.rank;
-  work.out = work.splits > 1 ? parts : out;
-  work.split_step = elements;
+  const int rows = wide_first ? work.wide : work.rank, columns = wide_first ? work.rank : work.wide;
+  const SplitWork sums{parts, out, elements,
+                       {work.step, wide_first ? work.wide_step : work.narrow_step,
+                        wide_first ? work.narrow_step : work.wide_step},
+                       work.splits, rows, columns};
+  work.out = out;
+  if (work.splits > 1) {
+    work.out = parts, work.split_step = elements, work.step = elements / r.experts;
+    work.wide_step = wide_first ? columns : 1, work.narrow_step = wide_first ? 1 : columns;
+  }
   with_tiles(work.width, [&](auto tiles) {
-    const dim3 ctas(
-        static_cast<unsigned>(ceil_div(work.wide, kColumnsOfCta)),
-        static_cast<unsigned>(r.experts),
-        static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
+    dim3 ctas(static_cast<unsigned>(ceil_div(work.wide, kColumnsOfCta)),
+              static_cast<unsigned>(r.experts),
+              static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
+    if (gathers_rows(wide)) std::swap(ctas.x, ctas.y);
     sum_gradients<Wide, tiles.value>
         <<<ctas, 32 * kGradientWarps, 0, as_stream(stream)>>>(wide, work);
   });
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   if (work.splits == 1) return;
-  add_splits<<<static_cast<unsigned>(ceil_div(elements, 256)), 256, 0, as_stream(stream)>>>(
-      parts, work.splits, elements, out);
+  add_splits<<<static_cast<unsigned>(ceil_div(elements, 256)), 256, 0, as_stream(stream)>>>(sums);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
 // out fp32 = sums over the rows of each expert of narrow[row][n] * p * wide[row][c], n < rank: [E,
-// rank, N], or, `wide_first`, [E, N, rank]. Experts without rows get zeros. narrow [R, width]; p:
+// rank, N], or, `wide_first`, [E, N, rank], of any strides. Experts without rows get zeros. narrow [R, width]; p:
 // row_prob fp32 [R], or None: 1. rows, scale, gathers: see `with_rows`; or, `transposed`, codes [N, R]
 // with a scale for 128 x 128. parts fp32: `gradient_parts` of scratch, or None.
 void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, bool transposed,
@@ -676,13 +1212,14 @@ void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, 
       << "out is of another size than experts, rows and narrow";
   TVM_FFI_ICHECK(is_fp16(narrow) == is_fp16(rows)) << "rows and narrow are of different dtypes";
   TVM_FFI_ICHECK(r.experts < 65536) << "too many experts";
-  float* to = checked_f32(out, "out", r.device, r.experts * n * rank);
+  float* to = checked_strided(out, r.device);
   GradientWork work{};
   work.row_token = r.row_token, work.padded_offsets = r.padded_offsets;
   work.narrow = checked_half(narrow, "narrow", r.device, r.rows * width);
   if (row_prob.has_value())
     work.row_prob = checked_f32(row_prob.value(), "row_prob", r.device, r.rows);
-  work.step = n * rank, work.wide_step = wide_first ? rank : 1, work.narrow_step = wide_first ? 1 : n;
+  work.step = out.stride(0), work.wide_step = out.stride(wide_first ? 1 : 2);
+  work.narrow_step = out.stride(wide_first ? 2 : 1);
   work.rows = r.rows, work.experts = static_cast<int>(r.experts);
   work.width = static_cast<int>(width), work.rank = static_cast<int>(rank);
   work.wide = static_cast<int>(n);
@@ -700,12 +1237,86 @@ void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, 
     const TransposedCodes codes{
         aligned_16(checked_bytes(rows, "rows", r.device, n * r.rows), "rows"), r.rows,
         checked_f32(scale.value(), "scale", r.device, ceil_div(n, kScaleBlock) * (r.rows / kBlock))};
-    return launch_gradient(codes, work, r, of_splits, to, stream);
+    return launch_gradient(codes, work, r, wide_first, of_splits, to, stream);
   }
   TVM_FFI_ICHECK(gathers || rows.size(0) >= r.rows) << "rows has " << rows.size(0) << " rows";
   with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
-    launch_gradient(from, work, r, of_splits, to, stream);
+    launch_gradient(from, work, r, wide_first, of_splits, to, stream);
   });
+}
+
+// Elements of `parts` that `narrow_both` needs.
+int64_t parts_of_both(int64_t rows, int64_t experts, int64_t wide, int64_t width, int64_t rank) {
+  if (!fits_chunks(wide, width)) return gradient_parts(rows, experts, wide, width, rank);
+  return (multiprocessors() + experts) * wide * kFewColumns;
+}
+
+// Of rows of codes both products of a backward: `narrow_rows` with `factor` to out, and
+// `narrow_gradient`, `wide_first`, with `narrow` and row_prob to gradient [E, N, rank]. parts:
+// `parts_of_both`.
+void narrow_both(TensorView rows, TensorView scale, bool gathers, TensorView factor,
+                 TensorView narrow, Optional<TensorView> row_prob, TensorView row_token,
+                 TensorView padded_offsets, Optional<TensorView> parts, TensorView out,
+                 TensorView gradient, double by, int64_t stream) {
+  const RowsOfExperts r(row_token, padded_offsets);
+  const int64_t wide = rows.ndim() == 2 ? rows.size(1) : 0, width = checked_width(out, out.size(1));
+  if (r.rows == 0) {
+    const SplitWork zeros{nullptr, checked_strided(gradient, r.device), gradient.numel(),
+                          {gradient.stride(0), gradient.stride(1), gradient.stride(2)}, 0,
+                          static_cast<int>(gradient.size(1)), static_cast<int>(gradient.size(2))};
+    tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
+    if (zeros.elements > 0)
+      add_splits<<<static_cast<unsigned>(ceil_div(zeros.elements, 256)), 256, 0, as_stream(stream)>>>(
+          zeros);
+    TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
+    return;
+  }
+  if (!fits_chunks(wide, width)) {
+    narrow_rows(rows, scale, gathers, factor, row_token, padded_offsets, out, by, stream);
+    narrow_gradient(rows, scale, gathers, false, narrow, row_prob, row_token, padded_offsets, true,
+                    parts, gradient, stream);
+    return;
+  }
+  TVM_FFI_ICHECK(factor.ndim() == 3 && factor.size(0) == r.experts && factor.size(1) == width &&
+                 factor.size(2) == wide)
+      << "factor must be [E, width, K], with K the columns of rows";
+  TVM_FFI_ICHECK(!is_fp16(factor) && !is_fp16(out) && !is_fp16(narrow) && !is_fp16(rows))
+      << "factor, narrow and out must be bfloat16, rows codes";
+  TVM_FFI_ICHECK(gathers || rows.size(0) >= r.rows) << "rows has " << rows.size(0) << " rows";
+  TVM_FFI_ICHECK(gradient.ndim() == 3 && gradient.size(0) == r.experts && gradient.size(1) == wide &&
+                 gradient.size(2) <= width && checked_width(narrow, width) == width)
+      << "gradient must be [E, N, rank]";
+  if (r.experts == 0 || wide == 0) return;
+  ChunkWork work{};
+  work.row_token = r.row_token, work.padded_offsets = r.padded_offsets;
+  work.factor = checked_half(factor, "factor", r.device, factor.numel());
+  work.out = const_cast<uint16_t*>(checked_half(out, "out", r.device, r.rows * width));
+  work.narrow = checked_half(narrow, "narrow", r.device, r.rows * width);
+  if (row_prob.has_value())
+    work.row_prob = checked_f32(row_prob.value(), "row_prob", r.device, r.rows);
+  TVM_FFI_ICHECK(parts.has_value()) << "parts is None; needed: scratch of parts_of_both";
+  const int64_t step = wide * kFewColumns, most = parts.value().numel() / step - r.experts;
+  TVM_FFI_ICHECK(most > 0) << "parts has " << parts.value().numel() << " elements; needed: "
+                           << (1 + r.experts) * step << " or more";
+  work.parts = aligned_16(checked_f32(parts.value(), "parts", r.device, 0), "parts");
+  work.chunks = r.rows / kChunkRows, work.by = static_cast<float>(by);
+  work.experts = static_cast<int>(r.experts), work.width = static_cast<int>(width);
+  SettleWork settle{};
+  settle.padded_offsets = r.padded_offsets, settle.parts = work.parts;
+  settle.out = checked_strided(gradient, r.device);
+  settle.step = gradient.stride(0), settle.wide_step = gradient.stride(1);
+  settle.narrow_step = gradient.stride(2), settle.chunks = work.chunks;
+  settle.experts = work.experts, settle.wide = static_cast<int>(wide);
+  settle.rank = static_cast<int>(gradient.size(2));
+  tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
+  with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
+    if constexpr (std::decay_t<decltype(from)>::kScaled)
+      settle.ctas = launch_chunks<true>(from, work, most, stream);
+  });
+  const dim3 tiles(static_cast<unsigned>(ceil_div(step, kSettleTile)),
+                   static_cast<unsigned>(ceil_div(r.experts, kSettleTile)));
+  settle_parts<<<tiles, kSettleTile * kSettleLanes, 0, as_stream(stream)>>>(settle);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
 // straight [E, rows, columns] and transposed [E, columns, rows], in bf16 or fp16, either of which may be
@@ -720,6 +1331,7 @@ void prepare_factor(TensorView source, Optional<TensorView> straight,
   TVM_FFI_ICHECK(device.device_type == kDLCUDA) << "source must be on a CUDA device";
   FactorWork work{};
   for (int axis = 0; axis < 3; ++axis) work.strides[axis] = source.stride(axis);
+  work.experts = static_cast<int>(source.size(0));
   work.rows = static_cast<int>(source.size(1)), work.columns = static_cast<int>(source.size(2));
   work.rows_to = static_cast<int>(like.size(flips ? 2 : 1));
   work.columns_to = static_cast<int>(like.size(flips ? 1 : 2));
@@ -734,16 +1346,39 @@ void prepare_factor(TensorView source, Optional<TensorView> straight,
   };
   work.straight = result(straight, "straight"), work.transposed = result(transposed, "transposed");
   if (elements == 0) return;
-  const bool fp16 = is_fp16(like);
-  const dim3 ctas(static_cast<unsigned>(ceil_div(work.columns_to, kFactorTile)),
-                  static_cast<unsigned>(ceil_div(work.rows_to, kFactorTile)),
-                  static_cast<unsigned>(source.size(0)));
   const char* data = static_cast<const char*>(source.data_ptr()) + source.byte_offset();
+  const auto tiles = [](int64_t size, int tile) { return static_cast<unsigned>(ceil_div(size, tile)); };
+  const unsigned experts = tiles(work.experts, 1);
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const auto launch_of = [&](auto from, auto of_half) {
+    using From = decltype(from);
+    constexpr bool kFp16 = of_half.value;
+    const From* given = reinterpret_cast<const From*>(data);
+    const bool one = work.straight == nullptr || work.transposed == nullptr;
+    const bool in_fours = (work.strides[0] | work.strides[1] | work.columns | work.columns_to) % 4 == 0 &&
+                          reinterpret_cast<uintptr_t>(data) % (4 * sizeof(From)) == 0;
+    if (one && work.strides[0] == 1 && work.experts > 1 && work.rows_to % 2 + work.columns_to % 2 == 0) {
+      const dim3 ctas(tiles(work.columns_to, kSideTile), tiles(work.rows_to, kSideTile),
+                      tiles(work.experts, kExpertTile));
+      if (work.straight != nullptr)
+        part_factor<From, kFp16, false><<<ctas, 256, 0, as_stream(stream)>>>(given, work);
+      else
+        part_factor<From, kFp16, true><<<ctas, 256, 0, as_stream(stream)>>>(given, work);
+    } else if (one && work.strides[2] == 1 && work.transposed != nullptr && work.rows_to % 8 == 0 &&
+               work.columns_to >= kFactorTile && work.experts < 65536) {
+      const dim3 ctas(tiles(work.columns_to, 256), experts);
+      flip_factor<From, kFp16><<<ctas, 256, 0, as_stream(stream)>>>(given, work);
+    } else if (one && work.strides[2] == 1 && work.straight != nullptr && in_fours &&
+               work.columns == work.columns_to && work.rows_to < 65536 && work.experts < 65536) {
+      const dim3 ctas(tiles(work.columns_to, 1024), tiles(work.rows_to, 1), experts);
+      cast_factor<From, kFp16><<<ctas, 256, 0, as_stream(stream)>>>(given, work);
+    } else {
+      const dim3 ctas(tiles(work.columns_to, kFactorTile), tiles(work.rows_to, kFactorTile), experts);
+      copy_factor<From, kFp16><<<ctas, kFactorTile * kFactorLanes, 0, as_stream(stream)>>>(given, work);
+    }
+  };
   const auto launch = [&](auto from) {
-    const auto kernel = fp16 ? copy_factor<decltype(from), true> : copy_factor<decltype(from), false>;
-    kernel<<<ctas, kFactorTile * kFactorLanes, 0, as_stream(stream)>>>(
-        reinterpret_cast<const decltype(from)*>(data), work);
+    is_fp16(like) ? launch_of(from, std::true_type()) : launch_of(from, std::false_type());
   };
   if (is_type(source, kDLFloat, 32))
     launch(float{});
@@ -761,5 +1396,7 @@ void prepare_factor(TensorView source, Optional<TensorView> straight,
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_rows, sonicmoe::narrow_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_gradient, sonicmoe::narrow_gradient);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_both, sonicmoe::narrow_both);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gradient_parts, sonicmoe::gradient_parts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(parts_of_both, sonicmoe::parts_of_both);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare_factor, sonicmoe::prepare_factor);

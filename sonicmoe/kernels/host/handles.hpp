@@ -83,6 +83,7 @@ struct Field {
   std::array<Axis, 3> shape{};
   bool optional = false;
   int64_t (*bytes)(const Sizes&) = nullptr;
+  bool any_strides = false;  // else contiguous
 
   constexpr int rank() const {
     int axes = 0;
@@ -91,7 +92,7 @@ struct Field {
   }
 };
 
-constexpr int kMaxFields = 23;
+constexpr int kMaxFields = 28;
 
 struct FieldTable {
   std::string_view handle;  // what messages call it
@@ -223,7 +224,8 @@ inline std::string problem_of(const FieldTable& table, const Values& values, Siz
     if (field.bytes != nullptr && tensor.shape[0] < field.bytes(sizes))
       return std::string(field.name) + " has " + std::to_string(tensor.shape[0]) +
              " bytes; needed: " + std::to_string(field.bytes(sizes)) + " or more";
-    if (!tvm::ffi::IsContiguous(tensor)) return std::string(field.name) + " is not contiguous";
+    if (!field.any_strides && !tvm::ffi::IsContiguous(tensor))
+      return std::string(field.name) + " is not contiguous";
     if (field.element == Element::kTokens) {
       if (tokens != nullptr && tokens->dtype != tensor.dtype)
         return std::string(field.name) + " is " + to_text(tensor) + ", but other tokens are " +

@@ -30,7 +30,8 @@
 //
 // Factors of low-rank adapters lie in the weights' handle too: as forward reads them, or transposed
 // for the backward. Passes write the narrow products: u (up_u, down_u) in forward, v (down_v, up_v) in
-// dgated, which then goes on to dx. `adapters` sums the gradients of the factors.
+// dgated, which then goes on to dx. dgated sums the gradients of the second factors too (d_up_b,
+// d_down_b), because it reads the same codes for v; `adapters` sums those of the first.
 //
 // An observer is called with
 //   "begin" | "end", stage                             around the launches of a stage
@@ -86,6 +87,10 @@ constexpr FieldTable kForwardTable{
         {"down_u", Element::kBfloat, {R, kAnySize}, kOptional},
     }}};
 
+constexpr Field factor_gradient(std::string_view name, std::array<Axis, 3> shape) {
+  return {name, Element::kFloat, shape, kOptional, nullptr, true};
+}
+
 // The operands of wgrad are quantised and token-major (dz, y1s), or rows in bf16 (dz_rows,
 // y1s_rows) for weight gradients that are not computed in FP8. With `dx` the pass goes on to it, as
 // dgrad does. What either half scratches then lies behind dz_scratch.
@@ -113,8 +118,13 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"db2", Element::kFloat, {E, H}, kOptional},
                                       // scratch of either
                                       {"bias_parts", Element::kFloat, {RBlocks, kAnySize}, kOptional},
+                                      {"up_u", Element::kBfloat, {R, kAnySize}, kOptional},
                                       {"up_v", Element::kBfloat, {R, kAnySize}, kOptional},
+                                      {"down_u", Element::kBfloat, {R, kAnySize}, kOptional},
                                       {"down_v", Element::kBfloat, {R, kAnySize}, kOptional},
+                                      factor_gradient("d_up_b", {E, TwoI, kAnySize}),
+                                      factor_gradient("d_down_b", {E, H, kAnySize}),
+                                      {"parts", Element::kFloat, {kAnySize}, kOptional},  // of each
                                   }}};
 
 constexpr FieldTable kDgradTable{"dgrad",
@@ -169,20 +179,12 @@ constexpr FieldTable kAdaptersTable{
         kXTokens,
         kXCodes,
         kXScale,
-        kDoutTokens,
-        kDoutCodes,
-        kDoutScale,
-        scratch_field<DzScratch>("dz_scratch"),
         scratch_field<WgradY1s>("y1s", kOptional),
         {"y1s_rows", Element::kBfloat, {R, I}, kOptional},
-        {"up_u", Element::kBfloat, {R, kAnySize}, kOptional},
         {"up_v", Element::kBfloat, {R, kAnySize}, kOptional},
-        {"down_u", Element::kBfloat, {R, kAnySize}, kOptional},
         {"down_v", Element::kBfloat, {R, kAnySize}, kOptional},
-        {"d_up_a", Element::kFloat, {E, kAnySize, H}, kOptional},
-        {"d_up_b", Element::kFloat, {E, TwoI, kAnySize}, kOptional},
-        {"d_down_a", Element::kFloat, {E, kAnySize, I}, kOptional},
-        {"d_down_b", Element::kFloat, {E, H, kAnySize}, kOptional},
+        factor_gradient("d_up_a", {E, kAnySize, H}),
+        factor_gradient("d_down_a", {E, kAnySize, I}),
         {"parts", Element::kFloat, {kAnySize}, kOptional},  // scratch of each
     }}};
 
@@ -205,6 +207,7 @@ constexpr std::array kKernelNames = {
     "sum_tokens",
     "narrow_rows",  // and these where none has adapters
     "narrow_gradient",
+    "narrow_both",
 };
 
 // A pass: its arguments, and the function that launches its kernels.
@@ -415,6 +418,22 @@ void project(const Run& run, const char* factor, const Quantized& rows, bool gat
   });
 }
 
+// v of an adapter, where the handle of the weights has this factor of it, and the gradient of that
+// factor from u, of one reading of the rows.
+template <class Prob>
+void project_back(const Run& run, const char* factor, const Quantized& rows, bool gathers,
+                  const char* v, const char* u, const Prob& row_prob, const char* gradient,
+                  double by) {
+  const Optional<TensorView> given = run.bias(factor);
+  if (!given.has_value()) return;
+  run.stage("low_rank", [&] {
+    run.kernel["narrow_both"](rows.codes.view, rows.scale.view, gathers, given, run.call[u],
+                              row_prob, run.route("row_token"), run.route("padded_offsets"),
+                              run.call.find("parts"), run.call[v], run.call[gradient], by,
+                              run.stream);
+  });
+}
+
 // x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
 // asks for.
 void forward(const Run& run) {
@@ -542,7 +561,8 @@ void dgated(const Run& run) {
                                       run.route("padded_offsets"), row_scales.view, run.stream);
     });
   }
-  project(run, "down_b_t", dout, true, "down_v", run.down_scale);
+  project_back(run, "down_b_t", dout, true, "down_v", "down_u", run.route("row_prob"), "d_down_b",
+               run.down_scale);
   run.stage("dgated", [&] {
     run.kernel["gather_dgated_gemm"](
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
@@ -561,7 +581,8 @@ void dgated(const Run& run) {
     run.show("y1s", y1s);
   }
   if (run.call.has("db1")) sum_dz(run, t.dz);
-  project(run, "up_b_t", t.dz, false, "up_v", run.up_scale);
+  project_back(run, "up_b_t", t.dz, false, "up_v", "up_u", Optional<TensorView>(), "d_up_b",
+               run.up_scale);
   if (run.call.has("dx")) launch_dgrad(run, t.dz, dx_rows, run.call.find("up_v"));
 }
 
@@ -570,40 +591,30 @@ void dgrad(const Run& run) {
   launch_dgrad(run, DzScratch(dz_arena, run.sizes).dz, DxScratch(arena, run.sizes).dx_rows);
 }
 
-// A gradient of a factor, where it is wanted: sums over an expert's rows of narrow^T rows, or with
-// `wide_first` of rows^T narrow. scale: None of values.
-template <class Rows, class Scale, class Prob>
+// The gradient of a first factor: sums over an expert's rows of v^T rows. scale: None of values.
+template <class Rows, class Scale>
 void sum_factor(const Run& run, const char* gradient, const Rows& rows, const Scale& scale,
-                bool gathers, bool transposed, const char* narrow, const Prob& row_prob,
-                bool wide_first) {
-  if (!run.call.has(gradient)) return;
-  run.kernel["narrow_gradient"](rows, scale, gathers, transposed, run.call[narrow], row_prob,
-                                run.route("row_token"), run.route("padded_offsets"), wide_first,
+                bool gathers, bool transposed, const char* narrow) {
+  const Optional<TensorView> none;
+  run.kernel["narrow_gradient"](rows, scale, gathers, transposed, run.call[narrow], none,
+                                run.route("row_token"), run.route("padded_offsets"), false,
                                 run.call.find("parts"), run.call[gradient], run.stream);
 }
 
 void adapters(const Run& run) {
   const Optional<TensorView> none;
-  const auto tokens = [&](const TokenFields& fields, const char* gradient, const char* narrow,
-                          const auto& row_prob, bool wide_first) {
-    const bool codes = came_quantised(run, fields);
-    const Optional<TensorView> scale = codes ? run.call.find(fields.scale) : none;
-    sum_factor(run, gradient, run.call[codes ? fields.codes : fields.values], scale, true, false,
-               narrow, row_prob, wide_first);
-  };
   run.stage("low_rank", [&] {
-    Arena dz_arena("dz_scratch", run.call["dz_scratch"]), of_y1s;
-    const Quantized dz = DzScratch(dz_arena, run.sizes).dz;
-    tokens(kX, "d_up_a", "up_v", none, false);
-    sum_factor(run, "d_up_b", dz.codes.view, dz.scale.view, false, false, "up_u", none, true);
-    if (run.call.has("y1s_rows")) {
-      sum_factor(run, "d_down_a", run.call["y1s_rows"], none, false, false, "down_v", none, false);
-    } else {
-      const Quantized y1s = y1s_of(run, of_y1s);
-      sum_factor(run, "d_down_a", y1s.codes.view, y1s.scale.view, false, true, "down_v", none,
-                 false);
+    if (run.call.has("d_up_a")) {
+      const bool codes = came_quantised(run, kX);
+      sum_factor(run, "d_up_a", run.call[codes ? kX.codes : kX.values],
+                 codes ? run.call.find(kX.scale) : none, true, false, "up_v");
     }
-    tokens(kDout, "d_down_b", "down_u", run.route("row_prob"), true);
+    if (!run.call.has("d_down_a")) return;
+    if (run.call.has("y1s_rows"))
+      return sum_factor(run, "d_down_a", run.call["y1s_rows"], none, false, false, "down_v");
+    Arena of_y1s;
+    const Quantized y1s = y1s_of(run, of_y1s);
+    sum_factor(run, "d_down_a", y1s.codes.view, y1s.scale.view, false, true, "down_v");
   });
 }
 
