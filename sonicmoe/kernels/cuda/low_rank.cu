@@ -634,9 +634,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       const int i = threadIdx.x;
       if (i < 2 * work.width)
         copy_later<16>(stage + places.narrow + 16 * i,
-                       work.narrow + chunk * kChunkRows * work.width + 8 * i, true);
+                       work.narrow + chunk * kChunkRows * work.width + 8 * i,
+                       tokens[8 * i / work.width] >= 0);
       if (work.row_prob != nullptr && i < kChunkRows)
-        copy_later<4>(stage + places.prob + 4 * i, work.row_prob + chunk * kChunkRows + i, true);
+        copy_later<4>(stage + places.prob + 4 * i, work.row_prob + chunk * kChunkRows + i,
+                      tokens[i] >= 0);
     }
     if (threadIdx.x < kChunkRows && chunk + 2 < to)
       copy_later<4>(&s_token[(number + 2) % kTokenChunks][threadIdx.x],
@@ -683,20 +685,20 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
     nan_columns = 0;
   };
-  // The sums of a chunk's rows over all columns.
+  // The sums of a chunk's rows over all columns: a warp takes a row, and half of it every other warp's
+  // sums.
   const auto put_sums = [&](int64_t chunk) {
     const float* of_chunk = sums + (chunk - from) % 2 * warps * kChunkRows * kFewColumns;
-    for (int i = threadIdx.x; i < kChunkRows * kFewColumns / 2; i += 32 * warps) {
-      const int r = i / 8, n = 2 * (i % 8);
+    const int n = lane % kFewColumns;
+    for (int r = warp; r < kChunkRows; r += warps) {
       const float* of_row = of_chunk + r * kFewColumns + (n ^ (r >> 1 & 1) << 3);
-      float2 sum = *reinterpret_cast<const float2*>(of_row);
-      for (int w = 1; w < warps; ++w) {
-        const float2 more = *reinterpret_cast<const float2*>(of_row + w * kChunkRows * kFewColumns);
-        sum.x += more.x, sum.y += more.y;
-      }
-      if (n < work.width)
-        *reinterpret_cast<uint32_t*>(work.out + (chunk * kChunkRows + r) * work.width + n) =
-            bf16_pair(work.by * sum.x, work.by * sum.y);
+      float sum = 0.f;
+#pragma unroll 4
+      for (int w = lane / kFewColumns; w < warps; w += 2) sum += of_row[w * kChunkRows * kFewColumns];
+      sum += __shfl_xor_sync(kFull, sum, kFewColumns);
+      if (lane < work.width)
+        work.out[(chunk * kChunkRows + r) * work.width + n] =
+            static_cast<uint16_t>(bf16_pair(work.by * sum, 0.f));
     }
   };
 
@@ -778,21 +780,18 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     }
     if constexpr (!kGradient) continue;
 
-    // The second: of rows q, q + 4, q + 8 and q + 12.
+    // The second: of rows q, q + 4, q + 8 and q + 12. All of a row without a token is zeros. Columns
+    // behind the width are those of other rows, and nobody reads their sums.
     const uint16_t* narrow = reinterpret_cast<const uint16_t*>(stage + places.narrow);
     float thin[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = q + 4 * i;
-      const bool real = s_token[number % kTokenChunks][r] >= 0;
       float by = scales[r];
       if (work.row_prob != nullptr) by *= reinterpret_cast<const float*>(stage + places.prob)[r];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const bool wanted = real && 8 * n + g < work.width;
-        const uint32_t bits = wanted ? narrow[r * work.width + 8 * n + g] : 0;
-        thin[n][i] = wanted ? by * __uint_as_float(bits << 16) : 0.f;
-      }
+      for (int n = 0; n < 2; ++n)
+        thin[n][i] = by * __uint_as_float(static_cast<uint32_t>(narrow[r * work.width + 8 * n + g]) << 16);
     }
     uint32_t b[2][2];
 #pragma unroll
