@@ -85,7 +85,6 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
   const int thread = threadIdx.x, lane_row = thread / 8, chunk = thread % 8;
   const int k_blocks = (p.k + kTileK - 1) / kTileK;
   Ring ring;
-  int issued = 0;
   OutputTile tile{};
   // B, or an adapter's factor, and A, or u, where the copy engine loads it; from `column` on.
   const auto load_operands = [&](const CUtensorMap* map_a, const CUtensorMap* map_b, int column) {
@@ -114,14 +113,9 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
     cp_async_16(smem_address(s.a[ring.stage]) + row * kTileK + ((chunk ^ (row & 7)) << 4),
                 read ? from : p.a, read);
   };
+  // The copies announce themselves when they have landed.
   const auto end_stage = [&] {
-    if constexpr (kGather) {
-      cp_async_commit();
-      if (++issued > kGatherLag) {
-        cp_async_wait<kGatherLag>();
-        publish_gathered(s, (ring.stage + kStages - kGatherLag) % kStages);
-      }
-    }
+    if constexpr (kGather) cp_async_arrive(&s.full[ring.stage]);
     ring.advance();
   };
   for (Scheduler scheduler(p); scheduler.next(tile);) {
@@ -171,11 +165,6 @@ __device__ __forceinline__ void produce(const GemmParams& p, const typename Epil
         end_stage();
       }
     }
-  }
-  if constexpr (kGather) {
-    cp_async_wait<0>();
-    for (int i = min(issued, kGatherLag); i > 0; --i)
-      publish_gathered(s, (ring.stage + kStages - i) % kStages);
   }
 }
 
@@ -243,10 +232,12 @@ struct Scales {
 };
 
 // All of its stages, added to sums that have no unit any more.
+template <bool kGather>
 __device__ __forceinline__ void add_low_rank(const GemmParams& p, SharedStorage& s, Ring& ring,
                                              int group, int lane, float (&acc)[2][64]) {
   for (int column = 0; column < p.width; column += kAdapterColumns) {
     barrier_wait(&s.full[ring.stage], ring.phase);
+    if constexpr (kGather) fence_async_proxy();
     named_barrier_sync(1 + group, 256);
     const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
     const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
@@ -329,6 +320,9 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
         const bool last = first + u + 1 == k_blocks,
                    rescales = (u + 1) % Blocks::kPeriod == 0 && !last;
         barrier_wait(&s.full[ring.stage], ring.phase);
+        // Gathered rows were written by ordinary copies, which WGMMA sees behind this fence only. It is
+        // here and not behind the copies, because there it would wait for all that are on their way.
+        if constexpr (kGather) fence_async_proxy();
         named_barrier_sync(1 + group, 256);  // the warpgroups issue in turns
         const uint64_t a = matrix_descriptor(smem_address(s.a[ring.stage]) + group * 64 * kTileK);
         const uint64_t b = matrix_descriptor(smem_address(s.b[ring.stage]));
@@ -416,7 +410,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     if constexpr (kLowRank) {
       rescale(acc[0], unit[0][0], unit[1][0]);
       rescale(acc[1], unit[0][1], unit[1][1]);
-      add_low_rank(p, s, ring, group, lane, acc);
+      add_low_rank<kGather>(p, s, ring, group, lane, acc);
       constexpr float kOne[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
       epilogue.store(acc, kOne, row0, tile);
     } else {
@@ -435,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
                                                        ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], kGather ? kProducerThreads / 32 + 1 : 1);
+      barrier_init(&s.full[i], kGather ? kProducerThreads + 1 : 1);
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
     barrier_init(&s.freed, 1);

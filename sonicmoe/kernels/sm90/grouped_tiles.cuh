@@ -24,7 +24,6 @@ constexpr int kStages = 4;
 constexpr int kBytesA = kTileM * kRowBytes, kBytesB = kTileN * kRowBytes;
 constexpr int kProducerThreads = 128, kConsumerWarps = 8;
 constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
-constexpr int kGatherLag = 1;          // copies in flight before the oldest is published
 constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
 constexpr int kMostSharedBytes = 227 * 1024;  // of a block, whose start is aligned to 1024 bytes
 
@@ -143,14 +142,6 @@ struct Ring {
 template <bool kAdjacentRows>
 __device__ __forceinline__ int slab_row(int lane, int high) {
   return kAdjacentRows ? 2 * (lane / 4) + high : lane / 4 + 8 * high;
-}
-
-// This warp's copies into the stage have landed: each lane fences its own, one arrives for all (128
-// arrivals a stage would queue up).
-__device__ __forceinline__ void publish_gathered(StageMemory& s, int stage) {
-  fence_async_proxy();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&s.full[stage]);
 }
 
 __device__ __forceinline__ void release(StageMemory& s, int stage, int lane) {
