@@ -101,6 +101,7 @@ class PreparedWeights:
         self.writes = 0
         self._key: tuple[Any, ...] | None = None
         self._traces = Traces()
+        self._backwards = 0  # beside which a forward read the weights, since they changed
         self._streams = StreamOrder()
 
     def read(
@@ -130,18 +131,26 @@ class PreparedWeights:
             keeps: every write shows in `traces`, or is announced, so that weights are kept also for
                 an engine that does not look at the device.
             alone: no backward of this forward is to come but one beside a forward that runs again.
-                What backward alone reads is not made for it, and is left where it is.
+                What backward alone reads is not made for it, and is left where it is. Inside a
+                backward this holds for the first one of unchanged weights: what serves a second one
+                is made, and kept.
         """
         key = (engine.name, settings.of_weights, place)
         held = self.weights if key == self._key else None
         if held is not None and not (keeps or held.updated_in_place):
             held = None
-        one_order = engine.in_one_order(settings)
-        if alone or (one_order is not settings and held is not None and in_backward()):
-            settings = one_order
-        grows = settings is not one_order and held is not None and not held.two_orders
         written = held is not None and traces.versions != self._traces.versions
         changed = held is None or stale or traces != self._traces
+        one_order = engine.in_one_order(settings)
+        self._backwards = 0 if changed else self._backwards
+        if one_order is not settings and held is not None and in_backward():
+            # Weights of several micro-batches, or frozen ones: to make the other order in every
+            # backward would cost more than to keep it.
+            self._backwards += 1
+            alone = self._backwards == 1
+        if alone:
+            settings = one_order
+        grows = settings is not one_order and held is not None and not held.two_orders
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
