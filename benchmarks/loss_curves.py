@@ -80,10 +80,11 @@ def read_run(directory: Path, text: str, recipe: str, gpu: str) -> Curve:
         raise click.ClickException(f"{directory} has no record of some of its steps")
     m = config.model
     model = (
-        f"{summary['parameters'] / 1e6:.3g} M, H={m.hidden_size}, I={m.intermediate_size}, "
+        f"{summary['parameters'] / 1e6:.4g} M, H={m.hidden_size}, I={m.intermediate_size}, "
         f"E={m.num_experts}, K={m.topk}, L={m.num_layers}, engine {summary['engine_used']}"
     )
     full = [record.full_precision_loss for record in records]
+    held_out = summary["held_out_loss"], summary["held_out_loss_full_precision"]
     return Curve(
         model,
         text,
@@ -92,7 +93,7 @@ def read_run(directory: Path, text: str, recipe: str, gpu: str) -> Curve:
         gpu,
         [round(record.loss, DIGITS) for record in records],
         None if None in full else [round(loss, DIGITS) for loss in full if loss is not None],
-        [summary["held_out_loss"], summary["held_out_loss_full_precision"]],
+        [None if loss is None else round(loss, DIGITS) for loss in held_out],
     )
 
 
@@ -179,11 +180,12 @@ def gather(runs: Sequence[Path], path: Path, text: str, recipe: str, gpu: str) -
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tail", type=click.IntRange(1), default=500, show_default=True, help="Last steps.")
+@click.option("--until", type=click.IntRange(1), help="Take these steps for the last ones.")
 @click.option("--slope", "sloped", metavar="MODEL", help="Models whose name starts so get a slope.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the gaps.")
-def report(path: Path, tail: int, sloped: str | None, plot: Path | None) -> None:
+def report(path: Path, tail: int, until: int | None, sloped: str | None, plot: Path | None) -> None:
     """Print the gaps of the runs in PATH, by model and recipe, in percent."""
-    pairs = with_twins(read_curves(path))
+    pairs = [(c, fp8[:until], full[:until]) for c, fp8, full in with_twins(read_curves(path))]
     for kind in dict.fromkeys(curve.kind for curve, _, _ in pairs):
         own = [pair for pair in pairs if pair[0].kind == kind]
         click.echo(f"{kind}, on {', '.join(sorted({curve.gpu for curve, _, _ in own}))}")
@@ -197,7 +199,8 @@ def report(path: Path, tail: int, sloped: str | None, plot: Path | None) -> None
         outside = [curve.held_out[0] / curve.held_out[1] - 1 for curve, _, _ in own]
         click.echo(f"    signed gap on held-out text: {interval(Interval.of(outside))}")
         apart = spread([float(full[-tail:].mean()) for _, _, full in own])
-        click.echo(f"    signed gap of the last {tail} steps: {interval(Interval.of(gaps))}")
+        last = f"{tail} steps" if until is None else f"{tail} steps before {until}"
+        click.echo(f"    signed gap of the last {last}: {interval(Interval.of(gaps))}")
         if not math.isnan(apart):
             click.echo(f"    two full-precision runs of different seeds: {100 * apart:.3f} apart")
     if plot is not None:
