@@ -39,6 +39,13 @@ H, I, E, K = 512, 384, 6, 3
 SIZES_OF_NO_TILE = [(200, 72), (64, 8), (1032, 520)]
 # H and I at which 860 032 tokens give tensors of more than 2^31 elements.
 MANY_TOKENS, SMALL = 860_032, (128, 1280)
+# (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
+SHAPES_OF_GRADIENTS = [
+    (700, 512, 384, 6, 3),
+    (300, 264, 200, 4, 2),
+    (130, 2880, 72, 1, 1),
+    (600, 128, 136, 130, 4),
+]
 REFERENCE = ReferenceEngine()
 # An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1
 # % of relative RMSE.
@@ -158,6 +165,14 @@ def make_case(
         normal(experts, hidden, scale=0.3) if bias else None,
     )
     return Case(x, dout, torch.where(dropped, sentinel, indices), probs, weights, activation)
+
+
+def case_of(shape, **options):
+    """Of `(T, H, I, E, K)`; the expert in the middle has no token where there are others."""
+    tokens, hidden, intermediate, experts, topk = shape
+    empty = (experts // 2,) if experts > 1 else ()
+    sizes = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "topk": topk}
+    return make_case(tokens, **sizes, empty=empty, **options)
 
 
 def make_blocked_case(tokens, *, experts=4, topk=2, **options):

@@ -12,11 +12,13 @@ from gpu.engine_cases import (
     H,
     I,
     build,
+    case_of,
     check_plain,
     kernels_of_the_contract,
     make_case,
     run,
 )
+from gpu.engine_cases import SHAPES_OF_GRADIENTS as SHAPES
 from gpu.engine_contract import PlainEngineContract
 from gpu.gradient_memory import LAYOUTS, check_addition, ids, memory_of
 from pairwise import pairwise
@@ -45,8 +47,6 @@ SHAPE = MlpShape(H, I, SWIGLU, arch=ARCH, family=FAMILY)
 # As this GPU runs them: without cluster launch control.
 TILINGS = [(p, config) for p in PRODUCTS for config, _ in candidates(p, SHAPE)]
 GELU = ActivationType.GELU
-# (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
-SHAPES = [(700, 512, 384, 6, 3), (300, 264, 200, 4, 2), (130, 2880, 72, 1, 1), (600, 128, 136, 130, 4)]  # fmt: skip
 ARRANGEMENTS = ("stacked", "stacked_slices", "padded", "stacked_permuted", "experts_inside")
 
 
@@ -91,13 +91,6 @@ def test_every_tiling(product, config, monkeypatch):
         check_plain(case := make_case(seed=1), run(case, OURS))
     finally:
         grouped_gemms.cache_clear()
-
-
-def case_of(shape, **options):
-    tokens, hidden, inner, experts, topk = shape
-    empty = (experts // 2,) if experts > 1 else ()
-    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
-    return make_case(tokens, **sizes, empty=empty, **options)
 
 
 def fits(layout, arrangement):

@@ -16,10 +16,11 @@ from gpu.engine_cases import (
     FP8,
     SWIGLU,
     build,
-    make_case,
+    case_of,
     relative,
     run,
 )
+from gpu.engine_cases import SHAPES_OF_GRADIENTS as SHAPES
 from gpu.engine_contract import PlainEngineContract
 from gpu.gradient_memory import (
     LAYOUTS,
@@ -47,8 +48,6 @@ pytestmark = pytest.mark.gpu
 
 OURS = Bf16Engine()
 GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
-# (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
-SHAPES = [(700, 512, 384, 6, 3), (300, 264, 200, 4, 2), (130, 2880, 72, 1, 1), (600, 128, 136, 130, 4)]  # fmt: skip
 ARRANGEMENTS = (
     "stacked", "stacked_slices", "padded", "stacked_permuted", "experts_inside", "own", "slices",
     "permuted", "some_frozen",
@@ -81,13 +80,6 @@ class TestBf16OnHopper(PlainEngineContract):
     def rows_of(self, routing):
         rows = ExpertRows.of(routing)
         return rows.cu_rows, rows.gather_index
-
-
-def case_of(shape=SHAPES[0], **options):
-    tokens, hidden, inner, experts, topk = shape
-    empty = (experts // 2,) if experts > 1 else ()
-    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
-    return make_case(tokens, **sizes, empty=empty, **options)
 
 
 def lying(case, layout, separate=False):
@@ -166,33 +158,23 @@ def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
 def test_written_gradients(layout, dtype):
     """The sums rounded once; zeros for the expert without tokens."""
-    case = case_of()
+    case = case_of(SHAPES[0], bias=True)
     memory = memory_of(case, layout, "stacked", dtype, FreshTargets)
+    biases = tuple(torch.full_like(b, float("nan"), dtype=dtype) for b in case.weights[2:])
     _, _, pending = pending_in(case, layout)
     sums = case.accumulators()
     OURS.backward_dw(replace(pending), sums)
-    OURS.backward_dw(pending, memory.targets)
+    OURS.backward_dw(pending, replace(memory.targets, biases=biases))
     memory.take(sums.dw1, sums.dw2, over=True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
-def test_written_biases(layout):
-    case = case_of(bias=True)
-    fresh = memory_of(case, layout, "stacked", BF16, FreshTargets).targets
-    biases = tuple(torch.full_like(b, float("nan"), dtype=BF16) for b in case.weights[2:])
-    _, _, pending = pending_in(case, layout)
-    sums = case.accumulators()
-    OURS.backward_dw(replace(pending), sums)
-    OURS.backward_dw(pending, replace(fresh, biases=biases))
-    assert torch.equal(biases[0], layout.user_b1(sums.db1).to(BF16))
-    assert torch.equal(biases[1], sums.db2.to(BF16))
+    assert torch.equal(biases[0], layout.user_b1(sums.db1).to(dtype))
+    assert torch.equal(biases[1], sums.db2.to(dtype))
 
 
 @pytest.mark.parametrize(
     ("weights", "gradients"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=ids
 )
 def test_gradients_in_another_layout_than_their_weights(weights, gradients):
-    case = case_of()
+    case = case_of(SHAPES[0])
     memory = memory_of(case, gradients, "stacked")
     problem = OURS.problem_of(memory.targets, EngineSettings(), weights)
     same = weights.split_half == gradients.split_half
@@ -212,18 +194,18 @@ def test_repeats_bit_for_bit(layout):
 
 @pytest.mark.parametrize("stagewise", [False, True])
 def test_frozen_projections(stagewise):
-    case, settings = case_of(), EngineSettings(frees_stagewise=stagewise)
+    case, settings = case_of(SHAPES[0]), EngineSettings(frees_stagewise=stagewise)
     check_frozen_projections(case, memory_of(case, LAYOUTS[0], "stacked"), OURS, settings)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
 def test_replays_of_a_graph_add_each_time(layout):
-    check_replays(case_of(), layout, "stacked_slices", OURS)
+    check_replays(case_of(SHAPES[0]), layout, "stacked_slices", OURS)
 
 
 @pytest.mark.parametrize("stagewise", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
 def test_fp8_with_plain_weight_gradients(layout, stagewise):
     """The Hopper engine adds by the same GEMMs with `fp8_wgrad` off."""
-    settings, case = replace(FP8, fp8_wgrad=False, frees_stagewise=stagewise), case_of()
+    settings, case = replace(FP8, fp8_wgrad=False, frees_stagewise=stagewise), case_of(SHAPES[0])
     check_addition(case, memory_of(case, layout, "stacked_slices"), HopperEngine(), settings)

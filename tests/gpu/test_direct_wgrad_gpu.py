@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.engine_cases import FP8, make_case
+from gpu.engine_cases import FP8, case_of
 from gpu.gradient_memory import (
     LAYOUTS,
     Memory,
@@ -151,12 +151,6 @@ def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrange
         memory.take(*(sums.to(dtype) for sums in given.native), over=True)
 
 
-def layer_case(seed=0, shape=LAYER):
-    tokens, hidden, inner, experts, topk = shape
-    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "topk": topk}
-    return make_case(tokens, **sizes, seed=seed)
-
-
 @pytest.mark.parametrize(
     ("arrangement", "mode"), pairwise(["own", "slices", "stacked", "permuted"], MODES), ids=str
 )
@@ -164,13 +158,13 @@ def test_a_backward_of_the_engine(arrangement, mode):
     """Through the passes, two of them, in memory that held NaN."""
     memory = memory_of(LAYER, LAYOUTS[3], arrangement)
     for seed in (0, 1):
-        check_addition(layer_case(seed), memory, OURS, replace(FP8, **MODES[mode]))
+        check_addition(case_of(LAYER, seed=seed), memory, OURS, replace(FP8, **MODES[mode]))
 
 
 def test_repeats_bit_for_bit():
-    check_repeats(layer_case(shape=(4096, 1024, 448, 8, 4)), LAYOUTS[3], "own", OURS, FP8)
+    check_repeats(case_of((4096, 1024, 448, 8, 4)), LAYOUTS[3], "own", OURS, FP8)
 
 
 @pytest.mark.parametrize("arrangement", ["own", "slices"])
 def test_replays_of_a_graph_add_each_time(arrangement):
-    check_replays(layer_case(3), LAYOUTS[3], arrangement, OURS, FP8)
+    check_replays(case_of(LAYER, seed=3), LAYOUTS[3], arrangement, OURS, FP8)

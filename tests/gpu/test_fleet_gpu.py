@@ -1,7 +1,6 @@
 """What PaddleFleet calls, through PyTorch on the GPU engines: `run_sonic_moe` has the bits of a node of
 the same weights; its whole flow, with tokens and gradients in FP8, weight gradients straight into
-`main_grad` and weights whose BF16 memory is freed, on one GPU and on two; the metadata tuple and the
-layouts.
+`main_grad` and weights whose BF16 memory is freed, on one GPU and on two.
 """
 
 from __future__ import annotations
@@ -160,27 +159,20 @@ def weights():
     return weights_of(SIZES, "cuda")
 
 
-def clear(weights):
-    for weight in weights:
-        weight.main_grad.zero_()
-
-
-def kept(results):
-    return {name: value.clone() for name, value in results.items()}
-
-
 @pytest.mark.parametrize("iso32", [True, False])
 def test_freed_weights(batch, weights, iso32):
     """The bits of weights that hold memory, and no memory for theirs; nothing waits."""
     config = FP8Config()
     config.iso32_weight = iso32
-    held = kept(call_fleet(weights, batch, "hopper", config))
+    before = call_fleet(weights, batch, "hopper", config)
+    held = {name: value.clone() for name, value in before.items()}
     take_copies(weights)
     give_copies(weights, iso32=iso32)
     with freed(weights):
         assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
         for _ in range(2):
-            clear(weights)
+            for weight in weights:
+                weight.main_grad.zero_()
             found = call_fleet(weights, batch, "hopper", config)
             for key, wanted in held.items():
                 assert torch.equal(found[key], wanted), key
@@ -229,6 +221,3 @@ def test_two_gpus(kind):
     # Tokens and gradients in FP8 cost no more than the engine's own rounding of them.
     for key, of_bf16 in errors["bf16 dispatch"].items():
         assert errors["fp8 dispatch"][key] <= 1.2 * of_bf16, (key, errors)
-
-
-# ---- what it calls beside that ----

@@ -62,16 +62,13 @@ def make_routing(shape, generator):
 class Backward:
     """Operands and poisoned outputs of one dgated launch."""
 
-    def __init__(self, shape, seed=0, spread=0.0, z=torch.int8, folds=False):
+    def __init__(self, shape, seed=0, z=torch.int8, folds=False):
         tokens, hidden, inner, experts, _ = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         self.routing = make_routing(shape, generator)
         r = self.rows = self.routing.num_rows
         self.used = int(self.routing.padded_offsets[-1])
-        octaves = torch.rand((tokens, 1), generator=generator, device="cuda") - 0.5
-        self.dout = quantize(
-            normal(generator, tokens, hidden) * torch.exp2(spread * octaves), rows(128)
-        )
+        self.dout = quantize(normal(generator, tokens, hidden), rows(128))
         # native w2 [E, H, I]; dgrad reads it as [E, I, H]
         self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, RECIPE.w2)
         values = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
@@ -253,10 +250,9 @@ def wgrad_operands(shape, seed=0, spread=0.0):
     return quantize(a, RECIPE.wgrad_dout), quantize(b, RECIPE.wgrad_dz), routing
 
 
-def run_wgrad(launch, a, b, routing, accumulator, shares_gpu=False, multiprocessors=0):
+def run_wgrad(launch, a, b, routing, accumulator):
     stream = current_stream(accumulator)
-    offsets = routing.padded_offsets
-    launch(*transposed(a, b), offsets, accumulator, shares_gpu, multiprocessors, stream)
+    launch(*transposed(a, b), routing.padded_offsets, accumulator, False, 0, stream)
 
 
 def transposed(a, b):

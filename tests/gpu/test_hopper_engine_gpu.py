@@ -166,9 +166,6 @@ class TestHopperEngine(HopperContract):
 
     # ---- the same bits ----
 
-    def test_one_copy_of_the_weights(self, case, wanted):
-        assert_same_bits(self.run(case, replace(FP8, iso_weight=True)), wanted)
-
     @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_all_memory_modes_together(self, activation):
         case = make_case(333, activation=activation, seed=22)

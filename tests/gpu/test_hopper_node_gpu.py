@@ -63,23 +63,13 @@ def backward(out, batch):
     return found
 
 
-def engine_lines(caplog):
-    lines = (record.getMessage() for record in caplog.records)
-    return [line for line in lines if line.startswith("engine ")]
-
-
-class TestChoice:
-    @pytest.fixture(autouse=True)
-    def undecided(self, caplog):
-        call_plan._made.clear()  # plans of earlier tests have announced their engines
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            yield
-
-    def test_node(self, caplog):
+def test_auto_chooses_it(caplog):
+    call_plan._made.clear()  # plans of earlier tests have announced their engines
+    with caplog.at_level(logging.INFO, logger="sonicmoe"):
         for seed in range(2):
             whole_step(made := layer(AUTO, seed=seed), made.batch())
-        (line,) = engine_lines(caplog)
-        assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
+    (line,) = [line for line in caplog.messages if line.startswith("engine ")]
+    assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
 
 
 def memory_mode(**changes):

@@ -14,10 +14,7 @@ from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def values(shape, dtype, seed=0):

@@ -258,11 +258,6 @@ class TestGuard:
     def moved(self, source):
         return WeightSource(source.up, (*source.down[:-1], source.down[-1].clone()), HALVES)
 
-    def test_unchanged_weights_are_left_alone(self, source, weights):
-        for _ in range(5):
-            weights.update(source)
-        assert untouched(weights)
-
     @pytest.mark.parametrize("matrix", [0, 5, 8, 15])
     def test_a_change_of_one_matrix_is_seen(self, source, weights, matrix):
         changed = (*source.up, *source.down)[matrix]
@@ -273,12 +268,8 @@ class TestGuard:
         weights.update(source)
         assert untouched(weights), "the flag was not cleared"
 
-    def test_moved_weights_are_quantised(self, weights, moved):
-        """Even to equal bytes: the old address may belong to somebody else."""
-        weights.update(moved)
-        check(weights, moved)
-
     def test_moved_weights_are_refused_in_a_capture(self, weights, moved):
+        """And quantised outside, even to equal bytes: the old address may belong to somebody else."""
         with pytest.raises(Exception, match="have moved within a CUDA graph capture"):
             captured(lambda: weights.update(moved))
         weights.update(moved)
