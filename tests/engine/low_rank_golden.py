@@ -10,6 +10,8 @@ from framework import numpy, tensor, torch
 
 from sonicmoe.engine.low_rank import Adapters, LowRank
 
+SIZES = {"tokens": 200, "hidden": 256, "intermediate": 192, "experts": 3, "topk": 2, "empty": ()}
+
 
 class Adapted:
     """A problem with pairs on the projections of `which`: as an engine takes it, and what it means."""

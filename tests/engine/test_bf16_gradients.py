@@ -33,10 +33,6 @@ def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def contiguous(*shape):
-    return zeros(*shape)
-
-
 def other_axis(experts, rows, columns):
     """Memory in the other order of a matrix's axes, rows padded."""
     return zeros(experts, columns, rows + 4)[:, :, :rows].transpose(1, 2)
@@ -47,7 +43,7 @@ def experts_inside(experts, rows, columns):
     return zeros(rows, experts, columns).transpose(0, 1)
 
 
-ARRANGEMENTS = [contiguous, other_axis, experts_inside]
+ARRANGEMENTS = [zeros, other_axis, experts_inside]
 
 
 def shapes(layout, n1=N1):

@@ -344,20 +344,12 @@ def test_without_a_row_fresh_memory_is_zeros_and_sums_stay(layout, launches):
     assert not launches.calls
 
 
-class TestListeners:
-    """Know z and dz with gate and up in turns, however the weights lie."""
-
-    @staticmethod
-    def seen(case, listener=lambda name, value: value):
-        found = {}
-        with listening(lambda name, value: found.setdefault(name, listener(name, value))):
-            results = run(case, OURS)
-        return found, results
-
-    def test_see_the_same(self):
-        wanted, _ = self.seen(case_in(NATIVE))
-        found, _ = self.seen(case_in(FUSED))
-        assert list(found) == list(wanted)
-        for name in ("z", "dz", "y1", "y1s", "dx_rows"):
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-2, atol=1e-2)
-        assert torch.equal(found["z"], wanted["z"]) and torch.equal(found["dz"], wanted["dz"])
+def test_listeners_know_gate_and_up_in_turns_however_the_weights_lie():
+    wanted, found = {}, {}
+    for layout, seen in ((NATIVE, wanted), (FUSED, found)):
+        with listening(lambda name, value, seen=seen: seen.setdefault(name, value)):
+            run(case_in(layout), OURS)
+    assert list(found) == list(wanted)
+    for name in ("z", "dz", "y1", "y1s", "dx_rows"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-2, atol=1e-2)
+    assert torch.equal(found["z"], wanted["z"]) and torch.equal(found["dz"], wanted["dz"])

@@ -26,14 +26,7 @@ from sonicmoe.errors import RoutingError
 from sonicmoe.routing.build import build_routing
 
 
-def is_alive(reference_to):
-    """Without a garbage collection: memory that only a collection frees is not freed in time."""
-    return reference_to() is not None
-
-
 class TestMemory:
-    STAGEWISE = replace(FP8, frees_stagewise=True)
-
     @staticmethod
     def alive_at(monkeypatch, module, function, stage, watched):
         """Whether `watched` is alive when an operand of this name is made, in the list returned."""
@@ -41,7 +34,7 @@ class TestMemory:
 
         def spy(values, name, *rest):
             if name == stage:
-                seen.append(is_alive(watched))
+                seen.append(watched() is not None)  # without a collection of garbage
             return original(values, name, *rest)
 
         monkeypatch.setattr(module, function, spy)
@@ -70,7 +63,7 @@ class TestMemory:
         assert seen == [not frees]
 
     def test_a_released_forward_says_so(self):
-        setup = set_up(make_problem(), self.STAGEWISE)
+        setup = set_up(make_problem(), replace(FP8, frees_stagewise=True))
         _, saved = setup.forward()
         _, _, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
         with pytest.raises(RuntimeError, match="released"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.low_rank_golden import Adapted
+from engine.low_rank_golden import SIZES, Adapted
 from engine.moe_golden import golden, make_problem, set_up
 from framework import numpy, relative_rmse, torch
 
@@ -19,7 +19,6 @@ from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
-SIZES = {"tokens": 200, "hidden": 256, "intermediate": 192, "experts": 3, "topk": 2, "empty": ()}
 
 
 def run(setup, adapters):

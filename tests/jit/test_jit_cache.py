@@ -53,11 +53,6 @@ def flip(folder):
     (folder / "kernel.so").write_bytes(content)
 
 
-def tear_the_manifest(folder):
-    text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text[: len(text) // 2])
-
-
 def take_another_manifest(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["key"]["arch"] = "sm_80"
@@ -69,7 +64,6 @@ DAMAGE = {
     "a bit flipped": flip,
     "removed": lambda folder: (folder / "kernel.so").unlink(),
     "an empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
-    "a torn manifest": tear_the_manifest,
     "another's manifest": take_another_manifest,
     "all removed": lambda folder: [path.unlink() for path in folder.iterdir()],
 }

@@ -226,3 +226,12 @@ def summed(results):
     """dw1 and dw2 over micro-batches."""
     results = list(results)
     return [sum(getattr(r, name) for r in results) for name in ("dw1", "dw2")]
+
+
+def gradients_of(call, inputs):
+    """`torch.autograd.grad` or `paddle.grad`."""
+    if not IS_PADDLE:
+        return torch.autograd.grad(call.out, inputs, call.dout, allow_unused=True)
+    import paddle
+
+    return paddle.grad(call.out, inputs, grad_outputs=[call.dout], allow_unused=True)

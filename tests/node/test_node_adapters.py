@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.low_rank_golden import Adapted
+from engine.low_rank_golden import SIZES, Adapted
 from engine.moe_golden import make_problem
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node.node_harness import FP8, Layer, want_gradient
@@ -91,15 +91,7 @@ def test_beside_weights_that_train_and_over_several_calls():
 
 
 def test_in_fp8_within_the_bars_of_the_layer():
-    sizes = {
-        "tokens": 200,
-        "hidden": 256,
-        "intermediate": 192,
-        "experts": 3,
-        "topk": 2,
-        "empty": (),
-    }
-    problem = make_problem(SWIGLU, dtype=torch.bfloat16, **sizes)
+    problem = make_problem(SWIGLU, dtype=torch.bfloat16, **SIZES)
     layer = Layer(problem, arrangement="fused", dtype=torch.bfloat16, config=FP8)
     freeze(layer)
     adapted = Adapted(problem, rank=16, dtype=torch.bfloat16)

@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, relative_rmse, torch
-from node.node_harness import ARRANGEMENTS, CONFIGS, FLUSHES, Layer, recomputed, want_gradient
+from node.node_harness import (
+    ARRANGEMENTS,
+    CONFIGS,
+    FLUSHES,
+    Layer,
+    gradients_of,
+    recomputed,
+    want_gradient,
+)
 from pairwise import pairwise
 from weights.freed_memory import free
 
@@ -32,15 +40,6 @@ only_paddle = pytest.mark.skipif(not IS_PADDLE, reason="Paddle has it")
 
 def made(flush="auto", value=0.0, **options):
     return Layer(flush=flush, main_grad=value, **options)
-
-
-def gradients_of(call, inputs):
-    """`torch.autograd.grad` or `paddle.grad`."""
-    if not IS_PADDLE:
-        return torch.autograd.grad(call.out, inputs, call.dout, allow_unused=True)
-    import paddle
-
-    return paddle.grad(call.out, inputs, grad_outputs=[call.dout], allow_unused=True)
 
 
 def dual(run, x):

@@ -10,8 +10,16 @@ import copy
 import numpy as np
 import pytest
 from engine.moe_golden import golden, make_problem
-from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import ARRANGEMENTS, FLUSHES, FULL, Layer, problems, want_gradient
+from framework import numpy, relative_rmse, tensor, torch
+from node.node_harness import (
+    ARRANGEMENTS,
+    FLUSHES,
+    FULL,
+    Layer,
+    gradients_of,
+    problems,
+    want_gradient,
+)
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
@@ -193,16 +201,6 @@ def written_first(problem=None, **options):
     return Layer(problem, **{"config": OVERWRITE, "main_grad": NAN} | options)
 
 
-def backward_to_tokens(layer):
-    """One that has no weight gradients."""
-    call = layer.call()
-    if IS_PADDLE:
-        import paddle
-
-        return paddle.grad(call.out, call.x, call.dout)
-    return torch.autograd.grad(call.out, call.x, call.dout)
-
-
 def holds(weight, value):
     return np.array_equal(numpy(weight.main_grad), np.full(tuple(weight.shape), value))
 
@@ -314,7 +312,8 @@ class TestStepZeroes:
 
     def test_after_a_backward_to_the_tokens_alone(self):
         layer = written_first()
-        backward_to_tokens(layer)
+        call = layer.call()
+        gradients_of(call, [call.x])
         layer.node.step()
         assert all(holds(weight, 0.0) for weight in layer.weights)
 
