@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import loss_curves
 import loss_gap_bench as bench
 import processes
 import pytest
 from click.testing import CliRunner
 
+from ernie_compat.metrics import read_metrics
 from ernie_compat.train_command import train
 
 
@@ -27,8 +29,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object):
-    return CliRunner().invoke(bench.main, [str(argument) for argument in arguments])
+def run(*arguments: object, program=bench.main):
+    return CliRunner().invoke(program, [str(argument) for argument in arguments])
 
 
 def test_seeds_are_run_compared_and_measured(text: Path, tmp_path: Path) -> None:
@@ -54,6 +56,18 @@ def test_seeds_are_run_compared_and_measured(text: Path, tmp_path: Path) -> None
     assert f"tiny seed {seeds[0]}, step 3, layer 1" in result.output
     assert not list(out.glob("**/checkpoint.npz"))
     assert "step 3/3" in (out / "tiny-seed4.log").read_text()
+
+    losses, plot = tmp_path / "data" / "losses.jsonl", tmp_path / "plot.png"
+    for _ in range(2):  # the second time in the place of the first
+        runs = [out / f"tiny-seed{seed}" for seed in seeds]
+        said = run("gather", *runs, "--to", losses, program=loss_curves.main)
+        assert "2 runs" in said.output
+    said = run("report", losses, "--tail", 2, "--plot", plot, program=loss_curves.main)
+    assert "gap of the last 2 steps" in said.output and plot.stat().st_size
+    for found, seed in zip(loss_curves.read_curves(losses), seeds, strict=True):
+        records = read_metrics(out / f"tiny-seed{seed}" / "metrics.jsonl")
+        assert found.fp8 == pytest.approx([one.loss for one in records], abs=1e-5)
+        assert found.full == pytest.approx([one.full_precision_loss for one in records], abs=1e-5)
 
 
 def test_a_seed_that_fails_has_its_last_words_in_the_report(tmp_path: Path) -> None:
