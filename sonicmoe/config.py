@@ -95,8 +95,9 @@ class SonicMoEConfig(Settings):
         "`1`: engine `hopper` keeps one FP8 copy of each weight instead of two. It stores the copy "
         "that forward reads, and every backward transposes it into memory of its own. This saves "
         "one byte per weight and costs a transposition per backward. Under activation checkpointing "
-        "the engine does so without this flag while weights change before every backward. A recipe whose weight blocks differ between forward "
-        "and backward is refused, because it needs two copies. Engine `mxfp8` always has one copy, which both directions read as it lies",
+        "the engine does so without this flag while weights change before every backward. A recipe "
+        "whose weight blocks differ between forward and backward is refused, because it needs two "
+        "copies. Engine `mxfp8` always has one copy, which both directions read as it lies",
     )
     save_z: Flag[ZCode] = Flag(
         "SONIC_MOE_FP8_SAVE_Z",

@@ -41,6 +41,7 @@ from .interface import (
     Saved,
     Tokens,
 )
+from .low_rank import NO_ROWS
 from .quantised_engine import QuantisedEngine
 
 Tensor = torch.Tensor
@@ -109,8 +110,10 @@ class HopperEngine(QuantisedEngine):
             apart = settings.frees_stagewise or not weights.two_orders
             apart = apart and weights.adapters is None
             dx = None if apart else layer.empty_dx(x)
-            v, u = layer.narrow(layer.empty_narrow()), layer.narrow(saved.projected)
-            db = NO_FACTORS if weights.adapters is None else layer.factor_gradients("b")
+            v, u, db = NO_ROWS, NO_ROWS, NO_FACTORS
+            if weights.adapters is not None:
+                v, u = layer.narrow(layer.empty_narrow()), layer.narrow(saved.projected)
+                db = layer.factor_gradients("b")
             dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, u, v, db)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
@@ -258,20 +261,33 @@ def _add_one_by_one(
     memory = empty((size,), torch.uint8, pending.native.device)
     targets.adding = True
     late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
-    for name in ("dw2", "dw1") if late is None else ("dw1", "dw2"):
-        if name == "dw2" and late is not None:
-            # dz is larger than y1s, and its memory is free for dw2.
-            late.take_down()
-            gradients = passes.gradients(targets)
-        of_tokens, of_rows = ("x", "dz") if name == "dw1" else ("dout", "y1s")
-        operands = {
-            **token_arguments(of_tokens, getattr(pending, of_tokens)),
-            of_rows: getattr(pending, of_rows),
-        }
-        setattr(pending, of_tokens, None)
-        setattr(pending, of_rows, None)
-        if targets.wants(name):
-            into = {each: gradients[each] for each in (name, f"into_{name}")}
-            getattr(passes, name)(**launch, **operands, **into, scratch=memory)
-        del operands
+    if late is None:
+        _add_dw2(passes, pending, targets, gradients, launch, memory)
+    _add_dw1(passes, pending, targets, gradients, launch, memory)
+    if late is not None:
+        # dz is larger than y1s, and its memory is free for dw2.
+        late.take_down()
+        _add_dw2(passes, pending, targets, passes.gradients(targets), launch, memory)
     targets.adding = False
+
+
+def _add_dw1(
+    passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any],
+    launch: dict[str, Any], scratch: Tensor,
+) -> None:  # fmt: skip
+    x, dz = pending.x, pending.dz
+    pending.x = pending.dz = None
+    if targets.wants("dw1"):
+        into = {"dw1": gradients["dw1"], "into_dw1": gradients["into_dw1"]}
+        passes.dw1(**launch, **token_arguments("x", x), **into, dz=dz, scratch=scratch)
+
+
+def _add_dw2(
+    passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any],
+    launch: dict[str, Any], scratch: Tensor,
+) -> None:  # fmt: skip
+    dout, y1s = pending.dout, pending.y1s
+    pending.dout = pending.y1s = None
+    if targets.wants("dw2"):
+        into = {"dw2": gradients["dw2"], "into_dw2": gradients["into_dw2"]}
+        passes.dw2(**launch, **token_arguments("dout", dout), **into, y1s=y1s, scratch=scratch)

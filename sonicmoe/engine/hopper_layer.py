@@ -218,7 +218,8 @@ class HopperLayer:
             rows, inner = routing.num_rows, self._prepared.inner
             dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
         else:
-            dz, y1s = (empty((n,), torch.uint8, device) for n in (bytes_of.dz, bytes_of.y1s))
+            dz = empty((bytes_of.dz,), torch.uint8, device)
+            y1s = empty((bytes_of.y1s,), torch.uint8, device)
         self._passes.dgated(
             weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
             routing=self.routed.handle,

@@ -40,6 +40,7 @@ from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from ..weights.cache import Reading
+from ..weights.parameters import ExpertParameters
 from ..weights.stacked_cache import Weights, read_weights
 from .plan import Plan
 
@@ -251,7 +252,8 @@ def _differentiate(
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
-        make = late_targets if engine.frees_dw1_first else targets_of_each
+        late = engine.frees_dw1_first and _is_long(pending.routing, passed)
+        make = late_targets if late else targets_of_each
         targets = make(passed, parameters, wanted, dout)
         # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
         engine.backward_dw(pending, targets)
@@ -262,6 +264,14 @@ def _differentiate(
     dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
     return dx, dprobs, pending, (*sink.close(batch), *rest)
+
+
+def _is_long(routing: RoutingMetadata, layer: ExpertParameters) -> bool:
+    """Whether dz `[R, N1]` takes so much of what dw2 `[E, H, I]` does, an eighth or more, that it should
+    go first. Of few tokens it takes next to nothing, and the host's time for it would be seen.
+    """
+    hidden = layer.native_shapes()[0][2]
+    return 8 * routing.num_rows >= routing.num_experts * hidden  # N1 is 2I, in 1 byte; I in 2
 
 
 def _described(

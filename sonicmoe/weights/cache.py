@@ -143,7 +143,7 @@ class PreparedWeights:
         changed = held is None or stale or traces != self._traces
         one_order = engine.in_one_order(settings)
         self._backwards = 0 if changed else self._backwards
-        if one_order is not settings and held is not None and in_backward():
+        if alone and one_order is not settings and held is not None and in_backward():
             # Weights of several micro-batches, or frozen ones: to make the other order in every
             # backward would cost more than to keep it.
             self._backwards += 1
