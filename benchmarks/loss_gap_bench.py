@@ -9,9 +9,10 @@ gap with its spread, and the error of FP8 on the tensors that the runs end with.
 Every seed is a process of its own that trains both precisions in turns on the same batches, and
 writes no checkpoint. `--per-gpu` processes share a GPU, so that one computes while the host
 launches the next step of another; `1b` gets a GPU for itself. After `--minutes` the seeds that still
-run are stopped. They are listed with the step that they reached, and are no part of the mean. With the tables of tensors, which have `--table-minutes`, a command of
-at most 600 seconds has its whole report. The exit code is 0 when every seed finished and every table
-was made, else 1.
+run are stopped. They are listed with the step that they reached, and are no part of the mean. With
+the tables of tensors, which have `--table-minutes`, a command of the default `--minutes` has its
+whole report after 600 seconds. The exit code is 0 when every seed finished and every table was made,
+else 1.
 
 How long it takes. The model `420m` took 0.0812 + 0.0911 s for a step in both precisions, 16,384
 tokens, on one H200 (docs/performance.md): 517 s for 3,000. Of these the optimizer moves 44 bytes per
