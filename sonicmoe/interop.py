@@ -137,6 +137,11 @@ def _paddle_records() -> bool:
 grad_enabled: Callable[[], bool] = _paddle_records if IS_PADDLE else torch.is_grad_enabled
 
 
+def is_capturing(like: Any) -> bool:
+    """Whether the current stream records a CUDA graph. Paddle does not tell."""
+    return not IS_PADDLE and is_cuda(like) and torch.cuda.is_current_stream_capturing()
+
+
 # Whether a backward runs on this thread. Paddle does not say.
 in_backward: Callable[[], bool] = (
     (lambda: False) if IS_PADDLE else (lambda: torch._C._current_graph_task_id() >= 0)

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..interop import IS_PADDLE, data_ptr, is_cuda, owns_storage, writes_of
+from ..interop import data_ptr, owns_storage, writes_of
 from ..stream_order import StreamOrder
 
 Tensor = torch.Tensor
@@ -196,8 +196,3 @@ class CapturedMemory:
 
 def _overwrites(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "overwrite_main_grad", False))
-
-
-def is_capturing(like: Tensor) -> bool:
-    """Whether the current stream records a CUDA graph. Paddle does not tell."""
-    return not IS_PADDLE and is_cuda(like) and torch.cuda.is_current_stream_capturing()

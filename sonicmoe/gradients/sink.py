@@ -45,7 +45,7 @@ from ..engine.interface import (
 from ..engine.settings import GradientTarget
 from ..enums import FlushMode
 from ..errors import ConfigError, LayoutError
-from ..interop import device_name, plain_ops
+from ..interop import device_name, is_capturing, plain_ops
 from ..log import log_once
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
@@ -62,7 +62,7 @@ from .batch import (
 )
 from .destinations import check_main_grads, flush_native
 from .overwriting import Overwriting
-from .places import CapturedMemory, Waiting, into_parameters, is_capturing, own_writes
+from .places import CapturedMemory, Waiting, into_parameters, own_writes
 
 Tensor = torch.Tensor
 

@@ -101,8 +101,6 @@ class QuantizedWeights:
         self._quantize_arguments: tuple[Any, ...] = ()
         self._kernels: Any = None
         self._order = StreamOrder()
-        # A CUDA graph may hold their addresses.
-        self._former: tuple[Any, ...] = ()
 
     def invalidate(self) -> None:
         """Make the next `update` quantise, whatever the guard finds."""
@@ -177,23 +175,19 @@ class QuantizedWeights:
         return written + [None] * (4 if self.iso_weight else 0)
 
     def add_dgrad(self) -> None:
-        """Keep dgrad's order too, which the next `update` makes, as `iso_weight=False` does."""
+        """Keep dgrad's order too, which the next `update` makes, as `iso_weight=False` does. Not where a
+        CUDA graph was captured: it writes forward's order alone, and would hide a change from `update`.
+        """
         if not self.iso_weight:  # the `update` behind an earlier call failed
             return
         if self._check_arguments:
             experts, n1, hidden = self.w1.shape
             sizes, device = (experts, n1, hidden, self.w2.shape[2]), device_of(self.w1.codes)
-            # With checksums of its own: a graph that was captured before writes forward's order
-            # alone where it finds a change, and must not hide that change from the next `update`.
-            *given, checksums, state = self._check_arguments
-            own = torch.empty_like(checksums), torch.zeros_like(state)
             self._dgrad = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device, Orientation.COLUMNS)
-            self._former, self._check_arguments = self._check_arguments, (*given, *own)
         self.iso_weight = self._current = False
         if self._check_arguments:
-            table, form = self._quantize_arguments[0], self._quantize_arguments[-4:-1]
-            state = self._check_arguments[-1]
-            self._quantize_arguments = (table, *self._written(), *form, state)
+            table, form = self._quantize_arguments[0], self._quantize_arguments[-4:]
+            self._quantize_arguments = (table, *self._written(), *form)
 
     @property
     def w1(self) -> BlockScaledTensor:

@@ -19,7 +19,7 @@ import torch
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
-from ..interop import in_backward, plain_ops
+from ..interop import in_backward, is_capturing, plain_ops
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
@@ -93,12 +93,15 @@ class PreparedWeights:
     weights: what a later `read` may bring up to date; None before the first, and where nothing is
         kept.
     writes: how many of the writes to the parameters showed on the host.
+    captures: whether the last read was recorded by a CUDA graph, which holds addresses only.
     """
 
     def __init__(self) -> None:
         """Holds nothing yet."""
         self.weights: EngineWeights | None = None
         self.writes = 0
+        self.captures = False
+        self._of_graphs: list[EngineWeights] = []
         self._key: tuple[Any, ...] | None = None
         self._traces = Traces()
         self._backwards = 0  # beside which a forward read the weights, since they changed
@@ -151,6 +154,14 @@ class PreparedWeights:
         if alone:
             settings = one_order
         grows = settings is not one_order and held is not None and not held.two_orders
+        self.captures = is_capturing(anchor)
+        if grows and self.captures:
+            # Its backward makes the other order in every replay.
+            settings, grows = one_order, False
+        elif grows and self._of_graphs:
+            # A replay brings the codes of the graph up to date, in one order, and would hide what was
+            # written from those who read both. So these get codes of their own.
+            held, grows = None, False
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
@@ -166,6 +177,8 @@ class PreparedWeights:
         # by the next forward, and never lost.
         self._key, self._traces = key, traces
         self.weights = held if keeps or held.updated_in_place else None
+        if self.captures and held.updated_in_place and held not in self._of_graphs:
+            self._of_graphs.append(held)
         # Steps of optimizers are not counted: the step of another model must not make an
         # outstanding backward fail.
         self.writes += written

@@ -24,7 +24,7 @@ import torch
 from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
-from ..interop import IS_PADDLE, data_ptr, is_cuda
+from ..interop import IS_PADDLE, data_ptr
 from ..layouts import StackedWeights, WeightLayout
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
@@ -119,7 +119,7 @@ def read_weights(
     reading = prepared.read(engine, settings, source, w1, place, traces, alone=alone)
     if not reading.weights.updated_in_place:
         return reading
-    if is_cuda(w1) and torch.cuda.is_current_stream_capturing():
+    if prepared.captures:
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
         # read.
         _captured.setdefault(owner, set()).add(reading.weights)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from small_run import run_config, write_text
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.gap_runs import GapRun, Interval, LossGapError, read_run
+from ernie_compat.gap_runs import Interval, LossGapError, read_run
 from ernie_compat.lossgap import lossgap
 from ernie_compat.metrics import loss_gap
 from ernie_compat.trainer import Trainer
@@ -30,11 +30,6 @@ def train(directory, seed, compare=True, precision="fp8"):
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     return {seed: (root / f"seed{seed}", train(root / f"seed{seed}", seed)) for seed in (0, 1, 2)}
-
-
-def made(kind="fp8", seed=0, gap=0.001, signed=None, held_out=0.002):
-    signed = gap if signed is None else signed
-    return GapRun(None, kind, seed, 10, gap, signed, held_out, np.full(10, signed))
 
 
 def test_a_run_is_read_as_its_summary_says(runs):

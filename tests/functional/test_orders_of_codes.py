@@ -16,10 +16,18 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.node import choices
+from sonicmoe.weights import cache
 from sonicmoe.weights.stacked_cache import _kept, _owner
 
 E, K, T, H, I = 4, 2, 70, 144, 64
 FP8 = SonicMoEConfig(fp8_mode="perf")
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The engine of every face."""
+    for module in (plan, choices):
+        monkeypatch.setattr(module, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
 
 
 class Layer:
@@ -61,12 +69,10 @@ class Layer:
 @pytest.mark.parametrize("face", ["function", "node"])
 @pytest.mark.parametrize("way", ["checkpointed", "reentrant", "compiled"])
 @pytest.mark.parametrize("adds", ["a backward of its own", "a second backward"])
-def test_the_other_order_is_made_by_each_backward(face, way, adds, monkeypatch):
+def test_the_other_order_is_made_by_each_backward(face, way, adds, ours):
     """To the same bits. A forward that has a backward of its own adds it in the same store, for good,
     and so does a second backward of the same weights.
     """
-    for module in (plan, choices):
-        monkeypatch.setattr(module, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
     layer, wanted = Layer(face), Layer(face)
     torch._dynamo.reset()
     called = torch.compile(layer, backend="aot_eager") if way == "compiled" else layer
@@ -79,3 +85,19 @@ def test_the_other_order_is_made_by_each_backward(face, way, adds, monkeypatch):
         assert all(map(torch.equal, layer.step(again, writes), wanted.step(None, writes)))
         assert layer.kept().store is store and layer.kept().two_orders is (orders == 2)
         assert store.nbytes * 2 == wanted.kept().store.nbytes * orders
+
+
+@pytest.mark.parametrize("face", ["function", "node"])
+def test_a_graph_adds_no_order_and_has_codes_of_its_own(face, ours, monkeypatch):
+    """Else its replay would hide a write from those who read both orders."""
+    layer = Layer(face)
+    with monkeypatch.context() as capture, torch.no_grad():
+        capture.setattr(cache, "is_capturing", lambda _: True)
+        layer(layer.x)
+        with torch.enable_grad():
+            layer(layer.x)
+    of_graph = layer.kept()
+    assert not of_graph.two_orders
+    layer.step()
+    assert layer.kept().two_orders and layer.kept().store is not of_graph.store
+    assert not of_graph.two_orders
