@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..enums import ActivationParameters, ActivationType
-from ..interop import device_name, dtype_name, is_cuda, plain_ops
+from ..interop import device_name, dtype_name, is_cuda
 from ..jit_warmup import warmup_jit
 from ..observe import stage
 from ..out_of_memory import advising
@@ -110,12 +110,10 @@ class NodeUpkeep:
         self._state.gradients.release()
 
     def prequantize_weights(self) -> None:
-        """Build the weight caches now, ahead of the first forward of a step; of weights that no backward
-        has read yet, what a forward reads.
-        """
+        """Build the weight caches now, ahead of the first forward of a step, for a backward too."""
         parameters = self._state.parameters.parameters()
         chosen = self._choices.engine_for_weights(parameters[0])
-        with plain_ops(), self._choices.scope(), advising("forward", chosen.settings):
+        with self._choices.scope(), advising("forward", chosen.settings):
             self._state.weights.read(chosen.engine, chosen.settings, parameters)
 
     def make_copies(self) -> WeightCopies:
