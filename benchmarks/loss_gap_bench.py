@@ -21,7 +21,7 @@ parameter and precision at 4.24 TB/s: 2 x 4.4 ms. The rest is taken to grow with
 
     420m    421 M parameters, 16 experts: 517 s for 3,000 steps
     1b      1.10 B parameters, 128 experts, 8,192 tokens a step: 171 s for 3,000 steps by the products,
-            620 s measured on an H100, where attention, the router and the optimizer take most of it.
+            620 s measured on an H100.
             Weights, gradients and two moments in fp32 are 16 bytes per parameter and precision: 33 GiB.
 
 Starting, compiling and drawing the initial weights take one to two minutes more. `--help` has the
