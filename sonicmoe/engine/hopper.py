@@ -105,31 +105,32 @@ class HopperEngine(QuantisedEngine):
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
             biases = layer.empty_biases() if saved.wants_biases else None
-            # Backward's order of one weight goes before that of the other is made. An adapter adds to
-            # dx in the same pass.
+            # Backward's order of one weight goes before that of the other is made. Where no gradient
+            # of a weight follows, z and the rows of dx are what takes the most memory.
             apart = settings.frees_stagewise or not weights.two_orders
-            apart = apart and weights.adapters is None
+            apart |= saved.donated and not saved.wants_weights and layer.has_long_z
             dx = None if apart else layer.empty_dx(x)
             v, u, db = NO_ROWS, NO_ROWS, NO_FACTORS
             if weights.adapters is not None:
                 v, u = layer.narrow(layer.empty_narrow()), layer.narrow(saved.projected)
                 db = layer.factor_gradients("b")
-            dz_scratch, dprobs, wgrad_dz, wgrad_y1s = layer.dgated(tokens, z, dx, biases, u, v, db)
+            operands = layer.empty_operands(saved.wants_weights)
+            dz_scratch, dprobs = layer.dgated(tokens, z, operands, dx, biases, u, v, db)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
                 _free(z)
             if settings.frees_stagewise or saved.donated:
                 saved.z = None
             del z
-            dx = tap("dx", layer.dgrad(dz_scratch, x) if dx is None else dx)
+            dx = tap("dx", layer.dgrad(dz_scratch, x, v) if dx is None else dx)
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
-            pending = PendingWgrad(settings, routing, *of_wgrad, wgrad_dz, wgrad_y1s)
+            pending = PendingWgrad(settings, routing, *of_wgrad, *operands[:2])
             pending.native, pending.biases = layer.routed, biases
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             if weights.adapters is not None:
-                pending.adapters = partial(layer.adapter_gradients, x, wgrad_y1s, v, db)
+                pending.adapters = partial(layer.adapter_gradients, x, operands, v, db)
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending

@@ -45,6 +45,7 @@ def _with_rows(settings: EngineSettings) -> EngineSettings:
     return replace(settings, fp8_wgrad=False)
 
 
+LONG_Z = 1 << 24  # elements of 8 bits
 NO_FACTORS: Mapping[str, Tensor | None] = dict.fromkeys(("d_up_b", "d_down_b", "parts"))
 
 
@@ -59,6 +60,16 @@ class DgatedTokens(NamedTuple):
     x_codes: BlockScaledTensor | None = None
     dout_codes: BlockScaledTensor | None = None
     row_scales: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """Memory of what wgrad reads, or None of what nobody will: transposed codes and scales in bytes, or
+    bf16 rows.
+    """
+
+    dz: Tensor | None = None
+    y1s: Tensor | None = None
+    in_rows: bool = False
 
 
 class HopperLayer:
@@ -151,6 +162,11 @@ class HopperLayer:
             down_u=u.down,
         )
 
+    @property
+    def has_long_z(self) -> bool:
+        """Whether to free z at once is worth two allocations more, in time of the host."""
+        return self._routing.num_rows * 2 * self._prepared.inner >= LONG_Z
+
     def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:
         """With memory for what outlives dgated."""
         settings, device = self._settings, self.device
@@ -186,27 +202,40 @@ class HopperLayer:
         """Unwritten `[T, H]`."""
         return empty(tuple(x.shape), self.dtype, self.device)  # type: ignore[no-any-return]
 
+    def empty_operands(self, wants_weights: bool) -> Operands:
+        """Unwritten. wants_weights: whether gradients of weights will be asked for."""
+        adapters, bytes_of = self._weights.adapters, self.routed.bytes_of
+        keeps_dz = wants_weights or _folds(self._settings)  # whose kernel writes both
+        if not keeps_dz and (adapters is None or adapters.down is None):
+            return Operands()
+        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
+        if not self._settings.fp8_wgrad:
+            rows, inner = self._routing.num_rows, self._prepared.inner
+            sizes = (rows, 2 * inner), (rows, inner)
+            return Operands(*(empty(s, torch.bfloat16, self.device) for s in sizes), in_rows=True)
+        dz = empty((bytes_of.dz,), torch.uint8, self.device) if keeps_dz else None
+        return Operands(dz, empty((bytes_of.y1s,), torch.uint8, self.device))
+
     def dgated(
         self,
         tokens: DgatedTokens,
         z: KeptZ,
+        operands: Operands,
         dx: Tensor | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
         u: Narrow = NO_ROWS,
         v: Narrow = NO_ROWS,
         db: Mapping[str, Tensor | None] = NO_FACTORS,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(scratch that holds dz, dprobs [T, K], operands of wgrad: dz and y1s)`; the operands are
-        bytes that the passes of wgrad read, or plain bf16 rows with `fp8_wgrad` off.
+    ) -> tuple[Tensor, Tensor]:
+        """`(scratch that holds dz, dprobs [T, K])`. Fills the operands of wgrad.
 
         dx: filled at once, where nothing is to be freed before `dgrad`. That takes fewer allocations.
         biases: db1 and db2, filled.
-        u, v: of adapters; v is filled. dx must be given then.
+        u, v: of adapters; v is filled.
         db: `factor_gradients("b")`, filled.
         """
         routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
-        # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
-        in_rows, apart = not self._settings.fp8_wgrad, dx is None
+        (dz, y1s, in_rows), apart = operands, dx is None
         size = bytes_of.dz_scratch if apart else bytes_of.backward
         dz_scratch = empty((size,), torch.uint8, device)
         has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
@@ -214,12 +243,6 @@ class HopperLayer:
         if apart and not has_codes:
             dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
         dprobs = empty((routing.num_tokens, routing.topk), torch.float32, device)
-        if in_rows:
-            rows, inner = routing.num_rows, self._prepared.inner
-            dz, y1s = (empty((rows, n), torch.bfloat16, device) for n in (2 * inner, inner))
-        else:
-            dz = empty((bytes_of.dz,), torch.uint8, device)
-            y1s = empty((bytes_of.y1s,), torch.uint8, device)
         self._passes.dgated(
             weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
             routing=self.routed.handle,
@@ -247,7 +270,7 @@ class HopperLayer:
             down_v=v.down,
             **db,
         )
-        return dz_scratch, dprobs, dz, y1s
+        return dz_scratch, dprobs
 
     def factor_gradients(self, name: str) -> dict[str, Tensor | None]:
         """Unwritten fp32 gradients of the factors a, or b, in their strides, and the scratch of their
@@ -266,19 +289,17 @@ class HopperLayer:
         return {**found, "parts": empty((size,), torch.float32, self.device) if size else None}
 
     def adapter_gradients(
-        self, x: Tokens, y1s: Tensor, v: Narrow, db: Mapping[str, Tensor | None]
+        self, x: Tokens, operands: Operands, v: Narrow, db: Mapping[str, Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`. y1s: the operand of wgrad, as `dgated` returned it, with v and db
-        of the same backward.
-        """
-        in_rows, of_a = not self._settings.fp8_wgrad, self.factor_gradients("a")
+        """`PendingWgrad.adapters`. operands, v, db: as `dgated` of this backward has filled them."""
+        (_, y1s, in_rows), of_a = operands, self.factor_gradients("a")
         found = of_a["d_up_a"], db["d_up_b"], of_a["d_down_a"], db["d_down_b"]
         if self._routing.num_rows == 0:
             return tuple([None if each is None else each.zero_() for each in found])
         self._passes.adapters(
             weights=None,
             routing=self.routed.handle,
-            stream=current_stream(y1s),
+            stream=current_stream(self._routing.held[0]),
             multiprocessors=self._settings.gemm_num_sms,
             **token_arguments("x", x),
             y1s=None if in_rows else y1s,
@@ -295,8 +316,8 @@ class HopperLayer:
         size = self._routing.num_rows // ROW_ALIGNMENT, widest
         return empty(size, torch.float32, self.device)  # type: ignore[no-any-return]
 
-    def dgrad(self, dz_scratch: Tensor, x: Tokens) -> Tensor:
-        """dx `[T, H]`, from the scratch that `dgated` left."""
+    def dgrad(self, dz_scratch: Tensor, x: Tokens, v: Narrow = NO_ROWS) -> Tensor:
+        """dx `[T, H]`, from the scratch and the v that `dgated` left."""
         dx = self.empty_dx(x)
         self._passes.dgrad(
             weights=self._dgrad_order("w1"),
@@ -306,6 +327,7 @@ class HopperLayer:
             dx=dx,
             dz_scratch=dz_scratch,
             scratch=empty((self.routed.bytes_of.dgrad,), torch.uint8, self.device),
+            up_v=v.up,
         )
         return dx
 

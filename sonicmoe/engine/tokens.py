@@ -48,7 +48,8 @@ class Saved:
     x `[T, H]` as given, plain or quantised; z `[R, N1]`: 8-bit codes, a plain tensor, or None when
     it is recomputed.
     donated: nobody reads z after this backward, and its memory is the engine's from then on.
-    wants_biases: whether anybody asks for the gradients of biases afterwards.
+    wants_weights: whether anybody asks for the gradients of weights or biases afterwards.
+    wants_biases: for those of biases.
     projected: u of both projections beside each other, `[R, columns]` (`low_rank.py`); None without
         adapters.
     """
@@ -58,6 +59,7 @@ class Saved:
     x: Tokens | None
     z: BlockScaledTensor | Tensor | None
     donated: bool = False
+    wants_weights: bool = True
     wants_biases: bool = True
     projected: Tensor | None = None
 
@@ -208,6 +210,7 @@ class PendingWgrad:
 
     Row tensors are `[R, ...]` in expert order with zero padding rows: dz `[R, N1]`, y1s `[R, I]`
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
+    dz and y1s may be None where nobody wanted gradients of weights (`Saved.wants_weights`).
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
     shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
     of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to

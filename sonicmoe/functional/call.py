@@ -232,9 +232,10 @@ def _differentiate(
     dtypes: tuple[torch.dtype | None, ...],
     trained: Sequence[bool],
 ) -> tuple[Tensor, Tensor, PendingWgrad, tuple[Tensor | None, ...]]:
-    nothing, saved.wants_biases = (None,) * len(dtypes), any(trained[2:])
+    nothing = (None,) * len(dtypes)
+    saved.wants_weights, saved.wants_biases = any(trained), any(trained[2:])
     # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
-    if not any(trained):
+    if not saved.wants_weights:
         return *engine.backward_dx(dout, saved, weights), nothing
     if not saved.wants_biases:
         dtypes = *dtypes[:2], None, None

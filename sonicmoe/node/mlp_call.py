@@ -207,6 +207,8 @@ class MlpCall(DifferentiableCall):
             batch = state.open(self.engine, self.settings, self.parameters, trained, like)
         biases = self.biases
         saved.wants_biases = biases is not None and any(biases.trained)
+        wants_later = self.wgrad_offer is not None
+        saved.wants_weights = any(trained) or saved.wants_biases or wants_later
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self._weights())
         # Before the weights', which may be put off, free operands, or be wanted by nobody.
         behind = () if biases is None else biases.gradients(self.engine, pending)

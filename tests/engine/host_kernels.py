@@ -275,8 +275,10 @@ def gather_dgated_gemm(
             of_rows[last:] = 0
             q = quantize(gradient * of_rows[:, :1], BY_BLOCKS)
             y1s = y1s * of_rows[:, 1:]
-        put(transpose_storage(q), dz_t, dz_t_scale, last)
-        put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
+        if dz_t is not None:
+            put(transpose_storage(q), dz_t, dz_t_scale, last)
+        if y1s_t is not None:
+            put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
 
 
 def gather_dgated_gemm_folded(*arguments):

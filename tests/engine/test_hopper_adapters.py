@@ -41,11 +41,12 @@ def adapters_of(which=("up", "down"), rank=16, dtype=torch.bfloat16, scale=0.5):
     return Adapters(**{name: pair_of(*sizes[name], rank, dtype, scale) for name in which})
 
 
-def run(case, engine, settings, adapters):
+def run(case, engine, settings, adapters, donated=False):
     weights = engine.prepare_weights(case.w1, case.w2, case.b1, case.b2, settings)
     out, saved = engine.forward(case.x, case.routing, weights.with_adapters(adapters), settings)
     # The backward has records of its own, as a bridge makes them.
     weights = weights.with_adapters(adapters._replace())
+    saved.wants_weights, saved.donated = False, donated
     dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights)
     of_factors = dict(zip(FACTORS, pending.adapters(), strict=True))
     return {"out": out, "dx": dx, "dprobs": dprobs} | {

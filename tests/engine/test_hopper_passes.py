@@ -35,8 +35,10 @@ from engine.hopper_host import (  # noqa: F401
 from kernels.needs import NVCC
 from pairwise import pairwise
 
+from sonicmoe.engine import hopper_layer
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.hopper_layer import HopperLayer
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.layouts import WeightLayout
@@ -300,6 +302,22 @@ def test_frozen_experts_have_no_memory():
     frozen = WeightTarget.per_expert([None] * E, PER_EXPERT)
     half_frozen = ParameterTargets(frozen, parameter_targets(PER_EXPERT).down)
     assert torch.equal(case.run(OURS, FP8, targets=half_frozen)["dw2"], wanted["dw2"])
+
+
+@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
+def test_without_weight_gradients_z_goes_before_the_rows_of_dx(settings, monkeypatch):
+    """And nobody writes operands of wgrad, but kernels whose scales are folded."""
+    case, memory = Case(seed=4), []
+    wanted, weights = case.run(OURS, settings), OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    _, saved = OURS.forward(case.x, case.routing, weights, settings)
+    z = weakref.ref(saved.z)
+    empty_dx = HopperLayer.empty_dx
+    monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
+    monkeypatch.setattr(HopperLayer, "empty_dx", lambda *a: memory.append(z()) or empty_dx(*a))
+    saved.donated, saved.wants_weights = True, False
+    dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
+    assert memory == [None] and (pending.dz is None) is (settings is not ROW128)
+    assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
 
 
 def test_inference_keeps_nothing():

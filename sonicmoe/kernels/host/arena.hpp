@@ -112,12 +112,15 @@ struct ForwardScratch : UpScratch {
 };
 
 // dgrad reads dz from here, so this scratch lives from dgated to dgrad.
+// no_scales: of operands of wgrad that nobody wants; the kernel writes scales all the same.
 struct DzScratch {
   Quantized dz;
-  Matrix dprob_parts;
+  Matrix dprob_parts, no_scales;
   DzScratch(Arena& arena, const Sizes& n)
       : dz(arena.quantized(n['R'], 2 * n['I'], kDzFormat)),
-        dprob_parts(arena.matrix(ceil_of(n['I'], kDprobColumns), n['R'], kSingle)) {}
+        dprob_parts(arena.matrix(ceil_of(n['I'], kDprobColumns), n['R'], kSingle)),
+        no_scales(arena.matrix(ceil_of(n['I'], kScaleBlock), ceil_of(n['R'], kRowAlignment),
+                               kSingle)) {}
 };
 
 // Apart from dz's, because nothing needs it behind dgated.

@@ -132,6 +132,7 @@ constexpr FieldTable kDgradTable{"dgrad",
                                      {"dx", Element::kTokens, {T, H}},
                                      scratch_field<DzScratch>("dz_scratch"),
                                      scratch_field<DxScratch>("scratch"),
+                                     {"up_v", Element::kBfloat, {R, kAnySize}, kOptional},
                                  }}};
 
 constexpr FieldTable kWgradTable{"wgrad",
@@ -522,12 +523,13 @@ void sum_dz(const Run& run, const Quantized& dz) {
 }
 
 // dout, then everything that the gradient of the gated activation gives: dz in dz_scratch for
-// dgrad, the operands of wgrad, and dprobs.
+// dgrad, those operands of wgrad for which there is memory, and dprobs.
 void dgated(const Run& run) {
-  const bool in_rows = run.call.has("dz_rows");
-  if (run.call.has("y1s_rows") != in_rows || run.call.has("dz") == in_rows ||
-      run.call.has("y1s") == in_rows)
-    TVM_FFI_THROW(ValueError) << "dgated: needed: either dz and y1s, or dz_rows and y1s_rows";
+  const bool in_rows = run.call.has("dz_rows"), has_dz = run.call.has("dz"),
+             has_y1s = run.call.has("y1s");
+  if (run.call.has("y1s_rows") != in_rows || (in_rows && has_y1s) || (has_dz && !has_y1s))
+    TVM_FFI_THROW(ValueError)
+        << "dgated: needed: dz and y1s, or dz_rows and y1s_rows, or y1s alone, or none of them";
   // All memory before the first launch.
   Arena dz_arena("dz_scratch", run.call["dz_scratch"]), dx_arena, dout_arena, of_dz, of_y1s;
   const DzScratch t(dz_arena, run.sizes);
@@ -539,14 +541,17 @@ void dgated(const Run& run) {
     TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
   const Quantized z = kept_z(run, {unread, unread, nullptr});
   const bool folds = run.call.has("row_scales");
-  if (folds && in_rows)
+  if (folds && !has_dz)
     TVM_FFI_THROW(ValueError) << "dgated: row_scales are for operands of wgrad in FP8";
   Matrix row_scales = unread;
   if (folds) row_scales = run.given("row_scales");
-  const Quantized dz = in_rows ? Quantized{run.given("dz_rows"), unread, nullptr}
-                               : WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
-  const Quantized y1s = in_rows ? Quantized{run.given("y1s_rows"), unread, nullptr}
-                                : y1s_of(run, of_y1s);
+  Quantized dz{unread, t.no_scales, nullptr}, y1s = dz;
+  if (in_rows) dz.codes = run.given("dz_rows"), y1s.codes = run.given("y1s_rows");
+  if (has_dz) dz = WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
+  if (has_y1s) y1s = y1s_of(run, of_y1s);
+  const auto kept_codes = [&](bool is_kept, const Quantized& q) {
+    return is_kept ? Optional<TensorView>(q.codes.view) : Optional<TensorView>();
+  };
   if (!folds && !came_quantised(run, kDout)) {
     run.call.has("dout_scratch") ? dout_arena.in("dout_scratch", run.call["dout_scratch"])
                                  : behind_dz(run, dout_arena);
@@ -567,9 +572,10 @@ void dgated(const Run& run) {
     run.kernel["gather_dgated_gemm"](
         dout.codes.view, dout.scale.view, run.weight("w2_dgrad"), run.weight("w2_dgrad_scale"),
         run.call.find("down_v"), run.bias("down_a_t"), run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
-        z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view, dz.codes.view,
-        dz.scale.view, y1s.codes.view, y1s.scale.view, row_scales.view, in_rows, run.setting,
-        run.first, run.second, run.multiprocessors, run.stream);
+        z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view,
+        kept_codes(in_rows || has_dz, dz), dz.scale.view, kept_codes(in_rows || has_y1s, y1s),
+        y1s.scale.view, row_scales.view, in_rows, run.setting, run.first, run.second,
+        run.multiprocessors, run.stream);
     sum_tokens(run, t.dprob_parts);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
@@ -577,8 +583,8 @@ void dgated(const Run& run) {
   run.show("dz_fp8", t.dz);
   run.show("ds", "float32", run.given("dprobs"));
   if (!folds) {  // else what wgrad reads is not dz, nor y1s
-    run.show("dz", dz);
-    run.show("y1s", y1s);
+    if (in_rows || has_dz) run.show("dz", dz);
+    if (in_rows || has_y1s) run.show("y1s", y1s);
   }
   if (run.call.has("db1")) sum_dz(run, t.dz);
   project_back(run, "up_b_t", t.dz, false, "up_v", "up_u", Optional<TensorView>(), "d_up_b",
@@ -588,7 +594,8 @@ void dgated(const Run& run) {
 
 void dgrad(const Run& run) {
   Arena dz_arena("dz_scratch", run.call["dz_scratch"]), arena("scratch", run.call["scratch"]);
-  launch_dgrad(run, DzScratch(dz_arena, run.sizes).dz, DxScratch(arena, run.sizes).dx_rows);
+  launch_dgrad(run, DzScratch(dz_arena, run.sizes).dz, DxScratch(arena, run.sizes).dx_rows,
+               run.call.find("up_v"));
 }
 
 // The gradient of a first factor: sums over an expert's rows of v^T rows. scale: None of values.

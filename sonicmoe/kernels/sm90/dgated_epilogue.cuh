@@ -35,6 +35,7 @@ struct DgatedParams {
   __nv_bfloat16*
       y1s_wide;  // [R, I]: operands of an unquantised wgrad, instead of the transposed codes
   int64_t rows;  // R
+  int dz_features, y1s_features;  // that leave transposed: 2I and I, or none, where nobody reads them
   const float* row_scales;  // [R, 2], of x and of dout: what the transposed codes of dz and of y1s
                             // are multiplied by (kFolds; dz_t_scale is [I / 64, R / 128] then)
 };
@@ -80,7 +81,8 @@ struct SharedTiles {
     if (!sends() || turn == 0) return;
     named_barrier_sync(kFilled + kY1s, kAll);
     if (elected()) {
-      tma_store_2d(&maps.d, bytes(kY1s), s.destination.x, s.destination.y);
+      if (s.destination.y >= 0)
+        tma_store_2d(&maps.d, bytes(kY1s), s.destination.x, s.destination.y);
       bulk_commit();
     }
     __syncwarp();
@@ -416,7 +418,7 @@ struct DgatedFp8 {
     store_dz(left, row, col);
     quantise_dz<1, kFolds>(g, by, kFolds ? multiplier.folded[1] : multiplier.dz, right);
     if constexpr (kWgradFp8) {
-      tiles.send_dz(kDzLeft, tile.row, 2 * col, 2 * p.n);
+      tiles.send_dz(kDzLeft, tile.row, 2 * col, e.dz_features);
       transpose_dz(right, tiles.buffer(kDzRight));
       tiles.filled(kDzRight);
     }
@@ -547,14 +549,14 @@ struct DgatedFp8 {
                                  high_of(first) * by[0], high_of(second) * by[1]);
       }
     }
-    tiles.send_dz(kDzRight, tile.row, 2 * col + 128, 2 * p.n);
+    tiles.send_dz(kDzRight, tile.row, 2 * col + 128, e.dz_features);
     tiles.await_left();
     const uint32_t buffer = tiles.buffer(kY1s);
     const int column = lane % 8 / 2 * 8 + lane % 2 + lane / 8 * 2;
 #pragma unroll
     for (int group = 0; group < 4; ++group)
       stmatrix_x4_trans(chunk_address(buffer, 32 * group + column, warp), codes[group]);
-    tiles.will_go_to_y1s(tile.row, col);
+    tiles.will_go_to_y1s(tile.row, e.y1s_features > 0 ? col : -1);
     tiles.filled(kY1s);
   }
 

@@ -18,7 +18,8 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epi
 // block (dz_scale [R / 128, ceil(I / 128)]), dprob_parts fp32 [ceil(I / 256), R], whose sum over
 // its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R,
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
-// y1s_t_scale, both [ceil(I / 128), R / 128]. Built with STEADY_SCALES, and not `wide`, dz_t and
+// y1s_t_scale, both [ceil(I / 128), R / 128]. An operand of None is not written, but its scales are.
+// Built with STEADY_SCALES, and not `wide`, dz_t and
 // y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is [I / 64, R /
 // 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place in
 // `activation_names()`; first, second: its parameters in the order that stands there, else anything.
@@ -26,8 +27,8 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epi
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token,
                         TensorView row_prob, TensorView padded_offsets, TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
-                        TensorView dprob_parts, TensorView dz_t, TensorView dz_t_scale,
-                        TensorView y1s_t, TensorView y1s_t_scale, TensorView row_scales, bool wide,
+                        TensorView dprob_parts, Optional<TensorView> dz_t, TensorView dz_t_scale,
+                        Optional<TensorView> y1s_t, TensorView y1s_t_scale, TensorView row_scales, bool wide,
                         int64_t activation, double first, double second, int64_t multiprocessors,
                         int64_t stream) {
   const int64_t rows = row_token.numel();
@@ -58,12 +59,19 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   more.dprob_parts =
       checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, kDprobColumns) * rows);
   const uint8_t *dz_t_data = nullptr, *y1s_t_data = nullptr;
+  const bool has_dz = dz_t.has_value(), has_y1s = y1s_t.has_value();
+  TVM_FFI_CHECK((has_dz && has_y1s) || !(wide || sm90::kSteady), ValueError)
+      << "dz_t or y1s_t is None; needed: tensors, where they are wide or have steady scales";
   if (wide) {
-    more.dz_wide = checked<__nv_bfloat16>(dz_t, "dz_t", kDLBfloat, 16, o.device, rows * 2 * n);
-    more.y1s_wide = checked<__nv_bfloat16>(y1s_t, "y1s_t", kDLBfloat, 16, o.device, rows * n);
+    more.dz_wide =
+        checked<__nv_bfloat16>(dz_t.value(), "dz_t", kDLBfloat, 16, o.device, rows * 2 * n);
+    more.y1s_wide =
+        checked<__nv_bfloat16>(y1s_t.value(), "y1s_t", kDLBfloat, 16, o.device, rows * n);
   } else {
-    dz_t_data = checked_bytes(dz_t, "dz_t", o.device, rows * 2 * n);
-    y1s_t_data = checked_bytes(y1s_t, "y1s_t", o.device, rows * n);
+    if (has_dz) dz_t_data = checked_bytes(dz_t.value(), "dz_t", o.device, rows * 2 * n);
+    if (has_y1s) y1s_t_data = checked_bytes(y1s_t.value(), "y1s_t", o.device, rows * n);
+    more.dz_features = has_dz ? static_cast<int>(2 * n) : 0;
+    more.y1s_features = has_y1s ? static_cast<int>(n) : 0;
     more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device,
                                   sm90::kSteady ? rows / 128 * (n / 64) : blocks);
     more.y1s_t_scale = checked_f32(y1s_t_scale, "y1s_t_scale", o.device, blocks);
@@ -72,10 +80,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
   }
   if (rows == 0 || dout.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::DgatedFp8<sm90::Silu, true>::kColumnGroup);
-  if (!wide) {
-    maps.c = matrix_map(dz_t_data, 2 * n, rows, 128);
-    maps.d = matrix_map(y1s_t_data, n, rows, 128);
-  }
+  if (dz_t_data != nullptr) maps.c = matrix_map(dz_t_data, 2 * n, rows, 128);
+  if (y1s_t_data != nullptr) maps.d = matrix_map(y1s_t_data, n, rows, 128);
   with_activation(activation, first, second, [&](const auto& gate) {
     using Gate = std::decay_t<decltype(gate)>;
     wide ? launch_dgated<sm90::DgatedFp8<Gate, false>>(o, maps, {gate, more}, multiprocessors,
