@@ -521,12 +521,13 @@ __global__ void __launch_bounds__(256) add_splits(const SplitWork work) {
 
 // ---- both products of rows of codes with up to 16 columns, each code read once ----
 
-// Sixteen rows at a time come into shared memory, three chunks of them in turn. A warp has 128 columns:
-// it multiplies them with its part of the factor, whose sums the warps add in their order, and sums
-// their products with the rows of another narrow operand in registers until the expert changes. A CTA
-// has an even share of all rows; what it sums of an expert waits in `parts` for `settle_parts`.
-constexpr int kChunkRows = 16, kChunks = 3, kMostWarps = 16, kFewColumns = 16;
-constexpr int kMostOfRow = kMostWarps * kScaleBlock, kTokenChunks = 8;
+// A warp has 128 columns, of which sixteen rows at a time come into shared memory, two chunks ahead. It
+// multiplies them with its part of the factor, whose sums the last warp of a chunk adds in the order of
+// the warps, and sums their products with the rows of another narrow operand in registers until the
+// expert changes. A CTA has an even share of all rows; what it sums of an expert waits in `parts` for
+// `settle_parts`. Warps meet nowhere: one waits for another only where that is two chunks behind.
+constexpr int kChunkRows = 16, kChunks = 3, kMostWarps = 16, kFewColumns = 16, kSumsInTurn = 2;
+constexpr int kMostOfRow = kMostWarps * kScaleBlock, kSumsOfWarp = kChunkRows * kFewColumns;
 
 struct ChunkWork {
   const int32_t* row_token;
@@ -541,39 +542,55 @@ struct ChunkWork {
   float by;
 };
 
-// Where the parts of a CTA's shared memory begin, in bytes; the last is its size.
-struct ChunkPlaces {
-  int pitch, scales, narrow, prob, stage, factor, sums, bytes;
-  __host__ __device__ explicit ChunkPlaces(int columns) {
-    const int warps = (columns + kScaleBlock - 1) / kScaleBlock;
-    // Four rows that follow each other, and pairs of rows two apart, meet in no bank.
-    pitch = warps * kScaleBlock + 32;
-    scales = kChunkRows * pitch;
-    narrow = scales + 4 * kChunkRows * warps;
-    prob = narrow + 2 * kChunkRows * kFewColumns;
-    stage = prob + 4 * kChunkRows;
-    factor = kChunks * stage;
-    sums = factor + 2 * kFewColumns * kScaleBlock * warps;
-    bytes = sums + 2 * 4 * kChunkRows * kFewColumns * warps;
+// A warp's chunk: 128 columns of codes, their scales, and what belongs to the rows.
+template <bool kGradient>
+struct alignas(128) Chunk {
+  uint8_t codes[kChunkRows][kScaleBlock];
+  float scales[kChunkRows];
+  float prob[kGradient ? kChunkRows : 0];
+  uint16_t narrow[kGradient ? kChunkRows * kFewColumns : 0];
+};
+
+// A CTA's shared memory, of as many warps as its rows have blocks of 128 columns.
+template <bool kGradient>
+struct ChunkMemory {
+  uint4* factor;            // of each warp [128 / 16, 32]
+  Chunk<kGradient>* ring;   // of each warp kChunks
+  float* sums;              // [kSumsInTurn, warps, rows, columns]
+  __device__ __forceinline__ ChunkMemory(uint8_t* memory, int warps) {
+    factor = reinterpret_cast<uint4*>(memory);
+    ring = reinterpret_cast<Chunk<kGradient>*>(factor + warps * kScaleBlock / 16 * 32);
+    sums = reinterpret_cast<float*>(ring + warps * kChunks);
+  }
+  static int bytes(int warps) {
+    return warps * static_cast<int>(kScaleBlock / 16 * 32 * sizeof(uint4) +
+                                    kChunks * sizeof(Chunk<kGradient>) +
+                                    kSumsInTurn * kSumsOfWarp * sizeof(float));
   }
 };
 
-// Bytes into shared memory, later; zeros where they are not wanted.
-template <int kBytes>
+// Bytes into shared memory, later; zeros where they are not wanted. kShared: other warps read the same.
+template <int kBytes, bool kShared = kBytes < 16>
 __device__ __forceinline__ void copy_later(void* to, const void* from, bool wanted) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
-                 "r"(wanted ? 16 : 0)
+  if constexpr (kShared)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
+                 "n"(kBytes), "r"(wanted ? kBytes : 0)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from),
-                 "r"(wanted ? 4 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
+                 "n"(kBytes), "r"(wanted ? kBytes : 0)
                  : "memory");
 }
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_all_copies_but_the_last() {
   asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+// Where sixteen bytes of a row of codes lie: lanes that load together then meet in no bank, neither
+// those of two rows and four units nor those of four rows and two.
+__device__ __forceinline__ int swizzled(int row, int unit) {
+  return unit ^ ((row & 1) << 2 | (row & 2) | (row >> 2 & 1));
 }
 
 // Two codes in the upper bytes of halves, as bf16; see `bf16_of_codes`.
@@ -592,72 +609,53 @@ template <bool kGradient>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     multiply_chunks(const CodeRows rows, const ChunkWork work) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ int s_token[kTokenChunks][kChunkRows];
+  // Of each memory of sums: how many warps have left theirs there, and how often they were added.
+  __shared__ int s_left[kSumsInTurn];
+  __shared__ volatile int s_added[kSumsInTurn];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
-  const int warps = (rows.width + kScaleBlock - 1) / kScaleBlock, own = warp * kScaleBlock;
-  const ChunkPlaces places(rows.width);
+  const int warps = blockDim.x / 32, own = warp * kScaleBlock;
+  const ChunkMemory<kGradient> memory(shared, warps);
+  uint4* factor = memory.factor + warp * (kScaleBlock / 16) * 32;
+  Chunk<kGradient>* ring = memory.ring + warp * kChunks;
   const int64_t from = first_chunk(work.chunks, blockIdx.x, gridDim.x),
                 to = first_chunk(work.chunks, blockIdx.x + 1, gridDim.x);
-  // Rows g and g + 8 of the first product: those of 0 to 7 in such an order that no two lanes which
-  // load together share a bank.
-  const int row_g = (g & 4) | (g & 1) << 1 | (g >> 1 & 1);
-  uint4* factor = reinterpret_cast<uint4*>(shared + places.factor) + warp * (kScaleBlock / 16) * 32;
-  float* sums = reinterpret_cast<float*>(shared + places.sums);
-
-  // Sixteen bytes of every fourth row are this thread's to copy.
-  const int unit = threadIdx.x % (8 * warps), first_row = threadIdx.x / (8 * warps);
-  const int scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns;
-  const auto load = [&](int64_t chunk) {
-    const int number = static_cast<int>(chunk - from);
-    uint8_t* stage = shared + number % kChunks * places.stage;
-    const int* tokens = s_token[number % kTokenChunks];
-    if (16 * unit < rows.width) {
-#pragma unroll
-      for (int i = 0; i < kChunkRows / 4; ++i) {
-        const int r = 4 * i + first_row, token = tokens[r];
-        const int64_t row = token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
-        copy_later<16>(stage + r * places.pitch + 16 * unit, rows.data + row * rows.width + 16 * unit,
-                       token >= 0);
-      }
-    }
-    if (warp < (warps + 1) / 2) {
-      const int r = threadIdx.x % kChunkRows, block = threadIdx.x / kChunkRows, token = tokens[r];
-      if (block < warps) {
-        const int64_t row = token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
-        copy_later<4>(stage + places.scales + 4 * (block * kChunkRows + r),
-                      rows.scales + (row >> rows.log2_rows) * scales_of_row +
-                          (block * kScaleBlock >> rows.log2_columns),
-                      token >= 0);
-      }
-    }
-    if constexpr (kGradient) {
-      const int i = threadIdx.x;
-      if (i < 2 * work.width)
-        copy_later<16>(stage + places.narrow + 16 * i,
-                       work.narrow + chunk * kChunkRows * work.width + 8 * i,
-                       tokens[8 * i / work.width] >= 0);
-      if (work.row_prob != nullptr && i < kChunkRows)
-        copy_later<4>(stage + places.prob + 4 * i, work.row_prob + chunk * kChunkRows + i,
-                      tokens[i] >= 0);
-    }
-    if (threadIdx.x < kChunkRows && chunk + 2 < to)
-      copy_later<4>(&s_token[(number + 2) % kTokenChunks][threadIdx.x],
-                    work.row_token + (chunk + 2) * kChunkRows + threadIdx.x, true);
-  };
-
-  // Columns behind those of the rows stay zeros.
-  if (rows.width % kScaleBlock != 0) {
-    for (int i = threadIdx.x; i < places.factor / 4; i += 32 * warps)
-      reinterpret_cast<uint32_t*>(shared)[i] = 0;
-  }
-  if (threadIdx.x < 2 * kChunkRows && from * kChunkRows + threadIdx.x < to * kChunkRows)
-    s_token[threadIdx.x / kChunkRows][threadIdx.x % kChunkRows] =
-        work.row_token[from * kChunkRows + threadIdx.x];
+  if (threadIdx.x < kSumsInTurn) s_left[threadIdx.x] = s_added[threadIdx.x] = 0;
   __syncthreads();
-  load(from);
-  end_of_copies();
-  if (from + 1 < to) load(from + 1);
-  end_of_copies();
+
+  const int scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns,
+            scale_column = own >> rows.log2_columns;
+  // The token of row `lane` % 16 of a chunk.
+  const auto token_of = [&](int64_t chunk) {
+    return chunk < to ? work.row_token[chunk * kChunkRows + lane % kChunkRows] : -1;
+  };
+  const auto load = [&](int64_t chunk, int own_token) {
+    Chunk<kGradient>& to_fill = ring[(chunk - from) % kChunks];
+    const auto row_of = [&](int token, int r) {
+      return token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
+    };
+    const int unit = lane % 8, column = own + 16 * unit;
+#pragma unroll
+    for (int i = 0; i < kChunkRows / 4; ++i) {
+      const int r = 4 * i + lane / 8, token = __shfl_sync(kFull, own_token, r);
+      const bool wanted = token >= 0 && column < rows.width;
+      copy_later<16>(&to_fill.codes[r][16 * swizzled(r, unit)],
+                     rows.data + row_of(token, r) * rows.width + (wanted ? column : 0), wanted);
+    }
+    if (lane < kChunkRows)
+      copy_later<4>(&to_fill.scales[lane],
+                    rows.scales + (row_of(own_token, lane) >> rows.log2_rows) * scales_of_row +
+                        scale_column,
+                    own_token >= 0);
+    if constexpr (kGradient) {
+      const int r = 8 * lane / work.width, token = __shfl_sync(kFull, own_token, r % kChunkRows);
+      if (r < kChunkRows)
+        copy_later<16, true>(&to_fill.narrow[8 * lane],
+                             work.narrow + chunk * kChunkRows * work.width + 8 * lane, token >= 0);
+      if (work.row_prob != nullptr && lane < kChunkRows)
+        copy_later<4>(&to_fill.prob[lane], work.row_prob + chunk * kChunkRows + lane,
+                      own_token >= 0);
+    }
+  };
 
   float total[8][2][4] = {};
   uint32_t nan_columns = 0;  // of codes: bits of this lane's sixteen columns
@@ -685,30 +683,37 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
     nan_columns = 0;
   };
-  // The sums of a chunk's rows over all columns: a warp takes a row, and half of it every other warp's
-  // sums.
-  const auto put_sums = [&](int64_t chunk) {
-    const float* of_chunk = sums + (chunk - from) % 2 * warps * kChunkRows * kFewColumns;
-    const int n = lane % kFewColumns;
-    for (int r = warp; r < kChunkRows; r += warps) {
-      const float* of_row = of_chunk + r * kFewColumns + (n ^ (r >> 1 & 1) << 3);
-      float sum = 0.f;
+  // Four columns of two rows a lane, over all warps.
+  const auto put_sums = [&](int64_t chunk, const float* of_chunk) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = 8 * i + lane / 4, column = 4 * (lane % 4);
+      const float* of_row = of_chunk + r * kFewColumns + (column ^ (r >> 1 & 1) << 3);
+      float4 sum = {};
 #pragma unroll 4
-      for (int w = lane / kFewColumns; w < warps; w += 2) sum += of_row[w * kChunkRows * kFewColumns];
-      sum += __shfl_xor_sync(kFull, sum, kFewColumns);
-      if (lane < work.width)
-        work.out[(chunk * kChunkRows + r) * work.width + n] =
-            static_cast<uint16_t>(bf16_pair(work.by * sum, 0.f));
+      for (int w = 0; w < warps; ++w) {
+        const float4 part = *reinterpret_cast<const float4*>(of_row + w * kSumsOfWarp);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      if (column < work.width)
+        *reinterpret_cast<uint2*>(work.out + (chunk * kChunkRows + r) * work.width + column) =
+            make_uint2(bf16_pair(work.by * sum.x, work.by * sum.y),
+                       bf16_pair(work.by * sum.z, work.by * sum.w));
     }
   };
 
+  load(from, token_of(from));
+  end_of_copies();
+  if (from + 1 < to) load(from + 1, token_of(from + 1));
+  end_of_copies();
+  int next_token = token_of(from + 2);
   for (int64_t chunk = from; chunk < to; ++chunk) {
     const int number = static_cast<int>(chunk - from);
     wait_for_all_copies_but_the_last();
-    __syncthreads();
-    if (chunk + 2 < to) load(chunk + 2);
+    __syncwarp();  // the other lanes' have landed too, and nobody reads the chunk before this one
+    if (chunk + 2 < to) load(chunk + 2, next_token);
     end_of_copies();
-    if (chunk > from) put_sums(chunk - 1);
+    next_token = token_of(chunk + 3);
     if (chunk * kChunkRows >= until) {
       const int next = expert_of(work.padded_offsets, work.experts, chunk * kChunkRows);
       if constexpr (kGradient) {
@@ -717,9 +722,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       expert = next;
       until = next + 1 < work.experts ? work.padded_offsets[next + 1] : work.chunks * kChunkRows;
       // As the fragments of the first product lie: of four neighbouring columns those in even and in
-      // odd places, for rows g and g + 8 of the factor.
+      // odd places, for rows g and g + 8 of the factor. A lane reads what it wrote.
       const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
-      __syncwarp();
 #pragma unroll
       for (int k = 0; k < kScaleBlock / 16; ++k) {
         const int column = own + 64 * (k / 4) + 16 * q + 4 * (k % 4);
@@ -732,10 +736,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             make_uint4(__byte_perm(v[0].x, v[0].y, 0x5410), __byte_perm(v[0].x, v[0].y, 0x7632),
                        __byte_perm(v[1].x, v[1].y, 0x5410), __byte_perm(v[1].x, v[1].y, 0x7632));
       }
-      __syncwarp();
     }
-    const uint8_t* stage = shared + number % kChunks * places.stage;
-    const float* scales = reinterpret_cast<const float*>(stage + places.scales) + warp * kChunkRows;
+    const Chunk<kGradient>& s = ring[number % kChunks];
     float part[2][4] = {};
     uint32_t nan[2] = {};
 #pragma unroll
@@ -743,8 +745,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       uint32_t words[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint4 v = *reinterpret_cast<const uint4*>(stage + (row_g + 8 * h) * places.pitch + own +
-                                                        64 * half + 16 * q);
+        const int r = g + 8 * h;
+        const uint4 v =
+            *reinterpret_cast<const uint4*>(&s.codes[r][16 * swizzled(r, 4 * half + q)]);
         words[h][0] = v.x, words[h][1] = v.y, words[h][2] = v.z, words[h][3] = v.w;
       }
 #pragma unroll
@@ -761,11 +764,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
     }
     const bool has_nan = __any_sync(kFull, ((nan[0] | nan[1]) & kNanBits) != 0);
-    float* own_sums = sums + (number % 2 * warps + warp) * kChunkRows * kFewColumns;
+    const int turn = number % kSumsInTurn, turns = number / kSumsInTurn;
+    float* of_chunk = memory.sums + turn * warps * kSumsOfWarp;
+    while (s_added[turn] < turns) __nanosleep(20);
+    __threadfence_block();
+    __syncwarp();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int r = row_g + 8 * h;
-      float scale = scales[r];
+      const int r = g + 8 * h;
+      float scale = s.scales[r];
       if (has_nan) {
         uint32_t any = nan[h] & kNanBits;
         any |= __shfl_xor_sync(kFull, any, 1);
@@ -774,24 +781,39 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        *reinterpret_cast<float2*>(own_sums + r * kFewColumns +
+        *reinterpret_cast<float2*>(of_chunk + warp * kSumsOfWarp + r * kFewColumns +
                                    ((8 * n + 2 * q) ^ (r >> 1 & 1) << 3)) =
             make_float2(scale * part[n][2 * h], scale * part[n][2 * h + 1]);
+    }
+    __syncwarp();
+    int left = 0;
+    if (lane == 0) {
+      __threadfence_block();
+      left = atomicAdd(&s_left[turn], 1) + 1;
+    }
+    if (__shfl_sync(kFull, left, 0) == warps * (turns + 1)) {
+      __threadfence_block();
+      put_sums(chunk, of_chunk);
+      __syncwarp();
+      if (lane == 0) {
+        __threadfence_block();
+        s_added[turn] = turns + 1;
+      }
     }
     if constexpr (!kGradient) continue;
 
     // The second: of rows q, q + 4, q + 8 and q + 12. All of a row without a token is zeros. Columns
     // behind the width are those of other rows, and nobody reads their sums.
-    const uint16_t* narrow = reinterpret_cast<const uint16_t*>(stage + places.narrow);
     float thin[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = q + 4 * i;
-      float by = scales[r];
-      if (work.row_prob != nullptr) by *= reinterpret_cast<const float*>(stage + places.prob)[r];
+      float by = s.scales[r];
+      if (work.row_prob != nullptr) by *= s.prob[r];
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        thin[n][i] = by * __uint_as_float(static_cast<uint32_t>(narrow[r * work.width + 8 * n + g]) << 16);
+        thin[n][i] =
+            by * __uint_as_float(static_cast<uint32_t>(s.narrow[r * work.width + 8 * n + g]) << 16);
     }
     uint32_t b[2][2];
 #pragma unroll
@@ -802,8 +824,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       uint32_t words[4][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint2 v = *reinterpret_cast<const uint2*>(stage + (q + 4 * i) * places.pitch + own +
-                                                        64 * half + 8 * g);
+        const int r = q + 4 * i;
+        const uint2 v = *reinterpret_cast<const uint2*>(
+            &s.codes[r][16 * swizzled(r, 4 * half + g / 2) + 8 * (g % 2)]);
         words[i][0] = v.x, words[i][1] = v.y;
       }
       if (has_nan) {
@@ -826,8 +849,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
     }
   }
-  __syncthreads();
-  if (from < to) put_sums(to - 1);
   if constexpr (kGradient) {
     if (expert >= 0) put_parts();
   }
@@ -1087,8 +1108,8 @@ int multiprocessors() {
 // With at most `most` CTAs, all of them resident. How many there were.
 template <bool kGradient>
 int launch_chunks(const CodeRows& rows, const ChunkWork& work, int64_t most, int64_t stream) {
-  const int threads = 32 * static_cast<int>(ceil_div(rows.width, kScaleBlock));
-  const int bytes = ChunkPlaces(rows.width).bytes;
+  const int warps = static_cast<int>(ceil_div(rows.width, kScaleBlock)), threads = 32 * warps;
+  const int bytes = ChunkMemory<kGradient>::bytes(warps);
   const auto kernel = multiply_chunks<kGradient>;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
