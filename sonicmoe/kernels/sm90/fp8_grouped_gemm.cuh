@@ -310,7 +310,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
     };
     // Waiting for scales, and asking for them, costs least in the shadow of products, but there it
     // costs registers.
-    constexpr bool kInShadow = !Epilogue::kNeedsRegisters && !kLowRank;
+    constexpr bool kInShadow = !Epilogue::kNeedsRegisters && !(kLowRank && kGather);
     if constexpr (!kInShadow) begin_scales();
     for (int first = 0; first < k_blocks; first += 4) {
       if constexpr (!kInShadow) scales.load(first + 4);
