@@ -593,11 +593,48 @@ __device__ __forceinline__ int swizzled(int row, int unit) {
   return unit ^ ((row & 1) << 2 | (row & 2) | (row >> 2 & 1));
 }
 
-// Two codes in the upper bytes of halves, as bf16; see `bf16_of_codes`.
-__device__ __forceinline__ uint32_t bf16_of_upper(uint32_t spread) {
-  uint32_t pair = ((spread >> 4) & 0x07f007f0u) | (spread & 0x80008000u);
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80u));  // 2^120
+// Two codes, in the lower or the upper half of a word, as fp16, which has every one of them; a NaN
+// stays one.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t fp16_of_codes(uint32_t word) {
+  uint32_t pair;
+  if constexpr (kUpper)
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}"
+        : "=r"(pair) : "r"(word));
+  else
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}"
+        : "=r"(pair) : "r"(word));
   return pair;
+}
+
+// A unit is a power of two, by the exponent that fp32 has for the largest number that is to be
+// multiplied as fp16: it becomes one below 2^15, and numbers down to 2^-38 of it keep some bits.
+constexpr int kLeastUnit = 15, kMostUnit = 254;
+__device__ __forceinline__ float into_unit(int unit) { return __uint_as_float((268 - unit) << 23); }
+__device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float((unit - 14) << 23); }
+
+// Numbers in shared memory by which warps tell one another what they have written there.
+__device__ __forceinline__ int read_after(const int* number) {
+  int value;
+  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(number)))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ int count_up(int* number) {
+  int before;
+  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(number)))
+               : "memory");
+  return before + 1;
+}
+__device__ __forceinline__ void write_before(int* number, int value) {
+  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(number))),
+               "r"(value)
+               : "memory");
 }
 
 // The share of a CTA, in chunks.
@@ -610,8 +647,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     multiply_chunks(const CodeRows rows, const ChunkWork work) {
   extern __shared__ __align__(128) uint8_t shared[];
   // Of each memory of sums: how many warps have left theirs there, and how often they were added.
-  __shared__ int s_left[kSumsInTurn];
-  __shared__ volatile int s_added[kSumsInTurn];
+  __shared__ int s_left[kSumsInTurn], s_added[kSumsInTurn];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32, own = warp * kScaleBlock;
   const ChunkMemory<kGradient> memory(shared, warps);
@@ -622,35 +658,39 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   if (threadIdx.x < kSumsInTurn) s_left[threadIdx.x] = s_added[threadIdx.x] = 0;
   __syncthreads();
 
-  const int scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns,
-            scale_column = own >> rows.log2_columns;
+  const uint32_t scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns,
+                 scale_column = own >> rows.log2_columns, units_of_row = rows.width / 16;
   // The token of row `lane` % 16 of a chunk.
   const auto token_of = [&](int64_t chunk) {
     return chunk < to ? work.row_token[chunk * kChunkRows + lane % kChunkRows] : -1;
   };
   const auto load = [&](int64_t chunk, int own_token) {
     Chunk<kGradient>& to_fill = ring[(chunk - from) % kChunks];
-    const auto row_of = [&](int token, int r) {
-      return token < 0 ? 0 : rows.gathers ? token : chunk * kChunkRows + r;
-    };
-    const int unit = lane % 8, column = own + 16 * unit;
+    // A row of the wide operand; of a row without a token any, which nobody reads.
+    const uint32_t row = own_token < 0 ? 0
+                         : rows.gathers ? own_token
+                                        : static_cast<uint32_t>(chunk) * kChunkRows + lane % kChunkRows;
+    const uint32_t has_token = __ballot_sync(kFull, own_token >= 0);
+    const int unit = lane % 8;
+    const bool inside = own + 16 * unit < rows.width;
+    const uint32_t first = row * units_of_row;
 #pragma unroll
     for (int i = 0; i < kChunkRows / 4; ++i) {
-      const int r = 4 * i + lane / 8, token = __shfl_sync(kFull, own_token, r);
-      const bool wanted = token >= 0 && column < rows.width;
+      const int r = 4 * i + lane / 8;
+      const uint32_t at = __shfl_sync(kFull, first, r) + (inside ? own / 16 + unit : 0);
       copy_later<16>(&to_fill.codes[r][16 * swizzled(r, unit)],
-                     rows.data + row_of(token, r) * rows.width + (wanted ? column : 0), wanted);
+                     rows.data + static_cast<uint64_t>(at) * 16, inside && has_token >> r & 1);
     }
     if (lane < kChunkRows)
       copy_later<4>(&to_fill.scales[lane],
-                    rows.scales + (row_of(own_token, lane) >> rows.log2_rows) * scales_of_row +
-                        scale_column,
+                    rows.scales + (row >> rows.log2_rows) * scales_of_row + scale_column,
                     own_token >= 0);
     if constexpr (kGradient) {
-      const int r = 8 * lane / work.width, token = __shfl_sync(kFull, own_token, r % kChunkRows);
+      const int r = work.width == 8 ? lane : lane / 2;
       if (r < kChunkRows)
         copy_later<16, true>(&to_fill.narrow[8 * lane],
-                             work.narrow + chunk * kChunkRows * work.width + 8 * lane, token >= 0);
+                             work.narrow + chunk * kChunkRows * work.width + 8 * lane,
+                             has_token >> r & 1);
       if (work.row_prob != nullptr && lane < kChunkRows)
         copy_later<4>(&to_fill.prob[lane], work.row_prob + chunk * kChunkRows + lane,
                       own_token >= 0);
@@ -658,30 +698,69 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   };
 
   float total[8][2][4] = {};
-  uint32_t nan_columns = 0;  // of codes: bits of this lane's sixteen columns
+  int unit_of_total = kLeastUnit;  // of the narrow rows that it was summed of
+  float by_column[2][2];           // what the first product is to be multiplied by
   int expert = -1;
   int64_t until = 0;  // the rows of `expert` end
   // What was summed of `expert`, and nothing is left.
   const auto put_parts = [&] {
-    nan_columns |= __shfl_xor_sync(kFull, nan_columns, 1);
-    nan_columns |= __shfl_xor_sync(kFull, nan_columns, 2);
     float* out = work.parts + (static_cast<int64_t>(blockIdx.x) + expert) * rows.width * kFewColumns;
+    const float by = out_of_unit(unit_of_total);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int place = 2 * (j % 4) + h, column = own + 64 * (j / 4) + 8 * g + place;
-        const float spoilt =
-            nan_columns >> (8 * (j / 4) + place) & 1 ? __uint_as_float(0x7fffffffu) : 0.f;
+        const int column = own + 64 * (j / 4) + 8 * g + 2 * (j % 4) + h;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           if (column < rows.width)
             *reinterpret_cast<float2*>(out + column * kFewColumns + 8 * n + 2 * q) =
-                make_float2(total[j][n][2 * h] + spoilt, total[j][n][2 * h + 1] + spoilt);
+                make_float2(by * total[j][n][2 * h], by * total[j][n][2 * h + 1]);
           total[j][n][2 * h] = total[j][n][2 * h + 1] = 0.f;
         }
       }
-    nan_columns = 0;
+    unit_of_total = kLeastUnit;
+  };
+  // This warp's part of the factor of `expert`, as the fragments of the first product lie, for rows g
+  // and g + 8: in fp16, every row in a unit of its own. A lane reads what it wrote.
+  const auto load_factor = [&] {
+    const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
+    uint32_t top[2] = {};
+#pragma unroll
+    for (int k = 0; k < kScaleBlock / 16; ++k) {
+      const int column = own + 64 * (k / 4) + 16 * q + 4 * (k % 4);
+      uint2 v[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        v[n] = load_8_if(column < rows.width && 8 * n + g < work.width,
+                         source + (8 * n + g) * static_cast<int64_t>(rows.width) + column);
+        top[n] = __vmaxu2(top[n], __vmaxu2(v[n].x & 0x7fff7fffu, v[n].y & 0x7fff7fffu));
+      }
+      factor[k * 32 + lane] = make_uint4(v[0].x, v[0].y, v[1].x, v[1].y);
+    }
+    float into[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t largest = max(top[n] & 0xffffu, top[n] >> 16);
+      largest = max(largest, __shfl_xor_sync(kFull, largest, 1));
+      largest = max(largest, __shfl_xor_sync(kFull, largest, 2));
+      const int unit = min(max(static_cast<int>(largest >> 7), kLeastUnit), kMostUnit);
+      into[n] = into_unit(unit);
+      // Of a factor that is not finite NaN comes out, which fp16 could hide.
+      const float own_by = largest >= 0x7f80u ? __uint_as_float(0x7fffffffu) : out_of_unit(unit);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) by_column[n][c] = __shfl_sync(kFull, own_by, 4 * (2 * q + c));
+    }
+    const auto in_unit = [](uint32_t pair, float by) {
+      return half_pair<true>(by * __uint_as_float(pair << 16),
+                             by * __uint_as_float(pair & 0xffff0000u));
+    };
+#pragma unroll
+    for (int k = 0; k < kScaleBlock / 16; ++k) {
+      const uint4 v = factor[k * 32 + lane];
+      factor[k * 32 + lane] = make_uint4(in_unit(v.x, into[0]), in_unit(v.y, into[0]),
+                                         in_unit(v.z, into[1]), in_unit(v.w, into[1]));
+    }
   };
   // Four columns of two rows a lane, over all warps.
   const auto put_sums = [&](int64_t chunk, const float* of_chunk) {
@@ -721,25 +800,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
       expert = next;
       until = next + 1 < work.experts ? work.padded_offsets[next + 1] : work.chunks * kChunkRows;
-      // As the fragments of the first product lie: of four neighbouring columns those in even and in
-      // odd places, for rows g and g + 8 of the factor. A lane reads what it wrote.
-      const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
-#pragma unroll
-      for (int k = 0; k < kScaleBlock / 16; ++k) {
-        const int column = own + 64 * (k / 4) + 16 * q + 4 * (k % 4);
-        uint2 v[2];
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-          v[n] = load_8_if(column < rows.width && 8 * n + g < work.width,
-                           source + (8 * n + g) * static_cast<int64_t>(rows.width) + column);
-        factor[k * 32 + lane] =
-            make_uint4(__byte_perm(v[0].x, v[0].y, 0x5410), __byte_perm(v[0].x, v[0].y, 0x7632),
-                       __byte_perm(v[1].x, v[1].y, 0x5410), __byte_perm(v[1].x, v[1].y, 0x7632));
-      }
+      load_factor();
     }
     const Chunk<kGradient>& s = ring[number % kChunks];
     float part[2][4] = {};
-    uint32_t nan[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[2][4];
@@ -754,71 +818,75 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          nan[h] |= (words[h][k] & 0x7f7f7f7fu) + 0x01010101u;
-          a[h] = bf16_of_upper(words[h][k] << 8), a[2 + h] = bf16_of_upper(words[h][k]);
-        }
+        for (int h = 0; h < 2; ++h)
+          a[h] = fp16_of_codes<false>(words[h][k]), a[2 + h] = fp16_of_codes<true>(words[h][k]);
         const uint4 b = factor[(4 * half + k) * 32 + lane];
-        multiply_add<false>(part[0], a, b.x, b.y);
-        multiply_add<false>(part[1], a, b.z, b.w);
+        multiply_add<true>(part[0], a, b.x, b.y);
+        multiply_add<true>(part[1], a, b.z, b.w);
       }
     }
-    const bool has_nan = __any_sync(kFull, ((nan[0] | nan[1]) & kNanBits) != 0);
     const int turn = number % kSumsInTurn, turns = number / kSumsInTurn;
     float* of_chunk = memory.sums + turn * warps * kSumsOfWarp;
-    while (s_added[turn] < turns) __nanosleep(20);
-    __threadfence_block();
+    while (read_after(&s_added[turn]) < turns) __nanosleep(20);
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = g + 8 * h;
-      float scale = s.scales[r];
-      if (has_nan) {
-        uint32_t any = nan[h] & kNanBits;
-        any |= __shfl_xor_sync(kFull, any, 1);
-        any |= __shfl_xor_sync(kFull, any, 2);
-        scale = any != 0 ? __uint_as_float(0x7fffffffu) : scale;
-      }
+      const float scale = s.scales[r];
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         *reinterpret_cast<float2*>(of_chunk + warp * kSumsOfWarp + r * kFewColumns +
                                    ((8 * n + 2 * q) ^ (r >> 1 & 1) << 3)) =
-            make_float2(scale * part[n][2 * h], scale * part[n][2 * h + 1]);
+            make_float2(scale * (part[n][2 * h] * by_column[n][0]),
+                        scale * (part[n][2 * h + 1] * by_column[n][1]));
     }
     __syncwarp();
-    int left = 0;
-    if (lane == 0) {
-      __threadfence_block();
-      left = atomicAdd(&s_left[turn], 1) + 1;
-    }
+    const int left = lane == 0 ? count_up(&s_left[turn]) : 0;
     if (__shfl_sync(kFull, left, 0) == warps * (turns + 1)) {
-      __threadfence_block();
+      __syncwarp();
       put_sums(chunk, of_chunk);
       __syncwarp();
-      if (lane == 0) {
-        __threadfence_block();
-        s_added[turn] = turns + 1;
-      }
+      if (lane == 0) write_before(&s_added[turn], turns + 1);
     }
     if constexpr (!kGradient) continue;
 
     // The second: of rows q, q + 4, q + 8 and q + 12. All of a row without a token is zeros. Columns
     // behind the width are those of other rows, and nobody reads their sums.
     float thin[2][4];
+    uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = q + 4 * i;
       float by = s.scales[r];
       if (work.row_prob != nullptr) by *= s.prob[r];
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-        thin[n][i] =
-            by * __uint_as_float(static_cast<uint32_t>(s.narrow[r * work.width + 8 * n + g]) << 16);
+      for (int n = 0; n < 2; ++n) {
+        const bool wanted = n == 0 || work.width > 8;
+        const uint32_t bits = wanted ? s.narrow[r * work.width + 8 * n + g] : 0;
+        thin[n][i] = by * __uint_as_float(bits << 16);
+        const uint32_t size = __float_as_uint(thin[n][i]) & 0x7fffffffu;
+        top = max(top, size < 0x7f800000u ? size : 0);  // NaN and infinity need no unit
+      }
     }
+    // Sums are kept in the unit of the largest narrow rows so far.
+    const int unit = static_cast<int>(__reduce_max_sync(kFull, top >> 23));
+    if (unit > unit_of_total) {
+      const float by = __uint_as_float(max(127 + unit_of_total - unit, 0) << 23);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[j][n][i] *= by;
+      unit_of_total = unit;
+    }
+    const float into = into_unit(unit_of_total);
     uint32_t b[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      b[n][0] = bf16_pair(thin[n][0], thin[n][1]), b[n][1] = bf16_pair(thin[n][2], thin[n][3]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        b[n][i] = half_pair<true>(into * thin[n][2 * i], into * thin[n][2 * i + 1]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4][2];
@@ -829,23 +897,16 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             &s.codes[r][16 * swizzled(r, 4 * half + g / 2) + 8 * (g % 2)]);
         words[i][0] = v.x, words[i][1] = v.y;
       }
-      if (has_nan) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-            if ((words[i][c / 4] >> 8 * (c % 4) & 0x7f) == 0x7f) nan_columns |= 1u << (8 * half + c);
-      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        // Columns 8 g + 2 j and 8 g + 2 j + 1.
-        const uint32_t low = j % 2 ? 0x6622 : 0x4400, high = low + 0x1111;
-        const auto pair = [&](int i, uint32_t selector) {
-          return bf16_of_upper(__byte_perm(words[i][j / 2], words[i + 1][j / 2], selector));
-        };
-        const uint32_t a[4] = {pair(0, low), pair(0, high), pair(2, low), pair(2, high)};
+        // Columns 8 g + 2 j and 8 g + 2 j + 1, each of two rows.
+        constexpr uint32_t kSelector[2] = {0x5140, 0x7362};
+        const uint32_t first = __byte_perm(words[0][j / 2], words[1][j / 2], kSelector[j % 2]),
+                       second = __byte_perm(words[2][j / 2], words[3][j / 2], kSelector[j % 2]);
+        const uint32_t a[4] = {fp16_of_codes<false>(first), fp16_of_codes<true>(first),
+                               fp16_of_codes<false>(second), fp16_of_codes<true>(second)};
 #pragma unroll
-        for (int n = 0; n < 2; ++n) multiply_add<false>(total[4 * half + j][n], a, b[n][0], b[n][1]);
+        for (int n = 0; n < 2; ++n) multiply_add<true>(total[4 * half + j][n], a, b[n][0], b[n][1]);
       }
     }
   }
@@ -1056,6 +1117,7 @@ void with_rows(const TensorView& rows, const Optional<TensorView>& scale, bool g
   const int log2 = blocks ? 8 : 7;
   static_assert(kGateUpBlock == 1 << 8 && kScaleBlock == 1 << 7 && kBlock == 1 << 7);
   const int64_t scale_rows = blocks ? rows.size(0) / kBlock : rows.size(0);
+  TVM_FFI_ICHECK(rows.size(0) * (width / 16) < (int64_t(1) << 32)) << "codes are larger than 64 GiB";
   TVM_FFI_ICHECK(s.size(0) == scale_rows && s.size(1) == ceil_div(width, 1 << log2))
       << "scale is " << s.size(0) << " x " << s.size(1) << "; needed: one for 128 columns of a row, "
       << "or for 256 columns of 128 rows";
