@@ -23,12 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from gpu_timing import idle
 
-from sonicmoe.engine.bf16_sm90 import (
-    HopperProducts,
-    add_gradients,
-    kernels_for,
-    weights_in_place,
-)
+from sonicmoe.engine.bf16_sm90 import HopperProducts, add_gradients, kernels_for
+from sonicmoe.engine.bf16_weights import weights_in_place
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings, EngineWeights
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
@@ -75,7 +71,8 @@ class Layer:
         shapes = (2 * model.inner, model.hidden), (model.hidden, model.inner)
         w1, w2 = (_random(model.experts, *shape[::order]) for shape in shapes)
         self.settings = EngineSettings(model.activation)
-        self.weights = weights_in_place(WeightSource.stacked(w1, w2, layout=model.layout))
+        source = WeightSource.stacked(w1, w2, layout=model.layout)
+        self.weights = weights_in_place(source, model.activation)
         self.x, self.dout = (_random(tokens, model.hidden) for _ in range(2))
         indices = torch.rand((tokens, model.experts), device="cuda").topk(model.topk, 1).indices
         counts = torch.bincount(indices.reshape(-1), minlength=model.experts)

@@ -97,7 +97,8 @@ def main(shape: str, bf16: bool, as_json: bool) -> None:
         None,
         None,
     )
-    engine = make_plan(ActivationType.SWIGLU, WeightLayout(), not bf16).choose(probe, weights).name
+    plan = make_plan(ActivationType.SWIGLU, WeightLayout(), not bf16).fitted(probe, weights)
+    engine = plan.choose().name
     by_fraction = {valid: calls(sizes, valid, not bf16) for valid in FRACTIONS}
     report = []
     for face in by_fraction[1.0]:

@@ -127,6 +127,15 @@ class Call:
         self.weights.clear()
         self.batch.x.grad = self.batch.probs.grad = self.out = None
 
+    def settle(self) -> None:
+        """Both passes, before others that are measured: all settings have the same weights, and
+        each drops the codes that another one kept of them.
+        """
+        self.clear()
+        self.forward()
+        self.backward()
+        self.clear()
+
     def forward(self) -> None:
         """Tokens to output."""
         setting, batch = self.setting, self.batch
@@ -154,7 +163,7 @@ class Times:
 
     def round(self, call: Call) -> None:
         """One forward and backward, timed."""
-        call.clear()
+        call.settle()
         if self.device == "cpu":
             marks = [time.perf_counter()]
             for phase in (call.forward, call.backward):
@@ -179,7 +188,7 @@ class Times:
         """MiB kept between the passes, and at the peak."""
         if self.device == "cpu":
             return 0.0, 0.0
-        call.clear()
+        call.settle()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

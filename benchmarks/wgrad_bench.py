@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Time both weight-gradient GEMMs with their sums in the native accumulators, with the flush behind them,
-and with their sums added straight into every parameter's own `main_grad`.
+added straight into every parameter's own fp32 `main_grad`, and written there in fp32 or bf16.
 
     python benchmarks/wgrad_bench.py [--baseline FOLDER] [--json FILE]
+    python benchmarks/wgrad_bench.py --shape 16384 2048 768 128 8    # T H I E K
 
 The variants of one shape are captured in CUDA graphs and replayed in turns, so that all see the
 same clocks. `--baseline` adds the kernel of another tree, whose `sonicmoe/kernels` lies in FOLDER.
@@ -30,7 +31,7 @@ from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import Passes, passes_on
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import NativeBuffer, ParameterTargets
+from sonicmoe.engine.targets import FreshTargets, NativeBuffer, ParameterTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import destinations as gradients
 from sonicmoe.interop import current_stream
@@ -85,14 +86,19 @@ class Layer:
         """Of one expert's parameters."""
         return (self.hidden, 2 * self.inner), (self.inner, self.hidden)
 
-    def own(self) -> ParameterTargets:
+    def own(self, dtype: torch.dtype = torch.float32) -> ParameterTargets:
         """A tensor for every parameter."""
-        made = ([torch.zeros(s, device="cuda") for _ in range(self.experts)] for s in self.shapes)
+        made = (
+            [torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(self.experts)]
+            for shape in self.shapes
+        )
         return ParameterTargets(*(WeightTarget.per_expert(tensors, ERNIE) for tensors in made))
 
-    def stacked(self) -> ParameterTargets:
+    def stacked(self, dtype: torch.dtype = torch.float32) -> ParameterTargets:
         """One tensor of all experts for each projection."""
-        made = (torch.zeros((self.experts, *shape), device="cuda") for shape in self.shapes)
+        made = (
+            torch.zeros((self.experts, *shape), device="cuda", dtype=dtype) for shape in self.shapes
+        )
         return ParameterTargets(
             *(WeightTarget.stacked(tensor, self.experts, ERNIE) for tensor in made)
         )
@@ -106,20 +112,28 @@ def variants(
     sums = NativeBuffer.zeros(
         layer.experts, 2 * layer.inner, layer.hidden, layer.inner, False, "cuda"
     )
-    native, held = layer.into(module.grouped_wgrad, sums.dw1, sums.dw2), [sums]
+    native = layer.into(module.grouped_wgrad, sums.dw1, sums.dw2)
+    held: list[Any] = [sums]
     calls: dict[str, Call] = {}
     if baseline is not None:
         folder = baseline / "sonicmoe" / "kernels" / "sm90" / "fp8_wgrad.cu"
         other = CudaSource.make("fp8_wgrad", folder, arch="sm_90a").load()
         calls["accumulators, baseline"] = layer.into(other.grouped_wgrad, sums.dw1, sums.dw2)
     calls["accumulators"] = native
-    arrangements = {"own": layer.own(), "stacked": layer.stacked()}
-    for name, targets in arrangements.items():
+    own, stacked = layer.own(), layer.stacked()
+    every = {
+        "direct, own": own,
+        "direct, stacked": stacked,
+        "written fp32, own": FreshTargets.like(own),
+        "written fp32, stacked": FreshTargets.like(stacked),
+        "written bf16, own": FreshTargets.like(layer.own(torch.bfloat16)),
+        "written bf16, stacked": FreshTargets.like(layer.stacked(torch.bfloat16)),
+    }
+    for name, targets in every.items():
         made = passes.gradients(targets)
-        direct = layer.into(module.grouped_wgrad_into, made["into_dw1"], made["into_dw2"])
-        calls[f"direct, {name}"] = direct
+        calls[name] = layer.into(module.grouped_wgrad_into, made["into_dw1"], made["into_dw2"])
         held.append(targets)
-    flush = flush_of(layer, sums, arrangements["own"])
+    flush = flush_of(layer, sums, own)
 
     def flushed(number: int) -> None:
         native(number)
@@ -178,7 +192,7 @@ def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
         return passes.gradients(ParameterTargets(up, down))
 
     def moved(_: int) -> object:
-        passes._destinations.clear()
+        passes._destinations._made.clear()
         return passes.gradients(targets)
 
     def launched(_: int) -> object:
@@ -186,7 +200,7 @@ def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
         return layer.into(kernel, made["into_dw1"], made["into_dw2"])(0)
 
     def moved_and_launched(_: int) -> object:
-        passes._destinations.clear()
+        passes._destinations._made.clear()
         return launched(0)
 
     def checked(_: int) -> object:
@@ -209,10 +223,18 @@ def host_times(layer: Layer, passes: Passes) -> dict[str, float]:
     "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
 )
 @click.option("--rounds", default=20, show_default=True, help="Timed replays of each variant.")
-def main(baseline: Path | None, json_path: Path | None, rounds: int) -> None:
+@click.option(
+    "--shape", "shapes", type=int, nargs=5, multiple=True, default=SHAPES, help="T H I E K."
+)
+def main(
+    baseline: Path | None,
+    json_path: Path | None,
+    rounds: int,
+    shapes: tuple[tuple[int, int, int, int, int], ...],
+) -> None:
     """Print microseconds of every variant at every shape."""
     report, passes = [], passes_on("cuda:0", ActivationType.SWIGLU)
-    for shape in SHAPES:
+    for shape in shapes:
         layer = Layer(*shape)
         calls, held = variants(layer, passes, baseline)
         times = interleaved_us(calls, CALLS, rounds)

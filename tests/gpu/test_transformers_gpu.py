@@ -9,8 +9,8 @@ pytest.importorskip("transformers", minversion="5.7")
 
 from integrations.hf_models import FAMILIES, build, errors, run
 
-from sonicmoe.functional.plan import Plan
 from sonicmoe.integrations.transformers import register
+from sonicmoe.observe import observing
 
 pytestmark = pytest.mark.gpu
 
@@ -27,17 +27,11 @@ def registered():
 
 
 @pytest.fixture
-def chosen(monkeypatch):
-    """The engine of every call, and the dtype of its tokens."""
-    found, original = [], Plan.choose
-
-    def choose(self, x, weights):
-        engine = original(self, x, weights)
-        found.append((engine.name, x.dtype))
-        return engine
-
-    monkeypatch.setattr(Plan, "choose", choose)
-    return found
+def engines():
+    """Names of the engines of all forwards and backwards."""
+    found = []
+    with observing(lambda event: found.append(event.call.engine)):
+        yield found
 
 
 def model_of(family: str) -> torch.nn.Module:
@@ -59,7 +53,7 @@ def test_logits_and_every_gradient(family: str) -> None:
 
 
 @both
-def test_gpt_oss(implementation: str, chosen) -> None:
+def test_gpt_oss(implementation: str, engines) -> None:
     """Its gate beyond the clamps, and biases."""
     model = model_of("gpt-oss")
     with torch.no_grad():
@@ -69,4 +63,4 @@ def test_gpt_oss(implementation: str, chosen) -> None:
     in_fp8 = implementation == "sonicmoe_fp8"
     assert max(found.values()) <= (CLAMPED if in_fp8 else FP8), found
     assert in_fp8 or found["logits"] <= BF16
-    assert {name for name, _ in chosen} == {"hopper" if in_fp8 else "bf16"}
+    assert set(engines) == {"hopper" if in_fp8 else "bf16"}
