@@ -29,7 +29,7 @@ from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
 from .border import check_dout, check_forward, require_operands
 from .capabilities import HOPPER
-from .hopper_layer import NO_FACTORS, HopperLayer
+from .hopper_layer import NO_FACTORS, HopperLayer, Operands
 from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
@@ -122,6 +122,13 @@ class HopperEngine(QuantisedEngine):
             if settings.frees_stagewise or saved.donated:
                 saved.z = None
             del z
+            of_factors = None
+            if weights.adapters is not None:
+                of_factors = partial(layer.adapter_gradients, x, operands, v, db)
+            if of_factors is not None and apart and not saved.wants_weights:
+                # With their operands gone, these need no memory beside the rows of dx.
+                found = of_factors()
+                of_factors, operands, db = (lambda: found), Operands(), NO_FACTORS
             dx = tap("dx", layer.dgrad(dz_scratch, x, v) if dx is None else dx)
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
@@ -129,8 +136,7 @@ class HopperEngine(QuantisedEngine):
             pending.native, pending.biases = layer.routed, biases
             if tokens.row_scales is not None:
                 pending.native = layer.routed._replace(row_scales=tokens.row_scales)
-            if weights.adapters is not None:
-                pending.adapters = partial(layer.adapter_gradients, x, operands, v, db)
+            pending.adapters = of_factors
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending

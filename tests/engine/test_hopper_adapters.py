@@ -4,10 +4,11 @@ against the reference engine.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
-from engine.fp8_layer import E
+from engine.fp8_layer import E, assert_same_bits
 from engine.hopper_host import (  # noqa: F401
     FP8,
     MODES,
@@ -24,6 +25,8 @@ from engine.hopper_host import (  # noqa: F401
 from framework import IS_PADDLE, torch
 from kernels.needs import HOST_MODULE
 
+from sonicmoe.engine import hopper_layer
+from sonicmoe.engine.hopper_layer import HopperLayer
 from sonicmoe.engine.low_rank import Adapters, LowRank
 
 pytestmark = [*HOST_MODULE, pytest.mark.skipif(IS_PADDLE, reason="adapters are PyTorch's")]
@@ -86,6 +89,23 @@ def test_gradients_of_rows(settings):
     assert_close(
         run(case, OURS, settings, adapters), run(case, REFERENCE, settings, adapters), 8e-3
     )
+
+
+def test_operands_of_gradients_go_before_the_rows_of_dx(monkeypatch):
+    case, adapters, held = Case(), adapters_of(), []
+    wanted = run(case, OURS, FP8, adapters)
+    empty_operands, empty_dx = HopperLayer.empty_operands, HopperLayer.empty_dx
+
+    def operands(self, wants_weights):
+        made = empty_operands(self, wants_weights)
+        held.append(weakref.ref(made.y1s))
+        return made
+
+    monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
+    monkeypatch.setattr(HopperLayer, "empty_operands", operands)
+    monkeypatch.setattr(HopperLayer, "empty_dx", lambda *a: held.append(held[0]()) or empty_dx(*a))
+    assert_same_bits(run(case, OURS, FP8, adapters, donated=True), wanted)
+    assert held[1:] == [None]
 
 
 def test_quantised_tokens_are_read_as_they_are():
