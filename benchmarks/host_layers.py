@@ -11,7 +11,7 @@ from typing import Any
 LAYERS = 8
 # The host's work depends on them in one thing: with few rows for the size of a weight, as in a small
 # step of a real model, memory of both gradients is taken at once.
-HIDDEN, INNER, TOPK = 1536, 64, 8
+HIDDEN, INNER, TOPK = 3328, 64, 8
 Step = Callable[[], None]
 
 

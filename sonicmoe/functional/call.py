@@ -268,12 +268,12 @@ def _differentiate(
 
 
 def _is_long(routing: RoutingMetadata, layer: ExpertParameters) -> bool:
-    """Whether dz `[R, N1]` takes so much of what dw2 `[E, H, I]` does that it should go first: an eighth
-    or more in FP8, a quarter in BF16. Of few tokens it takes next to nothing, and the host's time for it
-    would be seen.
+    """Whether dz `[R, N1]` takes so much of what dw2 `[E, H, I]` does that it should go first: a
+    sixteenth or more in FP8, an eighth in BF16. Of fewer tokens it takes next to nothing, and the host's
+    time for it would be seen.
     """
     hidden = layer.native_shapes()[0][2]
-    return 8 * routing.num_rows >= routing.num_experts * hidden
+    return 16 * routing.num_rows >= routing.num_experts * hidden
 
 
 def _described(
