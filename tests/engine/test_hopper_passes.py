@@ -308,7 +308,10 @@ def test_frozen_experts_have_no_memory():
 def test_without_weight_gradients_z_goes_before_the_rows_of_dx(settings, monkeypatch):
     """And nobody writes operands of wgrad, but kernels whose scales are folded."""
     case, memory = Case(seed=4), []
-    wanted, weights = case.run(OURS, settings), OURS.prepare_weights(case.w1, case.w2, None, None, settings)
+    wanted, weights = (
+        case.run(OURS, settings),
+        OURS.prepare_weights(case.w1, case.w2, None, None, settings),
+    )
     _, saved = OURS.forward(case.x, case.routing, weights, settings)
     z = weakref.ref(saved.z)
     empty_dx = HopperLayer.empty_dx
