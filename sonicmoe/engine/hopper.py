@@ -14,6 +14,7 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 from __future__ import annotations
 
 from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,7 @@ class HopperEngine(QuantisedEngine):
             if settings.frees_stagewise or saved.donated:
                 saved.z = None
             del z
-            of_factors = None
+            of_factors: Callable[[], tuple[Tensor | None, ...]] | None = None
             if weights.adapters is not None:
                 of_factors = partial(layer.adapter_gradients, x, operands, v, db)
             if of_factors is not None and apart and not saved.wants_weights:

@@ -212,7 +212,8 @@ class HopperLayer:
         if not self._settings.fp8_wgrad:
             rows, inner = self._routing.num_rows, self._prepared.inner
             sizes = (rows, 2 * inner), (rows, inner)
-            return Operands(*(empty(s, torch.bfloat16, self.device) for s in sizes), in_rows=True)
+            dz, y1s = (empty(size, torch.bfloat16, self.device) for size in sizes)
+            return Operands(dz, y1s, in_rows=True)
         dz = empty((bytes_of.dz,), torch.uint8, self.device) if keeps_dz else None
         return Operands(dz, empty((bytes_of.y1s,), torch.uint8, self.device))
 
