@@ -13,8 +13,8 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
