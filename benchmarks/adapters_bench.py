@@ -21,9 +21,8 @@ same layer trained whole, and beside peft alone. One layer, forward and backward
 | adapters | what the adapters add to the forward of frozen weights, in % |
 | error | the largest relative RMSE of a factor's gradient against fp32, in % |
 
-As in experts_bench, two untimed calls come before whatever is measured: the contestants have the same
-weights, another one may have dropped the codes that FP8 keeps of them, and the second backward from the
-same codes adds backward's order to them.
+As in experts_bench, an untimed call comes before whatever is measured: the contestants have the same
+weights, and another one may have dropped the codes that FP8 keeps of them.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class Contestant:
         """One round of each."""
         self.experts.train_weights(self.trains)
         for found, call in ((self.walls, self.call), (self.forwards, self.forward)):
-            for _ in range(2):
-                call()  # untimed: the codes of the weights may be gone
+            call()  # untimed: the codes of the weights may be gone
             wait(self.experts.device)
             begin = time.perf_counter()
             for _ in range(CALLS):
@@ -122,8 +120,7 @@ class Contestant:
     def figures(self) -> dict[str, float]:
         """Medians of the rounds, and what is measured once."""
         self.experts.train_weights(self.trains)
-        for _ in range(2):
-            self.call()  # as in `timed`
+        self.call()  # as in `timed`
         device = self.experts.device
         found = {"forward": statistics.median(self.forwards), "wall": statistics.median(self.walls)}
         found |= {"busy": busy_us(self.call, device), "peak": 0.0}

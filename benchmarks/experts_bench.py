@@ -99,11 +99,10 @@ class Contestant:
         self.module(experts.x, experts.ids, experts.probs).backward(experts.dout)
 
     def settle(self) -> None:
-        """Calls that nobody times: another contestant may have dropped the codes of the weights, and
-        the second backward from the same ones adds backward's order to them. A whole cycle of writes,
-        so that the calls behind it have as many writes as without it.
+        """Calls that nobody times: another contestant may have dropped the codes of the weights. A
+        whole cycle of writes, so that the calls behind it have as many writes as without it.
         """
-        for _ in range(max(2, CALLS_OF_WEIGHTS.get(self.mode, 2))):
+        for _ in range(CALLS_OF_WEIGHTS.get(self.mode, 1)):
             self.call()
 
     def timed(self) -> None:
