@@ -30,7 +30,7 @@ from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
 from .border import check_dout, check_forward, require_operands
 from .capabilities import HOPPER
-from .hopper_layer import NO_FACTORS, HopperLayer, Operands
+from .hopper_layer import NO_FACTORS, NO_OPERANDS, HopperLayer
 from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
@@ -129,7 +129,7 @@ class HopperEngine(QuantisedEngine):
             if of_factors is not None and apart and not saved.wants_weights:
                 # With their operands gone, these need no memory beside the rows of dx.
                 found = of_factors()
-                of_factors, operands, db = (lambda: found), Operands(), NO_FACTORS
+                of_factors, operands, db = (lambda: found), NO_OPERANDS, NO_FACTORS
             dx = tap("dx", layer.dgrad(dz_scratch, x, v) if dx is None else dx)
             # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
             of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout

@@ -62,14 +62,10 @@ class DgatedTokens(NamedTuple):
     row_scales: Tensor | None = None
 
 
-class Operands(NamedTuple):
-    """Memory of what wgrad reads, or None of what nobody will: transposed codes and scales in bytes, or
-    bf16 rows.
-    """
-
-    dz: Tensor | None = None
-    y1s: Tensor | None = None
-    in_rows: bool = False
+# Memory of what wgrad reads, dz and y1s, or None of what nobody will; and whether it is bf16 rows, not
+# transposed codes and scales in bytes. No class: a layer makes one in every backward.
+Operands = tuple[Tensor | None, Tensor | None, bool]
+NO_OPERANDS: Operands = (None, None, False)
 
 
 class HopperLayer:
@@ -207,15 +203,15 @@ class HopperLayer:
         adapters, bytes_of = self._weights.adapters, self.routed.bytes_of
         keeps_dz = wants_weights or _folds(self._settings)  # whose kernel writes both
         if not keeps_dz and (adapters is None or adapters.down is None):
-            return Operands()
+            return NO_OPERANDS
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
         if not self._settings.fp8_wgrad:
             rows, inner = self._routing.num_rows, self._prepared.inner
             sizes = (rows, 2 * inner), (rows, inner)
             dz, y1s = (empty(size, torch.bfloat16, self.device) for size in sizes)
-            return Operands(dz, y1s, in_rows=True)
+            return dz, y1s, True
         dz = empty((bytes_of.dz,), torch.uint8, self.device) if keeps_dz else None
-        return Operands(dz, empty((bytes_of.y1s,), torch.uint8, self.device))
+        return dz, empty((bytes_of.y1s,), torch.uint8, self.device), False
 
     def dgated(
         self,

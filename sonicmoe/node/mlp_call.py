@@ -200,15 +200,15 @@ class MlpCall(DifferentiableCall):
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], list[Tensor | None], Batch | None]:
         state, batch = self.state, None
         state.gradients.overwriting.begin(self.config.resolve().first_backward, self.parameters)
+        trains = any(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
-        if any(trained) and self.wgrad_offer is None:
+        if trains and self.wgrad_offer is None:
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
             batch = state.open(self.engine, self.settings, self.parameters, trained, like)
         biases = self.biases
         saved.wants_biases = biases is not None and any(biases.trained)
-        wants_later = self.wgrad_offer is not None
-        saved.wants_weights = any(trained) or saved.wants_biases or wants_later
+        saved.wants_weights = trains or saved.wants_biases or self.wgrad_offer is not None
         dx, dprobs, pending = self.engine.backward_dx(dout, saved, self._weights())
         # Before the weights', which may be put off, free operands, or be wanted by nobody.
         behind = () if biases is None else biases.gradients(self.engine, pending)

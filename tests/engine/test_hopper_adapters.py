@@ -98,7 +98,7 @@ def test_operands_of_gradients_go_before_the_rows_of_dx(monkeypatch):
 
     def operands(self, wants_weights):
         made = empty_operands(self, wants_weights)
-        held.append(weakref.ref(made.y1s))
+        held.append(weakref.ref(made[1]))
         return made
 
     monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
