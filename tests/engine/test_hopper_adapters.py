@@ -96,9 +96,8 @@ def test_operands_of_gradients_go_before_the_rows_of_dx(monkeypatch):
     wanted = run(case, OURS, FP8, adapters)
     empty_operands, empty_dx = HopperLayer.empty_operands, HopperLayer.empty_dx
 
-    def operands(self, wants_weights):
-        made = empty_operands(self, wants_weights)
-        held.append(weakref.ref(made[1]))
+    def operands(*given):
+        held.append(weakref.ref((made := empty_operands(*given))[1]))
         return made
 
     monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
