@@ -201,7 +201,8 @@ class HopperLayer:
     def empty_operands(self, wants_weights: bool) -> Operands:
         """Unwritten. wants_weights: whether gradients of weights will be asked for."""
         adapters, bytes_of = self._weights.adapters, self.routed.bytes_of
-        keeps_dz = wants_weights or _folds(self._settings)  # whose kernel writes both
+        # Kernels with scales that stay along K always write both.
+        keeps_dz = wants_weights or self._settings.is_steady
         if not keeps_dz and (adapters is None or adapters.down is None):
             return NO_OPERANDS
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.

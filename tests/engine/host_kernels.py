@@ -283,7 +283,8 @@ def gather_dgated_gemm(
 
 def gather_dgated_gemm_folded(*arguments):
     """The same as it is built for scales that stay along K."""
-    wide = arguments[19]
+    dz_t, y1s_t, wide = arguments[14], arguments[16], arguments[19]
+    assert dz_t is not None and y1s_t is not None  # the kernel refuses this
     gather_dgated_gemm(*arguments, folds=not wide)
 
 

@@ -80,12 +80,11 @@ def test_equal_the_reference_engine(mode, which, rank, dtype, biased):
     assert_close({name: got[name] for name in without}, without, 6e-3)
 
 
-@pytest.mark.parametrize(
-    "settings", [ROW128, replace(FP8, fp8_wgrad=False)], ids=["row128", "rows"]
-)
-def test_gradients_of_rows(settings):
+@pytest.mark.parametrize("settings", [ROW128, replace(FP8, fp8_wgrad=False)])
+@pytest.mark.parametrize("which", [("up", "down"), ("up",)], ids=str)
+def test_gradients_of_rows(settings, which):
     """Where operands of wgrad are folded, or not in FP8."""
-    case, adapters = Case(), adapters_of()
+    case, adapters = Case(), adapters_of(which)
     assert_close(
         run(case, OURS, settings, adapters), run(case, REFERENCE, settings, adapters), 8e-3
     )
