@@ -106,8 +106,9 @@ class HopperEngine(QuantisedEngine):
             z = layer.restored_z(x, saved)
             tokens = layer.dgated_tokens(x, dout)
             biases = layer.empty_biases() if saved.wants_biases else None
-            # Backward's order of one weight goes before that of the other is made. Where no gradient
-            # of a weight follows, z and the rows of dx are what takes the most memory.
+            # Two passes free memory in between: backward's order of one weight, before that of the
+            # other is made, or z. Where no gradient of a weight follows, z and the rows of dx take the
+            # most memory of a layer, so z goes first.
             apart = settings.frees_stagewise or not weights.two_orders
             apart |= saved.donated and not saved.wants_weights and layer.has_long_z
             dx = None if apart else layer.empty_dx(x)
@@ -127,7 +128,7 @@ class HopperEngine(QuantisedEngine):
             if weights.adapters is not None:
                 of_factors = partial(layer.adapter_gradients, x, operands, v, db)
             if of_factors is not None and apart and not saved.wants_weights:
-                # With their operands gone, these need no memory beside the rows of dx.
+                # Computed now, because their operands are then freed before the rows of dx come.
                 found = of_factors()
                 of_factors, operands, db = (lambda: found), NO_OPERANDS, NO_FACTORS
             dx = tap("dx", layer.dgrad(dz_scratch, x, v) if dx is None else dx)

@@ -45,7 +45,7 @@ def _with_rows(settings: EngineSettings) -> EngineSettings:
     return replace(settings, fp8_wgrad=False)
 
 
-LONG_Z = 1 << 24  # elements of 8 bits
+LONG_Z = 1 << 24  # elements, 16 MiB in 8 bits: from here on freeing z early pays
 NO_FACTORS: Mapping[str, Tensor | None] = dict.fromkeys(("d_up_b", "d_down_b", "parts"))
 
 
@@ -62,8 +62,9 @@ class DgatedTokens(NamedTuple):
     row_scales: Tensor | None = None
 
 
-# Memory of what wgrad reads, dz and y1s, or None of what nobody will; and whether it is bf16 rows, not
-# transposed codes and scales in bytes. No class: a layer makes one in every backward.
+# dz and y1s as wgrad reads them, each None where nobody will read it; and whether they are bf16 rows
+# instead of transposed codes with their scales. A plain tuple, because every backward makes one and
+# creating an object takes the host longer.
 Operands = tuple[Tensor | None, Tensor | None, bool]
 NO_OPERANDS: Operands = (None, None, False)
 
@@ -160,7 +161,9 @@ class HopperLayer:
 
     @property
     def has_long_z(self) -> bool:
-        """Whether to free z at once is worth two allocations more, in time of the host."""
+        """Whether z is so large that freeing it before dgrad is worth two more allocations, which take
+        the host's time.
+        """
         return self._routing.num_rows * 2 * self._prepared.inner >= LONG_Z
 
     def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:

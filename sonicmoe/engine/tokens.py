@@ -49,7 +49,7 @@ class Saved:
     it is recomputed.
     donated: nobody reads z after this backward, and its memory is the engine's from then on.
     wants_weights: whether anybody asks for the gradients of weights or biases afterwards.
-    wants_biases: for those of biases.
+    wants_biases: whether anybody asks for those of biases.
     projected: u of both projections beside each other, `[R, columns]` (`low_rank.py`); None without
         adapters.
     """

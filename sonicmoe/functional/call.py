@@ -268,9 +268,9 @@ def _differentiate(
 
 
 def _is_long(routing: RoutingMetadata, layer: ExpertParameters) -> bool:
-    """Whether dz `[R, N1]` takes so much of what dw2 `[E, H, I]` does that it should go first: a
-    sixteenth or more in FP8, an eighth in BF16. Of fewer tokens it takes next to nothing, and the host's
-    time for it would be seen.
+    """Whether dz `[R, N1]` is so large beside dw2 `[E, H, I]` that it should be freed before dw2's memory
+    is taken: a sixteenth of dw2 or more in FP8, an eighth in BF16. A smaller dz saves little memory, and
+    taking dw2's memory late costs the host time.
     """
     hidden = layer.native_shapes()[0][2]
     return 16 * routing.num_rows >= routing.num_experts * hidden

@@ -587,33 +587,29 @@ __device__ __forceinline__ void wait_for_all_copies_but_the_last() {
   asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-// Where sixteen bytes of a row of codes lie: lanes that load together then meet in no bank, neither
-// those of two rows and four units nor those of four rows and two.
+// The place of sixteen bytes (a unit) within a row of codes. It depends on the row, so that lanes which
+// load together use different banks: both where they load four units of two rows, and where they load
+// two units of four rows.
 __device__ __forceinline__ int swizzled(int row, int unit) {
   return unit ^ ((row & 1) << 2 | (row & 2) | (row >> 2 & 1));
 }
 
-// Two codes, in the lower or the upper half of a word, as fp16, which has every one of them; a NaN
-// stays one.
-template <bool kUpper>
-__device__ __forceinline__ uint32_t fp16_of_codes(uint32_t word) {
-  uint32_t pair;
-  if constexpr (kUpper)
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}"
-        : "=r"(pair) : "r"(word));
-  else
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}"
-        : "=r"(pair) : "r"(word));
-  return pair;
+// Four codes as fp16, which has the value of every code; a NaN stays one.
+__device__ __forceinline__ void fp16_of_codes(uint32_t word, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
 }
 
-// A unit is a power of two, by the exponent that fp32 has for the largest number that is to be
-// multiplied as fp16: it becomes one below 2^15, and numbers down to 2^-38 of it keep some bits.
+// Numbers are multiplied by a power of two before they become fp16. `unit` names it: the biased fp32
+// exponent of the largest of them, which then lies below 2^15. Numbers down to 2^-38 of the largest
+// keep some bits.
 constexpr int kLeastUnit = 15, kMostUnit = 254;
 __device__ __forceinline__ float into_unit(int unit) { return __uint_as_float((268 - unit) << 23); }
 __device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float((unit - 14) << 23); }
 
-// Numbers in shared memory by which warps tell one another what they have written there.
+// Warps write sums into shared memory for one another. They announce them by these counters.
 __device__ __forceinline__ int read_after(const int* number) {
   int value;
   asm volatile("ld.acquire.cta.shared.b32 %0, [%1];"
@@ -646,7 +642,8 @@ template <bool kGradient>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     multiply_chunks(const CodeRows rows, const ChunkWork work) {
   extern __shared__ __align__(128) uint8_t shared[];
-  // Of each memory of sums: how many warps have left theirs there, and how often they were added.
+  // For each of the memories of sums: how many times a warp has left its sums there, and how many
+  // times the last warp has added up those of all.
   __shared__ int s_left[kSumsInTurn], s_added[kSumsInTurn];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32, own = warp * kScaleBlock;
@@ -666,7 +663,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   };
   const auto load = [&](int64_t chunk, int own_token) {
     Chunk<kGradient>& to_fill = ring[(chunk - from) % kChunks];
-    // A row of the wide operand; of a row without a token any, which nobody reads.
+    // The row of the wide operand. A row without a token names row 0, from which nothing is copied.
     const uint32_t row = own_token < 0 ? 0
                          : rows.gathers ? own_token
                                         : static_cast<uint32_t>(chunk) * kChunkRows + lane % kChunkRows;
@@ -702,7 +699,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   float by_column[2][2];           // what the first product is to be multiplied by
   int expert = -1;
   int64_t until = 0;  // the rows of `expert` end
-  // What was summed of `expert`, and nothing is left.
+  // Writes what was summed of `expert`, and sets the sums to zero.
   const auto put_parts = [&] {
     float* out = work.parts + (static_cast<int64_t>(blockIdx.x) + expert) * rows.width * kFewColumns;
     const float by = out_of_unit(unit_of_total);
@@ -746,7 +743,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       largest = max(largest, __shfl_xor_sync(kFull, largest, 2));
       const int unit = min(max(static_cast<int>(largest >> 7), kLeastUnit), kMostUnit);
       into[n] = into_unit(unit);
-      // Of a factor that is not finite NaN comes out, which fp16 could hide.
+      // A factor that is not finite makes its column NaN, because fp16 could hide it.
       const float own_by = largest >= 0x7f80u ? __uint_as_float(0x7fffffffu) : out_of_unit(unit);
 #pragma unroll
       for (int c = 0; c < 2; ++c) by_column[n][c] = __shfl_sync(kFull, own_by, 4 * (2 * q + c));
@@ -818,8 +815,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          a[h] = fp16_of_codes<false>(words[h][k]), a[2 + h] = fp16_of_codes<true>(words[h][k]);
+        for (int h = 0; h < 2; ++h) fp16_of_codes(words[h][k], a[h], a[2 + h]);
         const uint4 b = factor[(4 * half + k) * 32 + lane];
         multiply_add<true>(part[0], a, b.x, b.y);
         multiply_add<true>(part[1], a, b.z, b.w);
@@ -903,8 +899,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         constexpr uint32_t kSelector[2] = {0x5140, 0x7362};
         const uint32_t first = __byte_perm(words[0][j / 2], words[1][j / 2], kSelector[j % 2]),
                        second = __byte_perm(words[2][j / 2], words[3][j / 2], kSelector[j % 2]);
-        const uint32_t a[4] = {fp16_of_codes<false>(first), fp16_of_codes<true>(first),
-                               fp16_of_codes<false>(second), fp16_of_codes<true>(second)};
+        uint32_t a[4];
+        fp16_of_codes(first, a[0], a[1]);
+        fp16_of_codes(second, a[2], a[3]);
 #pragma unroll
         for (int n = 0; n < 2; ++n) multiply_add<true>(total[4 * half + j][n], a, b[n][0], b[n][1]);
       }

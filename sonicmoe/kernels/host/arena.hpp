@@ -112,7 +112,7 @@ struct ForwardScratch : UpScratch {
 };
 
 // dgrad reads dz from here, so this scratch lives from dgated to dgrad.
-// no_scales: of operands of wgrad that nobody wants; the kernel writes scales all the same.
+// no_scales: the kernel writes scales also of operands of wgrad that nobody wants; they go here.
 struct DzScratch {
   Quantized dz;
   Matrix dprob_parts, no_scales;

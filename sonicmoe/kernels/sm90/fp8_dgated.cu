@@ -18,11 +18,12 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epi
 // block (dz_scale [R / 128, ceil(I / 128)]), dprob_parts fp32 [ceil(I / 256), R], whose sum over
 // its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R,
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
-// y1s_t_scale, both [ceil(I / 128), R / 128]. An operand of None is not written, but its scales are.
-// Built with STEADY_SCALES, and not `wide`, dz_t and
-// y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is [I / 64, R /
-// 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place in
-// `activation_names()`; first, second: its parameters in the order that stands there, else anything.
+// y1s_t_scale, both [ceil(I / 128), R / 128]. Where dz_t or y1s_t is None, only its scales are
+// written; with `wide` or STEADY_SCALES neither may be None. Built with STEADY_SCALES, and not
+// `wide`, dz_t and y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is
+// [I / 64, R / 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place
+// in `activation_names()`; first, second: its parameters in the order that stands there, else
+// anything.
 // Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token,
