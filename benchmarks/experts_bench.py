@@ -17,7 +17,7 @@ and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `
 
 | figure | what |
 |---|---|
-| wall | microseconds of a call in rows of eight behind untimed calls, median of the rounds, in which the contestants take turns |
+| wall | microseconds of a call, in rows of eight behind untimed calls: median of rounds, taken in turns |
 | host | microseconds until the host had launched one of five calls that follow a synchronisation, median |
 | busy | microseconds of a call in which the GPU ran anything, from the profiler, behind untimed calls |
 | peak | MiB of a call above what lies there before it: weights, and in FP8 their codes |
@@ -26,10 +26,10 @@ and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `
 Each round repeats the burst of `host` ten times in a row, because a training step runs the same
 code for every layer. The first burst of a round does not count.
 
-The untimed calls of a turn are as many as have the same weights. They come first because all
-contestants share one set of weights, and BF16 drops the codes that FP8 keeps of it. So the first FP8
-call of a turn takes memory for the codes and quantises anew. That costs milliseconds of the host,
-which nobody pays who stays with one implementation.
+A turn begins with untimed calls, one for every call that shares its weights with the first. All
+contestants share one set of weights, and BF16 drops the codes that FP8 keeps of it, so the first FP8
+call of a turn takes memory for the codes and quantises anew. That takes milliseconds of the host. A
+user who stays with one implementation does not pay for it.
 
 `six` are torch's six bare grouped_mm of a layer, on rows that are gathered already. `node` is
 SonicMoEMlpNode in FP8, which adds weight gradients to fp32 `main_grad`; three rows have it. An EP8
