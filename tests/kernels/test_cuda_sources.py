@@ -167,10 +167,10 @@ WANTED = {
     # Index; sums of rows and of columns for two dtypes each.
     "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
     # Of rows as bf16, fp16 and codes: {8, 16, 32, 64} columns of the factor, codes up to 32; the same
-    # of gradients, also of transposed codes; two sums of shares; codes times few columns, two ways;
-    # factors of three dtypes into two, five ways.
+    # of gradients of both kinds of codes, of values {16, 64}; two sums of shares; codes times few
+    # columns, two ways; factors of three dtypes into two, five ways.
     "low_rank": Wanted(
-        61, "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
+        57, "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
     ),
     "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
     # Of tokens as values and as codes, with db2 and without; blocks of dz; sums of experts. Two CTAs

@@ -15,168 +15,15 @@
 #include <type_traits>
 
 #include "../host/border.hpp"
-#include "quantize.cuh"
+#include "code_products.cuh"
+#include "narrow_operands.cuh"
 #include "rows_of_experts.cuh"
+#include "value_gradients.cuh"
 
 namespace sonicmoe {
 namespace {
 
 using tvm::ffi::Optional;
-
-constexpr int kMostColumns = 64;  // of a narrow operand that one CTA takes; wider ones go to several
-constexpr int kBlock = kRowAlignment;
-constexpr unsigned kFull = 0xffffffffu;
-
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <bool kFp16>
-__device__ __forceinline__ uint32_t half_pair(float low, float high) {
-  if constexpr (kFp16) {
-    const __half2 halves = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(halves);
-  } else {
-    return bf16_pair(low, high);
-  }
-}
-// The two codes that prmt's `selector` spreads over the upper bytes, as bf16; a NaN becomes 480. By
-// bits, because conversions run at a quarter of the rate: a code's exponent and mantissa are those of
-// the bf16 number 2^120 times smaller, subnormals included.
-template <int selector>
-__device__ __forceinline__ uint32_t bf16_of_codes(uint32_t word) {
-  const uint32_t spread = __byte_perm(word, 0, selector);
-  uint32_t pair = (spread & 0x7f007f00u) >> 4 | (spread & 0x80008000u);
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80u));  // 2^120
-  return pair;
-}
-// Four codes, and in the highest bit of each byte of `nan` whether one was a NaN.
-__device__ __forceinline__ void bf16_of_codes(uint32_t word, uint32_t& low, uint32_t& high,
-                                              uint32_t& nan) {
-  low = bf16_of_codes<0x1404>(word), high = bf16_of_codes<0x3424>(word);
-  nan |= (word & 0x7f7f7f7fu) + 0x01010101u;
-}
-constexpr uint32_t kNanBits = 0x80808080u;
-
-// D[16,8] += A[16,16] B[8,16]^T. With g = lane / 4 and q = lane % 4, a thread has of A rows g and
-// g + 8 at K 2q, 2q + 1 (a[0], a[1]) and 8 further (a[2], a[3]), of B row g at the same places, of D
-// rows g and g + 8 at columns 2q, 2q + 1.
-template <bool kFp16>
-__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-#define SONICMOE_MMA(type)                                                                        \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type                                      \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"             \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                   \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-  if constexpr (kFp16)
-    SONICMOE_MMA("f16.f16");
-  else
-    SONICMOE_MMA("bf16.bf16");
-#undef SONICMOE_MMA
-}
-
-// 16, or 8, bytes that no kernel writes now; zeros where they are not wanted. Without a branch, so that
-// a thread has many loads under way.
-__device__ __forceinline__ uint4 load_if(bool wanted, const void* address) {
-  uint4 v;
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(int(wanted)));
-  return v;
-}
-__device__ __forceinline__ uint2 load_8_if(bool wanted, const void* address) {
-  uint2 v;
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n}"
-      : "=&r"(v.x), "=&r"(v.y)
-      : "l"(address), "r"(int(wanted)));
-  return v;
-}
-
-// The rows of a wide operand. A thread loads `kChunk` neighbouring columns, 16 bytes, and makes pairs of
-// 16-bit values of them; or eight, as `Eight`. `gathers`: a row is that of its token.
-template <bool kHalf>
-struct HalfRows {
-  static constexpr bool kFp16 = kHalf, kScaled = false;
-  static constexpr int kChunk = 8;
-  const uint8_t* data;
-  int width;
-  bool gathers;
-  using Eight = uint4;
-  __device__ __forceinline__ uint4 load(bool wanted, int64_t row, int column) const {
-    return load_if(wanted, data + 2 * (row * width + column));
-  }
-  __device__ __forceinline__ Eight load_8(bool wanted, int64_t row, int column) const {
-    return load(wanted, row, column);
-  }
-  __device__ static __forceinline__ void unpack(const uint4& v, uint32_t (&to)[4], uint32_t&) {
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-  }
-  __device__ static __forceinline__ void unpack_8(const Eight& v, uint32_t (&to)[4],
-                                                  uint32_t (&nan)[2]) {
-    unpack(v, to, nan[0]);
-  }
-  __device__ __forceinline__ float scale(int64_t, int) const { return 1.f; }
-};
-struct CodeRows {
-  static constexpr bool kFp16 = false, kScaled = true;
-  static constexpr int kChunk = 16;
-  const uint8_t* data;
-  int width;
-  bool gathers;
-  const float* scales;
-  int log2_rows, log2_columns;  // of a block that shares a scale; columns are 128 or 256
-  using Eight = uint2;
-  __device__ __forceinline__ uint4 load(bool wanted, int64_t row, int column) const {
-    return load_if(wanted, data + row * width + column);
-  }
-  __device__ __forceinline__ Eight load_8(bool wanted, int64_t row, int column) const {
-    return load_8_if(wanted, data + row * width + column);
-  }
-  __device__ static __forceinline__ void unpack(const uint4& v, uint32_t (&to)[8], uint32_t& nan) {
-    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bf16_of_codes(word[i], to[2 * i], to[2 * i + 1], nan);
-  }
-  __device__ static __forceinline__ void unpack_8(const Eight& v, uint32_t (&to)[4],
-                                                  uint32_t (&nan)[2]) {
-    bf16_of_codes(v.x, to[0], to[1], nan[0]);
-    bf16_of_codes(v.y, to[2], to[3], nan[1]);
-  }
-  __device__ __forceinline__ float scale(int64_t row, int column) const {
-    const int columns = (width + (1 << log2_columns) - 1) >> log2_columns;
-    return scales[(row >> log2_rows) * columns + (column >> log2_columns)];
-  }
-};
-// Codes [columns, rows] with a scale for 128 x 128, as operands of wgrad lie.
-struct TransposedCodes {
-  static constexpr bool kFp16 = false, kScaled = true;
-  const uint8_t* data;
-  int64_t rows;
-  const float* scales;
-  __device__ __forceinline__ uint2 load_8(bool wanted, int64_t first_row, int column) const {
-    return load_8_if(wanted, data + column * rows + first_row);
-  }
-  __device__ static __forceinline__ void unpack_8(const uint2& v, uint32_t (&to)[4],
-                                                  uint32_t& nan) {
-    bf16_of_codes(v.x, to[0], to[1], nan);
-    bf16_of_codes(v.y, to[2], to[3], nan);
-  }
-  __device__ __forceinline__ float scale(int64_t row, int column) const {
-    return scales[column / kScaleBlock * (rows / kBlock) + row / kBlock];
-  }
-};
-
-template <class Wide>
-__host__ __device__ __forceinline__ bool gathers_rows(const Wide& wide) {
-  if constexpr (std::is_same_v<Wide, TransposedCodes>)
-    return false;
-  else
-    return wide.gathers;
-}
 
 struct NarrowWork {
   const int32_t* row_token;
@@ -305,23 +152,12 @@ __global__ void __launch_bounds__(32 * kRowWarps)
     }
 }
 
-struct GradientWork {
-  const int32_t* row_token;
-  const int64_t* padded_offsets;
-  const uint16_t* narrow;  // [R, width]
-  const float* row_prob;   // [R], or nullptr: 1
-  float* out;              // of expert e, column c of the wide operand and n of the narrow one:
-  int64_t step, wide_step, narrow_step, split_step;  // out[e step + c wide_step + n narrow_step]
-  int64_t rows;
-  int experts, width, rank, wide, splits;
-};
-
-constexpr int kGradientWarps = 8, kColumnsOfCta = 128, kColumnsOfWarp = 64;
+constexpr int kGradientWarps = 8, kColumnsOfWarp = 64;
 constexpr int kRowGroups = kGradientWarps * kColumnsOfWarp / kColumnsOfCta,
               kRowsOfGroup = kBlock / kRowGroups;
 constexpr int kPitch = kBlock + 8;  // of the transposed narrow operand: no two lanes share a bank
 
-// out += narrow[rows of an expert]^T * wide[rows of an expert]. A CTA takes 128 columns of the wide
+// out += narrow[rows of an expert]^T * codes[rows of an expert]. A CTA takes 128 columns of the wide
 // operand, 8 kTiles of the narrow one, and a share of an expert's blocks of rows; its warps 64 of the
 // columns and every fourth of a block's rows.
 template <class Wide, int kTiles>
@@ -336,20 +172,12 @@ __global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
   __shared__ int s_token[2][kBlock];
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
   const int half = warp % 2, group = warp / 2;
-  // Gathered rows are read by many experts: all of these take the same columns at a time, which stay in
-  // the cache. Rows in order are read once, and all their columns at a time.
-  const bool gathers = gathers_rows(wide);
-  const int expert = gathers ? blockIdx.x : blockIdx.y, split = blockIdx.z % work.splits,
-            first = blockIdx.z / work.splits * kMostColumns;
-  const int cta_column = (gathers ? blockIdx.y : blockIdx.x) * kColumnsOfCta,
+  const GradientShare share(work, gathers_rows(wide));
+  const int expert = share.expert, split = share.split, first = share.first, cta_column = share.column,
             column = cta_column + half * kColumnsOfWarp;
-  const auto clamped = [&](int64_t offset) { return min(offset, work.rows) / kBlock; };
-  const int64_t from = clamped(work.padded_offsets[expert]),
-                blocks = max(clamped(work.padded_offsets[expert + 1]) - from, int64_t(0)),
-                begin = from + blocks * split / work.splits,
-                end = from + blocks * (split + 1) / work.splits;
+  const int64_t begin = share.begin, end = share.end;
   float total[4][kTiles][4] = {};
-  // Of codes, in this thread's rows of its columns: of the eight beside each other, or of each.
+  // In this thread's rows of its columns: of the eight beside each other, or of each.
   uint32_t nan[2] = {}, nan_of[4][2] = {};
   // A block's narrow rows, transposed, times what belongs to them: a probability, and the scale of
   // the codes, which are the same in all columns of this CTA. This waits for loads, so those of the
@@ -365,27 +193,13 @@ __global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
       const uint4 v = load_if(first + 8 * part < work.width,
                               work.narrow + row * work.width + first + 8 * part);
       float by = work.row_prob != nullptr ? work.row_prob[row] : 1.f;
-      if constexpr (Wide::kScaled) {
-        int64_t of_scale = row;
-        if constexpr (!kTransposed) of_scale = wide.gathers ? max(token, 0) : row;
-        by *= wide.scale(of_scale, cta_column);
-      }
+      int64_t of_scale = row;
+      if constexpr (!kTransposed) of_scale = wide.gathers ? max(token, 0) : row;
+      by *= wide.scale(of_scale, cta_column);
       const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t pair = word[k];
-        if (Wide::kScaled || work.row_prob != nullptr) {
-          if constexpr (Wide::kFp16) {
-            const __half2 scaled = __floats2half2_rn(
-                by * __half2float(__ushort_as_half(static_cast<unsigned short>(pair))),
-                by * __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16))));
-            pair = reinterpret_cast<const uint32_t&>(scaled);
-          } else {
-            pair = bf16_pair(by * __uint_as_float(pair << 16),
-                             by * __uint_as_float(pair & 0xffff0000u));
-          }
-        }
-        pair = token < 0 ? 0 : pair;
+        const uint32_t pair = token < 0 ? 0 : scaled_pair<false>(word[k], by);
         s.narrow[buffer][8 * part + 2 * k][r] = static_cast<uint16_t>(pair);
         s.narrow[buffer][8 * part + 2 * k + 1][r] = static_cast<uint16_t>(pair >> 16);
       }
@@ -426,7 +240,7 @@ __global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
         }
       }
     } else {
-      typename Wide::Eight packed[kSteps][4];
+      uint2 packed[kSteps][4];
       const bool inside = column + 8 * g < work.wide;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
@@ -456,8 +270,8 @@ __global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             const uint16_t* b = &s.narrow[buffer][8 * n + g][row];
-            multiply_add<Wide::kFp16>(total[j][n], a, *reinterpret_cast<const uint32_t*>(b),
-                                      *reinterpret_cast<const uint32_t*>(b + 8));
+            multiply_add<false>(total[j][n], a, *reinterpret_cast<const uint32_t*>(b),
+                                *reinterpret_cast<const uint32_t*>(b + 8));
           }
         }
       }
@@ -472,14 +286,11 @@ __global__ void __launch_bounds__(32 * kGradientWarps, kTiles <= 2 ? 2 : 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int c = half * kColumnsOfWarp + (kTransposed ? 16 * j + 8 * h + g : 8 * g + 2 * j + h);
-        float spoilt = 0.f;  // or a NaN
-        if constexpr (Wide::kScaled) {
-          uint32_t any = kTransposed ? nan_of[j][h] & kNanBits
-                                     : nan[j / 2] >> (8 * (2 * (j % 2) + h)) & 0x80u;
-          any |= __shfl_xor_sync(kFull, any, 1);
-          any |= __shfl_xor_sync(kFull, any, 2);
-          spoilt = any != 0 ? __uint_as_float(0x7fffffffu) : 0.f;
-        }
+        uint32_t any = kTransposed ? nan_of[j][h] & kNanBits
+                                   : nan[j / 2] >> (8 * (2 * (j % 2) + h)) & 0x80u;
+        any |= __shfl_xor_sync(kFull, any, 1);
+        any |= __shfl_xor_sync(kFull, any, 2);
+        const float spoilt = any != 0 ? __uint_as_float(0x7fffffffu) : 0.f;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -517,451 +328,6 @@ __global__ void __launch_bounds__(256) add_splits(const SplitWork work) {
   const int place = static_cast<int>(i - expert * matrix);
   work.out[expert * work.strides[0] + place / work.columns * work.strides[1] +
            place % work.columns * work.strides[2]] = sum;
-}
-
-// ---- both products of rows of codes with up to 16 columns, each code read once ----
-
-// A warp has 128 columns, of which sixteen rows at a time come into shared memory, two chunks ahead. It
-// multiplies them with its part of the factor, whose sums the last warp of a chunk adds in the order of
-// the warps, and sums their products with the rows of another narrow operand in registers until the
-// expert changes. A CTA has an even share of all rows; what it sums of an expert waits in `parts` for
-// `settle_parts`. Warps meet nowhere: one waits for another only where that is two chunks behind.
-constexpr int kChunkRows = 16, kChunks = 3, kMostWarps = 16, kFewColumns = 16, kSumsInTurn = 2;
-constexpr int kMostOfRow = kMostWarps * kScaleBlock, kSumsOfWarp = kChunkRows * kFewColumns;
-
-struct ChunkWork {
-  const int32_t* row_token;
-  const int64_t* padded_offsets;
-  const uint16_t* factor;  // [E, width, K]
-  uint16_t* out;           // [R, width]: by * rows * factor^T
-  const uint16_t* narrow;  // [R, width], and what a row's is multiplied by, or nullptr: 1
-  const float* row_prob;
-  float* parts;  // [CTAs + E, K, 16]: of CTA i and expert e at i + e
-  int64_t chunks;
-  int experts, width;
-  float by;
-};
-
-// A warp's chunk: 128 columns of codes, their scales, and what belongs to the rows.
-template <bool kGradient>
-struct alignas(128) Chunk {
-  uint8_t codes[kChunkRows][kScaleBlock];
-  float scales[kChunkRows];
-  float prob[kGradient ? kChunkRows : 0];
-  uint16_t narrow[kGradient ? kChunkRows * kFewColumns : 0];
-};
-
-// A CTA's shared memory, of as many warps as its rows have blocks of 128 columns.
-template <bool kGradient>
-struct ChunkMemory {
-  uint4* factor;            // of each warp [128 / 16, 32]
-  Chunk<kGradient>* ring;   // of each warp kChunks
-  float* sums;              // [kSumsInTurn, warps, rows, columns]
-  __device__ __forceinline__ ChunkMemory(uint8_t* memory, int warps) {
-    factor = reinterpret_cast<uint4*>(memory);
-    ring = reinterpret_cast<Chunk<kGradient>*>(factor + warps * kScaleBlock / 16 * 32);
-    sums = reinterpret_cast<float*>(ring + warps * kChunks);
-  }
-  static int bytes(int warps) {
-    return warps * static_cast<int>(kScaleBlock / 16 * 32 * sizeof(uint4) +
-                                    kChunks * sizeof(Chunk<kGradient>) +
-                                    kSumsInTurn * kSumsOfWarp * sizeof(float));
-  }
-};
-
-// Bytes into shared memory, later; zeros where they are not wanted. kShared: other warps read the same.
-template <int kBytes, bool kShared = kBytes < 16>
-__device__ __forceinline__ void copy_later(void* to, const void* from, bool wanted) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kShared)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
-                 "n"(kBytes), "r"(wanted ? kBytes : 0)
-                 : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
-                 "n"(kBytes), "r"(wanted ? kBytes : 0)
-                 : "memory");
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_all_copies_but_the_last() {
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-}
-
-// The place of sixteen bytes (a unit) within a row of codes. It depends on the row, so that lanes which
-// load together use different banks: both where they load four units of two rows, and where they load
-// two units of four rows.
-__device__ __forceinline__ int swizzled(int row, int unit) {
-  return unit ^ ((row & 1) << 2 | (row & 2) | (row >> 2 & 1));
-}
-
-// Four codes as fp16, which has the value of every code; a NaN stays one.
-__device__ __forceinline__ void fp16_of_codes(uint32_t word, uint32_t& low, uint32_t& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(word));
-}
-
-// Numbers are multiplied by a power of two before they become fp16. `unit` names it: the biased fp32
-// exponent of the largest of them, which then lies below 2^15. Numbers down to 2^-38 of the largest
-// keep some bits.
-constexpr int kLeastUnit = 15, kMostUnit = 254;
-__device__ __forceinline__ float into_unit(int unit) { return __uint_as_float((268 - unit) << 23); }
-__device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float((unit - 14) << 23); }
-
-// Warps write sums into shared memory for one another. They announce them by these counters.
-__device__ __forceinline__ int read_after(const int* number) {
-  int value;
-  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];"
-               : "=r"(value)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(number)))
-               : "memory");
-  return value;
-}
-__device__ __forceinline__ int count_up(int* number) {
-  int before;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(number)))
-               : "memory");
-  return before + 1;
-}
-__device__ __forceinline__ void write_before(int* number, int value) {
-  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(number))),
-               "r"(value)
-               : "memory");
-}
-
-// The share of a CTA, in chunks.
-__device__ __forceinline__ int64_t first_chunk(int64_t chunks, int cta, int ctas) {
-  return chunks * cta / ctas;
-}
-
-template <bool kGradient>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
-    multiply_chunks(const CodeRows rows, const ChunkWork work) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  // For each of the memories of sums: how many times a warp has left its sums there, and how many
-  // times the last warp has added up those of all.
-  __shared__ int s_left[kSumsInTurn], s_added[kSumsInTurn];
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
-  const int warps = blockDim.x / 32, own = warp * kScaleBlock;
-  const ChunkMemory<kGradient> memory(shared, warps);
-  uint4* factor = memory.factor + warp * (kScaleBlock / 16) * 32;
-  Chunk<kGradient>* ring = memory.ring + warp * kChunks;
-  const int64_t from = first_chunk(work.chunks, blockIdx.x, gridDim.x),
-                to = first_chunk(work.chunks, blockIdx.x + 1, gridDim.x);
-  if (threadIdx.x < kSumsInTurn) s_left[threadIdx.x] = s_added[threadIdx.x] = 0;
-  __syncthreads();
-
-  const uint32_t scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns,
-                 scale_column = own >> rows.log2_columns, units_of_row = rows.width / 16;
-  // The token of row `lane` % 16 of a chunk.
-  const auto token_of = [&](int64_t chunk) {
-    return chunk < to ? work.row_token[chunk * kChunkRows + lane % kChunkRows] : -1;
-  };
-  const auto load = [&](int64_t chunk, int own_token) {
-    Chunk<kGradient>& to_fill = ring[(chunk - from) % kChunks];
-    // The row of the wide operand. A row without a token names row 0, from which nothing is copied.
-    const uint32_t row = own_token < 0 ? 0
-                         : rows.gathers ? own_token
-                                        : static_cast<uint32_t>(chunk) * kChunkRows + lane % kChunkRows;
-    const uint32_t has_token = __ballot_sync(kFull, own_token >= 0);
-    const int unit = lane % 8;
-    const bool inside = own + 16 * unit < rows.width;
-    const uint32_t first = row * units_of_row;
-#pragma unroll
-    for (int i = 0; i < kChunkRows / 4; ++i) {
-      const int r = 4 * i + lane / 8;
-      const uint32_t at = __shfl_sync(kFull, first, r) + (inside ? own / 16 + unit : 0);
-      copy_later<16>(&to_fill.codes[r][16 * swizzled(r, unit)],
-                     rows.data + static_cast<uint64_t>(at) * 16, inside && has_token >> r & 1);
-    }
-    if (lane < kChunkRows)
-      copy_later<4>(&to_fill.scales[lane],
-                    rows.scales + (row >> rows.log2_rows) * scales_of_row + scale_column,
-                    own_token >= 0);
-    if constexpr (kGradient) {
-      const int r = work.width == 8 ? lane : lane / 2;
-      if (r < kChunkRows)
-        copy_later<16, true>(&to_fill.narrow[8 * lane],
-                             work.narrow + chunk * kChunkRows * work.width + 8 * lane,
-                             has_token >> r & 1);
-      if (work.row_prob != nullptr && lane < kChunkRows)
-        copy_later<4>(&to_fill.prob[lane], work.row_prob + chunk * kChunkRows + lane,
-                      own_token >= 0);
-    }
-  };
-
-  float total[8][2][4] = {};
-  int unit_of_total = kLeastUnit;  // of the narrow rows that it was summed of
-  float by_column[2][2];           // what the first product is to be multiplied by
-  int expert = -1;
-  int64_t until = 0;  // the rows of `expert` end
-  // Writes what was summed of `expert`, and sets the sums to zero.
-  const auto put_parts = [&] {
-    float* out = work.parts + (static_cast<int64_t>(blockIdx.x) + expert) * rows.width * kFewColumns;
-    const float by = out_of_unit(unit_of_total);
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int column = own + 64 * (j / 4) + 8 * g + 2 * (j % 4) + h;
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          if (column < rows.width)
-            *reinterpret_cast<float2*>(out + column * kFewColumns + 8 * n + 2 * q) =
-                make_float2(by * total[j][n][2 * h], by * total[j][n][2 * h + 1]);
-          total[j][n][2 * h] = total[j][n][2 * h + 1] = 0.f;
-        }
-      }
-    unit_of_total = kLeastUnit;
-  };
-  // This warp's part of the factor of `expert`, as the fragments of the first product lie, for rows g
-  // and g + 8: in fp16, every row in a unit of its own. A lane reads what it wrote.
-  const auto load_factor = [&] {
-    const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
-    uint32_t top[2] = {};
-#pragma unroll
-    for (int k = 0; k < kScaleBlock / 16; ++k) {
-      const int column = own + 64 * (k / 4) + 16 * q + 4 * (k % 4);
-      uint2 v[2];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        v[n] = load_8_if(column < rows.width && 8 * n + g < work.width,
-                         source + (8 * n + g) * static_cast<int64_t>(rows.width) + column);
-        top[n] = __vmaxu2(top[n], __vmaxu2(v[n].x & 0x7fff7fffu, v[n].y & 0x7fff7fffu));
-      }
-      factor[k * 32 + lane] = make_uint4(v[0].x, v[0].y, v[1].x, v[1].y);
-    }
-    float into[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t largest = max(top[n] & 0xffffu, top[n] >> 16);
-      largest = max(largest, __shfl_xor_sync(kFull, largest, 1));
-      largest = max(largest, __shfl_xor_sync(kFull, largest, 2));
-      const int unit = min(max(static_cast<int>(largest >> 7), kLeastUnit), kMostUnit);
-      into[n] = into_unit(unit);
-      // A factor that is not finite makes its column NaN, because fp16 could hide it.
-      const float own_by = largest >= 0x7f80u ? __uint_as_float(0x7fffffffu) : out_of_unit(unit);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) by_column[n][c] = __shfl_sync(kFull, own_by, 4 * (2 * q + c));
-    }
-    const auto in_unit = [](uint32_t pair, float by) {
-      return half_pair<true>(by * __uint_as_float(pair << 16),
-                             by * __uint_as_float(pair & 0xffff0000u));
-    };
-#pragma unroll
-    for (int k = 0; k < kScaleBlock / 16; ++k) {
-      const uint4 v = factor[k * 32 + lane];
-      factor[k * 32 + lane] = make_uint4(in_unit(v.x, into[0]), in_unit(v.y, into[0]),
-                                         in_unit(v.z, into[1]), in_unit(v.w, into[1]));
-    }
-  };
-  // Four columns of two rows a lane, over all warps.
-  const auto put_sums = [&](int64_t chunk, const float* of_chunk) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int r = 8 * i + lane / 4, column = 4 * (lane % 4);
-      const float* of_row = of_chunk + r * kFewColumns + (column ^ (r >> 1 & 1) << 3);
-      float4 sum = {};
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) {
-        const float4 part = *reinterpret_cast<const float4*>(of_row + w * kSumsOfWarp);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
-      if (column < work.width)
-        *reinterpret_cast<uint2*>(work.out + (chunk * kChunkRows + r) * work.width + column) =
-            make_uint2(bf16_pair(work.by * sum.x, work.by * sum.y),
-                       bf16_pair(work.by * sum.z, work.by * sum.w));
-    }
-  };
-
-  load(from, token_of(from));
-  end_of_copies();
-  if (from + 1 < to) load(from + 1, token_of(from + 1));
-  end_of_copies();
-  int next_token = token_of(from + 2);
-  for (int64_t chunk = from; chunk < to; ++chunk) {
-    const int number = static_cast<int>(chunk - from);
-    wait_for_all_copies_but_the_last();
-    __syncwarp();  // the other lanes' have landed too, and nobody reads the chunk before this one
-    if (chunk + 2 < to) load(chunk + 2, next_token);
-    end_of_copies();
-    next_token = token_of(chunk + 3);
-    if (chunk * kChunkRows >= until) {
-      const int next = expert_of(work.padded_offsets, work.experts, chunk * kChunkRows);
-      if constexpr (kGradient) {
-        if (expert >= 0) put_parts();
-      }
-      expert = next;
-      until = next + 1 < work.experts ? work.padded_offsets[next + 1] : work.chunks * kChunkRows;
-      load_factor();
-    }
-    const Chunk<kGradient>& s = ring[number % kChunks];
-    float part[2][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[2][4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = g + 8 * h;
-        const uint4 v =
-            *reinterpret_cast<const uint4*>(&s.codes[r][16 * swizzled(r, 4 * half + q)]);
-        words[h][0] = v.x, words[h][1] = v.y, words[h][2] = v.z, words[h][3] = v.w;
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        uint32_t a[4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) fp16_of_codes(words[h][k], a[h], a[2 + h]);
-        const uint4 b = factor[(4 * half + k) * 32 + lane];
-        multiply_add<true>(part[0], a, b.x, b.y);
-        multiply_add<true>(part[1], a, b.z, b.w);
-      }
-    }
-    const int turn = number % kSumsInTurn, turns = number / kSumsInTurn;
-    float* of_chunk = memory.sums + turn * warps * kSumsOfWarp;
-    while (read_after(&s_added[turn]) < turns) __nanosleep(20);
-    __syncwarp();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = g + 8 * h;
-      const float scale = s.scales[r];
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        *reinterpret_cast<float2*>(of_chunk + warp * kSumsOfWarp + r * kFewColumns +
-                                   ((8 * n + 2 * q) ^ (r >> 1 & 1) << 3)) =
-            make_float2(scale * (part[n][2 * h] * by_column[n][0]),
-                        scale * (part[n][2 * h + 1] * by_column[n][1]));
-    }
-    __syncwarp();
-    const int left = lane == 0 ? count_up(&s_left[turn]) : 0;
-    if (__shfl_sync(kFull, left, 0) == warps * (turns + 1)) {
-      __syncwarp();
-      put_sums(chunk, of_chunk);
-      __syncwarp();
-      if (lane == 0) write_before(&s_added[turn], turns + 1);
-    }
-    if constexpr (!kGradient) continue;
-
-    // The second: of rows q, q + 4, q + 8 and q + 12. All of a row without a token is zeros. Columns
-    // behind the width are those of other rows, and nobody reads their sums.
-    float thin[2][4];
-    uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = q + 4 * i;
-      float by = s.scales[r];
-      if (work.row_prob != nullptr) by *= s.prob[r];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const bool wanted = n == 0 || work.width > 8;
-        const uint32_t bits = wanted ? s.narrow[r * work.width + 8 * n + g] : 0;
-        thin[n][i] = by * __uint_as_float(bits << 16);
-        const uint32_t size = __float_as_uint(thin[n][i]) & 0x7fffffffu;
-        top = max(top, size < 0x7f800000u ? size : 0);  // NaN and infinity need no unit
-      }
-    }
-    // Sums are kept in the unit of the largest narrow rows so far.
-    const int unit = static_cast<int>(__reduce_max_sync(kFull, top >> 23));
-    if (unit > unit_of_total) {
-      const float by = __uint_as_float(max(127 + unit_of_total - unit, 0) << 23);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) total[j][n][i] *= by;
-      unit_of_total = unit;
-    }
-    const float into = into_unit(unit_of_total);
-    uint32_t b[2][2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        b[n][i] = half_pair<true>(into * thin[n][2 * i], into * thin[n][2 * i + 1]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[4][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = q + 4 * i;
-        const uint2 v = *reinterpret_cast<const uint2*>(
-            &s.codes[r][16 * swizzled(r, 4 * half + g / 2) + 8 * (g % 2)]);
-        words[i][0] = v.x, words[i][1] = v.y;
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        // Columns 8 g + 2 j and 8 g + 2 j + 1, each of two rows.
-        constexpr uint32_t kSelector[2] = {0x5140, 0x7362};
-        const uint32_t first = __byte_perm(words[0][j / 2], words[1][j / 2], kSelector[j % 2]),
-                       second = __byte_perm(words[2][j / 2], words[3][j / 2], kSelector[j % 2]);
-        uint32_t a[4];
-        fp16_of_codes(first, a[0], a[1]);
-        fp16_of_codes(second, a[2], a[3]);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) multiply_add<true>(total[4 * half + j][n], a, b[n][0], b[n][1]);
-      }
-    }
-  }
-  if constexpr (kGradient) {
-    if (expert >= 0) put_parts();
-  }
-}
-
-// out[e, c, n] of any strides: the parts of every expert, in the order of the CTAs.
-struct SettleWork {
-  const int64_t* padded_offsets;
-  const float* parts;
-  float* out;
-  int64_t step, wide_step, narrow_step, chunks;
-  int experts, wide, rank, ctas;
-};
-constexpr int kSettleTile = 32, kSettleLanes = 8;
-
-__global__ void __launch_bounds__(kSettleTile* kSettleLanes) settle_parts(const SettleWork work) {
-  __shared__ float tile[kSettleTile][kSettleTile + 1];
-  __shared__ int s_first[kSettleTile], s_last[kSettleTile];
-  const int lane = threadIdx.x % kSettleTile, first = threadIdx.x / kSettleTile;
-  const int place = static_cast<int>(blockIdx.x) * kSettleTile + lane;  // c and n of the parts
-  const int expert0 = static_cast<int>(blockIdx.y) * kSettleTile;
-  if (threadIdx.x < kSettleTile) {
-    const int expert = expert0 + lane;
-    int cta = 0, last = -1;
-    if (expert < work.experts) {
-      const auto chunk = [&](int e) { return min(work.padded_offsets[e] / kChunkRows, work.chunks); };
-      const int64_t begin = chunk(expert), end = chunk(expert + 1);
-      if (begin < end) {
-        cta = static_cast<int>(begin * work.ctas / work.chunks);
-        while (first_chunk(work.chunks, cta + 1, work.ctas) <= begin) ++cta;
-        last = cta;
-        while (last + 1 < work.ctas && first_chunk(work.chunks, last + 1, work.ctas) < end) ++last;
-      }
-    }
-    s_first[lane] = cta, s_last[lane] = last;
-  }
-  __syncthreads();
-  const int64_t step = static_cast<int64_t>(work.wide) * kFewColumns;
-  const bool by_experts = work.step == 1;
-  const auto put = [&](int expert, int at, float sum) {
-    const int c = at / kFewColumns, n = at % kFewColumns;
-    if (expert < work.experts && c < work.wide && n < work.rank)
-      work.out[expert * work.step + c * work.wide_step + n * work.narrow_step] = sum;
-  };
-  for (int i = first; i < kSettleTile; i += kSettleLanes) {
-    float sum = 0.f;
-    if (place < step)
-      for (int cta = s_first[i]; cta <= s_last[i]; ++cta)
-        sum += work.parts[(static_cast<int64_t>(cta) + expert0 + i) * step + place];
-    by_experts ? void(tile[i][lane] = sum) : put(expert0 + i, place, sum);
-  }
-  if (!by_experts) return;
-  __syncthreads();
-  for (int i = first; i < kSettleTile; i += kSettleLanes)
-    put(expert0 + lane, static_cast<int>(blockIdx.x) * kSettleTile + i, tile[lane][i]);
 }
 
 // A factor [E, rows, columns] of any strides, as GEMMs read it: contiguous 16-bit values, with zeros in
@@ -1153,7 +519,7 @@ float* checked_strided(const TensorView& tensor, DLDevice device) {
   return reinterpret_cast<float*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
 }
 
-bool fits_chunks(int64_t wide, int64_t width) {
+bool fits_tiles(int64_t wide, int64_t width) {
   return wide <= kMostOfRow && width <= kFewColumns;
 }
 
@@ -1166,19 +532,15 @@ int multiprocessors() {
 
 // With at most `most` CTAs, all of them resident. How many there were.
 template <bool kGradient>
-int launch_chunks(const CodeRows& rows, const ChunkWork& work, int64_t most, int64_t stream) {
-  const int warps = static_cast<int>(ceil_div(rows.width, kScaleBlock)), threads = 32 * warps;
-  const int bytes = ChunkMemory<kGradient>::bytes(warps);
-  const auto kernel = multiply_chunks<kGradient>;
+int launch_tiles(const CodeRows& rows, const TileWork& work, int64_t most, int64_t stream) {
+  const int blocks = static_cast<int>(ceil_div(rows.width, kScaleBlock));
+  const int threads = 2 * kGroup + (kGradient ? static_cast<int>(ceil_div(blocks, 4)) * kGroup : 0);
+  const int bytes = TileMemory::bytes(blocks);
+  const auto kernel = multiply_tiles<kGradient>;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  int per_sm = 1;
-  if (!kGradient)  // else there would be more parts
-    TVM_FFI_CHECK_CUDA_ERROR(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, bytes));
-  const int ctas = static_cast<int>(std::min<int64_t>(
-      {most, work.chunks, int64_t(multiprocessors()) * std::max(per_sm, 1)}));
-  multiply_chunks<kGradient><<<ctas, threads, bytes, as_stream(stream)>>>(rows, work);
+  const int ctas = static_cast<int>(std::min<int64_t>({most, work.tiles, multiprocessors()}));
+  kernel<<<ctas, threads, bytes, as_stream(stream)>>>(rows, work);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   return ctas;
 }
@@ -1209,13 +571,13 @@ void narrow_rows(TensorView rows, Optional<TensorView> scale, bool gathers, Tens
   with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
     using Rows = std::decay_t<decltype(from)>;
     if constexpr (Rows::kScaled) {
-      if (fits_chunks(from.width, width)) {
-        ChunkWork chunks{};
-        chunks.row_token = work.row_token, chunks.padded_offsets = work.padded_offsets;
-        chunks.factor = work.factor, chunks.out = work.out, chunks.by = work.by;
-        chunks.chunks = r.rows / kChunkRows;
-        chunks.experts = work.experts, chunks.width = work.width;
-        launch_chunks<false>(from, chunks, chunks.chunks, stream);
+      if (fits_tiles(from.width, width)) {
+        TileWork tiles{};
+        tiles.row_token = work.row_token, tiles.padded_offsets = work.padded_offsets;
+        tiles.factor = work.factor, tiles.out = work.out, tiles.by = work.by;
+        tiles.tiles = r.rows / kTileRows;
+        tiles.experts = work.experts, tiles.width = work.width;
+        launch_tiles<false>(from, tiles, tiles.tiles, stream);
         return;
       }
     }
@@ -1260,14 +622,25 @@ void launch_gradient(const Wide& wide, GradientWork work, const RowsOfExperts& r
     work.out = parts, work.split_step = elements, work.step = elements / r.experts;
     work.wide_step = wide_first ? columns : 1, work.narrow_step = wide_first ? 1 : columns;
   }
-  with_tiles(work.width, [&](auto tiles) {
-    dim3 ctas(static_cast<unsigned>(ceil_div(work.wide, kColumnsOfCta)),
-              static_cast<unsigned>(r.experts),
-              static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
-    if (gathers_rows(wide)) std::swap(ctas.x, ctas.y);
-    sum_gradients<Wide, tiles.value>
-        <<<ctas, 32 * kGradientWarps, 0, as_stream(stream)>>>(wide, work);
-  });
+  dim3 ctas(static_cast<unsigned>(ceil_div(work.wide, kColumnsOfCta)),
+            static_cast<unsigned>(r.experts),
+            static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
+  if (gathers_rows(wide)) std::swap(ctas.x, ctas.y);
+  const auto launch_values = [&](auto narrow) {
+    const auto kernel = sum_values<Wide::kFp16, narrow.value>;
+    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ValueMemory::bytes()));
+    kernel<<<ctas, 2 * kGroup, ValueMemory::bytes(), as_stream(stream)>>>(wide, work);
+  };
+  if constexpr (Wide::kScaled)
+    with_tiles(work.width, [&](auto tiles) {
+      sum_gradients<Wide, tiles.value>
+          <<<ctas, 32 * kGradientWarps, 0, as_stream(stream)>>>(wide, work);
+    });
+  else if (work.width <= 16)
+    launch_values(std::integral_constant<int, 16>());
+  else
+    launch_values(std::integral_constant<int, kMostColumns>());
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   if (work.splits == 1) return;
   add_splits<<<static_cast<unsigned>(ceil_div(elements, 256)), 256, 0, as_stream(stream)>>>(sums);
@@ -1326,7 +699,7 @@ void narrow_gradient(TensorView rows, Optional<TensorView> scale, bool gathers, 
 
 // Elements of `parts` that `narrow_both` needs.
 int64_t parts_of_both(int64_t rows, int64_t experts, int64_t wide, int64_t width, int64_t rank) {
-  if (!fits_chunks(wide, width)) return gradient_parts(rows, experts, wide, width, rank);
+  if (!fits_tiles(wide, width)) return gradient_parts(rows, experts, wide, width, rank);
   return (multiprocessors() + experts) * wide * kFewColumns;
 }
 
@@ -1350,7 +723,7 @@ void narrow_both(TensorView rows, TensorView scale, bool gathers, TensorView fac
     TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
     return;
   }
-  if (!fits_chunks(wide, width)) {
+  if (!fits_tiles(wide, width)) {
     narrow_rows(rows, scale, gathers, factor, row_token, padded_offsets, out, by, stream);
     narrow_gradient(rows, scale, gathers, false, narrow, row_prob, row_token, padded_offsets, true,
                     parts, gradient, stream);
@@ -1366,7 +739,7 @@ void narrow_both(TensorView rows, TensorView scale, bool gathers, TensorView fac
                  gradient.size(2) <= width && checked_width(narrow, width) == width)
       << "gradient must be [E, N, rank]";
   if (r.experts == 0 || wide == 0) return;
-  ChunkWork work{};
+  TileWork work{};
   work.row_token = r.row_token, work.padded_offsets = r.padded_offsets;
   work.factor = checked_half(factor, "factor", r.device, factor.numel());
   work.out = const_cast<uint16_t*>(checked_half(out, "out", r.device, r.rows * width));
@@ -1378,23 +751,23 @@ void narrow_both(TensorView rows, TensorView scale, bool gathers, TensorView fac
   TVM_FFI_ICHECK(most > 0) << "parts has " << parts.value().numel() << " elements; needed: "
                            << (1 + r.experts) * step << " or more";
   work.parts = aligned_16(checked_f32(parts.value(), "parts", r.device, 0), "parts");
-  work.chunks = r.rows / kChunkRows, work.by = static_cast<float>(by);
+  work.tiles = r.rows / kTileRows, work.by = static_cast<float>(by);
   work.experts = static_cast<int>(r.experts), work.width = static_cast<int>(width);
   SettleWork settle{};
   settle.padded_offsets = r.padded_offsets, settle.parts = work.parts;
   settle.out = checked_strided(gradient, r.device);
   settle.step = gradient.stride(0), settle.wide_step = gradient.stride(1);
-  settle.narrow_step = gradient.stride(2), settle.chunks = work.chunks;
+  settle.narrow_step = gradient.stride(2), settle.tiles = work.tiles;
   settle.experts = work.experts, settle.wide = static_cast<int>(wide);
   settle.rank = static_cast<int>(gradient.size(2));
   tvm::ffi::CUDADeviceGuard guard(r.device.device_id);
   with_rows(rows, scale, gathers, r.device, [&](const auto& from) {
     if constexpr (std::decay_t<decltype(from)>::kScaled)
-      settle.ctas = launch_chunks<true>(from, work, most, stream);
+      settle.ctas = launch_tiles<true>(from, work, most, stream);
   });
-  const dim3 tiles(static_cast<unsigned>(ceil_div(step, kSettleTile)),
-                   static_cast<unsigned>(ceil_div(r.experts, kSettleTile)));
-  settle_parts<<<tiles, kSettleTile * kSettleLanes, 0, as_stream(stream)>>>(settle);
+  const dim3 tiles(static_cast<unsigned>(ceil_div(step, kSettlePlaces)),
+                   static_cast<unsigned>(ceil_div(r.experts, kSettleExperts)));
+  settle_parts<<<tiles, 32 * kSettleWarps, 0, as_stream(stream)>>>(settle);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 

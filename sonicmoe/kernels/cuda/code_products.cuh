@@ -1,0 +1,562 @@
+// Codes times a factor of up to 16 columns, and in the same reading the gradient of another factor:
+// what narrow products read of codes, they read once.
+//
+// A CTA has an even share of all rows, whichever expert has them, in tiles of 64 rows. A warpgroup of
+// producers copies 64 rows x 128 columns of codes at a time into a ring of stages. Two parts of the CTA
+// read each stage:
+//
+// * One warpgroup multiplies it with the factor, by WGMMA on the codes as they lie. The factor is two
+//   e4m3 terms there, a number and 16 times what rounding took from it, which are as exact as bf16.
+// * Of the gradient's warps, that which has these 128 columns multiplies its rows with those of a
+//   narrow operand, and keeps the sums in registers until the expert changes. What a CTA sums of an
+//   expert waits in `parts` for `settle_parts`.
+//
+// Everything is added in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "../sm90/ptx.cuh"
+#include "narrow_operands.cuh"
+#include "rows_of_experts.cuh"
+
+namespace sonicmoe {
+namespace {
+
+constexpr int kTileRows = 64, kStagesOfCodes = 16, kFewColumns = 16;
+constexpr int kMostBlocks = 16, kMostOfRow = kMostBlocks * kScaleBlock;  // of 128 columns
+constexpr int kStageBytes = kTileRows * kScaleBlock, kFactorBytes = 2 * kFewColumns * kScaleBlock;
+constexpr int kNarrowTiles = 3, kGroup = 128;
+
+struct TileWork {
+  const int32_t* row_token;
+  const int64_t* padded_offsets;
+  const uint16_t* factor;  // [E, width, K]
+  uint16_t* out;           // [R, width]: by * rows * factor^T
+  const uint16_t* narrow;  // [R, width], and what a row's is multiplied by, or nullptr: 1
+  const float* row_prob;
+  float* parts;  // [CTAs + E, K, 16]: of CTA i and expert e at i + e
+  int64_t tiles;
+  int experts, width;
+  float by;
+};
+
+// A CTA's shared memory. Behind it lies the factor: for every 128 columns of codes 32 rows of 128
+// bytes, the first terms of 16 columns and then the second ones, with the 128-byte swizzle.
+struct alignas(1024) TileMemory {
+  uint8_t codes[kStagesOfCodes][kStageBytes];  // with the 128-byte swizzle
+  float scales[kStagesOfCodes][kTileRows];
+  uint16_t narrow[kNarrowTiles][kTileRows * kFewColumns];
+  float prob[kNarrowTiles][kTileRows];
+  float by_row[kMostBlocks][kTileRows];      // of a gradient's warp: what its narrow rows are multiplied by
+  float by_column[kMostBlocks][kFewColumns];  // what products with the factor are multiplied by
+  uint64_t full[kStagesOfCodes], empty[kStagesOfCodes];
+  uint64_t narrow_full[kNarrowTiles], narrow_empty[kNarrowTiles];
+  static int bytes(int blocks) {  // and what aligning it takes
+    return static_cast<int>(sizeof(TileMemory)) + blocks * kFactorBytes + 1024;
+  }
+};
+
+// A place in a ring of `kCount`.
+template <int kCount>
+struct Turn {
+  int place = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int by = 1) {
+    place += by;
+    if (place >= kCount) place -= kCount, phase ^= 1;
+  }
+};
+
+// The share of a CTA, in tiles.
+__device__ __forceinline__ int64_t first_tile(int64_t tiles, int cta, int ctas) {
+  return tiles * cta / ctas;
+}
+
+// The expert of a CTA's tiles, one after the other.
+struct ExpertOfTile {
+  const TileWork& work;
+  int expert = -1;
+  int64_t until = 0;  // the rows of `expert` end
+  // Whether this tile's expert is another one than that of the tile before.
+  __device__ __forceinline__ bool changes(int64_t tile) {
+    const int64_t row = tile * kTileRows;
+    if (row < until) return false;
+    if (expert < 0) expert = expert_of(work.padded_offsets, work.experts, row);
+    // The rows behind the last expert's count as its own; they have no tokens.
+    for (;; ++expert) {
+      until = expert + 1 < work.experts ? work.padded_offsets[expert + 1] : INT64_MAX;
+      if (row < until) return true;
+    }
+  }
+};
+
+// Four bytes into shared memory, later; zeros where they are not wanted.
+__device__ __forceinline__ void copy_4(float* to, const float* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(sm90::smem_address(to)), "l"(from),
+               "r"(wanted ? 4 : 0)
+               : "memory");
+}
+
+// D[64,32] (+)= A[64,32] B[32,32]^T of e4m3
+__device__ __forceinline__ void multiply_codes_by_factor(float (&d)[16], uint64_t a, uint64_t b,
+                                                         int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+        "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+template <bool kGradient>
+__device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
+                                           int64_t from, int64_t to) {
+  const int thread = threadIdx.x, unit = thread % 8, own_row = thread / 8;
+  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const uint32_t units_of_row = rows.width / 16;
+  const uint32_t scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns;
+  // Within a stage, of this thread's first row; its others are 16 rows apart.
+  const int place = own_row * kScaleBlock + ((unit ^ (own_row & 7)) << 4);
+  const auto token_of = [&](int64_t tile, int row) {
+    return tile < to ? work.row_token[tile * kTileRows + row] : -1;
+  };
+  int next[4], next_of_scale;
+  const auto load_tokens = [&](int64_t tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) next[i] = token_of(tile, own_row + 16 * i);
+    next_of_scale = token_of(tile, thread % kTileRows);
+  };
+  load_tokens(from);
+  Turn<kStagesOfCodes> stage;
+  Turn<kNarrowTiles> of_narrow;
+  for (int64_t tile = from; tile < to; ++tile) {
+    const int64_t row0 = tile * kTileRows;
+    uint32_t source[4], has_token = 0;  // in units of 16 bytes
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t row = rows.gathers ? max(next[i], 0) : static_cast<uint32_t>(row0) + own_row + 16 * i;
+      source[i] = row * units_of_row + (unit < units_of_row ? unit : 0);
+      has_token |= static_cast<uint32_t>(next[i] >= 0) << i;
+    }
+    const bool scale_wanted = next_of_scale >= 0 && thread < kTileRows;
+    const uint32_t row_of_scale = rows.gathers ? max(next_of_scale, 0)
+                                               : static_cast<uint32_t>(row0) + thread % kTileRows;
+    const float* scale = rows.scales + (row_of_scale >> rows.log2_rows) * scales_of_row;
+    if constexpr (kGradient) {
+      sm90::barrier_wait(&s.narrow_empty[of_narrow.place], of_narrow.phase ^ 1);
+      const int row = thread / 2, half = thread % 2;
+      const bool wanted = work.row_token[row0 + row] >= 0 && 8 * half < work.width;
+      sm90::cp_async_16(sm90::smem_address(&s.narrow[of_narrow.place][8 * thread]),
+                        wanted ? work.narrow + (row0 + row) * work.width + 8 * half : work.narrow, wanted);
+      if (work.row_prob != nullptr && thread < kTileRows)
+        copy_4(&s.prob[of_narrow.place][thread], work.row_prob + row0 + thread, scale_wanted);
+      sm90::cp_async_arrive(&s.narrow_full[of_narrow.place]);
+      of_narrow.advance();
+    }
+    load_tokens(tile + 1);
+    for (int block = 0; block < blocks; ++block) {
+      sm90::barrier_wait(&s.empty[stage.place], stage.phase ^ 1);
+      const bool inside = 8 * block + unit < units_of_row;
+      const uint32_t at = sm90::smem_address(s.codes[stage.place]) + place;
+      const uint8_t* codes = rows.data + (inside ? block * kScaleBlock : 0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sm90::cp_async_16(at + i * 16 * kScaleBlock, codes + static_cast<uint64_t>(source[i]) * 16,
+                          inside && has_token >> i & 1);
+      if (thread < kTileRows)
+        copy_4(&s.scales[stage.place][thread],
+               scale + (block * kScaleBlock >> rows.log2_columns), scale_wanted);
+      sm90::cp_async_arrive(&s.full[stage.place]);
+      stage.advance();
+    }
+  }
+}
+
+// A warp's blocks of 128 columns of the factor of `expert`, as two e4m3 terms: every column of every
+// block in a unit of its own, a power of two that brings its largest number into [128, 256).
+__device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork& work, TileMemory& s,
+                                            uint8_t* factor, int expert, int warp, int lane) {
+  constexpr int kLeastUnit = 8, kMostUnit = 254;
+  const int unit = lane % 16, blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
+  for (int part = 2 * warp; part < 2 * blocks; part += part % 2 == 0 ? 1 : 7) {  // half a block's columns
+    const int block = part / 2, column = block * kScaleBlock + 8 * unit;
+    uint4 v[4];  // of two columns of the factor, half a warp each
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = part % 2 * 8 + 2 * i + lane / 16;
+      const bool wanted = n < work.width && column < rows.width;
+      v[i] = load_if(wanted, wanted ? source + n * static_cast<int64_t>(rows.width) + column : source);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = part % 2 * 8 + 2 * i + lane / 16;
+      const uint32_t word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+      uint32_t top = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) top = __vmaxu2(top, word[k] & 0x7fff7fffu);
+      top = max(top & 0xffffu, top >> 16);
+#pragma unroll
+      for (int apart = 8; apart > 0; apart /= 2) top = max(top, __shfl_xor_sync(kFull, top, apart));
+      const int exponent = min(max(static_cast<int>(top >> 7), kLeastUnit), kMostUnit);
+      const float into = __uint_as_float((261 - exponent) << 23);
+      float number[8];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        number[2 * k] = into * __uint_as_float(word[k] << 16);
+        number[2 * k + 1] = into * __uint_as_float(word[k] & 0xffff0000u);
+      }
+      uint32_t first[2], second[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float* x = number + 4 * k;
+        first[k] = e4m3x4(x[0], x[1], x[2], x[3]);
+        uint32_t low, high;
+        fp16_of_codes(first[k], low, high);
+        const float2 a = __half22float2(reinterpret_cast<const __half2&>(low)),
+                     b = __half22float2(reinterpret_cast<const __half2&>(high));
+        second[k] = e4m3x4(16.f * (x[0] - a.x), 16.f * (x[1] - a.y), 16.f * (x[2] - b.x),
+                           16.f * (x[3] - b.y));
+      }
+      const uint32_t at = sm90::smem_address(factor) + block * kFactorBytes + n * kScaleBlock +
+                          ((unit / 2 ^ (n & 7)) << 4) + 8 * (unit % 2);
+      sm90::store_shared_8(at, first[0], first[1]);
+      sm90::store_shared_8(at + kFewColumns * kScaleBlock, second[0], second[1]);
+      // A factor that is not finite makes its column NaN: codes have no infinity.
+      if (unit == 0)
+        s.by_column[block][n] = top >= 0x7f80u ? __uint_as_float(0x7fffffffu)
+                                               : __uint_as_float((exponent - 7) << 23);
+    }
+  }
+}
+
+// out of a CTA's tiles, by one warpgroup. It waits for kAtOnce stages before it multiplies: fences and
+// the way through the tensor cores take longer than the products of one stage.
+template <int kAtOnce>
+__device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const TileWork& work,
+                                                   TileMemory& s, uint8_t* factor, int64_t from,
+                                                   int64_t to) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, q = lane % 4;
+  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const uint64_t of_factor = sm90::matrix_descriptor(sm90::smem_address(factor));
+  const auto meet = [] { sm90::named_barrier_sync(1, kGroup); };
+  ExpertOfTile current{work};
+  Turn<kStagesOfCodes> stage;
+  for (int64_t tile = from; tile < to; ++tile) {
+    if (current.changes(tile)) {
+      meet();  // nobody reads the last factor any more
+      load_factor(rows, work, s, factor, current.expert, warp, lane);
+      sm90::fence_async_proxy();
+      meet();
+    }
+    float total[2][4] = {};
+    for (int first = 0; first < blocks; first += kAtOnce) {
+      float product[kAtOnce][16];
+      for (int i = 0; i < kAtOnce && first + i < blocks; ++i) {
+        Turn<kStagesOfCodes> behind = stage;
+        behind.advance(i);
+        sm90::barrier_wait(&s.full[behind.place], behind.phase);
+      }
+      sm90::fence_async_proxy();  // ordinary copies wrote the codes
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
+      sm90::wgmma_fence();
+      Turn<kStagesOfCodes> behind = stage;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        // Behind the last block the first of these is multiplied again, and nobody reads that: a
+        // condition here would make WGMMA wait between products.
+        const int own = first + i < blocks ? i : 0, place = own == i ? behind.place : stage.place;
+        const uint64_t a = sm90::matrix_descriptor(sm90::smem_address(s.codes[place])),
+                       b = of_factor + (first + own) * (kFactorBytes >> 4);
+#pragma unroll
+        for (int k = 0; k < kScaleBlock / 32; ++k)
+          multiply_codes_by_factor(product[i], a + 2 * k, b + 2 * k, k != 0);
+        behind.advance();
+      }
+      sm90::wgmma_commit();
+      sm90::wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= blocks) break;
+        float scale[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[h] = s.scales[stage.place][16 * warp + g + 8 * h];
+        __syncwarp();
+        if (lane == 0) sm90::barrier_arrive(&s.empty[stage.place]);
+        stage.advance();
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float2 by = *reinterpret_cast<const float2*>(&s.by_column[first + i][8 * n + 2 * q]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              const int at = 4 * n + 2 * h + c;
+              total[n][2 * h + c] += scale[h] * ((c == 0 ? by.x : by.y) *
+                                                 (product[i][at] + product[i][8 + at] / 16.f));
+            }
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = tile * kTileRows + 16 * warp + g + 8 * h;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (8 * n < work.width)
+          *reinterpret_cast<uint32_t*>(work.out + row * work.width + 8 * n + 2 * q) =
+              bf16_pair(work.by * total[n][2 * h], work.by * total[n][2 * h + 1]);
+    }
+  }
+}
+
+// Numbers are multiplied by a power of two before they become fp16. `unit` names it: the biased fp32
+// exponent of the largest of them, which then lies below 2^15. Numbers down to 2^-38 of the largest
+// keep some bits.
+constexpr int kLeastUnit = 15;
+__device__ __forceinline__ float into_unit(int unit) { return __uint_as_float((268 - unit) << 23); }
+__device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float((unit - 14) << 23); }
+
+// The gradient of a CTA's tiles, in 128 columns of one warp.
+__device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
+                                          int block, int64_t from, int64_t to) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  float total[8][2][4] = {};
+  int unit_of_total = kLeastUnit;  // of the narrow rows that it was summed of
+  ExpertOfTile current{work};
+  // Writes what was summed of the expert, and sets the sums to zero.
+  const auto put_parts = [&] {
+    float* out = work.parts +
+                 (static_cast<int64_t>(blockIdx.x) + current.expert) * rows.width * kFewColumns;
+    const float by = out_of_unit(unit_of_total);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int column = block * kScaleBlock + 64 * (j / 4) + 8 * g + 2 * (j % 4) + h;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if (column < rows.width)
+            *reinterpret_cast<float2*>(out + column * kFewColumns + 8 * n + 2 * q) =
+                make_float2(by * total[j][n][2 * h], by * total[j][n][2 * h + 1]);
+          total[j][n][2 * h] = total[j][n][2 * h + 1] = 0.f;
+        }
+      }
+    unit_of_total = kLeastUnit;
+  };
+  // Where a thread's eight codes of row 2 q of sixteen begin, in the left half of the columns. In row
+  // 2 q + 1 they are at the next 128 bytes, and 16 bytes further or nearer.
+  const int even = 2 * q * kScaleBlock + ((g / 2 ^ 2 * q) << 4) + 8 * (g % 2);
+  // Of four matrices of 8 x 8: the left two of 16 rows, then the right two.
+  const int of_narrow_row = lane % 16 * kFewColumns + lane / 16 * 8;
+  Turn<kStagesOfCodes> stage{block};
+  Turn<kNarrowTiles> of_narrow;
+  for (int64_t tile = from; tile < to; ++tile) {
+    if (tile * kTileRows >= current.until) {
+      if (current.expert >= 0) put_parts();
+      current.changes(tile);
+    }
+    sm90::barrier_wait(&s.narrow_full[of_narrow.place], of_narrow.phase);
+    sm90::barrier_wait(&s.full[stage.place], stage.phase);
+    const uint16_t* narrow = s.narrow[of_narrow.place];
+    uint32_t top = 0;
+    float by[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane + 32 * i;
+      by[i] = s.scales[stage.place][row];
+      if (work.row_prob != nullptr) by[i] *= s.prob[of_narrow.place][row];
+      s.by_row[block][row] = by[i];
+      const uint4* of_row = reinterpret_cast<const uint4*>(narrow + row * kFewColumns);
+      const uint4 left = of_row[0], right = of_row[1];
+      const uint32_t word[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
+      uint32_t largest = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) largest = __vmaxu2(largest, word[k] & 0x7fff7fffu);
+      largest = max(largest & 0xffffu, largest >> 16);
+      if (largest >= 0x7f80u) {  // NaN and infinity need no unit
+        largest = 0;
+#pragma unroll 1
+        for (int k = 0; k < kFewColumns; ++k) {
+          const uint32_t bits = narrow[row * kFewColumns + k] & 0x7fffu;
+          largest = max(largest, bits < 0x7f80u ? bits : 0);
+        }
+      }
+      const uint32_t size = __float_as_uint(by[i] * __uint_as_float(largest << 16)) & 0x7fffffffu;
+      top = max(top, size < 0x7f800000u ? size : 0);
+    }
+    // Sums are kept in the unit of the largest narrow rows so far.
+    const int unit = static_cast<int>(__reduce_max_sync(kFull, top >> 23));
+    if (unit > unit_of_total) {
+      const float down = __uint_as_float(max(127 + unit_of_total - unit, 0) << 23);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[j][n][i] *= down;
+      unit_of_total = unit;
+    }
+    const float into = into_unit(unit_of_total);
+    __syncwarp();
+    const uint32_t codes = sm90::smem_address(s.codes[stage.place]);
+#pragma unroll 1
+    for (int step = 0; step < kTileRows / 16; ++step) {
+      uint32_t thin[4], b[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(thin[0]), "=r"(thin[1]), "=r"(thin[2]), "=r"(thin[3])
+                   : "r"(sm90::smem_address(narrow + step * 16 * kFewColumns + of_narrow_row))
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // rows 2 q and 2 q + 1, and those behind the next eight
+        const float2 of_rows =
+            *reinterpret_cast<const float2*>(&s.by_row[block][16 * step + 8 * i + 2 * q]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t pair = thin[2 * n + i];
+          b[2 * n + i] = half_pair<true>(into * (of_rows.x * __uint_as_float(pair << 16)),
+                                         into * (of_rows.y * __uint_as_float(pair & 0xffff0000u)));
+        }
+      }
+      const uint32_t of_step = codes + step * 16 * kScaleBlock;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t at = of_step + (even ^ 64 * half), odd = of_step + ((even ^ 64 * half) ^ 16) + kScaleBlock;
+        const uint2 rows_of[4] = {sm90::load_shared_8(at), sm90::load_shared_8(odd),
+                                  sm90::load_shared_8(at + 8 * kScaleBlock),
+                                  sm90::load_shared_8(odd + 8 * kScaleBlock)};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // Columns 8 g + 2 j and 8 g + 2 j + 1, each of two rows.
+          constexpr uint32_t kSelector[2] = {0x5140, 0x7362};
+          const auto pick = [&](int row) {
+            const uint32_t one = j < 2 ? rows_of[row].x : rows_of[row].y,
+                           other = j < 2 ? rows_of[row + 1].x : rows_of[row + 1].y;
+            return __byte_perm(one, other, kSelector[j % 2]);
+          };
+          uint32_t a[4];
+          fp16_of_codes(pick(0), a[0], a[1]);
+          fp16_of_codes(pick(2), a[2], a[3]);
+#pragma unroll
+          for (int n = 0; n < 2; ++n)
+            multiply_add<true>(total[4 * half + j][n], a, b[2 * n], b[2 * n + 1]);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      sm90::barrier_arrive(&s.empty[stage.place]);
+      sm90::barrier_arrive(&s.narrow_empty[of_narrow.place]);
+    }
+    stage.advance(blocks);
+    of_narrow.advance();
+  }
+  if (current.expert >= 0) put_parts();
+}
+
+// Threads of a CTA: producers, those of the first product, and a warp for each block of columns of the
+// gradient, in whole warpgroups.
+template <bool kGradient>
+constexpr int kMostTileThreads = 2 * kGroup + (kGradient ? 32 * kMostBlocks : 0);
+
+template <bool kGradient>
+__global__ void __launch_bounds__(kMostTileThreads<kGradient>, 1)
+    multiply_tiles(const CodeRows rows, const TileWork work) {
+  extern __shared__ uint8_t shared[];
+  TileMemory& s = *reinterpret_cast<TileMemory*>(shared + (-sm90::smem_address(shared) & 1023));
+  uint8_t* factor = reinterpret_cast<uint8_t*>(&s + 1);
+  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock, group = threadIdx.x / kGroup;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStagesOfCodes; ++i) {
+      sm90::barrier_init(&s.full[i], kGroup);
+      sm90::barrier_init(&s.empty[i], 4 + kGradient);
+    }
+    for (int i = 0; i < kNarrowTiles; ++i) {
+      sm90::barrier_init(&s.narrow_full[i], kGroup);
+      sm90::barrier_init(&s.narrow_empty[i], blocks);
+    }
+    sm90::barrier_init_fence();
+  }
+  __syncthreads();
+  const int64_t from = first_tile(work.tiles, blockIdx.x, gridDim.x),
+                to = first_tile(work.tiles, blockIdx.x + 1, gridDim.x);
+  if (group == 0) {
+    if constexpr (kGradient) sm90::registers_lower<32>();
+    copy_tiles<kGradient>(rows, work, s, from, to);
+  } else if (group == 1) {
+    if constexpr (kGradient) sm90::registers_lower<64>();
+    multiply_by_factor<kGradient ? 2 : 4>(rows, work, s, factor, from, to);
+  } else if constexpr (kGradient) {
+    sm90::registers_raise<96>();
+    const int block = threadIdx.x / 32 - 8;
+    if (block < blocks) sum_tiles(rows, work, s, block, from, to);
+  }
+}
+
+// out[e, c, n] of any strides: the parts of every expert, in the order of the CTAs.
+struct SettleWork {
+  const int64_t* padded_offsets;
+  const float* parts;
+  float* out;
+  int64_t step, wide_step, narrow_step, tiles;
+  int experts, wide, rank, ctas;
+};
+constexpr int kSettleExperts = 32, kSettlePlaces = 128, kSettleWarps = 8;
+
+__global__ void __launch_bounds__(32 * kSettleWarps) settle_parts(const SettleWork work) {
+  __shared__ float tile[kSettleExperts][kSettlePlaces + 1];
+  __shared__ int s_first[kSettleExperts], s_last[kSettleExperts];
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32;
+  const int place0 = static_cast<int>(blockIdx.x) * kSettlePlaces;  // c and n of the parts
+  const int expert0 = static_cast<int>(blockIdx.y) * kSettleExperts;
+  if (threadIdx.x < kSettleExperts) {
+    const int expert = expert0 + lane;
+    int cta = 0, last = -1;
+    if (expert < work.experts) {
+      const auto tile_of = [&](int e) { return min(work.padded_offsets[e] / kTileRows, work.tiles); };
+      const int64_t begin = tile_of(expert), end = tile_of(expert + 1);
+      if (begin < end) {
+        cta = static_cast<int>(begin * work.ctas / work.tiles);
+        while (first_tile(work.tiles, cta + 1, work.ctas) <= begin) ++cta;
+        last = cta;
+        while (last + 1 < work.ctas && first_tile(work.tiles, last + 1, work.ctas) < end) ++last;
+      }
+    }
+    s_first[lane] = cta, s_last[lane] = last;
+  }
+  __syncthreads();
+  const int64_t step = static_cast<int64_t>(work.wide) * kFewColumns;  // a multiple of 256
+  const bool by_experts = work.step == 1;
+  const auto put = [&](int expert, int place, float sum) {
+    const int c = place / kFewColumns, n = place % kFewColumns;
+    if (expert < work.experts && c < work.wide && n < work.rank)
+      work.out[expert * work.step + c * work.wide_step + n * work.narrow_step] = sum;
+  };
+  for (int i = first; i < kSettleExperts; i += kSettleWarps) {
+    const int place = place0 + 4 * lane;
+    float4 sum = {};
+    if (place < step)
+      for (int cta = s_first[i]; cta <= s_last[i]; ++cta) {
+        const float4 part = *reinterpret_cast<const float4*>(
+            work.parts + (static_cast<int64_t>(cta) + expert0 + i) * step + place);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+    const float of_place[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      by_experts ? void(tile[i][4 * lane + k] = of_place[k]) : put(expert0 + i, place + k, of_place[k]);
+  }
+  if (!by_experts) return;
+  __syncthreads();
+  for (int i = first; i < kSettlePlaces; i += kSettleWarps) put(expert0 + lane, place0 + i, tile[lane][i]);
+}
+
+}  // namespace
+}  // namespace sonicmoe
