@@ -25,9 +25,9 @@ LEAST_POINTS = 12
 TILE_ROWS = 128
 
 
-def roofline(shape: Shape, fp8: bool) -> float:
+def roofline(shape: Shape, fp8: bool, card: str) -> float:
     """Microseconds of the stages of forward and backward, each as fast as its floor."""
-    least = floors(shape, fp8)
+    least = floors(shape, fp8, card)
     return sum(us for stage, us in least.items() if stage not in OTHER_STAGES)
 
 
@@ -40,16 +40,16 @@ def idle_rows(shape: Shape) -> float:
     return shape.experts * TILE_ROWS / 2
 
 
-TERMS: dict[str, Callable[[Shape, bool], float]] = {
+TERMS: dict[str, Callable[[Shape, bool, str], float]] = {
     "roofline": roofline,
-    "TK*H*I": lambda s, _: s.rows * s.hidden * s.intermediate,
-    "idle rows*H*I": lambda s, _: idle_rows(s) * s.hidden * s.intermediate,
-    "E*H*I": lambda s, _: s.experts * s.hidden * s.intermediate,
-    "TK*H": lambda s, _: s.rows * s.hidden,
-    "TK*I": lambda s, _: s.rows * s.intermediate,
-    "TK": lambda s, _: s.rows,
-    "E": lambda s, _: s.experts,
-    "1": lambda s, _: 1.0,
+    "TK*H*I": lambda s, *_: s.rows * s.hidden * s.intermediate,
+    "idle rows*H*I": lambda s, *_: idle_rows(s) * s.hidden * s.intermediate,
+    "E*H*I": lambda s, *_: s.experts * s.hidden * s.intermediate,
+    "TK*H": lambda s, *_: s.rows * s.hidden,
+    "TK*I": lambda s, *_: s.rows * s.intermediate,
+    "TK": lambda s, *_: s.rows,
+    "E": lambda s, *_: s.experts,
+    "1": lambda s, *_: 1.0,
 }
 
 
@@ -63,6 +63,7 @@ class CostModel:
 
     coefficients: dict[str, float]
     fp8: bool
+    card: str
     points: int
     fitted_error: float
     held_out_error: float
@@ -86,7 +87,7 @@ class CostModel:
 
     def _parts(self, shapes: Sequence[Shape]) -> Array:
         """Microseconds of each term, `[N, terms]`."""
-        values = evaluate(shapes, self.fp8, self.coefficients)
+        values = evaluate(shapes, self.fp8, self.card, self.coefficients)
         return values * np.array(list(self.coefficients.values()))
 
     def error_lines(self) -> list[str]:
@@ -115,9 +116,9 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     points = sorted(points, key=lambda point: draw(point.shape, seed))
     count = max(1, sum(draw(point.shape, seed) < HELD_OUT_SHARE for point in points))
     unseen, rest = points[:count], points[count:]
-    fp8 = points[0].fp8
-    weights = solve(evaluate([point.shape for point in rest], fp8, TERMS), _times(rest))
-    fitted, errors = (_errors(some, fp8, weights) for some in (rest, unseen))
+    fp8, card = points[0].fp8, points[0].device
+    weights = solve(evaluate([point.shape for point in rest], fp8, card, TERMS), _times(rest))
+    fitted, errors = (_errors(some, weights) for some in (rest, unseen))
     shapes = [point.shape for point in unseen]
     mfu = 100 * _mfu(shapes, _times(unseen), fp8)
     return CostModel(
@@ -126,6 +127,7 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
             name: float(value) for name, value in zip(TERMS, weights, strict=True) if value > 0
         },
         fp8=fp8,
+        card=card,
         points=len(points),
         fitted_error=100 * float(np.abs(fitted).mean()),
         held_out_error=100 * float(np.abs(errors).mean()),
@@ -137,19 +139,20 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     )
 
 
-def evaluate(shapes: Sequence[Shape], fp8: bool, names: Iterable[str]) -> Array:
+def evaluate(shapes: Sequence[Shape], fp8: bool, card: str, names: Iterable[str]) -> Array:
     """Values of the terms, `[len(shapes), len(names)]`."""
     terms = [TERMS[name] for name in names]
-    return np.array([[term(shape, fp8) for term in terms] for shape in shapes])
+    return np.array([[term(shape, fp8, card) for term in terms] for shape in shapes])
 
 
 def _times(points: Sequence[Point]) -> Array:
     return np.array([point.us for point in points], dtype=np.float64)
 
 
-def _errors(points: Sequence[Point], fp8: bool, weights: Array) -> Array:
+def _errors(points: Sequence[Point], weights: Array) -> Array:
     """Relative errors of predicted time, `[N]`; positive where it is too long."""
-    values = evaluate([point.shape for point in points], fp8, TERMS)
+    one = points[0]
+    values = evaluate([point.shape for point in points], one.fp8, one.device, TERMS)
     return np.asarray(values @ weights / _times(points) - 1)
 
 

@@ -85,7 +85,7 @@ class Result:
     the same by stage and by kernel name, and work outside every stage stands under "". `steady` is
     wall time per layer of steps issued back to back (`steady.py`), `steady_busy` the time in which
     the GPU worked during such steps; None where not measured. `sustained` is the same for seconds.
-    `refusal` says why the engine did not run, and then nothing else is set. `has_peaks` says whether
+    `card` names the GPU. `refusal` says why the engine did not run, and then nothing else is set. `has_peaks` says whether
     peaks and floors, which are those of Hopper, hold for the GPU.
     """
 
@@ -103,6 +103,7 @@ class Result:
     saved_mib: float | None = None
     peak_mib: float | None = None
     total_peak_mib: float | None = None
+    card: str = ""
     refusal: str | None = None
 
     @property
@@ -138,7 +139,7 @@ class Result:
     @property
     def floors(self) -> dict[str, float]:
         """Microseconds of the stages that were measured; none on a GPU whose rates are not known here."""
-        least = floors(self.shape, self.fp8) if self.has_peaks else {}
+        least = floors(self.shape, self.fp8, self.card) if self.has_peaks else {}
         return {stage: least[stage] for stage in self.stages if stage in least}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The least time of each stage on one H200, from bare GEMM rates and copy bandwidth. Pure
+"""The least time of each stage on one H100 or H200, from bare GEMM rates and copy bandwidth. Pure
 arithmetic, no framework.
 
 A stage's floor is the larger of its operations over the rate of the best public GEMM of its kind
@@ -26,22 +26,25 @@ DEEPGEMM_TFLOPS = {
     "dw1": 980.0,
 }
 CUBLAS_BF16_TFLOPS = 790.0
-COPY_BYTES_PER_S = 4.24e12
+# Bytes read and written by a plain copy, by a part of the card's name.
+COPY_BYTES_PER_S = {"H100 80GB HBM3": 2.96e12, "H200": 4.24e12}
 
 QUANTISING_STAGES = ("quantize_x", "quantize_dout", "wgrad_operands")
 # An engine that cannot add to a caller's gradients in place flushes its own into them.
 OTHER_STAGES = ("flush", "prepare_weights")
 
 
-def floors(shape: Shape, fp8: bool) -> dict[str, float]:
+def floors(shape: Shape, fp8: bool, card: str = "H200") -> dict[str, float]:
     """Microseconds of the stages, in the order in which they run; without FP8 operands are read as they
-    lie, and the stages that quantise have none.
+    lie, and the stages that quantise have none. A card whose copies nobody has timed counts as an H200.
     """
     flop, result = gemm_flop(shape), {}
+    known = [name for name in COPY_BYTES_PER_S if name in card]
+    copied = COPY_BYTES_PER_S[known[0] if known else "H200"]
     for stage, least in stage_bytes(shape, fp8).items():
         if stage in QUANTISING_STAGES and not fp8:
             continue
-        seconds = least / COPY_BYTES_PER_S
+        seconds = least / copied
         if stage in flop:
             # A GEMM waits for its operands or for the tensor cores, whichever takes longer.
             rate = DEEPGEMM_TFLOPS[stage] if fp8 else CUBLAS_BF16_TFLOPS

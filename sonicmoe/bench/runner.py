@@ -83,7 +83,8 @@ def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0)
 def result_of(shape: Shape, variant: Variant, device: str) -> Result:
     """A result without figures."""
     peaks = device == "cpu" or arch_of(device) == PEAKS_OF.name
-    return Result(shape, str(variant), variant.fp8, device != "cpu", peaks)
+    card = "" if device == "cpu" else torch.cuda.get_device_name(device)
+    return Result(shape, str(variant), variant.fp8, device != "cpu", peaks, card=card)
 
 
 def warmed_up(layer: Layer, variant: Variant, batches: Sequence[Batch]) -> NodeRun:

@@ -4,8 +4,8 @@ cost nothing left out.
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +49,6 @@ def made_points(truth=plain, noise=0.0, seed=0):
     ]
 
 
-def but(point, **changes):
-    return dataclasses.replace(point, **changes)
-
-
 def test_the_form_is_found_again_and_noise_ends_where_it_began():
     model = fit_model(made_points())
     assert model.held_out_error < 0.05 and model.fitted_error < 0.05
@@ -68,15 +64,15 @@ def test_the_form_is_found_again_and_noise_ends_where_it_began():
 def test_held_out_points_do_not_move_the_fit():
     points = made_points(noise=0.02)
     model = fit_model(points)
-    spoiled = [but(p, us=p.us * 50) if p.shape in model.held_out else p for p in points]
+    spoiled = [replace(p, us=p.us * 50) if p.shape in model.held_out else p for p in points]
     again = fit_model(spoiled)
     assert again.coefficients == model.coefficients
     assert again.held_out_error > 90
 
 
 def test_terms_of_tiles_and_floors():
-    every = [Shape(1000, 64, 64, 8, 8), Shape(1024, 64, 64, 8, 8)]  # all experts get all tokens
-    assert [idle_rows(shape) for shape in every] == [8 * 24, 0]
+    # All experts get all tokens.
+    assert [idle_rows(Shape(tokens, 64, 64, 8, 8)) for tokens in (1000, 1024)] == [8 * 24, 0]
     # 683 tokens more are one tile more of each expert.
     idle, rng = [], np.random.default_rng(0)
     for tokens in range(4000, 4683, 20):
@@ -86,15 +82,21 @@ def test_terms_of_tiles_and_floors():
     assert np.mean(idle) == pytest.approx(1024, rel=0.1)
     least = floors(REFERENCE, fp8=True)
     bound = sum(us for stage, us in least.items() if stage not in OTHER_STAGES)
-    assert roofline(REFERENCE, fp8=True) == pytest.approx(bound)
+    assert roofline(REFERENCE, True, "H200") == pytest.approx(bound)
+    assert floors(REFERENCE, True, "NVIDIA H100 80GB HBM3")["routing"] > least["routing"]
 
 
 def test_a_real_gpu_is_predicted_as_the_docs_say():
-    points = list(read_points(ROOT / "docs" / "data" / "h200_sweep.jsonl"))
+    files = (ROOT / "docs" / "data" / f"h100_{name}.jsonl" for name in ("sweep", "off_grid"))
+    points, others = (list(read_points(file)) for file in files)
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     model = fit_model(points)
     held_out = f"| **held out** | **{len(model.held_out)}** | **{model.held_out_error:.2f} %** |"
     assert f"{held_out} {model.worst:.1f} % | {model.mfu_error:.2f} points |" in page
+    off = 100 * np.abs(model.predict([p.shape for p in others]) / [p.us for p in others] - 1)
+    found = f"| **off the grid** | **{len(off)}** | **{off.mean():.2f} %** |"
+    assert f"{found} {off.max():.1f} % |" in page
+    assert max(model.held_out_error, off.mean()) <= 3
     for name, value in model.coefficients.items():
         assert f"| {name} | {value:.3g} |" in page, name
 
