@@ -10,15 +10,19 @@
 | sustained us, J/layer | time and energy per layer of the same steps back to back for seconds |
 | over | that time over DeepGEMM's: what gathering, activating, quantising, routing and aggregating cost |
 
-A second table has each GEMM. Operands are quantised before anything is timed, and a sample of each
-output is compared with the product of its operands.
+Two more tables have each GEMM, and with `--turns` the stages of all: medians over so many profiles
+of each, in turns, so that all of them see the same clocks. `--json` prints every figure. Operands are
+quantised before anything is timed, and a sample of each output is compared with the product of its
+operands.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -47,8 +51,10 @@ def measure(
     device: str,
     sustained_s: float,
     layers: int | None = None,
-) -> list[Result]:
-    """The six GEMMs first, then the engines, all with the rows per expert of the same batches.
+    turns: int = 0,
+) -> tuple[list[Result], dict[str, dict[str, float]]]:
+    """The six GEMMs first, then the engines, all with the rows per expert of the same batches; and
+    what `stages_in_turns` says of them.
 
     Raises:
         PeerError: the GEMMs do not take these sizes, or are wrong.
@@ -60,8 +66,25 @@ def measure(
     for variant in variants:
         runs[len(results)] = warmed_up(layer, variant, batches)
         results.append(result_of(shape, variant, device))
+    stages = stages_in_turns(runs, results, turns)
     time_all(runs, results, device, sustained_s, layers)
-    return results
+    return results, stages
+
+
+def stages_in_turns(
+    runs: dict[int, Any], results: list[Result], turns: int
+) -> dict[str, dict[str, float]]:
+    """Median microseconds of every stage, by variant."""
+    found: dict[str, defaultdict[str, list[float]]] = {}
+    for number in range(turns):
+        for index in list(runs) if number % 2 == 0 else list(reversed(runs)):
+            runner._profile(runs[index], results[index])
+            for stage, us in results[index].stages.items():
+                found.setdefault(results[index].variant, defaultdict(list))[stage].append(us)
+    return {
+        variant: {stage: median(every) for stage, every in stages.items()}
+        for variant, stages in found.items()
+    }
 
 
 def figures(results: list[Result]) -> list[dict[str, Any]]:
@@ -100,6 +123,14 @@ def gemm_table(result: Result) -> Table:
     return table
 
 
+def turn_table(stages: dict[str, dict[str, float]]) -> Table:
+    """A row for each stage, a column for each variant."""
+    table = Table("stage, us", *stages, title="in turns", title_justify="left")
+    for name in dict.fromkeys(name for own in stages.values() for name in own if name):
+        table.add_row(name, *(_number(own.get(name), ",.0f") for own in stages.values()))
+    return table
+
+
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
@@ -109,12 +140,14 @@ def _number(value: float | None, form: str) -> str:
 @click.option("--engine", "engines", multiple=True, help="As in `sonicmoe bench`.  [default: every GPU engine]")  # fmt: skip
 @click.option("--layers", type=int, help="Layers of a step.  [default: as suit the shape]")
 @click.option("--sustained", default=2.5, show_default=True, help="Seconds of each; 0 leaves them out.")  # fmt: skip
+@click.option("--turns", default=0, show_default=True, help="Profiles of each in turns.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
     names: tuple[str, ...],
     engines: tuple[str, ...],
     layers: int | None,
     sustained: float,
+    turns: int,
     as_json: bool,
 ) -> None:
     """Measure and print."""
@@ -125,14 +158,18 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in names:
         try:
-            results = measure(SHAPES[name], variants, device, sustained, layers)
+            results, stages = measure(SHAPES[name], variants, device, sustained, layers, turns)
         except PeerError as error:
             raise click.ClickException(f"{SHAPES[name]}: {error}") from None
         if as_json:
-            click.echo(json.dumps({"shape": vars(SHAPES[name]), "rows": figures(results)}))
+            every = [result.to_json() for result in results]
+            line = {"machine": runner.machine(), "rows": figures(results), "turns": stages}
+            click.echo(json.dumps({"shape": vars(SHAPES[name]), **line, "results": every}))
         else:
             console.print(engine_table(results))
             console.print(gemm_table(results[0]))
+            if stages:
+                console.print(turn_table(stages))
 
 
 if __name__ == "__main__":
