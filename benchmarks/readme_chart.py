@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PICTURE = DOCS / "data" / "layer_time_on_NVIDIA_H200.png"
+PICTURE = DOCS / "data" / "layer_time_on_NVIDIA_H100.png"
 REFERENCE = "8192, 3072, 1536, 8, 8"
 SHAPES = (  # T, H, I, E, K as the table of docs/performance.md writes them
     REFERENCE,
@@ -78,7 +78,7 @@ def draw(measured: dict[str, dict[str, float]], path: Path) -> None:
     axes.set_yticks(range(len(measured)), [label(shape) for shape in measured], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.14)
-    axes.set_xlabel("GPU time of one MoE layer, forward and backward, ms (one NVIDIA H200)")
+    axes.set_xlabel("GPU time of one MoE layer, forward and backward, ms (one NVIDIA H100)")
     axes.legend(loc="lower right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110, metadata={"Description": json.dumps(measured)})
