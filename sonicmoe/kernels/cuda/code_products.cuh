@@ -51,7 +51,7 @@ struct alignas(1024) TileMemory {
   float by_row[kMostBlocks][kTileRows];      // of a gradient's warp: what its narrow rows are multiplied by
   float by_column[kMostBlocks][kFewColumns];  // what products with the factor are multiplied by
   uint64_t full[kStagesOfCodes], empty[kStagesOfCodes];
-  uint64_t narrow_full[kNarrowTiles], narrow_empty[kNarrowTiles];
+  uint64_t narrow_full[kNarrowTiles], narrow_empty[kNarrowTiles], factor_full, factor_empty;
   static int bytes(int blocks) {  // and what aligning it takes
     return static_cast<int>(sizeof(TileMemory)) + blocks * kFactorBytes + 1024;
   }
@@ -73,21 +73,25 @@ __device__ __forceinline__ int64_t first_tile(int64_t tiles, int cta, int ctas) 
   return tiles * cta / ctas;
 }
 
-// The expert of a CTA's tiles, one after the other.
+// The expert of a CTA's tiles, one after the other. A whole warp asks.
 struct ExpertOfTile {
   const TileWork& work;
   int expert = -1;
   int64_t until = 0;  // the rows of `expert` end
-  // Whether this tile's expert is another one than that of the tile before.
-  __device__ __forceinline__ bool changes(int64_t tile) {
+  __device__ __forceinline__ bool ends_before(int64_t tile) const { return tile * kTileRows >= until; }
+  // The expert of this tile. Lanes look at one offset each, because a search would wait for one after
+  // the other. The rows behind the last expert's count as its own; they have no tokens.
+  __device__ __forceinline__ void find(int64_t tile) {
     const int64_t row = tile * kTileRows;
-    if (row < until) return false;
-    if (expert < 0) expert = expert_of(work.padded_offsets, work.experts, row);
-    // The rows behind the last expert's count as its own; they have no tokens.
-    for (;; ++expert) {
-      until = expert + 1 < work.experts ? work.padded_offsets[expert + 1] : INT64_MAX;
-      if (row < until) return true;
+    uint32_t before = 0, next = ~0u;
+    for (int e = 1 + threadIdx.x % 32; e < work.experts; e += 32) {
+      const int64_t offset = work.padded_offsets[e];
+      before += offset <= row;
+      next = offset > row ? min(next, static_cast<uint32_t>(offset)) : next;
     }
+    expert = static_cast<int>(__reduce_add_sync(kFull, before));
+    next = __reduce_min_sync(kFull, next);
+    until = next == ~0u ? INT64_MAX : next;
   }
 };
 
@@ -175,25 +179,37 @@ __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork&
   }
 }
 
-// A warp's blocks of 128 columns of the factor of `expert`, as two e4m3 terms: every column of every
-// block in a unit of its own, a power of two that brings its largest number into [128, 256).
-__device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork& work, TileMemory& s,
-                                            uint8_t* factor, int expert, int warp, int lane) {
-  constexpr int kLeastUnit = 8, kMostUnit = 254;
-  const int unit = lane % 16, blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
-  const uint16_t* source = work.factor + static_cast<int64_t>(expert) * work.width * rows.width;
-  for (int part = 2 * warp; part < 2 * blocks; part += part % 2 == 0 ? 1 : 7) {  // half a block's columns
-    const int block = part / 2, column = block * kScaleBlock + 8 * unit;
-    uint4 v[4];  // of two columns of the factor, half a warp each
+// 128 columns of the factor of an expert, by one warp: half of its rows at a time, as two e4m3 terms.
+// Every row has a unit of its own there, a power of two that brings its largest number into [128, 256).
+struct FactorBlock {
+  static constexpr int kLeast = 8, kMost = 254;  // biased exponents of units
+  static constexpr int kLoads = 4;
+  const uint16_t* source;  // of the expert
+  int width, columns, block, lane;
+  __device__ __forceinline__ FactorBlock(const CodeRows& rows, const TileWork& work, int expert,
+                                         int block_, int lane_)
+      : source(work.factor + static_cast<int64_t>(expert) * work.width * rows.width),
+        width(work.width),
+        columns(rows.width),
+        block(block_),
+        lane(lane_) {}
+  // Two rows a load, half a warp each.
+  __device__ __forceinline__ int row(int half, int i) const { return 8 * half + 2 * i + lane / 16; }
+  __device__ __forceinline__ void load(int half, uint4 (&v)[kLoads]) const {
+    const int column = block * kScaleBlock + lane % 16 * 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = part % 2 * 8 + 2 * i + lane / 16;
-      const bool wanted = n < work.width && column < rows.width;
-      v[i] = load_if(wanted, wanted ? source + n * static_cast<int64_t>(rows.width) + column : source);
+    for (int i = 0; i < kLoads; ++i) {
+      const bool wanted = row(half, i) < width && column < columns;
+      v[i] = load_if(wanted, wanted ? source + row(half, i) * static_cast<int64_t>(columns) + column
+                                    : source);
     }
+  }
+  __device__ __forceinline__ void store(int half, const uint4 (&v)[kLoads], TileMemory& s,
+                                        uint8_t* factor) const {
+    const int unit = lane % 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = part % 2 * 8 + 2 * i + lane / 16;
+    for (int i = 0; i < kLoads; ++i) {
+      const int n = row(half, i);
       const uint32_t word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
       uint32_t top = 0;
 #pragma unroll
@@ -201,18 +217,15 @@ __device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork
       top = max(top & 0xffffu, top >> 16);
 #pragma unroll
       for (int apart = 8; apart > 0; apart /= 2) top = max(top, __shfl_xor_sync(kFull, top, apart));
-      const int exponent = min(max(static_cast<int>(top >> 7), kLeastUnit), kMostUnit);
+      const int exponent = min(max(static_cast<int>(top >> 7), kLeast), kMost);
       const float into = __uint_as_float((261 - exponent) << 23);
-      float number[8];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        number[2 * k] = into * __uint_as_float(word[k] << 16);
-        number[2 * k + 1] = into * __uint_as_float(word[k] & 0xffff0000u);
-      }
       uint32_t first[2], second[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float* x = number + 4 * k;
+        const float x[4] = {into * __uint_as_float(word[2 * k] << 16),
+                            into * __uint_as_float(word[2 * k] & 0xffff0000u),
+                            into * __uint_as_float(word[2 * k + 1] << 16),
+                            into * __uint_as_float(word[2 * k + 1] & 0xffff0000u)};
         first[k] = e4m3x4(x[0], x[1], x[2], x[3]);
         uint32_t low, high;
         fp16_of_codes(first[k], low, high);
@@ -231,26 +244,60 @@ __device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork
                                                : __uint_as_float((exponent - 7) << 23);
     }
   }
+};
+
+// A warp's blocks of it, every fourth, each loaded while the one before is converted.
+__device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork& work, TileMemory& s,
+                                            uint8_t* factor, int expert, int warp, int lane) {
+  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  FactorBlock now(rows, work, expert, warp, lane);
+  uint4 v[2][FactorBlock::kLoads], next[2][FactorBlock::kLoads];
+  const auto load = [&](const FactorBlock& of_block, uint4 (&to)[2][FactorBlock::kLoads]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) of_block.load(half, to[half]);
+  };
+  if (warp < blocks) load(now, v);
+  for (; now.block < blocks; now.block += 4) {
+    FactorBlock after = now;
+    after.block += 4;
+    load(after, next);  // zeros behind the last block
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      now.store(half, v[half], s, factor);
+#pragma unroll
+      for (int i = 0; i < FactorBlock::kLoads; ++i) v[half][i] = next[half][i];
+    }
+  }
 }
 
 // out of a CTA's tiles, by one warpgroup. It waits for kAtOnce stages before it multiplies: fences and
 // the way through the tensor cores take longer than the products of one stage.
-template <int kAtOnce>
+//
+// kGradient: the gradient's warps bring the factor, a block each; else the warpgroup itself.
+template <bool kGradient>
 __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const TileWork& work,
                                                    TileMemory& s, uint8_t* factor, int64_t from,
                                                    int64_t to) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, q = lane % 4;
   const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
   const uint64_t of_factor = sm90::matrix_descriptor(sm90::smem_address(factor));
-  const auto meet = [] { sm90::named_barrier_sync(1, kGroup); };
+  constexpr int kAtOnce = kGradient ? 2 : 4;
   ExpertOfTile current{work};
   Turn<kStagesOfCodes> stage;
+  uint32_t of_factors = 0;  // the phase of the barriers of factors
   for (int64_t tile = from; tile < to; ++tile) {
-    if (current.changes(tile)) {
-      meet();  // nobody reads the last factor any more
-      load_factor(rows, work, s, factor, current.expert, warp, lane);
-      sm90::fence_async_proxy();
-      meet();
+    if (current.ends_before(tile)) {
+      if (kGradient && current.expert >= 0 && lane == 0) sm90::barrier_arrive(&s.factor_empty);
+      current.find(tile);
+      if constexpr (kGradient) {
+        sm90::barrier_wait(&s.factor_full, of_factors);
+        of_factors ^= 1;
+      } else {
+        const auto meet = [] { sm90::named_barrier_sync(1, kGroup); };
+        meet();  // nobody reads the last factor any more
+        load_factor(rows, work, s, factor, current.expert, warp, lane);
+        meet();
+      }
     }
     float total[2][4] = {};
     for (int first = 0; first < blocks; first += kAtOnce) {
@@ -260,7 +307,7 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
         behind.advance(i);
         sm90::barrier_wait(&s.full[behind.place], behind.phase);
       }
-      sm90::fence_async_proxy();  // ordinary copies wrote the codes
+      sm90::fence_async_proxy();  // others than the copy engine wrote the codes and the factor
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
       sm90::wgmma_fence();
@@ -325,13 +372,13 @@ __device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float(
 
 // The gradient of a CTA's tiles, in 128 columns of one warp.
 __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
-                                          int block, int64_t from, int64_t to) {
+                                          uint8_t* factor, int block, int64_t from, int64_t to) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
-  float total[8][2][4] = {};
+  float total[8][2][4];
   int unit_of_total = kLeastUnit;  // of the narrow rows that it was summed of
   ExpertOfTile current{work};
-  // Writes what was summed of the expert, and sets the sums to zero.
+  // Writes what was summed of the expert.
   const auto put_parts = [&] {
     float* out = work.parts +
                  (static_cast<int64_t>(blockIdx.x) + current.expert) * rows.width * kFewColumns;
@@ -342,14 +389,11 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
       for (int h = 0; h < 2; ++h) {
         const int column = block * kScaleBlock + 64 * (j / 4) + 8 * g + 2 * (j % 4) + h;
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < 2; ++n)
           if (column < rows.width)
             *reinterpret_cast<float2*>(out + column * kFewColumns + 8 * n + 2 * q) =
                 make_float2(by * total[j][n][2 * h], by * total[j][n][2 * h + 1]);
-          total[j][n][2 * h] = total[j][n][2 * h + 1] = 0.f;
-        }
       }
-    unit_of_total = kLeastUnit;
   };
   // Where a thread's eight codes of row 2 q of sixteen begin, in the left half of the columns. In row
   // 2 q + 1 they are at the next 128 bytes, and 16 bytes further or nearer.
@@ -358,10 +402,29 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
   const int of_narrow_row = lane % 16 * kFewColumns + lane / 16 * 8;
   Turn<kStagesOfCodes> stage{block};
   Turn<kNarrowTiles> of_narrow;
+  uint32_t of_factors = 0;
   for (int64_t tile = from; tile < to; ++tile) {
-    if (tile * kTileRows >= current.until) {
+    if (current.ends_before(tile)) {
       if (current.expert >= 0) put_parts();
-      current.changes(tile);
+      current.find(tile);
+      const FactorBlock of_block(rows, work, current.expert, block, lane);
+      sm90::barrier_wait(&s.factor_empty, of_factors ^ 1);
+      of_factors ^= 1;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        uint4 v[FactorBlock::kLoads];
+        of_block.load(half, v);
+        of_block.store(half, v, s, factor);
+      }
+      __syncwarp();
+      if (lane == 0) sm90::barrier_arrive(&s.factor_full);
+      unit_of_total = kLeastUnit;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[j][n][i] = 0.f;
     }
     sm90::barrier_wait(&s.narrow_full[of_narrow.place], of_narrow.phase);
     sm90::barrier_wait(&s.full[stage.place], stage.phase);
@@ -482,6 +545,8 @@ __global__ void __launch_bounds__(kMostTileThreads<kGradient>, 1)
       sm90::barrier_init(&s.narrow_full[i], kGroup);
       sm90::barrier_init(&s.narrow_empty[i], blocks);
     }
+    sm90::barrier_init(&s.factor_full, blocks);
+    sm90::barrier_init(&s.factor_empty, 4);
     sm90::barrier_init_fence();
   }
   __syncthreads();
@@ -492,11 +557,11 @@ __global__ void __launch_bounds__(kMostTileThreads<kGradient>, 1)
     copy_tiles<kGradient>(rows, work, s, from, to);
   } else if (group == 1) {
     if constexpr (kGradient) sm90::registers_lower<64>();
-    multiply_by_factor<kGradient ? 2 : 4>(rows, work, s, factor, from, to);
+    multiply_by_factor<kGradient>(rows, work, s, factor, from, to);
   } else if constexpr (kGradient) {
     sm90::registers_raise<96>();
     const int block = threadIdx.x / 32 - 8;
-    if (block < blocks) sum_tiles(rows, work, s, block, from, to);
+    if (block < blocks) sum_tiles(rows, work, s, factor, block, from, to);
   }
 }
 
