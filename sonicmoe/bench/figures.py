@@ -85,8 +85,8 @@ class Result:
     the same by stage and by kernel name, and work outside every stage stands under "". `steady` is
     wall time per layer of steps issued back to back (`steady.py`), `steady_busy` the time in which
     the GPU worked during such steps; None where not measured. `sustained` is the same for seconds.
-    `card` names the GPU. `refusal` says why the engine did not run, and then nothing else is set. `has_peaks` says whether
-    peaks and floors, which are those of Hopper, hold for the GPU.
+    `card` names the GPU. `refusal` says why the engine did not run, and then nothing else is set.
+    `has_peaks` says whether peaks and floors, which are those of Hopper, hold for the GPU.
     """
 
     shape: Shape

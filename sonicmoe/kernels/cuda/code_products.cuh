@@ -48,8 +48,9 @@ struct alignas(1024) TileMemory {
   float scales[kStagesOfCodes][kTileRows];
   uint16_t narrow[kNarrowTiles][kTileRows * kFewColumns];
   float prob[kNarrowTiles][kTileRows];
-  float by_row[kMostBlocks][kTileRows];      // of a gradient's warp: what its narrow rows are multiplied by
-  float by_column[kMostBlocks][kFewColumns];  // what products with the factor are multiplied by
+  // What a gradient's warp multiplies its narrow rows by, and what products with the factor are
+  // multiplied by.
+  float by_row[kMostBlocks][kTileRows], by_column[kMostBlocks][kFewColumns];
   uint64_t full[kStagesOfCodes], empty[kStagesOfCodes];
   uint64_t narrow_full[kNarrowTiles], narrow_empty[kNarrowTiles], factor_full, factor_empty;
   static int bytes(int blocks) {  // and what aligning it takes
@@ -115,6 +116,8 @@ __device__ __forceinline__ void multiply_codes_by_factor(float (&d)[16], uint64_
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
+// The producers: a stage for every 128 columns of every tile, with the scales of its rows; and once a
+// tile, for the gradient, the narrow rows and what they are multiplied by.
 template <bool kGradient>
 __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
                                            int64_t from, int64_t to) {
@@ -141,7 +144,8 @@ __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork&
     uint32_t source[4], has_token = 0;  // in units of 16 bytes
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t row = rows.gathers ? max(next[i], 0) : static_cast<uint32_t>(row0) + own_row + 16 * i;
+      const uint32_t row =
+          rows.gathers ? max(next[i], 0) : static_cast<uint32_t>(row0) + own_row + 16 * i;
       source[i] = row * units_of_row + (unit < units_of_row ? unit : 0);
       has_token |= static_cast<uint32_t>(next[i] >= 0) << i;
     }
@@ -287,6 +291,7 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
   uint32_t of_factors = 0;  // the phase of the barriers of factors
   for (int64_t tile = from; tile < to; ++tile) {
     if (current.ends_before(tile)) {
+      __syncwarp();  // all lanes have read the last factor's units
       if (kGradient && current.expert >= 0 && lane == 0) sm90::barrier_arrive(&s.factor_empty);
       current.find(tile);
       if constexpr (kGradient) {
@@ -491,7 +496,8 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
       const uint32_t of_step = codes + step * 16 * kScaleBlock;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t at = of_step + (even ^ 64 * half), odd = of_step + ((even ^ 64 * half) ^ 16) + kScaleBlock;
+        const int of_half = even ^ 64 * half;
+        const uint32_t at = of_step + of_half, odd = of_step + kScaleBlock + (of_half ^ 16);
         const uint2 rows_of[4] = {sm90::load_shared_8(at), sm90::load_shared_8(odd),
                                   sm90::load_shared_8(at + 8 * kScaleBlock),
                                   sm90::load_shared_8(odd + 8 * kScaleBlock)};
@@ -616,11 +622,13 @@ __global__ void __launch_bounds__(32 * kSettleWarps) settle_parts(const SettleWo
     const float of_place[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      by_experts ? void(tile[i][4 * lane + k] = of_place[k]) : put(expert0 + i, place + k, of_place[k]);
+      by_experts ? void(tile[i][4 * lane + k] = of_place[k])
+                 : put(expert0 + i, place + k, of_place[k]);
   }
   if (!by_experts) return;
   __syncthreads();
-  for (int i = first; i < kSettlePlaces; i += kSettleWarps) put(expert0 + lane, place0 + i, tile[lane][i]);
+  for (int i = first; i < kSettlePlaces; i += kSettleWarps)
+    put(expert0 + lane, place0 + i, tile[lane][i]);
 }
 
 }  // namespace
