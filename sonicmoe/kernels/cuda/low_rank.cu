@@ -7,6 +7,9 @@
 // both operands have the same one: so a thread loads 16 neighbouring bytes of a row, and what they
 // hold is spread over the places of K that are this thread's.
 //
+// Codes of few columns times few have kernels of their own (code_products.cuh), and so have gradients
+// from values (value_gradients.cuh).
+//
 // Rows without a token (row_token -1) are read nowhere and come out as zeros. Everything is added in
 // a fixed order.
 #include <tvm/ffi/optional.h>

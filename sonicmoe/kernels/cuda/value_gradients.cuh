@@ -1,8 +1,9 @@
-// The gradient of a factor from rows of bf16 or fp16 values: sums over an expert's rows of narrow^T rows.
+// The gradient of a factor from rows of bf16 or fp16 values: sums over an expert's rows of
+// narrow^T rows.
 //
-// A CTA takes 128 columns of the rows, up to 64 of the narrow operand, and a share of an expert's rows. A
-// warpgroup copies 64 rows at a time into a ring of stages; the other multiplies them by WGMMA, whose
-// operands lie along columns. Everything is added in the order of the rows.
+// A CTA takes 128 columns of the rows, up to 64 of the narrow operand, and a share of an expert's
+// rows. One warpgroup copies 64 rows at a time into a ring of stages; the other multiplies them by
+// WGMMA, whose operands lie along columns. Everything is added in the order of the rows.
 #pragma once
 
 #include <cstdint>
@@ -88,6 +89,8 @@ __device__ __forceinline__ void multiply_by_columns(float (&d)[kNarrow / 2], uin
 #undef R4
 }
 
+// The producers: 64 rows at a time of this CTA's columns, and of the narrow operand, which is
+// multiplied with its rows' probabilities on the way where there are some.
 template <bool kFp16, int kNarrow>
 __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const GradientWork& work,
                                             const GradientShare& share, ValueMemory& s) {
