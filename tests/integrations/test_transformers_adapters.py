@@ -324,6 +324,7 @@ def test_the_trainer_trains_and_saves_adapters_alone(tmp_path, narrow, monkeypat
     again = peft.PeftModel.from_pretrained(build(FAMILIES["mixtral"](2)), tmp_path / "adapter")
     alone = logits_of(again, "eager")
     assert relative_rmse(logits_of(again, "sonicmoe"), alone) < 1e-5
-    # accelerate has wrapped the trained model's forward in autocast, for good, and processors differ
-    # in how they round there. Without adapters the distance is 0.39.
-    assert relative_rmse(logits_of(model, "sonicmoe"), alone) < 0.04
+    # accelerate has wrapped the trained model's forward in autocast, for good.
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = logits_of(again, "sonicmoe")
+    assert relative_rmse(logits_of(model, "sonicmoe"), rounded) < 1e-5
