@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,15 +74,16 @@ def stages_in_turns(
     runs: dict[int, Any], results: list[Result], turns: int
 ) -> dict[str, dict[str, float]]:
     """Median microseconds of every stage, by variant."""
-    found: dict[str, defaultdict[str, list[float]]] = {}
-    for number in range(turns):
-        for index in list(runs) if number % 2 == 0 else list(reversed(runs)):
-            runner._profile(runs[index], results[index])
-            for stage, us in results[index].stages.items():
-                found.setdefault(results[index].variant, defaultdict(list))[stage].append(us)
+
+    def stages(index: int) -> dict[str, float]:
+        runner.profile(runs[index], results[index])
+        return results[index].stages
+
+    found = runner.in_turns({index: index for index in runs}, turns, stages)
     return {
-        variant: {stage: median(every) for stage, every in stages.items()}
-        for variant, stages in found.items()
+        results[index].variant: {stage: median(row[stage] for row in rows) for stage in rows[0]}
+        for index, rows in found.items()
+        if rows
     }
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The cost model of a sweep at sizes that its grid does not have: layers of models, other T, H, I, E and K.
+"""The cost model of a sweep at sizes that its grid does not have: layers of models, and other sizes.
 
     benchmarks/off_grid_bench.py FILE                        # one Hopper GPU: measure, continuing what is there
     benchmarks/off_grid_bench.py FILE --fit SWEEP            # any machine: fit SWEEP, print its error at each point
@@ -40,7 +40,8 @@ def shapes() -> list[Shape]:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--fit", "sweep_file", type=click.Path(path_type=Path, exists=True), help="Score the fit of this sweep.")  # fmt: skip
+@click.option("--fit", "sweep_file", type=click.Path(path_type=Path, exists=True),
+              help="Score the fit of this sweep.")  # fmt: skip
 def main(file: Path, sweep_file: Path | None) -> None:
     """Measure, or score."""
     if sweep_file is None:

@@ -30,6 +30,7 @@ STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
 HOST_ROUNDS = 1  # a step takes seconds there, and nobody decides by its time
 TURNS = 2  # of a sustained row
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "deep-gemm")
+Run = TypeVar("Run")
 Figure = TypeVar("Figure")
 
 
@@ -107,7 +108,7 @@ def time_all(
     layers: forwards of a step before its one backward; None: as many as suit the shape.
     """
     for index, run in runs.items() if device != "cpu" else ():
-        _profile(run, results[index])
+        profile(run, results[index])
     stacks = {
         index: run.steps(layers or results[index].shape.stack_layers) for index, run in runs.items()
     }
@@ -117,19 +118,19 @@ def time_all(
         _time_sustained(stacks, results, sustained_s, device)
 
 
-def _in_turns(
-    stacks: Mapping[int, Stack], rounds: int, once: Callable[[Stack], Figure]
+def in_turns(
+    runs: Mapping[int, Run], rounds: int, once: Callable[[Run], Figure]
 ) -> dict[int, list[Figure]]:
-    """`once(stack)` of every stack per round; the order turns round by round, so that none always
-    follows the same one. A stack that does not fit into memory is left out.
+    """`once(run)` of every run per round; the order turns round by round, so that none always
+    follows the same one. A run that does not fit into memory is left out.
     """
     # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
     # runs, so their ratio is good even where their absolute times are not.
-    found: dict[int, list[Figure]] = {index: [] for index in stacks}
+    found: dict[int, list[Figure]] = {index: [] for index in runs}
     for number in range(rounds):
         for index in list(found) if number % 2 == 0 else list(reversed(found)):
             try:
-                found[index].append(once(stacks[index]))
+                found[index].append(once(runs[index]))
             except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
                 del found[index]  # the loop goes over a copy
     return found
@@ -138,7 +139,7 @@ def _in_turns(
 def _time_steady(stacks: Mapping[int, Stack], results: Sequence[Result], device: str) -> None:
     """Wall time per layer of steps back to back, in turns; then busy time of such steps."""
     rounds = STEADY_ROUNDS if device != "cpu" else HOST_ROUNDS
-    times = _in_turns(stacks, rounds, lambda stack: time_steps(stack, STEADY_STEPS, device))
+    times = in_turns(stacks, rounds, lambda stack: time_steps(stack, STEADY_STEPS, device))
     for index, rows in times.items():
         results[index].steady = Spread.of([us for row in rows for us in row])
         if device != "cpu":
@@ -149,13 +150,13 @@ def _time_sustained(
     stacks: Mapping[int, Stack], results: Sequence[Result], seconds: float, device: str
 ) -> None:
     """Time, clock, power and energy per layer of steps back to back for seconds, in turns."""
-    turns = _in_turns(stacks, TURNS, lambda stack: sustain(stack, seconds / TURNS, device))
+    turns = in_turns(stacks, TURNS, lambda stack: sustain(stack, seconds / TURNS, device))
     for index, rows in turns.items():
         results[index].sustained = Sustained.of(rows)
 
 
-def _profile(run: NodeRun, result: Result) -> None:
-    """Kernel times of several calls."""
+def profile(run: NodeRun, result: Result) -> None:
+    """Put the kernel times of several calls into the result."""
     calls = [run.phases(number) for number in range(PROFILED_CALLS)]
     kernels = profile_phases(calls)
     if not kernels:
