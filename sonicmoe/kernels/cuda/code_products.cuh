@@ -1,15 +1,16 @@
-// Codes times a factor of up to 16 columns, and in the same reading the gradient of another factor:
-// what narrow products read of codes, they read once.
+// Codes times a factor of up to 16 columns and, from the same reading of the codes, the gradient of
+// another factor.
 //
-// A CTA has an even share of all rows, whichever expert has them, in tiles of 64 rows. A warpgroup of
+// Each CTA takes an even share of all rows, across experts, in tiles of 64 rows. A warpgroup of
 // producers copies 64 rows x 128 columns of codes at a time into a ring of stages. Two parts of the CTA
 // read each stage:
 //
-// * One warpgroup multiplies it with the factor, by WGMMA on the codes as they lie. The factor is two
-//   e4m3 terms there, a number and 16 times what rounding took from it, which are as exact as bf16.
-// * Of the gradient's warps, that which has these 128 columns multiplies its rows with those of a
-//   narrow operand, and keeps the sums in registers until the expert changes. What a CTA sums of an
-//   expert waits in `parts` for `settle_parts`.
+// * One warpgroup multiplies it with the factor, by WGMMA on the codes as they lie. WGMMA takes FP8 on
+//   both sides, so each number of the factor becomes two terms: its e4m3 code, and the code of 16 times
+//   the rounding error of the first. Both together are as exact as bf16.
+// * One warp of the gradient's, the one that has these 128 columns, multiplies the codes with the rows
+//   of a narrow operand. It keeps the sums in registers until the expert changes. Then the CTA writes
+//   them to `parts`, and `settle_parts` adds those of all CTAs.
 //
 // Everything is added in a fixed order.
 #pragma once
@@ -17,6 +18,7 @@
 #include <cstdint>
 
 #include "../sm90/ptx.cuh"
+#include "../sm90/ring.cuh"
 #include "narrow_operands.cuh"
 #include "rows_of_experts.cuh"
 
@@ -28,17 +30,22 @@ constexpr int kMostBlocks = 16, kMostOfRow = kMostBlocks * kScaleBlock;  // of 1
 constexpr int kStageBytes = kTileRows * kScaleBlock, kFactorBytes = 2 * kFewColumns * kScaleBlock;
 constexpr int kNarrowTiles = 3, kGroup = 128;
 
-struct TileWork {
+// out = by * rows * factor^T
+struct NarrowWork {
   const int32_t* row_token;
   const int64_t* padded_offsets;
   const uint16_t* factor;  // [E, width, K]
-  uint16_t* out;           // [R, width]: by * rows * factor^T
-  const uint16_t* narrow;  // [R, width], and what a row's is multiplied by, or nullptr: 1
-  const float* row_prob;
-  float* parts;  // [CTAs + E, K, 16]: of CTA i and expert e at i + e
-  int64_t tiles;
+  uint16_t* out;           // [R, width]
   int experts, width;
   float by;
+};
+
+// For the kernel of this file, which may compute a gradient too.
+struct TileWork : NarrowWork {
+  int64_t tiles;
+  const uint16_t* narrow;  // [R, width]
+  const float* row_prob;   // [R], by which its rows are multiplied, or nullptr: 1
+  float* parts;  // [CTAs + E, K, 16]: of CTA i and expert e at i + e
 };
 
 // A CTA's shared memory. Behind it lies the factor: for every 128 columns of codes 32 rows of 128
@@ -48,24 +55,12 @@ struct alignas(1024) TileMemory {
   float scales[kStagesOfCodes][kTileRows];
   uint16_t narrow[kNarrowTiles][kTileRows * kFewColumns];
   float prob[kNarrowTiles][kTileRows];
-  // What a gradient's warp multiplies its narrow rows by, and what products with the factor are
-  // multiplied by.
+  // Multipliers: of narrow rows, for each of the gradient's warps; and of products with the factor.
   float by_row[kMostBlocks][kTileRows], by_column[kMostBlocks][kFewColumns];
   uint64_t full[kStagesOfCodes], empty[kStagesOfCodes];
   uint64_t narrow_full[kNarrowTiles], narrow_empty[kNarrowTiles], factor_full, factor_empty;
   static int bytes(int blocks) {  // and what aligning it takes
     return static_cast<int>(sizeof(TileMemory)) + blocks * kFactorBytes + 1024;
-  }
-};
-
-// A place in a ring of `kCount`.
-template <int kCount>
-struct Turn {
-  int place = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int by = 1) {
-    place += by;
-    if (place >= kCount) place -= kCount, phase ^= 1;
   }
 };
 
@@ -96,37 +91,17 @@ struct ExpertOfTile {
   }
 };
 
-// Four bytes into shared memory, later; zeros where they are not wanted.
-__device__ __forceinline__ void copy_4(float* to, const float* from, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(sm90::smem_address(to)), "l"(from),
-               "r"(wanted ? 4 : 0)
-               : "memory");
-}
-
-// D[64,32] (+)= A[64,32] B[32,32]^T of e4m3
-__device__ __forceinline__ void multiply_codes_by_factor(float (&d)[16], uint64_t a, uint64_t b,
-                                                         int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-        "+f"(d[15])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
 // The producers: a stage for every 128 columns of every tile, with the scales of its rows; and once a
 // tile, for the gradient, the narrow rows and what they are multiplied by.
 template <bool kGradient>
 __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
                                            int64_t from, int64_t to) {
   const int thread = threadIdx.x, unit = thread % 8, own_row = thread / 8;
-  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const int blocks = rows.blocks();
   const uint32_t units_of_row = rows.width / 16;
-  const uint32_t scales_of_row = (rows.width + (1 << rows.log2_columns) - 1) >> rows.log2_columns;
+  const uint32_t scales_of_row = rows.scales_of_row();
   // Within a stage, of this thread's first row; its others are 16 rows apart.
-  const int place = own_row * kScaleBlock + ((unit ^ (own_row & 7)) << 4);
+  const uint32_t place = sm90::chunk_address(0, own_row, unit);
   const auto token_of = [&](int64_t tile, int row) {
     return tile < to ? work.row_token[tile * kTileRows + row] : -1;
   };
@@ -137,8 +112,8 @@ __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork&
     next_of_scale = token_of(tile, thread % kTileRows);
   };
   load_tokens(from);
-  Turn<kStagesOfCodes> stage;
-  Turn<kNarrowTiles> of_narrow;
+  sm90::RingOf<kStagesOfCodes> ring;
+  sm90::RingOf<kNarrowTiles> of_narrow;
   for (int64_t tile = from; tile < to; ++tile) {
     const int64_t row0 = tile * kTileRows;
     uint32_t source[4], has_token = 0;  // in units of 16 bytes
@@ -154,31 +129,31 @@ __device__ __forceinline__ void copy_tiles(const CodeRows& rows, const TileWork&
                                                : static_cast<uint32_t>(row0) + thread % kTileRows;
     const float* scale = rows.scales + (row_of_scale >> rows.log2_rows) * scales_of_row;
     if constexpr (kGradient) {
-      sm90::barrier_wait(&s.narrow_empty[of_narrow.place], of_narrow.phase ^ 1);
+      sm90::barrier_wait(&s.narrow_empty[of_narrow.stage], of_narrow.phase ^ 1);
       const int row = thread / 2, half = thread % 2;
       const bool wanted = work.row_token[row0 + row] >= 0 && 8 * half < work.width;
-      sm90::cp_async_16(sm90::smem_address(&s.narrow[of_narrow.place][8 * thread]),
-                        wanted ? work.narrow + (row0 + row) * work.width + 8 * half : work.narrow, wanted);
+      sm90::cp_async_16(sm90::smem_address(&s.narrow[of_narrow.stage][8 * thread]),
+                        work.narrow + (wanted ? (row0 + row) * work.width + 8 * half : 0), wanted);
       if (work.row_prob != nullptr && thread < kTileRows)
-        copy_4(&s.prob[of_narrow.place][thread], work.row_prob + row0 + thread, scale_wanted);
-      sm90::cp_async_arrive(&s.narrow_full[of_narrow.place]);
+        sm90::cp_async_4(&s.prob[of_narrow.stage][thread], work.row_prob + row0 + thread, scale_wanted);
+      sm90::cp_async_arrive(&s.narrow_full[of_narrow.stage]);
       of_narrow.advance();
     }
     load_tokens(tile + 1);
     for (int block = 0; block < blocks; ++block) {
-      sm90::barrier_wait(&s.empty[stage.place], stage.phase ^ 1);
+      sm90::barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       const bool inside = 8 * block + unit < units_of_row;
-      const uint32_t at = sm90::smem_address(s.codes[stage.place]) + place;
+      const uint32_t at = sm90::smem_address(s.codes[ring.stage]) + place;
       const uint8_t* codes = rows.data + (inside ? block * kScaleBlock : 0);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         sm90::cp_async_16(at + i * 16 * kScaleBlock, codes + static_cast<uint64_t>(source[i]) * 16,
                           inside && has_token >> i & 1);
       if (thread < kTileRows)
-        copy_4(&s.scales[stage.place][thread],
-               scale + (block * kScaleBlock >> rows.log2_columns), scale_wanted);
-      sm90::cp_async_arrive(&s.full[stage.place]);
-      stage.advance();
+        sm90::cp_async_4(&s.scales[ring.stage][thread],
+                         scale + (block * kScaleBlock >> rows.log2_columns), scale_wanted);
+      sm90::cp_async_arrive(&s.full[ring.stage]);
+      ring.advance();
     }
   }
 }
@@ -238,8 +213,9 @@ struct FactorBlock {
         second[k] = e4m3x4(16.f * (x[0] - a.x), 16.f * (x[1] - a.y), 16.f * (x[2] - b.x),
                            16.f * (x[3] - b.y));
       }
-      const uint32_t at = sm90::smem_address(factor) + block * kFactorBytes + n * kScaleBlock +
-                          ((unit / 2 ^ (n & 7)) << 4) + 8 * (unit % 2);
+      const uint32_t at =
+          sm90::chunk_address(sm90::smem_address(factor) + block * kFactorBytes, n, unit / 2) +
+          8 * (unit % 2);
       sm90::store_shared_8(at, first[0], first[1]);
       sm90::store_shared_8(at + kFewColumns * kScaleBlock, second[0], second[1]);
       // A factor that is not finite makes its column NaN: codes have no infinity.
@@ -253,7 +229,7 @@ struct FactorBlock {
 // A warp's blocks of it, every fourth, each loaded while the one before is converted.
 __device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork& work, TileMemory& s,
                                             uint8_t* factor, int expert, int warp, int lane) {
-  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const int blocks = rows.blocks();
   FactorBlock now(rows, work, expert, warp, lane);
   uint4 v[2][FactorBlock::kLoads], next[2][FactorBlock::kLoads];
   const auto load = [&](const FactorBlock& of_block, uint4 (&to)[2][FactorBlock::kLoads]) {
@@ -274,20 +250,21 @@ __device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork
   }
 }
 
-// out of a CTA's tiles, by one warpgroup. It waits for kAtOnce stages before it multiplies: fences and
-// the way through the tensor cores take longer than the products of one stage.
+// Writes out for a CTA's tiles; one warpgroup. It waits for kAtOnce stages and multiplies them together,
+// which was no faster than one at a time.
 //
-// kGradient: the gradient's warps bring the factor, a block each; else the warpgroup itself.
+// kGradient: each of the gradient's warps converts a block of the factor. Without a gradient this
+// warpgroup converts it.
 template <bool kGradient>
 __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const TileWork& work,
                                                    TileMemory& s, uint8_t* factor, int64_t from,
                                                    int64_t to) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, q = lane % 4;
-  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const int blocks = rows.blocks();
   const uint64_t of_factor = sm90::matrix_descriptor(sm90::smem_address(factor));
   constexpr int kAtOnce = kGradient ? 2 : 4;
   ExpertOfTile current{work};
-  Turn<kStagesOfCodes> stage;
+  sm90::RingOf<kStagesOfCodes> ring;
   uint32_t of_factors = 0;  // the phase of the barriers of factors
   for (int64_t tile = from; tile < to; ++tile) {
     if (current.ends_before(tile)) {
@@ -308,25 +285,25 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
     for (int first = 0; first < blocks; first += kAtOnce) {
       float product[kAtOnce][16];
       for (int i = 0; i < kAtOnce && first + i < blocks; ++i) {
-        Turn<kStagesOfCodes> behind = stage;
+        sm90::RingOf<kStagesOfCodes> behind = ring;
         behind.advance(i);
-        sm90::barrier_wait(&s.full[behind.place], behind.phase);
+        sm90::barrier_wait(&s.full[behind.stage], behind.phase);
       }
-      sm90::fence_async_proxy();  // others than the copy engine wrote the codes and the factor
+      sm90::fence_async_proxy();  // ordinary copies and stores wrote the codes and the factor
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
       sm90::wgmma_fence();
-      Turn<kStagesOfCodes> behind = stage;
+      sm90::RingOf<kStagesOfCodes> behind = ring;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         // Behind the last block the first of these is multiplied again, and nobody reads that: a
         // condition here would make WGMMA wait between products.
-        const int own = first + i < blocks ? i : 0, place = own == i ? behind.place : stage.place;
+        const int own = first + i < blocks ? i : 0, place = own == i ? behind.stage : ring.stage;
         const uint64_t a = sm90::matrix_descriptor(sm90::smem_address(s.codes[place])),
                        b = of_factor + (first + own) * (kFactorBytes >> 4);
 #pragma unroll
         for (int k = 0; k < kScaleBlock / 32; ++k)
-          multiply_codes_by_factor(product[i], a + 2 * k, b + 2 * k, k != 0);
+          sm90::wgmma_m64n32k32(product[i], a + 2 * k, b + 2 * k, k != 0);
         behind.advance();
       }
       sm90::wgmma_commit();
@@ -338,10 +315,10 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
         if (first + i >= blocks) break;
         float scale[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) scale[h] = s.scales[stage.place][16 * warp + g + 8 * h];
+        for (int h = 0; h < 2; ++h) scale[h] = s.scales[ring.stage][16 * warp + g + 8 * h];
         __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(&s.empty[stage.place]);
-        stage.advance();
+        if (lane == 0) sm90::barrier_arrive(&s.empty[ring.stage]);
+        ring.advance();
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float2 by = *reinterpret_cast<const float2*>(&s.by_column[first + i][8 * n + 2 * q]);
@@ -363,7 +340,7 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
       for (int n = 0; n < 2; ++n)
         if (8 * n < work.width)
           *reinterpret_cast<uint32_t*>(work.out + row * work.width + 8 * n + 2 * q) =
-              bf16_pair(work.by * total[n][2 * h], work.by * total[n][2 * h + 1]);
+              sm90::bf16x2(work.by * total[n][2 * h], work.by * total[n][2 * h + 1]);
     }
   }
 }
@@ -379,7 +356,7 @@ __device__ __forceinline__ float out_of_unit(int unit) { return __uint_as_float(
 __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& work, TileMemory& s,
                                           uint8_t* factor, int block, int64_t from, int64_t to) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock;
+  const int blocks = rows.blocks();
   float total[8][2][4];
   int unit_of_total = kLeastUnit;  // of the narrow rows that it was summed of
   ExpertOfTile current{work};
@@ -405,8 +382,8 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
   const int even = 2 * q * kScaleBlock + ((g / 2 ^ 2 * q) << 4) + 8 * (g % 2);
   // Of four matrices of 8 x 8: the left two of 16 rows, then the right two.
   const int of_narrow_row = lane % 16 * kFewColumns + lane / 16 * 8;
-  Turn<kStagesOfCodes> stage{block};
-  Turn<kNarrowTiles> of_narrow;
+  sm90::RingOf<kStagesOfCodes> ring{block};
+  sm90::RingOf<kNarrowTiles> of_narrow;
   uint32_t of_factors = 0;
   for (int64_t tile = from; tile < to; ++tile) {
     if (current.ends_before(tile)) {
@@ -431,16 +408,16 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
 #pragma unroll
           for (int i = 0; i < 4; ++i) total[j][n][i] = 0.f;
     }
-    sm90::barrier_wait(&s.narrow_full[of_narrow.place], of_narrow.phase);
-    sm90::barrier_wait(&s.full[stage.place], stage.phase);
-    const uint16_t* narrow = s.narrow[of_narrow.place];
+    sm90::barrier_wait(&s.narrow_full[of_narrow.stage], of_narrow.phase);
+    sm90::barrier_wait(&s.full[ring.stage], ring.phase);
+    const uint16_t* narrow = s.narrow[of_narrow.stage];
     uint32_t top = 0;
     float by[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = lane + 32 * i;
-      by[i] = s.scales[stage.place][row];
-      if (work.row_prob != nullptr) by[i] *= s.prob[of_narrow.place][row];
+      by[i] = s.scales[ring.stage][row];
+      if (work.row_prob != nullptr) by[i] *= s.prob[of_narrow.stage][row];
       s.by_row[block][row] = by[i];
       const uint4* of_row = reinterpret_cast<const uint4*>(narrow + row * kFewColumns);
       const uint4 left = of_row[0], right = of_row[1];
@@ -474,14 +451,12 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
     }
     const float into = into_unit(unit_of_total);
     __syncwarp();
-    const uint32_t codes = sm90::smem_address(s.codes[stage.place]);
+    const uint32_t codes = sm90::smem_address(s.codes[ring.stage]);
 #pragma unroll 1
     for (int step = 0; step < kTileRows / 16; ++step) {
       uint32_t thin[4], b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(thin[0]), "=r"(thin[1]), "=r"(thin[2]), "=r"(thin[3])
-                   : "r"(sm90::smem_address(narrow + step * 16 * kFewColumns + of_narrow_row))
-                   : "memory");
+      sm90::ldmatrix_x4_trans(
+          sm90::smem_address(narrow + step * 16 * kFewColumns + of_narrow_row), thin);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // rows 2 q and 2 q + 1, and those behind the next eight
         const float2 of_rows =
@@ -521,10 +496,10 @@ __device__ __forceinline__ void sum_tiles(const CodeRows& rows, const TileWork& 
     }
     __syncwarp();
     if (lane == 0) {
-      sm90::barrier_arrive(&s.empty[stage.place]);
-      sm90::barrier_arrive(&s.narrow_empty[of_narrow.place]);
+      sm90::barrier_arrive(&s.empty[ring.stage]);
+      sm90::barrier_arrive(&s.narrow_empty[of_narrow.stage]);
     }
-    stage.advance(blocks);
+    ring.advance(blocks);
     of_narrow.advance();
   }
   if (current.expert >= 0) put_parts();
@@ -541,7 +516,7 @@ __global__ void __launch_bounds__(kMostTileThreads<kGradient>, 1)
   extern __shared__ uint8_t shared[];
   TileMemory& s = *reinterpret_cast<TileMemory*>(shared + (-sm90::smem_address(shared) & 1023));
   uint8_t* factor = reinterpret_cast<uint8_t*>(&s + 1);
-  const int blocks = (rows.width + kScaleBlock - 1) / kScaleBlock, group = threadIdx.x / kGroup;
+  const int blocks = rows.blocks(), group = threadIdx.x / kGroup;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStagesOfCodes; ++i) {
       sm90::barrier_init(&s.full[i], kGroup);

@@ -7,8 +7,8 @@
 // both operands have the same one: so a thread loads 16 neighbouring bytes of a row, and what they
 // hold is spread over the places of K that are this thread's.
 //
-// Codes of few columns times few have kernels of their own (code_products.cuh), and so have gradients
-// from values (value_gradients.cuh).
+// Two headers have faster kernels: code_products.cuh multiplies codes of up to 2,048 columns with up to
+// 16 columns of a factor, and value_gradients.cuh sums gradients from bf16 or fp16 values.
 //
 // Rows without a token (row_token -1) are read nowhere and come out as zeros. Everything is added in
 // a fixed order.
@@ -27,15 +27,6 @@ namespace sonicmoe {
 namespace {
 
 using tvm::ffi::Optional;
-
-struct NarrowWork {
-  const int32_t* row_token;
-  const int64_t* padded_offsets;
-  const uint16_t* factor;  // [E, width, K]
-  uint16_t* out;           // [R, width]
-  int experts, width;
-  float by;
-};
 
 constexpr int kRowWarps = 4, kRowsOfWarp = kBlock / kRowWarps;
 // Columns of the factor that a CTA takes: partial sums of codes need registers of their own.
@@ -575,11 +566,7 @@ void narrow_rows(TensorView rows, Optional<TensorView> scale, bool gathers, Tens
     using Rows = std::decay_t<decltype(from)>;
     if constexpr (Rows::kScaled) {
       if (fits_tiles(from.width, width)) {
-        TileWork tiles{};
-        tiles.row_token = work.row_token, tiles.padded_offsets = work.padded_offsets;
-        tiles.factor = work.factor, tiles.out = work.out, tiles.by = work.by;
-        tiles.tiles = r.rows / kTileRows;
-        tiles.experts = work.experts, tiles.width = work.width;
+        const TileWork tiles{work, r.rows / kTileRows};
         launch_tiles<false>(from, tiles, tiles.tiles, stream);
         return;
       }
@@ -629,21 +616,18 @@ void launch_gradient(const Wide& wide, GradientWork work, const RowsOfExperts& r
             static_cast<unsigned>(r.experts),
             static_cast<unsigned>(work.splits * ceil_div(int64_t(work.width), kMostColumns)));
   if (gathers_rows(wide)) std::swap(ctas.x, ctas.y);
-  const auto launch_values = [&](auto narrow) {
-    const auto kernel = sum_values<Wide::kFp16, narrow.value>;
-    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ValueMemory::bytes()));
-    kernel<<<ctas, 2 * kGroup, ValueMemory::bytes(), as_stream(stream)>>>(wide, work);
-  };
-  if constexpr (Wide::kScaled)
+  if constexpr (Wide::kScaled) {
     with_tiles(work.width, [&](auto tiles) {
       sum_gradients<Wide, tiles.value>
           <<<ctas, 32 * kGradientWarps, 0, as_stream(stream)>>>(wide, work);
     });
-  else if (work.width <= 16)
-    launch_values(std::integral_constant<int, 16>());
-  else
-    launch_values(std::integral_constant<int, kMostColumns>());
+  } else {
+    const auto kernel =
+        work.width <= 16 ? sum_values<Wide::kFp16, 16> : sum_values<Wide::kFp16, kMostColumns>;
+    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ValueMemory::bytes()));
+    kernel<<<ctas, 2 * kGroup, ValueMemory::bytes(), as_stream(stream)>>>(wide, work);
+  }
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
   if (work.splits == 1) return;
   add_splits<<<static_cast<unsigned>(ceil_div(elements, 256)), 256, 0, as_stream(stream)>>>(sums);

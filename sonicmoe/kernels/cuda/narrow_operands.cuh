@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../sm90/ptx.cuh"
 #include "quantize.cuh"
 
 namespace sonicmoe {
@@ -13,18 +14,13 @@ namespace {
 constexpr int kBlock = kRowAlignment;
 constexpr unsigned kFull = 0xffffffffu;
 
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 template <bool kFp16>
 __device__ __forceinline__ uint32_t half_pair(float low, float high) {
   if constexpr (kFp16) {
     const __half2 halves = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(halves);
   } else {
-    return bf16_pair(low, high);
+    return sm90::bf16x2(low, high);
   }
 }
 // A pair of 16-bit values, multiplied.
@@ -34,7 +30,7 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by) {
     const float2 v = __half22float2(reinterpret_cast<const __half2&>(pair));
     return half_pair<true>(by * v.x, by * v.y);
   } else {
-    return bf16_pair(by * __uint_as_float(pair << 16), by * __uint_as_float(pair & 0xffff0000u));
+    return sm90::bf16x2(by * __uint_as_float(pair << 16), by * __uint_as_float(pair & 0xffff0000u));
   }
 }
 // The two codes that prmt's `selector` spreads over the upper bytes, as bf16; a NaN becomes 480. By
@@ -115,7 +111,6 @@ struct HalfRows {
   __device__ static __forceinline__ void unpack(const uint4& v, uint32_t (&to)[4], uint32_t&) {
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
-  __device__ __forceinline__ float scale(int64_t, int) const { return 1.f; }
 };
 struct CodeRows {
   static constexpr bool kFp16 = false, kScaled = true;
@@ -141,14 +136,18 @@ struct CodeRows {
     bf16_of_codes(v.x, to[0], to[1], nan[0]);
     bf16_of_codes(v.y, to[2], to[3], nan[1]);
   }
-  __device__ __forceinline__ float scale(int64_t row, int column) const {
-    const int columns = (width + (1 << log2_columns) - 1) >> log2_columns;
-    return scales[(row >> log2_rows) * columns + (column >> log2_columns)];
+  __device__ __forceinline__ int scales_of_row() const {
+    return (width + (1 << log2_columns) - 1) >> log2_columns;
   }
+  __device__ __forceinline__ float scale(int64_t row, int column) const {
+    return scales[(row >> log2_rows) * scales_of_row() + (column >> log2_columns)];
+  }
+  // of 128 columns, the last one perhaps of fewer
+  __device__ __forceinline__ int blocks() const { return (width + kScaleBlock - 1) / kScaleBlock; }
 };
 // Codes [columns, rows] with a scale for 128 x 128, as operands of wgrad lie.
 struct TransposedCodes {
-  static constexpr bool kFp16 = false, kScaled = true;
+  static constexpr bool kScaled = true;
   const uint8_t* data;
   int64_t rows;
   const float* scales;

@@ -89,15 +89,14 @@ __device__ __forceinline__ void multiply_by_columns(float (&d)[kNarrow / 2], uin
 #undef R4
 }
 
-// The producers: 64 rows at a time of this CTA's columns, and of the narrow operand, which is
-// multiplied with its rows' probabilities on the way where there are some.
+// The producers copy this CTA's columns of 64 rows at a time, and the narrow operand of these rows. If
+// there are probabilities, they multiply the narrow rows with them on the way.
 template <bool kFp16, int kNarrow>
 __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const GradientWork& work,
                                             const GradientShare& share, ValueMemory& s) {
   constexpr int kUnits = kNarrow / 8, kNarrowCopies = kTileRows * kUnits / kGroup;
   const int thread = threadIdx.x, unit = thread % 8, own_row = thread / 8;
   const int64_t end = share.end * (kBlock / kTileRows);
-  const auto swizzled = [](int row, int at) { return row * 128 + ((at ^ (row & 7)) << 4); };
   const auto row_of_narrow = [&](int i) { return (thread + i * kGroup) / kUnits; };
   const auto token_of = [&](int64_t tile, int row) {
     return tile < end ? work.row_token[tile * kTileRows + row] : -1;
@@ -111,10 +110,10 @@ __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const G
   };
   int64_t tile = share.begin * (kBlock / kTileRows);
   load_tokens(tile);
-  Turn<kStagesOfValues> stage;
-  for (; tile < end; ++tile, stage.advance()) {
+  sm90::RingOf<kStagesOfValues> ring;
+  for (; tile < end; ++tile, ring.advance()) {
     const int64_t row0 = tile * kTileRows;
-    sm90::barrier_wait(&s.empty[stage.place], stage.phase ^ 1);
+    sm90::barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t row = rows.gathers ? max(next[i], 0) : row0 + own_row + 16 * i;
@@ -123,7 +122,7 @@ __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const G
         const int column = share.column + 64 * half + 8 * unit;
         const bool inside = column < rows.width;
         sm90::cp_async_16(
-            sm90::smem_address(s.values[stage.place][half]) + swizzled(own_row + 16 * i, unit),
+            sm90::chunk_address(sm90::smem_address(s.values[ring.stage][half]), own_row + 16 * i, unit),
             rows.data + 2 * (row * rows.width + (inside ? column : 0)), inside && next[i] >= 0);
       }
     }
@@ -133,7 +132,7 @@ __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const G
                 column = share.first + 8 * at;
       const bool wanted = column < work.width && next_of_narrow[i] >= 0;
       const uint16_t* from = wanted ? work.narrow + (row0 + row) * work.width + column : work.narrow;
-      const uint32_t to = sm90::smem_address(s.narrow[stage.place]) + swizzled(row, at);
+      const uint32_t to = sm90::chunk_address(sm90::smem_address(s.narrow[ring.stage]), row, at);
       if (work.row_prob == nullptr) {
         sm90::cp_async_16(to, from, wanted);
         continue;
@@ -146,8 +145,8 @@ __device__ __forceinline__ void copy_values(const HalfRows<kFp16>& rows, const G
       sm90::store_shared_16(to, word[0], word[1], word[2], word[3]);
     }
     load_tokens(tile + 1);
-    sm90::cp_async_arrive(&s.full[stage.place]);
-    sm90::barrier_arrive(&s.full[stage.place]);  // of what was stored
+    sm90::cp_async_arrive(&s.full[ring.stage]);
+    sm90::barrier_arrive(&s.full[ring.stage]);  // of what was stored
   }
 }
 
@@ -178,15 +177,15 @@ __global__ void __launch_bounds__(2 * kGroup, 2)
 #pragma unroll
     for (int i = 0; i < kNarrow / 2; ++i) total[half][i] = 0.f;
   const int tiles = static_cast<int>(share.end - share.begin) * (kBlock / kTileRows);
-  Turn<kStagesOfValues> stage, before;
+  sm90::RingOf<kStagesOfValues> ring, before;
   const auto release = [&] {
-    if (lane == 0) sm90::barrier_arrive(&s.empty[before.place]);
+    if (lane == 0) sm90::barrier_arrive(&s.empty[before.stage]);
     before.advance();
   };
-  for (int tile = 0; tile < tiles; ++tile, stage.advance()) {
-    sm90::barrier_wait(&s.full[stage.place], stage.phase);
+  for (int tile = 0; tile < tiles; ++tile, ring.advance()) {
+    sm90::barrier_wait(&s.full[ring.stage], ring.phase);
     sm90::fence_async_proxy();  // ordinary copies wrote the stage
-    const uint64_t b = sm90::columns_descriptor(sm90::smem_address(s.narrow[stage.place]), kColumnsBytes);
+    const uint64_t b = sm90::columns_descriptor(sm90::smem_address(s.narrow[ring.stage]), kColumnsBytes);
     constexpr uint64_t kStep = 16 * 128 >> 4;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) sm90::fence_registers(total[half]);
@@ -194,7 +193,7 @@ __global__ void __launch_bounds__(2 * kGroup, 2)
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const uint64_t a = sm90::columns_descriptor(
-          sm90::smem_address(s.values[stage.place][half]), kColumnsBytes);
+          sm90::smem_address(s.values[ring.stage][half]), kColumnsBytes);
 #pragma unroll
       for (int k = 0; k < kTileRows / 16; ++k)
         multiply_by_columns<kFp16, kNarrow>(total[half], a + k * kStep, b + k * kStep);

@@ -13,6 +13,7 @@
 
 #include "../numbers.hpp"
 #include "ptx.cuh"
+#include "ring.cuh"
 
 namespace sonicmoe::sm90 {
 
@@ -126,15 +127,7 @@ struct StageMemory {
   uint64_t full[kStages], empty[kStages];
 };
 
-struct Ring {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
+using Ring = RingOf<kStages>;
 
 // Which of its warp's 16 rows a thread's `high` accumulators belong to: 8 below the others, or,
 // where an epilogue wants neighbouring tokens in one thread, the next one. Only a gather can lay A
@@ -217,10 +210,6 @@ struct WarpStore {
     if (lane == 0) bulk_wait<0>();
   }
 };
-__device__ __forceinline__ uint32_t chunk_address(uint32_t patch, int row, int chunk) {
-  return patch + row * 128 + ((chunk ^ (row & 7)) << 4);
-}
-
 // Accumulators of one thread: acc[half][4 j' + 2 h + c] is row (lane / 4 + 8 h), column 128 half +
 // 8 j' + 2 (lane % 4) + c. An epilogue with a column group of g has B's rows permuted on their way
 // in, so that a thread holds g / 4 columns in a row: of group number i, column g i + (g / 4) (lane

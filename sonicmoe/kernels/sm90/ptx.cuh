@@ -165,6 +165,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&w)[4]) 
                : "r"(address)
                : "memory");
 }
+// each loaded row is a column of the fragments
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(address)
+               : "memory");
+}
 // each stored row is a column of the fragments
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&w)[4]) {
   asm volatile(
@@ -229,6 +236,13 @@ __device__ __forceinline__ void cp_async_16_of_256(uint32_t destination, const v
 __device__ __forceinline__ void cp_async_4(float* destination, const float* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(destination)),
                "l"(source)
+               : "memory");
+}
+// 4 bytes; zeros when !valid
+__device__ __forceinline__ void cp_async_4(float* destination, const float* source, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(destination)),
+               "l"(source), "r"(bytes)
                : "memory");
 }
 // One of the arrivals that the barrier counts, as soon as all earlier copies of this thread have
@@ -303,6 +317,11 @@ __device__ __forceinline__ uint64_t columns_descriptor(uint32_t address, uint32_
   return d;
 }
 
+// Where 16 bytes, number `chunk` of a row of 128, lie under that swizzle.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
+  return tile + row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R64(i) R16(i), R16(i + 16), R16(i + 32), R16(i + 48)
@@ -310,6 +329,17 @@ __device__ __forceinline__ uint64_t columns_descriptor(uint32_t address, uint32_
 #define H16(i) H4(i), H4(i + 4), H4(i + 8), H4(i + 12)
 #define H64(i) H16(i), H16(i + 16), H16(i + 32), H16(i + 48)
 
+// D[64,32] (+)= A[64,32] B[32,32]^T
+__device__ __forceinline__ void wgmma_m64n32k32(float (&d)[16], uint64_t a, uint64_t b,
+                                                int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1;\n}"
+      : R16(0)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
 // D[64,128] (+)= A[64,32] B[128,32]^T
 __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uint64_t b,
                                                  int accumulate) {
