@@ -5,6 +5,7 @@ and flushing, in every layout and arrangement, and not a byte beside the destina
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from pairwise import pairwise
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.hopper_passes import WgradOutput
+from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
-from sonicmoe.kernels.sm90 import fp8_wgrad_source
+from sonicmoe.kernels.sm90 import bf16_sources, fp8_wgrad_source
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
@@ -159,6 +161,53 @@ def test_a_backward_of_the_engine(arrangement, mode):
     memory = memory_of(LAYER, LAYOUTS[3], arrangement)
     for seed in (0, 1):
         check_addition(case_of(LAYER, seed=seed), memory, OURS, replace(FP8, **MODES[mode]))
+
+
+ROWS = 1408  # of one expert: too many for its sums to be fetched, but where there is another expert
+
+
+def fp8_addition(sums, offsets):
+    codes = [
+        torch.randint(0, 0x70, (size, ROWS), dtype=torch.uint8, device="cuda")
+        for size in (256, 272)
+    ]
+    scales = [torch.rand((-(-len(c) // 128), ROWS // 128), device="cuda") for c in codes]
+    left, right = zip(codes, scales, strict=True)
+    kernel = fp8_wgrad_source("sm_90a").load().grouped_wgrad
+    return lambda: kernel(*left, *right, offsets, sums, False, 0, current_stream(sums))
+
+
+def bf16_addition(sums, offsets, tokens_first=False):
+    module = bf16_sources("sm_90a", ActivationType.SWIGLU)["bf16_wgrad"].load()
+    _, m, n = sums.shape
+    places = [number for one in sums for number in (one.data_ptr(), n, 0, 1)]
+    to = module.wgrad_destination(m, n, False, places, WgradOutput.ADD_F32)
+    width, hidden = (n, m) if tokens_first else (m, n)
+    tokens, rows = (torch.randn(ROWS, c, device="cuda").bfloat16() for c in (hidden, width))
+    row_token = torch.arange(ROWS, dtype=torch.int32, device="cuda")
+    counts = (offsets[1:] - offsets[:-1]).int()
+    given = tokens, rows, tokens_first, row_token, offsets, counts, to, 0, current_stream(sums)
+    return lambda: module.wgrad(*given)
+
+
+@pytest.mark.parametrize(
+    "addition", [fp8_addition, bf16_addition, partial(bf16_addition, tokens_first=True)]
+)
+def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
+    """Beside an empty expert, experts have few rows on average."""
+    before = torch.randn((2, 256, 272), device="cuda")
+    before[0, 0, :8] = torch.tensor([1e-40, -1e-40, torch.inf, -torch.inf, torch.nan, 0, -0.0, 1])
+    every = []
+    for experts in (1, 2):
+        torch.manual_seed(0)
+        sums = before[:experts].clone()
+        offsets = torch.tensor([0, *[ROWS] * experts], device="cuda")
+        add = addition(sums, offsets)
+        add()
+        add()
+        every.append(sums)
+    assert torch.equal(every[0][0].view(torch.int32), every[1][0].view(torch.int32))
+    assert torch.equal(every[1][1], before[1]) and not torch.equal(every[0][0], before[0])
 
 
 def test_repeats_bit_for_bit():

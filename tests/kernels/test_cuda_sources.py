@@ -182,12 +182,12 @@ WANTED = {
     # The same eight x {FP8, plain} operands of wgrad.
     "fp8_dgated": Wanted(16, "activation_names gather_dgated_gemm"),
     # One map, few, many.
-    "fp8_wgrad": Wanted(3, "grouped_wgrad grouped_wgrad_into wgrad_destination"),
+    "fp8_wgrad": Wanted(6, "grouped_wgrad grouped_wgrad_into wgrad_destination"),
     # Weights that are contiguous along either axis, of each: halves, turns, a plain product.
     "bf16_gemm": Wanted(6, "activation_names up grouped_gemm"),
     "bf16_dgated": Wanted(4, "activation_names dgated"),
     # Either operand as the rows of the gradient x {one map, many}.
-    "bf16_wgrad": Wanted(4, "wgrad wgrad_destination"),
+    "bf16_wgrad": Wanted(8, "wgrad wgrad_destination"),
 }
 # of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad; of
 # a second one where up may be capped too

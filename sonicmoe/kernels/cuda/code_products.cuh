@@ -250,8 +250,7 @@ __device__ __forceinline__ void load_factor(const CodeRows& rows, const TileWork
   }
 }
 
-// Writes out for a CTA's tiles; one warpgroup. It waits for kAtOnce stages and multiplies them together,
-// which was no faster than one at a time.
+// Writes out for a CTA's tiles; one warpgroup.
 //
 // kGradient: each of the gradient's warps converts a block of the factor. Without a gradient this
 // warpgroup converts it.
@@ -262,7 +261,6 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, q = lane % 4;
   const int blocks = rows.blocks();
   const uint64_t of_factor = sm90::matrix_descriptor(sm90::smem_address(factor));
-  constexpr int kAtOnce = kGradient ? 2 : 4;
   ExpertOfTile current{work};
   sm90::RingOf<kStagesOfCodes> ring;
   uint32_t of_factors = 0;  // the phase of the barriers of factors
@@ -282,55 +280,37 @@ __device__ __forceinline__ void multiply_by_factor(const CodeRows& rows, const T
       }
     }
     float total[2][4] = {};
-    for (int first = 0; first < blocks; first += kAtOnce) {
-      float product[kAtOnce][16];
-      for (int i = 0; i < kAtOnce && first + i < blocks; ++i) {
-        sm90::RingOf<kStagesOfCodes> behind = ring;
-        behind.advance(i);
-        sm90::barrier_wait(&s.full[behind.stage], behind.phase);
-      }
+    for (int block = 0; block < blocks; ++block, ring.advance()) {
+      float product[16];
+      sm90::barrier_wait(&s.full[ring.stage], ring.phase);
       sm90::fence_async_proxy();  // ordinary copies and stores wrote the codes and the factor
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
+      const uint64_t a = sm90::matrix_descriptor(sm90::smem_address(s.codes[ring.stage])),
+                     b = of_factor + block * (kFactorBytes >> 4);
+      sm90::fence_registers(product);
       sm90::wgmma_fence();
-      sm90::RingOf<kStagesOfCodes> behind = ring;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        // Behind the last block the first of these is multiplied again, and nobody reads that: a
-        // condition here would make WGMMA wait between products.
-        const int own = first + i < blocks ? i : 0, place = own == i ? behind.stage : ring.stage;
-        const uint64_t a = sm90::matrix_descriptor(sm90::smem_address(s.codes[place])),
-                       b = of_factor + (first + own) * (kFactorBytes >> 4);
-#pragma unroll
-        for (int k = 0; k < kScaleBlock / 32; ++k)
-          sm90::wgmma_m64n32k32(product[i], a + 2 * k, b + 2 * k, k != 0);
-        behind.advance();
-      }
+      for (int k = 0; k < kScaleBlock / 32; ++k)
+        sm90::wgmma_m64n32k32(product, a + 2 * k, b + 2 * k, k != 0);
       sm90::wgmma_commit();
       sm90::wgmma_wait<0>();
+      sm90::fence_registers(product);
+      float scale[2];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sm90::fence_registers(product[i]);
+      for (int h = 0; h < 2; ++h) scale[h] = s.scales[ring.stage][16 * warp + g + 8 * h];
+      __syncwarp();
+      if (lane == 0) sm90::barrier_arrive(&s.empty[ring.stage]);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= blocks) break;
-        float scale[2];
+      for (int n = 0; n < 2; ++n) {
+        const float2 by = *reinterpret_cast<const float2*>(&s.by_column[block][8 * n + 2 * q]);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) scale[h] = s.scales[ring.stage][16 * warp + g + 8 * h];
-        __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(&s.empty[ring.stage]);
-        ring.advance();
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const float2 by = *reinterpret_cast<const float2*>(&s.by_column[first + i][8 * n + 2 * q]);
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              const int at = 4 * n + 2 * h + c;
-              total[n][2 * h + c] += scale[h] * ((c == 0 ? by.x : by.y) *
-                                                 (product[i][at] + product[i][8 + at] / 16.f));
-            }
-        }
+          for (int c = 0; c < 2; ++c) {
+            const int at = 4 * n + 2 * h + c;
+            total[n][2 * h + c] +=
+                scale[h] *
+                ((c == 0 ? by.x : by.y) * (product[at] + product[8 + at] / 16.f));
+          }
       }
     }
 #pragma unroll

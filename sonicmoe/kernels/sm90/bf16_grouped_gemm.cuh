@@ -312,10 +312,10 @@ __device__ __forceinline__ void consume_half(const HalfParams& p,
   epilogue.finish();
 }
 
-__device__ __forceinline__ HalfStorage& half_storage() {
+template <class Storage = HalfStorage>
+__device__ __forceinline__ Storage& half_storage() {
   extern __shared__ uint8_t raw[];
-  return *reinterpret_cast<HalfStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                         ~uintptr_t(1023));
+  return *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
 }
 
 __device__ __forceinline__ void init_half_storage(HalfStorage& s, int gathering_threads) {

@@ -30,8 +30,11 @@ void launch_wgrad(const Launch& launch, int64_t first, int64_t last, const CUten
   } else {
     maps.c[0] = *maps_of_c;
   }
-  launch_persistent(sm90::bf16_wgrad<kTransposed, kMaps>, launch.multiprocessors, launch.device,
-                    launch.stream, maps, p);
+  const auto kernel = sm90::fetches_sums(p.output, p.rows, destination.experts(),
+                                        sm90::kMostRowsToFetchHalf)
+                          ? sm90::bf16_wgrad<kTransposed, true, kMaps>
+                          : sm90::bf16_wgrad<kTransposed, false, kMaps>;
+  launch_persistent(kernel, launch.multiprocessors, launch.device, launch.stream, maps, p);
 }
 
 template <bool kTransposed>

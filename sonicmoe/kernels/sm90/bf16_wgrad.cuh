@@ -13,6 +13,12 @@
 
 namespace sonicmoe::sm90 {
 
+struct alignas(1024) HalfWgradStorage : HalfStorage, SumsMemory {};
+static_assert(sizeof(HalfWgradStorage) + 1024 <= kMostSharedBytes);
+// Mean rows of an expert up to which C's sums are fetched: half of FP8's, because products take
+// twice as long.
+constexpr int64_t kMostRowsToFetchHalf = 640;
+
 struct HalfWgradParams : WgradGroups {
   const Half* tokens;        // [T, M]
   const int32_t* row_token;  // [R], -1 in padding rows
@@ -74,16 +80,17 @@ __device__ __forceinline__ void prefetch_patches(const CUtensorMap* map, int exp
                               threadIdx.x / 32 * 16 + lane - 16);
 }
 
-template <bool kTransposed, int kMaps>
+template <bool kTransposed, bool kFetches, int kMaps>
 __device__ __forceinline__ void produce_half_wgrad(const HalfWgradParams& p,
-                                                   const WgradMaps<kMaps>& maps, HalfStorage& s) {
+                                                   const WgradMaps<kMaps>& maps,
+                                                   HalfWgradStorage& s) {
   constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
   Ring ring;
   WgradTile tile;
   for (WgradScheduler<kOwnMap, kHalfTileK> scheduler(p); scheduler.next(tile);) {
     if (tile.k_blocks == 0) continue;
     const int half = Scheduler::rank();
-    const int sums_at = tile.active && p.output == WgradOutput::kAddF32
+    const int sums_at = !kFetches && tile.active && p.output == WgradOutput::kAddF32
                             ? max(tile.k_blocks - 1 - kAfterPrefetch, 0)
                             : -1;
     TokenGather gather(p, tile);
@@ -113,11 +120,12 @@ __device__ __forceinline__ void produce_half_wgrad(const HalfWgradParams& p,
 // The way out of a warpgroup whose sums lie transposed in C: rows of C are columns of the tile, and
 // 64 of them leave together, each warp's part of every row beside that of the others.
 struct TransposedStore {
-  uint8_t (*patches)[2][kPatchBytes];  // of the warpgroup's four warps
+  static constexpr bool kFetches = false;
+  uint8_t (*patches)[kPatches][kPatchBytes];  // of the warpgroup's four warps
   int group, warp, lane;
   int turn = 0;
 
-  __device__ __forceinline__ TransposedStore(HalfStorage& s, int group_, int warp_, int lane_)
+  __device__ __forceinline__ TransposedStore(HalfWgradStorage& s, int group_, int warp_, int lane_)
       : patches(s.patch + 4 * group_), group(group_), warp(warp_), lane(lane_) {}
   __device__ __forceinline__ void finish() {
     if (lane == 0) bulk_wait<0>();
@@ -128,6 +136,9 @@ struct TransposedStore {
   __device__ __forceinline__ void acquire() const {
     if (lane == 0) bulk_wait_read<1>();
     meet();
+  }
+  static __device__ __forceinline__ void put(uint32_t at, float v) {
+    store_shared_4(at, __float_as_uint(v));
   }
   // Each warp hands over the patch of its own number: 16 rows of C, from its column x and row y on.
   __device__ __forceinline__ void publish(const CUtensorMap* map, int x, int y, int part,
@@ -145,14 +156,61 @@ struct TransposedStore {
   }
 };
 
-constexpr uint32_t kPatchStride = 2 * kPatchBytes;  // from one warp's patch to the next one's
+// The same with sums that are fetched: a warp fetches the patch of its own number, to which all add.
+struct FetchedTransposed {
+  static constexpr bool kFetches = true;
+  FetchedSums own;
+  uint8_t (*patches)[kPatches][kPatchBytes];
+  uint64_t (*landed)[kPatches];
+  int group, warp, lane;
+
+  __device__ __forceinline__ FetchedTransposed(HalfWgradStorage& s, int group_, int warp_,
+                                               int lane_)
+      : own(s, 4 * group_ + warp_),
+        patches(s.patch + 4 * group_),
+        landed(s.landed + 4 * group_),
+        group(group_),
+        warp(warp_),
+        lane(lane_) {}
+  __device__ __forceinline__ auto places(const WgradTile& tile) const {
+    struct Place {
+      int x, y, part;
+    };
+    const Place first{tile.row + 64 * group + warp % 2 * 32, tile.col + warp / 2 * 16, tile.part};
+    return [=](int turn) { return Place{first.x, first.y + 32 * turn, first.part}; };
+  }
+  __device__ __forceinline__ void begin(const CUtensorMap* map, int expert_of_map,
+                                        const WgradTile& tile) {
+    own.begin(map, expert_of_map, places(tile), lane);
+  }
+  __device__ __forceinline__ uint8_t* patch(int i) const { return patches[i][own.turn % kPatches]; }
+  // Of the two patches that this warp adds to.
+  __device__ __forceinline__ void acquire() const {
+    for (int i = warp / 2; i < 4; i += 2)
+      barrier_wait_together(&landed[i][own.turn % kPatches], own.turn / kPatches % 2);
+  }
+  static __device__ __forceinline__ void put(uint32_t at, float v) {
+    const float sum = __uint_as_float(load_shared_4(at));
+    store_shared_4(at, __float_as_uint(add_without_subnormals(sum, v)));
+  }
+  __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map,
+                                          const WgradTile& tile) {
+    fence_async_proxy();
+    named_barrier_sync(3 + group, 128);
+    own.write_and_fetch(map, expert_of_map, places(tile), lane);
+  }
+  __device__ __forceinline__ void finish() { own.finish(lane); }
+};
+
+constexpr uint32_t kPatchStride = kPatches * kPatchBytes;  // from one warp's patch to the next one's
 
 // Hands over the sums: bf16 in four turns of 64 columns, fp32 in eight of 32. In fp32 the
 // warpgroup's 64 rows are two patches.
+template <class WayOut>
 __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
                                                      const CUtensorMap* map, int expert_of_map,
                                                      WgradOutput output, const WgradTile& tile,
-                                                     TransposedStore& way_out) {
+                                                     WayOut& way_out) {
   int lane = way_out.lane;
   // The compiler would compute the addresses below before the products, and keep them in registers
   // that the products need.
@@ -164,25 +222,27 @@ __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
   const int group = way_out.group, warp = way_out.warp, q = lane % 4;
   const bool adds = output == WgradOutput::kAddF32;
   const int x = tile.row + 64 * group;
-  if (output == WgradOutput::kWriteBf16) {
+  if constexpr (!WayOut::kFetches) {
+    if (output == WgradOutput::kWriteBf16) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      way_out.acquire();
+      for (int c = 0; c < 4; ++c) {
+        way_out.acquire();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 16 columns: one patch
-        uint32_t w[4];
+        for (int i = 0; i < 4; ++i) {  // 16 columns: one patch
+          uint32_t w[4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {  // columns 8 (m / 2) of them, rows 8 (m % 2)
-          const float* v = &acc[c / 2][4 * (8 * (c % 2) + 2 * i + m / 2) + 2 * (m % 2)];
-          w[m] = bf16x2(v[0], v[1]);
+          for (int m = 0; m < 4; ++m) {  // columns 8 (m / 2) of them, rows 8 (m % 2)
+            const float* v = &acc[c / 2][4 * (8 * (c % 2) + 2 * i + m / 2) + 2 * (m % 2)];
+            w[m] = bf16x2(v[0], v[1]);
+          }
+          // Matrix m is stored with its columns as rows.
+          const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+          stmatrix_x4_trans(chunk_address(smem_address(way_out.patch(i)), row, chunk), w);
         }
-        // Matrix m is stored with its columns as rows.
-        const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-        stmatrix_x4_trans(chunk_address(smem_address(way_out.patch(i)), row, chunk), w);
+        way_out.publish(map, x, tile.col + 64 * c + 16 * warp, tile.part, expert_of_map, adds);
       }
-      way_out.publish(map, x, tile.col + 64 * c + 16 * warp, tile.part, expert_of_map, adds);
+      return;
     }
-    return;
   }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
@@ -198,12 +258,14 @@ __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // column + 8 j
           const float v = acc[c / 4][4 * (4 * (c % 4) + j) + 2 * h + n] * one;
-          store_shared_4(at + j / 2 * 2 * kPatchStride + j % 2 * 8 * kPatchRowBytes,
-                         __float_as_uint(v));
+          way_out.put(at + j / 2 * 2 * kPatchStride + j % 2 * 8 * kPatchRowBytes, v);
         }
       }
-    way_out.publish(map, x + warp % 2 * 32, tile.col + 32 * c + warp / 2 * 16, tile.part,
-                    expert_of_map, adds);
+    if constexpr (WayOut::kFetches)
+      way_out.publish(map, expert_of_map, tile);
+    else
+      way_out.publish(map, x + warp % 2 * 32, tile.col + 32 * c + warp / 2 * 16, tile.part,
+                      expert_of_map, adds);
   }
 }
 
@@ -224,16 +286,18 @@ __device__ __forceinline__ void write_zeros_transposed(const CUtensorMap* map, i
   }
 }
 
-template <bool kTransposed, int kMaps>
+template <bool kTransposed, bool kFetches, int kMaps>
 __device__ __forceinline__ void consume_half_wgrad(const HalfWgradParams& p,
-                                                   const WgradMaps<kMaps>& maps, HalfStorage& s) {
+                                                   const WgradMaps<kMaps>& maps,
+                                                   HalfWgradStorage& s) {
   constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int slab = 4 * group + warp;
   Ring ring;
   WgradTile tile;
-  WarpStore rows_out(s.patch[slab]);
-  TransposedStore columns_out(s, group, warp, lane);
+  std::conditional_t<kFetches, FetchedSums, SumsStore> rows_out(s, slab);
+  std::conditional_t<kFetches, FetchedTransposed, TransposedStore> columns_out(s, group, warp,
+                                                                               lane);
   for (WgradScheduler<kOwnMap, kHalfTileK> scheduler(p); scheduler.next(tile);) {
     const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
     const int expert = kOwnMap ? 0 : tile.expert;
@@ -241,8 +305,12 @@ __device__ __forceinline__ void consume_half_wgrad(const HalfWgradParams& p,
       pass_stages(s, ring, tile.k_blocks, lane);
       continue;
     }
-    const bool zeros = tile.k_blocks == 0;  // there is nothing to multiply
-    if (zeros) {
+    if constexpr (kFetches) {
+      if constexpr (kTransposed)
+        columns_out.begin(map, expert, tile);
+      else
+        rows_out.begin(map, expert, patches_of(p.split, tile, slab), lane);
+    } else if (tile.k_blocks == 0) {  // there is nothing to multiply
       if constexpr (kTransposed)
         write_zeros_transposed(map, expert, p.output, tile, columns_out);
       else
@@ -261,18 +329,20 @@ __device__ __forceinline__ void consume_half_wgrad(const HalfWgradParams& p,
   kTransposed ? columns_out.finish() : rows_out.finish(lane);
 }
 
-template <bool kTransposed, int kMaps>
+// kFetches: C's sums come to shared memory; see `FetchedSums`.
+template <bool kTransposed, bool kFetches, int kMaps>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     bf16_wgrad(const __grid_constant__ WgradMaps<kMaps> maps,
                const __grid_constant__ HalfWgradParams p) {
-  HalfStorage& s = half_storage();
+  HalfWgradStorage& s = half_storage<HalfWgradStorage>();
+  if (kFetches && threadIdx.x == 0) init_landed(s);
   init_half_storage(s, kProducerThreads);
   if (threadIdx.x < kProducerThreads) {
     registers_lower<56>();
-    produce_half_wgrad<kTransposed>(p, maps, s);
+    produce_half_wgrad<kTransposed, kFetches>(p, maps, s);
   } else {
     registers_raise<224>();
-    consume_half_wgrad<kTransposed>(p, maps, s);
+    consume_half_wgrad<kTransposed, kFetches>(p, maps, s);
   }
   cluster_sync();
 }

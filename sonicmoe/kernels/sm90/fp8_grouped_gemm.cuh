@@ -73,8 +73,6 @@ struct alignas(1024) SharedStorage : StageMemory {
   float2 amax[2][kConsumerWarps];  // and elsewhere: of dz and of y1s
   int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
   uint64_t freed;                  // an epilogue's first buffer: the copy engine has read it
-  uint64_t due, taken;  // of wgrad: its producer wants a tile's sums in L2; its prefetching warp
-                        // has heard that
 };
 static_assert(sizeof(SharedStorage) + 1024 <= kMostSharedBytes);
 

@@ -4,15 +4,18 @@
 // The same tiles, ring and rescaled accumulator as fp8_grouped_gemm.cuh; here K is an expert's
 // padded rows, and both operands have one scale per 128 of K and 128 rows, or 256 where the rows
 // are gate and up in turns. So one number per k-block and half of the columns rescales a whole
-// warpgroup. A tile belongs to one CTA and is added to C by the copy engine, once: sums do not
-// depend on timing. An expert without rows has no tile, and C is not touched. C may also be written
-// instead, in fp32 or bf16; then such experts get zeros. Layouts of C: wgrad_places.cuh.
+// warpgroup. What becomes of the sums: wgrad_tiles.cuh.
 #pragma once
 
 #include "fp8_grouped_gemm.cuh"
 #include "wgrad_tiles.cuh"
 
 namespace sonicmoe::sm90 {
+
+struct alignas(1024) WgradStorage : StageMemory, SumsMemory {};
+static_assert(sizeof(WgradStorage) + 1024 <= kMostSharedBytes);
+// Mean rows of an expert up to which C's sums are fetched.
+constexpr int64_t kMostRowsToFetch = 1280;
 
 struct WgradParams : WgradGroups {
   const float* a_scale;  // [ceil(M / rows that share one), R / 128]
@@ -23,9 +26,9 @@ struct WgradParams : WgradGroups {
 static_assert(sizeof(WgradMaps<kFewMaps>) + sizeof(WgradParams) <= 4096);
 static_assert(sizeof(WgradMaps<kManyMaps>) + sizeof(WgradParams) <= 32764);
 
-template <int kMaps>
+template <bool kFetches, int kMaps>
 __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
-                                              SharedStorage& s) {
+                                              WgradStorage& s) {
   Ring ring;
   WgradTile tile;
   int tiles = 0;
@@ -33,7 +36,7 @@ __device__ __forceinline__ void produce_wgrad(const WgradParams& p, const WgradM
     const int half = Scheduler::rank();
     const int a_row = WgradSplit::first_row(tile.row, p.split.a);
     const int b_row = WgradSplit::first_row(tile.col + half * (kTileN / kCluster), p.split.b);
-    const int sums_at = tile.active && p.output == WgradOutput::kAddF32
+    const int sums_at = !kFetches && tile.active && p.output == WgradOutput::kAddF32
                             ? max(tile.k_blocks - kAfterSums - 1, 0)
                             : -1;
     for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
@@ -102,7 +105,7 @@ struct BlockScales {
 // The products of a tile's k-blocks; `unit`: what each half of the accumulators is to be multiplied
 // by.
 __device__ __forceinline__ void multiply(const WgradParams& p, const WgradTile& tile,
-                                         SharedStorage& s, Ring& ring, int group, int lane,
+                                         WgradStorage& s, Ring& ring, int group, int lane,
                                          Accumulators& acc, float (&unit)[2]) {
   BlockScales scales(p, tile, lane);
   unit[0] = scales.at(0, 0);
@@ -150,17 +153,19 @@ __device__ __forceinline__ void multiply(const WgradParams& p, const WgradTile& 
   }
 }
 
-template <int kMaps>
+template <class WayOut, int kMaps>
 __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradMaps<kMaps>& maps,
-                                              SharedStorage& s) {
+                                              WgradStorage& s) {
   constexpr bool kOwnMap = WgradMaps<kMaps>::kOwnMap;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int slab = 4 * group + warp;
   Ring ring;
   WgradTile tile;
-  WarpStore way_out(s.patch[group * 4 + warp]);
+  WayOut way_out(s, slab);
   if (group == 1) named_barrier_arrive(1, 256);
   for (WgradScheduler<kOwnMap, kTileK> scheduler(p); scheduler.next(tile);) {
     const CUtensorMap* map = &maps.c[kOwnMap ? tile.expert - p.first_expert : 0];
+    const int expert = kOwnMap ? 0 : tile.expert;
     if (!tile.active) {
       for (int kb = 0; kb < tile.k_blocks; ++kb, ring.advance()) {
         barrier_wait(&s.full[ring.stage], ring.phase);
@@ -170,32 +175,34 @@ __device__ __forceinline__ void consume_wgrad(const WgradParams& p, const WgradM
       }
       continue;
     }
-    if (tile.k_blocks == 0) {  // there is nothing to multiply
-      write_zeros(map, kOwnMap ? 0 : tile.expert, p.output, p.split, tile, group * 4 + warp, lane,
-                  way_out);
+    if constexpr (WayOut::kFetches) {
+      way_out.begin(map, expert, patches_of(p.split, tile, slab), lane);
+    } else if (tile.k_blocks == 0) {  // there is nothing to multiply
+      write_zeros(map, expert, p.output, p.split, tile, slab, lane, way_out);
       continue;
     }
     Accumulators acc;
     float unit[2];
     multiply(p, tile, s, ring, group, lane, acc, unit);
-    hand_over(acc, unit, map, kOwnMap ? 0 : tile.expert, p.output, p.split, tile, group * 4 + warp,
-              lane, way_out);
+    hand_over(acc, unit, map, expert, p.output, p.split, tile, slab, lane, way_out);
   }
   way_out.finish(lane);
 }
 
-template <int kMaps>
+// kFetches: C's sums come to shared memory; see `FetchedSums`.
+template <int kMaps, bool kFetches>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     fp8_wgrad(const __grid_constant__ WgradMaps<kMaps> maps,
               const __grid_constant__ WgradParams p) {
   extern __shared__ uint8_t raw[];
-  SharedStorage& s = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
+  WgradStorage& s = *reinterpret_cast<WgradStorage*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
                                                        ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumerWarps * kCluster);
     }
+    if (kFetches) init_landed(s);
     barrier_init(&s.due, 1);
     barrier_init(&s.taken, 1);
     barrier_init_fence();
@@ -206,12 +213,12 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
   if (threadIdx.x < kProducerThreads) {
     registers_lower<40>();
     if (threadIdx.x == 0)
-      produce_wgrad(p, maps, s);
-    else if (threadIdx.x / 32 == 1)
+      produce_wgrad<kFetches>(p, maps, s);
+    else if (!kFetches && threadIdx.x / 32 == 1)
       prefetch_sums<kTileK>(p, maps, s);
   } else {
     registers_raise<232>();
-    consume_wgrad(p, maps, s);
+    consume_wgrad<std::conditional_t<kFetches, FetchedSums, SumsStore>>(p, maps, s);
   }
   cluster_sync();
 }

@@ -26,6 +26,7 @@ constexpr int kBytesA = kTileM * kRowBytes, kBytesB = kTileN * kRowBytes;
 constexpr int kProducerThreads = 128, kConsumerWarps = 8;
 constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
 constexpr int kPatchBytes = 16 * 128;  // what one consumer warp hands to the copy engine at a time
+constexpr int kPatches = 2;            // of a warp
 constexpr int kMostSharedBytes = 227 * 1024;  // of a block, whose start is aligned to 1024 bytes
 
 // The rows of each expert, and the columns of all.
@@ -123,7 +124,7 @@ class Scheduler {
 struct StageMemory {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
-  uint8_t patch[kConsumerWarps][2][kPatchBytes];
+  uint8_t patch[kConsumerWarps][kPatches][kPatchBytes];
   uint64_t full[kStages], empty[kStages];
 };
 

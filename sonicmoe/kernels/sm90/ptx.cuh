@@ -32,6 +32,19 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// The same of a whole warp. Behind a `barrier_wait` without a block barrier after it, the compiler
+// takes the threads of a warp to have parted for good, and keeps nothing in uniform registers.
+__device__ __forceinline__ void barrier_wait_together(uint64_t* bar, uint32_t parity) {
+  uint32_t passed;
+  do {
+    asm volatile(
+        "{\n.reg .pred P;\nmbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, P;\n}"
+        : "=r"(passed)
+        : "r"(smem_address(bar)), "r"(parity)
+        : "memory");
+  } while (!__all_sync(~0u, passed));
+}
 // ---- TMA and cp.async
 __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint64_t* bar,
                                             void* destination, int x, int y) {
@@ -57,6 +70,14 @@ __device__ __forceinline__ void tma_load_3d(const CUtensorMap* map, uint64_t* ba
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
       "{%3, %4, %5}], [%2];" ::"r"(smem_address(destination)),
       "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, uint64_t* bar,
+                                            void* destination, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2];" ::"r"(smem_address(destination)),
+      "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 __device__ __forceinline__ void tma_load_3d_multicast(const CUtensorMap* map, uint64_t* bar,
@@ -192,6 +213,17 @@ __device__ __forceinline__ void store_shared_8(uint32_t address, float a, float 
 }
 __device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+  uint32_t a;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a) : "r"(address) : "memory");
+  return a;
+}
+// The sum as the copy engine adds: subnormal numbers count as zeros.
+__device__ __forceinline__ float add_without_subnormals(float a, float b) {
+  float sum;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
 }
 __device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t a, uint32_t b,
                                                 uint32_t c, uint32_t d) {

@@ -1,9 +1,9 @@
 // Tiles of the weight gradients for Hopper, which FP8 and BF16 share: who computes which tile of
 // which expert, and how its sums get into C.
 //
-// A tile belongs to one CTA and is added to C by the copy engine, once: sums do not depend on
-// timing. An expert without rows has no tile, and C is not touched. C may also be written instead,
-// in fp32 or bf16; then such experts get zeros. Layouts of C: wgrad_places.cuh.
+// A tile belongs to one CTA and is added to C once, by the copy engine or in shared memory: sums do
+// not depend on timing. An expert without rows has no tile, and C is not touched. C may also be
+// written instead, in fp32 or bf16; then such experts get zeros. Layouts of C: wgrad_places.cuh.
 #pragma once
 
 #include "grouped_tiles.cuh"
@@ -35,6 +35,13 @@ struct WgradMaps {
   static constexpr bool kOwnMap = kMaps > 1;
   CUtensorMap a, b, c[kMaps];
 };
+// In shared memory, beside the stages.
+struct SumsMemory {
+  uint64_t landed[kConsumerWarps][kPatches];  // a patch has C's sums
+  uint64_t due, taken;  // of FP8: the producer wants a tile's sums in L2; the prefetching warp has
+                        // heard that
+};
+
 struct WgradTile {
   int expert, row, col;
   int part;  // of the columns
@@ -134,15 +141,125 @@ __device__ __forceinline__ void prefetch_sums(const WgradGroups& p, const WgradM
   }
 }
 
+// Whether C's sums are fetched into the patches, added to there, and written back.
+//
+// Where C is not in L2, additions by the copy engine reach two thirds of the bandwidth of loads and
+// stores, with a prefetch and without. That is the bound where experts have few rows. The first
+// patches of a tile are asked for before its products begin. Sums have the same bits either way.
+//
+// most_rows: of an expert on average. With more rows, products hide the copy engine's additions
+// better than the wait for patches.
+inline bool fetches_sums(WgradOutput output, int64_t rows, int64_t experts, int64_t most_rows) {
+  return output == WgradOutput::kAddF32 && rows <= experts * most_rows;
+}
+
+__device__ __forceinline__ void init_landed(SumsMemory& s) {
+  for (int warp = 0; warp < kConsumerWarps; ++warp)
+    for (int i = 0; i < kPatches; ++i) barrier_init(&s.landed[warp][i], 1);
+}
+
+// A warp's way out where C's sums stay where they are: they are overwritten, or the copy engine
+// adds to them.
+struct SumsStore : WarpStore {
+  static constexpr bool kFetches = false;
+  template <class Storage>
+  __device__ __forceinline__ SumsStore(Storage& s, int slab) : WarpStore(s.patch[slab]) {}
+  static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
+    store_shared_8(at, a, b);
+  }
+  template <class Where>
+  __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map, Where where,
+                                          int i, bool adds, int lane) {
+    const auto to = where(i);
+    publish_4d(map, to.x, to.y, to.part, expert_of_map, adds, lane);
+  }
+};
+
+// A warp's way out where they are fetched. `turn` counts the patches of a tile. So it is known where
+// an unrolled loop over them is compiled, and so is the parity of a barrier.
+struct FetchedSums {
+  static constexpr bool kFetches = true;
+  static constexpr int kPatchesOfTile = 8;
+  static_assert(kPatchesOfTile % (2 * kPatches) == 0, "every tile begins with the same parity");
+  uint8_t (*patch)[kPatchBytes];
+  uint64_t* landed;  // [kPatches]
+  int turn = 0;
+
+  template <class Storage>
+  __device__ __forceinline__ FetchedSums(Storage& s, int slab)
+      : patch(s.patch[slab]), landed(s.landed[slab]) {}
+  // By lane 0: fetches patch number `i` of the tile, whose place in C `where` tells.
+  template <class Where>
+  __device__ __forceinline__ void request(int i, const CUtensorMap* map, int expert_of_map,
+                                          Where where) {
+    const auto from = where(i);
+    barrier_arrive_expect(&landed[i % kPatches], kPatchBytes);
+    tma_load_4d(map, &landed[i % kPatches], patch[i % kPatches], from.x, from.y, from.part,
+                expert_of_map);
+  }
+  // The first patches of a tile.
+  template <class Where>
+  __device__ __forceinline__ void begin(const CUtensorMap* map, int expert_of_map, Where where,
+                                        int lane) {
+    turn = 0;
+    if (lane == 0) {
+      bulk_wait_read<0>();
+#pragma unroll
+      for (int i = 0; i < kPatches; ++i) request(i, map, expert_of_map, where);
+    }
+  }
+  __device__ __forceinline__ uint32_t acquire(int) {
+    barrier_wait_together(&landed[turn % kPatches], turn / kPatches % 2);
+    return smem_address(patch[turn % kPatches]);
+  }
+  static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
+    const uint2 bits = load_shared_8(at);
+    store_shared_8(at, add_without_subnormals(__uint_as_float(bits.x), a),
+                   add_without_subnormals(__uint_as_float(bits.y), b));
+  }
+  template <class Where>
+  __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map, Where where,
+                                          int, bool, int lane) {
+    fence_async_proxy();
+    __syncwarp();
+    write_and_fetch(map, expert_of_map, where, lane);
+  }
+  // Writes the patch, and fetches the one that is to follow in its place.
+  template <class Where>
+  __device__ __forceinline__ void write_and_fetch(const CUtensorMap* map, int expert_of_map,
+                                                  Where where, int lane) {
+    if (lane == 0) {
+      const auto to = where(turn);
+      tma_store_4d(map, patch[turn % kPatches], to.x, to.y, to.part, expert_of_map);
+      bulk_commit();
+      if (turn + kPatches < kPatchesOfTile) {
+        bulk_wait_read<0>();
+        request(turn + kPatches, map, expert_of_map, where);
+      }
+    }
+    ++turn;
+  }
+  __device__ __forceinline__ void finish(int lane) {
+    if (lane == 0) bulk_wait<0>();
+  }
+};
+
+// The places in C of the patches of a warp's 16 rows.
+__device__ __forceinline__ auto patches_of(WgradSplit split, const WgradTile& tile, int slab) {
+  return [=](int c) { return PatchPlace(split, tile.row, tile.col, slab, c); };
+}
+
 // Rows of 128 bytes at a time through a patch; the copy engine adds them to C, or writes them
 // there, and drops what lies outside.
+template <class WayOut>
 __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (&unit)[2],
                                           const CUtensorMap* map, int expert_of_map,
                                           WgradOutput output, WgradSplit split,
                                           const WgradTile& tile, int slab, int lane,
-                                          WarpStore& way_out) {
+                                          WayOut& way_out) {
   const int q = lane % 4;
-  if (output == WgradOutput::kWriteBf16) {  // 64 columns
+  const auto place = patches_of(split, tile, slab);
+  if (!WayOut::kFetches && output == WgradOutput::kWriteBf16) {  // 64 columns
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const uint32_t patch = way_out.acquire(lane);
@@ -154,8 +271,7 @@ __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (
           store_shared_4(chunk_address(patch, lane / 4 + 8 * h, j) + q * 4,
                          bf16x2(v[0] * unit[c / 2], v[1] * unit[c / 2]));
         }
-      const PatchPlace to(split, tile.row, tile.col, slab, 2 * c);
-      way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, false, lane);
+      way_out.publish(map, expert_of_map, place, 2 * c, false, lane);
     }
     return;
   }
@@ -167,12 +283,10 @@ __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float* v = &acc[c / 4][4 * (4 * (c % 4) + j) + 2 * h];
-        store_shared_8(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8,
-                       v[0] * unit[c / 4], v[1] * unit[c / 4]);
+        way_out.put(chunk_address(patch, lane / 4 + 8 * h, 2 * j + q / 2) + q % 2 * 8,
+                    __fmul_rn(v[0], unit[c / 4]), __fmul_rn(v[1], unit[c / 4]));
       }
-    const PatchPlace to(split, tile.row, tile.col, slab, c);
-    way_out.publish_4d(map, to.x, to.y, to.part, expert_of_map, output == WgradOutput::kAddF32,
-                       lane);
+    way_out.publish(map, expert_of_map, place, c, output == WgradOutput::kAddF32, lane);
   }
 }
 
@@ -180,7 +294,7 @@ __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (
 __device__ __forceinline__ void write_zeros(const CUtensorMap* map, int expert_of_map,
                                             WgradOutput output, WgradSplit split,
                                             const WgradTile& tile, int slab, int lane,
-                                            WarpStore& way_out) {
+                                            SumsStore& way_out) {
   const int step = output == WgradOutput::kWriteBf16 ? 2 : 1;
   for (int c = 0; c < 8; c += step) {
     const uint32_t patch = way_out.acquire(lane);
