@@ -91,7 +91,6 @@ class MlpCall(DifferentiableCall):
         return self.wgrad_offer is None
 
     def explain(self, error: Exception, during: str) -> None:
-        """Advice where memory ran out."""
         raise_with_advice(error, during, self.settings, None if self.is_sorted else self.indices)
 
     def run(self, inputs: tuple[Tensor, ...], *, save: bool) -> tuple[Tensor, Saved | None]:
@@ -174,15 +173,12 @@ class MlpCall(DifferentiableCall):
             # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight
             # gradients that nobody asked for.
             trained = list(map(and_, trained, reached))
-        like = anchor_of(dout)
         # Several threads may run backwards of this layer, or of layers that share experts.
-        with self.state.gradients.alone(like), self.config.activate():
+        with self.state.gradients.alone(anchor_of(dout)), self.config.activate():
             # An engine that updates in place may have overwritten the weights of this forward. It
             # is refused here, before anything is added.
             self.reading.check_current()
-            dx, dprobs, behind, returned, batch = self._compute(
-                dout, like, saved, trained, collected
-            )
+            dx, dprobs, behind, returned, batch = self._compute(dout, saved, trained, collected)
         if is_awaited():
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
@@ -196,7 +192,7 @@ class MlpCall(DifferentiableCall):
         return (*of_inputs[: self.num_inputs - self.num_behind], *behind), returned
 
     def _compute(
-        self, dout: Tokens, like: Tensor, saved: Saved, trained: list[bool], collected: bool
+        self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], list[Tensor | None], Batch | None]:
         state, batch = self.state, None
         state.gradients.overwriting.begin(self.config.resolve().first_backward, self.parameters)
@@ -205,7 +201,8 @@ class MlpCall(DifferentiableCall):
         if trains and self.wgrad_offer is None:
             if collected:
                 state.gradients.check_collectable(self.parameters, trained)
-            batch = state.open(self.engine, self.settings, self.parameters, trained, like)
+            place = anchor_of(dout)
+            batch = state.open(self.engine, self.settings, self.parameters, trained, place)
         biases = self.biases
         saved.wants_biases = biases is not None and any(biases.trained)
         saved.wants_weights = trains or saved.wants_biases or self.wgrad_offer is not None
