@@ -6,7 +6,6 @@ Nothing is consumed in order, so resuming a run needs the step number and no ite
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import stat
 import sysconfig
@@ -18,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
-
-logger = logging.getLogger("sonicmoe")
+from sonicmoe.log import logger
 
 FILE_SEPARATOR = 0
 HELD_OUT_SHARE = 0.05

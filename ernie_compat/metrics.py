@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -14,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.log import logger
 
 from .checkpoint import partial_of
 from .model_config import smoothing_window
-
-logger = logging.getLogger("sonicmoe")
 
 GAP_TAIL = 0.25
 DAMAGED_SUFFIX = ".damaged"

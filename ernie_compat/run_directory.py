@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
+from sonicmoe.log import logger
 
 from .metrics import DAMAGED_SUFFIX, read_metrics
 from .saved_run import SavedRun
 from .trainer import CAPTURED_PATTERN, CHECKPOINT_NAME, METRICS_NAME
-
-logger = logging.getLogger("sonicmoe")
 
 DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"

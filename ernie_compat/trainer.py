@@ -6,7 +6,6 @@ initial weights.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.log import logger
 from sonicmoe.npz import NpzError, read_npz
 
 from .checkpoint import load_checkpoint, require_finite_arrays, save_checkpoint
@@ -36,8 +36,6 @@ from .metrics import (
 from .model_config import RunConfig, smoothing_window
 from .parallel import Parallel
 from .saved_run import SavedRun
-
-logger = logging.getLogger("sonicmoe")
 
 CHECKPOINT_NAME = "checkpoint.npz"
 METRICS_NAME = "metrics.jsonl"

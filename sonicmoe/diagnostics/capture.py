@@ -5,7 +5,6 @@ on (`benchmarks/numerics_report.py`).
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import tempfile
 import weakref
@@ -20,6 +19,7 @@ import torch
 
 from ..engine.interface import Tokens, token_dtype
 from ..interop import dtype_name, is_cuda
+from ..log import logger
 from ..node.layer_state import LayerState
 from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, forget, observe, observing
 from ..quant.format import BlockScaledTensor
@@ -28,8 +28,6 @@ from ..routing.ids import is_here
 from .cases import as_case
 from .module_names import caller_of, shares_memory
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
-
-logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
 

@@ -4,7 +4,6 @@ error has the stage, expert, row and token that began it, in the caller's own na
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 
 from ..errors import SonicMoEError
 from ..interop import IS_PADDLE, device_name, holds_memory
+from ..log import logger
 from ..observe import (
     FACES,
     BackwardBegins,
@@ -30,8 +30,6 @@ from .bisect_report import text_of
 from .capture import step_of_backward, step_of_forward
 from .module_names import parameters_behind
 from .step_dump import StepDump, save_dump
-
-logger = logging.getLogger("sonicmoe")
 
 Tensor = torch.Tensor
 

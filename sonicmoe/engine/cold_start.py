@@ -20,10 +20,9 @@ from ..jit.parallel import FAILED, KernelOutcome, Outcomes, ParallelBuild
 from ..jit.plan import CompileJob
 from ..jit.slots import OFF, HostSlots
 from ..kernels import EVERY_RUN
+from ..log import logger
 from .capabilities import EngineRecord
 from .settings import EngineSettings, Workload
-
-logger = logging.getLogger("sonicmoe")
 
 _START_S = 2.0  # until the first compilers run: processes start, compilers are imported
 _ASKED: set[tuple[object, ...]] = set()

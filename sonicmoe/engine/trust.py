@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from ..jit.errors import CacheUnwritableError
 from ..jit.guard import forbidden_by
 from ..jit.key import VERDICT, CompileKey
 from ..jit.manifest import Artefact
+from ..log import logger
 from ..routing.backends import index_of_gpu
 from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
@@ -37,8 +37,6 @@ from .interface import Engine
 from .settings import TokenFormat, Workload
 from .trial import BEGIN, RESULT, SIZES
 from .trial_process import LIMITS, Event, Limits, quoted, run_trial
-
-logger = logging.getLogger("sonicmoe")
 
 _FILE = "verdict.json"
 HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=0 runs it unchecked"

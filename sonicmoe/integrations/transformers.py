@@ -12,7 +12,6 @@ default; `sonicmoe_fp8` is FP8 always.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
 from ..interop import parse_version
 from ..layouts import WeightLayout
+from ..log import logger
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
 from . import peft
@@ -34,8 +34,6 @@ from .gates import OF_ACTIVATIONS, PARAMETERS, Found, activation_of
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[..., Tensor]
-
-logger = logging.getLogger("sonicmoe")
 
 MINIMUM_TRANSFORMERS = (5, 7)
 # Name of the implementation: whether it computes in FP8, None as configured.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,13 +23,12 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from ..log import logger
 from .errors import CompileLockTimeout
 from .files import StoreFiles
 from .key import CompileKey
 from .manifest import utc_now
 from .place import FILE_BITS, Place, inherited_mode
-
-logger = logging.getLogger("sonicmoe")
 
 Found = TypeVar("Found")
 

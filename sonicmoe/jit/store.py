@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import secrets
 import socket
 import time
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..log import logger
 from .errors import CompileError
 from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
@@ -27,8 +27,6 @@ from .manifest import MANIFEST, Artefact, describe
 from .place import Place, Trust
 from .reader import ArtefactReader
 from .sweep import sweep_abandoned
-
-logger = logging.getLogger("sonicmoe")
 
 Builder = Callable[[Path], None]
 SCRATCH = ".scratch"  # a builder's intermediate files, below its private directory; not published

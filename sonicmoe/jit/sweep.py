@@ -6,7 +6,6 @@ sources or a version changed since, would leave theirs for ever.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from contextlib import contextmanager
 
 from filelock import Timeout
 
+from ..log import logger
 from .files import StoreFiles
 from .lock import file_lock, release
 from .place import Place
-
-logger = logging.getLogger("sonicmoe")
 
 # Longer than a build may take, so that a live builder is left alone also where a file system keeps
 # the locks of each host apart.

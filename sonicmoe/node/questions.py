@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 from ..interop import IS_PADDLE, is_cuda
+from ..log import logger
 
 _asked: set[str] = set()
 BACKWARDS, STEPS = 64, 8  # no usual loop has so many
@@ -37,4 +37,4 @@ class Questions:
 def _ask(question: str) -> None:
     if not _asked:
         _asked.add(question)
-        logging.getLogger("sonicmoe").warning("%s (docs/gradients.md)", question)
+        logger.warning("%s (docs/gradients.md)", question)
