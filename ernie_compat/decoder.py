@@ -59,7 +59,6 @@ class Projection(nn.Module):
     """`x @ weight` with an fp32 `weight [in, out]` and no bias, both operands rounded to `dtype`."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> None:
-        """Allocate; values are loaded afterwards."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty([inputs, outputs]))
         self.dtype = dtype
@@ -73,13 +72,11 @@ class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last axis, fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
-        """Allocate; values are loaded afterwards."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty([size]))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as `x`."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
@@ -235,7 +232,6 @@ class DecoderLayer(nn.Module):
         parallel: Parallel,
         dispatcher: Dispatcher,
     ) -> None:
-        """Layer `index` of `config`."""
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, dense_dtype)

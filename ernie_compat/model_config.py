@@ -82,7 +82,6 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Columns of one attention head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -92,7 +91,6 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that route."""
         return tuple(range(self.dense_layers, self.num_layers))
 
 
@@ -123,7 +121,6 @@ class TrainConfig:
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse values no run can have."""
         for name in ("batch_size", "micro_batches"):
             _require_positive(self, name)
         _require_counter(self, "steps", at_least=1)
@@ -149,7 +146,6 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps over which the learning rate rises."""
         return max(1, round(self.steps * self.warmup_ratio))
 
     def learning_rate(self, step: int) -> float:

@@ -18,7 +18,6 @@ class PaddleParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
     def __init__(self, layout: RankLayout, max_tokens: int) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once."""
         super().__init__(layout, max_tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -116,7 +116,6 @@ class Parallel:
         self.layout = layout or RankLayout(Launch(), 1)
 
     def dispatcher(self, num_experts: int) -> Dispatcher:
-        """The dispatcher of the expert-parallel group."""
         from sonicmoe.ep import LocalDispatcher
 
         return LocalDispatcher(num_experts)

@@ -52,7 +52,6 @@ class InterruptGuard:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Put the previous handlers back."""
         for name, handler in self._previous.items():
             signal.signal(name, handler)
 
@@ -72,7 +71,6 @@ class TrainingDisplay:
     """Loss, tokens/s and expert load: some twenty lines of a run, or one every ten seconds."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
-        """Lines go to `console`."""
         self._console, self._total = console, total_steps
         self._recent: list[StepRecord] = []
         self._printed = time.monotonic()

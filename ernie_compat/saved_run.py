@@ -66,7 +66,6 @@ class SavedRun:
         return cls(step, config, text or "", tuple(data or ()))
 
     def to_header(self) -> dict[str, Any]:
-        """Inverse of `from_header`."""
         return {
             "step": self.step,
             "text_sha256": self.text_sha256,

@@ -31,7 +31,6 @@ class _RepeatableAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keeps the three operands."""
         ctx.save_for_backward(q, k, v)
         with _deterministic_kernels():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)

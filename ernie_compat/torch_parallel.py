@@ -19,7 +19,6 @@ class TorchParallel(JoinedRanks):
     """Joins the launcher's ranks and makes the groups."""
 
     def __init__(self, layout: RankLayout, max_tokens: int) -> None:
-        """`max_tokens`: most tokens a rank dispatches at once."""
         super().__init__(layout, max_tokens)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():

@@ -223,7 +223,6 @@ class Flag(Generic[Value]):
         self.meaning, self.in_steps = meaning, in_steps
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Take the name of the field."""
         self.field = name
 
     @property

@@ -60,7 +60,6 @@ class Experts(nn.Module):
             self.bias.zero_()
 
     def extra_repr(self) -> str:
-        """Sizes for `print(module)`."""
         return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 

@@ -21,7 +21,6 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        """No stream has come yet."""
         self._handle: int | None = None
         self._stream: Any = None
         self._done: Any = None

@@ -91,7 +91,6 @@ class CostModel:
         return values * np.array(list(self.coefficients.values()))
 
     def error_lines(self) -> list[str]:
-        """The errors in words."""
         unseen = len(self.held_out)
         return [
             f"error of time: {self.held_out_error:.2f} % on {unseen} held-out points (worst "

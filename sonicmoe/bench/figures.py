@@ -108,7 +108,6 @@ class Result:
 
     @property
     def pair_busy(self) -> float | None:
-        """Busy time of forward and backward."""
         return self.busy["forward"] + self.busy["backward"] if self.busy else None
 
     @property
@@ -143,7 +142,6 @@ class Result:
         return {stage: least[stage] for stage in self.stages if stage in least}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data with the derived figures."""
         derived = {
             "pair_busy": self.pair_busy, "tflops": self.tflops, "mfu": self.mfu,
             "steady_ratio": self.steady_ratio, "flop": self.shape.flop,

@@ -29,7 +29,6 @@ class Shape:
     topk: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes no layer has."""
         for name, value in vars(self).items():
             expect(value >= 1, ShapeError, f"{name} is {value}; needed: at least 1")
         expect(

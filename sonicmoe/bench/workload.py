@@ -60,7 +60,6 @@ class Variant:
 
     @property
     def fp8(self) -> bool:
-        """Whether operands are quantised."""
         return self.mode != "off"
 
     @property
@@ -182,7 +181,6 @@ class Call:
     """One forward, backward and step of a node on a batch, phase by phase."""
 
     def __init__(self, node: SonicMoEMlpNode, batch: Batch) -> None:
-        """Nothing has run yet."""
         self._node, self._batch = node, batch
         self.out: Tensor | None = None
 
@@ -219,5 +217,4 @@ class Call:
 
     @property
     def phases(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        """In order of time."""
         return (("forward", self.forward), ("backward", self.backward), ("step", self.step))

@@ -80,7 +80,6 @@ class _OneLine:
             return super().make_context(*args, **extra)  # type: ignore[misc,no-any-return]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; its own errors become one line too."""
         with one_line_errors():
             return super().invoke(ctx)  # type: ignore[misc]
 
@@ -102,7 +101,6 @@ class Seconds(click.FloatRange):
         super().__init__(min=0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number, refused where it is negative, NaN or infinite."""
         seconds = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
             self.fail(f"{value} is not finite; needed: seconds", param, ctx)
@@ -117,11 +115,9 @@ class Location(click.Path):
     """
 
     def __init__(self, **options: Any) -> None:
-        """Options as of `click.Path`; values are `Path`."""
         super().__init__(path_type=Path, **options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, refused where no command could use it."""
         text = os.fspath(value)
         # `Path("")` is the current directory, which nobody means by an empty variable of a shell.
         if not text.strip():

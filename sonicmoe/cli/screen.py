@@ -24,7 +24,6 @@ class SteadyStream:
     """
 
     def __init__(self, stream: IO[str]) -> None:
-        """Write to `stream`."""
         self._stream = stream
 
     def write(self, text: str) -> int:

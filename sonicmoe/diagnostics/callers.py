@@ -56,7 +56,6 @@ class Caller:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads."""
         return asdict(self)
 
     @classmethod

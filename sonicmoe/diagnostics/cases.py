@@ -49,7 +49,6 @@ class Sizes:
     topk: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse sizes no layer has."""
         for size in fields(self):
             value = getattr(self, size.name)
             expect(value >= 1, ShapeError, f"{size.name} is {value}; needed: at least 1")

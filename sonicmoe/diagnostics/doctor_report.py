@@ -109,9 +109,7 @@ class Report:
         return not any(problem.severity is Severity.ERROR for problem in self.problems)
 
     def error(self, what: str, remedy: str) -> None:
-        """Record a failed check."""
         self.problems.append(Problem(Severity.ERROR, what, remedy))
 
     def warning(self, what: str, remedy: str) -> None:
-        """Record something worth a look."""
         self.problems.append(Problem(Severity.WARNING, what, remedy))

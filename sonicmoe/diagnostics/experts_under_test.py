@@ -77,7 +77,6 @@ class Subject:
 
     @property
     def bound(self) -> float:
-        """The tolerance in force."""
         return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
     def case(self, seed: int = 0) -> StepDump:

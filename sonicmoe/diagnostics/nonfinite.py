@@ -40,7 +40,6 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
     """
 
     def __init__(self, message: str, report: Report, dump: Path | None) -> None:
-        """Message with the whole report."""
         super().__init__(message)
         self.report, self.dump = report, dump
 

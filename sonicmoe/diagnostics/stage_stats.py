@@ -25,7 +25,6 @@ class StageValue:
     largest_code: float = 0.0
 
     def head(self, rows: int) -> StageValue:
-        """The first rows."""
         codes = None if self.codes is None else self.codes[:rows]
         return StageValue(self.values[:rows], codes, self.largest_code)
 

@@ -60,7 +60,6 @@ class StepSettings:
     flags: ResolvedConfig = field(default_factory=ResolvedConfig)
 
     def __post_init__(self) -> None:
-        """Refuse names that no build knows."""
         for name, value, known in (
             ("activation", self.activation, [member.value for member in ActivationType]),
             ("recipe", self.recipe, [None, *RECIPES]),
@@ -95,7 +94,6 @@ class StepSettings:
             raise DumpError(f"settings of a step: {error}") from None
 
     def names(self) -> dict[str, Any]:
-        """All settings as plain data."""
         flags = {flag.field: getattr(self.flags, flag.field) for flag in STEP_FLAGS}
         return {
             "activation": self.activation,
@@ -152,7 +150,6 @@ class StepDump:
     caller: Caller | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes against each other."""
         for tokens in ("x", "dout"):
             self._check_tokens(tokens)
         need_shape(self.w2.ndim == 3 and self.w2.size > 0, "w2", self.w2, "[E, H, I]")

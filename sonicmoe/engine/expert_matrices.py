@@ -41,11 +41,9 @@ class ExpertMatrices:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Of the matrices."""
         return tuple(map(data_ptr, self.tensors))
 
     def __getitem__(self, expert: int) -> Tensor:
-        """One expert's matrix."""
         return self.tensors[expert]
 
     def stacked(self) -> Tensor:

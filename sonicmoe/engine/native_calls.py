@@ -74,7 +74,6 @@ class _Observer:
             raise
 
     def close(self) -> None:
-        """Leave the open range, if there is one."""
         # Cleared first: closing may raise, and must not be tried twice.
         opened, self._range = self._range, None
         if opened is not None:

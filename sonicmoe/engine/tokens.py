@@ -128,7 +128,6 @@ class SavedSpec:
         z: BlockSpec | None,
         has_projected: bool = False,
     ) -> None:
-        """Keep the routing's numbers, drop its tensors."""
         # The class is frozen, so its fields are set past `__setattr__`.
         self.__dict__.update(
             settings=settings,
@@ -149,7 +148,6 @@ class SavedSpec:
         return 1 if self.x is None else 2
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
-        """Inverse of `Saved.pack`."""
         # The order of `Saved.pack`: x, the routing, what adapters project, z.
         n_routing = len(RoutingMetadata.TENSOR_FIELDS) if self.places is None else 1
         n_given = self.given

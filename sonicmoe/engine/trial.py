@@ -85,7 +85,6 @@ class Problem:
     """Seeded operands of a workload on a device, and the reference engine's results."""
 
     def __init__(self, workload: Workload, device: str) -> None:
-        """Make the operands; no engine runs yet."""
         self.workload, self.settings, self.device = workload, workload.settings, device
         self.hidden, self.inner = workload.hidden_size, workload.intermediate_size
         self.n1 = self.inner * (2 if is_glu(self.settings.activation) else 1)

@@ -38,7 +38,6 @@ class Symbol:
         return f"{MOUNT}.{self.module}".rstrip(".")
 
     def get(self) -> Any:
-        """Our object."""
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(f"sonicmoe.{module}".rstrip(".")), name or self.name)
 

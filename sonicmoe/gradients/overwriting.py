@@ -103,7 +103,6 @@ class Overwriting:
         ]
 
     def done(self, batch: Batch) -> None:
-        """A backward has left its gradients."""
         if self.is_on:
             self._written.update(map(id, compress(batch.parameters, batch.trained)))
 

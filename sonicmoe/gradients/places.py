@@ -151,7 +151,6 @@ class CapturedMemory:
     """
 
     def __init__(self) -> None:
-        """Nothing was captured yet."""
         # Parameter, memory, and whether the backward writes there.
         self._held: dict[int, tuple[Tensor, Tensor, bool]] = {}
 

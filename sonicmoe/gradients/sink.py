@@ -73,7 +73,6 @@ class GradientSink:
     """
 
     def __init__(self, layer: ExpertParameters, way: FlushMode = FlushMode.AUTO) -> None:
-        """Allocates nothing."""
         self._layer = layer
         self.way = way
         self._buffer: NativeBuffer | None = None

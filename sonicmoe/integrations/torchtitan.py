@@ -117,7 +117,6 @@ class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
         options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config) -> None:
-        """The stock parameters."""
         super().__init__(config)
         limit = {"limit": config.swiglu_limit}
         plan = _plan(config.options, ActivationType.SWIGLU_OAI, GPT_OSS_EXPERTS, limit)
@@ -146,7 +145,6 @@ class SonicRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """As the stock module."""
         if not self._is_local():
             given = topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             return super().forward(x_BLD, *given)
@@ -169,7 +167,6 @@ class SonicSelectiveAC(SelectiveAC):
         """The same fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """The stock operators and ours."""
         return {*super().get_save_ops(), torch.ops.sonicmoe.expert_mlp.default}
 
 

@@ -41,7 +41,6 @@ class Carried:
 
     @property
     def architectures(self) -> list[str]:
-        """Those for which the kernels are compiled."""
         return sorted({manifest["key"]["arch"] for manifest in self.manifests.values()})
 
     def find(self, key: CompileKey) -> Artefact | None:

@@ -65,7 +65,6 @@ class Decided(Generic[Choice]):
     """
 
     def __init__(self, choose: Callable[[str], tuple[Choice, Sequence[Exception]]]) -> None:
-        """Nothing is decided yet."""
         self._choose = choose
         self._final: dict[str, Choice] = {}
         self._tentative: dict[str, _Tentative[Choice]] = {}

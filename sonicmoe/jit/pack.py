@@ -77,7 +77,6 @@ class Pack:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What the kernels are compiled for."""
         return tuple(sorted({artefact.key.arch for artefact in self.artefacts}))
 
 

@@ -49,7 +49,6 @@ class Outcomes:
         self._mutex = threading.Lock()
 
     def add(self, outcome: KernelOutcome) -> None:
-        """Take an outcome, and report it."""
         with self._mutex:
             self.outcomes.append(outcome)
             if self._progress and self.trouble is None:

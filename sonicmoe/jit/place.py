@@ -57,7 +57,6 @@ class UntrustedPlaceError(PermissionError):
     """A directory or file that somebody else could have planted; the text is one sentence."""
 
     def __init__(self, sentence: str) -> None:
-        """A refusal for the reason in `sentence`."""
         super().__init__(errno.EPERM, sentence)
 
 
@@ -81,21 +80,17 @@ class Place:
         return cls(root.absolute(), trust)
 
     def __truediv__(self, name: str) -> Place:
-        """A place one component below this one."""
         return Place(self.path / name, self.trust, self.depth + 1)
 
     def __str__(self) -> str:
-        """The path, for messages."""
         return str(self.path)
 
     @property
     def name(self) -> str:
-        """The last component of the path."""
         return self.path.name
 
     @property
     def parent(self) -> Place:
-        """The directory that holds this place."""
         return Place(self.path.parent, self.trust, self.depth - 1)
 
     @contextmanager
@@ -168,7 +163,6 @@ class _Walk:
         return descriptor
 
     def close(self) -> None:
-        """Close every directory of the way."""
         while self._trail:
             descriptor = self._trail.pop()[0]
             with suppress(OSError):  # Linux frees the number whatever close reports

@@ -48,7 +48,6 @@ class ModelSpec:
     adapters: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no kernel could be compiled for."""
         for name in ("E", "H", "I"):
             value = getattr(self, name)
             whole = isinstance(value, int) and value > 0

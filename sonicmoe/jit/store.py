@@ -136,7 +136,6 @@ class ArtefactStore(ArtefactReader):
             lock.release()
 
     def lock(self, key: CompileKey) -> KeyLock:
-        """The lock of a key."""
         return KeyLock(self.place / "locks", key, self._lock_timeout_s, self.files, self._host)
 
     def quarantine(self, key: CompileKey, reason: str) -> None:

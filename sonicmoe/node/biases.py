@@ -41,7 +41,6 @@ class Biases(NamedTuple):
         return cls(b1, b2, layer.layout, tuple(dtypes), tuple(trained))
 
     def native(self) -> tuple[Tensor, Tensor]:
-        """In the native order."""
         return self.layout.native_b1(self.b1), self.b2
 
     def beside(self, weights: EngineWeights) -> EngineWeights:

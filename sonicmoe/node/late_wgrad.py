@@ -155,7 +155,6 @@ class WgradStore:
     """
 
     def __init__(self) -> None:
-        """Nothing waits."""
         self._waiting: deque[tuple[WgradWork, list[bool], PendingWgrad]] = deque()
 
     def __reduce__(self) -> tuple[type[WgradStore], tuple[()]]:

@@ -194,7 +194,6 @@ class BlockScaledTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         # Codes have one byte each, in either format.
         count = math.prod(self._stored_shape())
         return count + 4 * math.prod(int(size) for size in self.scale_inv.shape)

@@ -213,7 +213,6 @@ class QuantizedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales held."""
         return sum(q.nbytes for q in (*self._forward, *self._dgrad))
 
     def _allocate(self, source: WeightSource, layout: tuple[Any, ...]) -> None:

@@ -139,7 +139,6 @@ class MxTensor(BlockScaledTensor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return sum(numel(part) for part in self.parts)
 
     def overwrite(self, other: BlockScaledTensor) -> None:

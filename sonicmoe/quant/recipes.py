@@ -73,7 +73,6 @@ class BlockShape:
 
     @property
     def transposed(self) -> BlockShape:
-        """The same block on the transposed matrix."""
         if self.isotropic:
             return self
         return BlockShape(self.cols, self.rows, self.steady and self.steady.crossed)

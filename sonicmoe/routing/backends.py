@@ -209,7 +209,6 @@ class PlainKernels(RoutingKernels):
     def fill_sorted(
         self, counts: Tensor, probs: Tensor | None, outputs: Outputs, alignment: int
     ) -> None:
-        """The same."""
         tokens = int(outputs[3].shape[0])
         _copy_into(outputs, exact_sorted_routing(counts, probs, tokens, alignment))
 

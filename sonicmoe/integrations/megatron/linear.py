@@ -116,7 +116,6 @@ class ExpertLinear(nn.Module):
     # Delayed weight gradients, in the words of Transformer Engine's modules.
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients are put off."""
         return self._puts_off
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
