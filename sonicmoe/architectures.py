@@ -68,10 +68,7 @@ def describe(capability: tuple[int, int]) -> str:
 
 def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
     """What to compile for where nobody names an architecture: that of the host's GPUs, and
-    `DEFAULT_ARCH` where it has none.
-
-    Raises:
-        ConfigError: its GPUs are of several architectures.
+    `DEFAULT_ARCH` where it has none. ConfigError where they are of several architectures.
     """
     names = sorted({arch_name(capability) for capability in capabilities})
     if len(names) > 1:
@@ -83,11 +80,9 @@ def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
 
 
 def chosen_arch(named: str | None, capabilities: Iterable[tuple[int, int]]) -> str:
-    """What to compile for: `named`, or that of the host's GPUs where nobody names one.
-
-    Raises:
-        ConfigError: no engine has kernels for `named`, and no GPU of the host is of it. Or nobody
-            names one, and the host's GPUs are of several.
+    """What to compile for: `named`, or that of the host's GPUs where nobody names one. ConfigError
+    where no engine has kernels for `named` and no GPU of the host is of it, or nobody names one and
+    the host's GPUs are of several.
     """
     if named is None:
         return arch_of_host(capabilities)

@@ -201,11 +201,8 @@ def layer_parameters(
     activation: ActivationType, given: Mapping[str, float | None] | ActivationParameters | None
 ) -> ActivationParameters:
     """Those of `given` that differ from the activation's defaults, checked and sorted, so that
-    equal layers have equal settings.
-
-    Raises:
-        ConfigError: naming a parameter that this activation does not have, or a value outside its
-            range.
+    equal layers have equal settings. ConfigError names a parameter that this activation does not
+    have, or a value outside its range.
     """
     known = {parameter.name: parameter for parameter in ACTIVATIONS[activation].parameters}
     found = {}
@@ -272,10 +269,8 @@ class FirstBackward(Enum):
 
 
 def member_of(enum: type[Named], value: Any, argument: str) -> Named:
-    """The member that `value` is or names.
-
-    Raises:
-        ConfigError: naming `argument`, what came and every value there is.
+    """The member that `value` is or names. ConfigError names `argument`, what came and every value
+    there is.
     """
     try:
         return enum(value)

@@ -141,10 +141,8 @@ def install_hint(framework: str) -> str:
 
 
 def default_cache_dir() -> Path:
-    """The platform's per-user cache directory for this package.
-
-    Raises:
-        ConfigError: this user has no home directory.
+    """The platform's per-user cache directory for this package. ConfigError where this user has no
+    home directory.
     """
     try:
         found = platformdirs.user_cache_dir("sonicmoe")
@@ -159,10 +157,8 @@ def default_cache_dir() -> Path:
 
 
 def default_local_cache_dir() -> Path:
-    """A per-user directory of this node, for artefacts that `cache_dir` cannot take.
-
-    Raises:
-        ConfigError: no temporary directory can be written.
+    """A per-user directory of this node, for artefacts that `cache_dir` cannot take. ConfigError
+    where no temporary directory can be written.
     """
     try:
         return Path(tempfile.gettempdir()) / f"sonicmoe-{os.getuid()}"

@@ -67,10 +67,8 @@ def read_npz(
 
 
 def require_numbers(arrays: dict[str, np.ndarray], integers: Iterable[str] = ()) -> None:
-    """Check that arrays hold real numbers, and those named in `integers` whole ones.
-
-    Raises:
-        NpzError: naming the array and its dtype.
+    """Check that arrays hold real numbers, and those named in `integers` whole ones. NpzError names
+    the array and its dtype.
     """
     for name, array in arrays.items():
         whole = name in integers

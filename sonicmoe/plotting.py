@@ -26,10 +26,7 @@ def require_matplotlib() -> None:
 
 def new_figure(size: tuple[float, float]) -> Any:
     """A bare figure on the Agg canvas, which leaves pyplot's global state and the user's backend
-    alone.
-
-    Raises:
-        PlotsUnavailableError: matplotlib is missing.
+    alone. PlotsUnavailableError without matplotlib.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

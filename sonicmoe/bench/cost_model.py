@@ -102,10 +102,7 @@ class CostModel:
 
 def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
     """Fit one engine's points; about a fifth of them, drawn by a hash of `seed` and their sizes, is
-    held out and only scored.
-
-    Raises:
-        SweepError: fewer than `LEAST_POINTS` points.
+    held out and only scored. SweepError for fewer than `LEAST_POINTS` points.
     """
     if len(points) < LEAST_POINTS:
         raise SweepError(

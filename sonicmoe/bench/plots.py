@@ -21,9 +21,7 @@ RESOLUTION = 48  # points of a predicted curve
 
 def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> Path:
     """One panel per (H, I), a colour per E: dots measured (hollow: held out), lines predicted.
-
-    Raises:
-        PlotsUnavailableError: matplotlib is missing.
+    PlotsUnavailableError without matplotlib.
     """
     peak = PEAK_TFLOPS["fp8" if model.fp8 else "bf16"]
     lines = defaultdict(list)

@@ -53,10 +53,8 @@ class Point:
 
 
 def read_points(path: Path) -> Iterator[Point]:
-    """Every point of a file, refusals too; a last line cut short by a kill is ignored.
-
-    Raises:
-        SweepError: another line is no point, or the file is no text.
+    """Every point of a file, refusals too; a last line cut short by a kill is ignored. SweepError
+    where another line is no point, or the file is no text.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -43,10 +43,8 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """`hopper`, `hopper:mem`; without a mode the engine's natural one.
-
-        Raises:
-            ConfigError: no such engine or mode.
+        """`hopper`, `hopper:mem`; without a mode the engine's natural one. ConfigError where there
+        is no such engine or mode.
         """
         name, _, mode = text.partition(":")
         known = [engine.value for engine in NATURAL_MODE]

@@ -142,11 +142,8 @@ def make_case(
 
 
 def load_case(path: str | Path) -> StepDump:
-    """What `save_dump` wrote of a forward and its backward, as `as_case` has it.
-
-    Raises:
-        DumpError: the file is missing, no .npz, or lacks an array; the message names it.
-        ShapeError: the arrays do not belong together.
+    """What `save_dump` wrote of a forward and its backward, as `as_case` has it. Errors as
+    `load_dump`.
     """
     step = load_dump(path)
     try:

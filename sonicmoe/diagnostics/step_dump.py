@@ -220,11 +220,8 @@ def save_dump(path: str | Path, step: StepDump) -> None:
 
 def load_dump(path: str | Path) -> StepDump:
     """Read what `save_dump` wrote; a captured call without settings is taken to have run in the
-    default FP8 recipe.
-
-    Raises:
-        DumpError: the file is missing, no .npz, or lacks an array; the message names it.
-        ShapeError: the arrays do not belong together.
+    default FP8 recipe. DumpError where the file is missing, no .npz, or lacks an array, which it
+    names; ShapeError where the arrays do not belong together.
     """
     try:
         found = read_npz(Path(path))

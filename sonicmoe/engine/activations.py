@@ -77,11 +77,8 @@ def merge_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 def value_and_slope(
     x: Tensor, activation: ActivationType, parameters: ActivationParameters = ()
 ) -> tuple[Tensor, Tensor]:
-    """`act(x)` and `act'(x)` of an ungated activation.
-
-    Raises:
-        ValueError: the activation is gated.
-        ConfigError: it has no formula here.
+    """`act(x)` and `act'(x)` of an ungated activation. ValueError where it is gated, ConfigError
+    where it has no formula here.
     """
     record = ACTIVATIONS[activation]
     if record.gated:

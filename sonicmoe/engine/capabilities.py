@@ -207,10 +207,8 @@ def problem(
 
 
 def require(record: EngineRecord, workload: Workload) -> None:
-    """Raise what `problem` finds in the workload, as the error that fits it.
-
-    Raises:
-        ConfigError, DTypeError, ShapeError: naming the engine and the reason.
+    """Raise what `problem` finds in the workload: a ConfigError, DTypeError or ShapeError that names
+    the engine and the reason.
     """
     for kind, text in _problems(record, workload, None):
         raise kind(f"the {record.name.value} engine cannot compute this: {text}")

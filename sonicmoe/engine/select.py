@@ -73,11 +73,8 @@ def choose_engine(
     device: str, requested: EngineName = EngineName.AUTO, workload: Workload | None = None
 ) -> EngineChoice:
     """Decide for tensors on `device` ("cpu", "cuda:0"); without a workload, for settings that every
-    engine can compute.
-
-    Raises:
-        EngineUnavailableError: `requested` names an engine that this device or workload cannot use;
-            the message says why.
+    engine can compute. EngineUnavailableError, which says why, where `requested` names an engine
+    that this device or workload cannot use.
     """
     return _choose(device, _arch(device), requested, workload)
 
@@ -113,10 +110,8 @@ def _named(device: str, arch: str, name: EngineName, workload: Workload | None) 
 
 def ready_engine(device: str, requested: EngineName, workload: Workload) -> EngineChoice:
     """`choose_engine`, and everything compiled that a run on that engine needs; on an architecture
-    where it never ran, an engine that has passed its trial.
-
-    Raises:
-        EngineUnavailableError: as `choose_engine`, or a capture comes before the trial.
+    where it never ran, an engine that has passed its trial. Errors as `choose_engine`;
+    EngineUnavailableError too where a capture comes before the trial.
     """
     arch = _arch(device)
     while True:

@@ -16,10 +16,8 @@ from .collective import RowExchange
 
 
 class PaddleExchange(RowExchange):
-    """Rows through a communication group; None is the default group.
-
-    Raises:
-        ConfigError: no parallel environment was initialised.
+    """Rows through a communication group; None is the default group. ConfigError where no parallel
+    environment was initialised.
     """
 
     def __init__(self, group: Any = None) -> None:

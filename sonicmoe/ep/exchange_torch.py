@@ -23,10 +23,8 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 
 
 class TorchExchange(RowExchange):
-    """Rows through a process group; None is the default group.
-
-    Raises:
-        ConfigError: no process group was initialised.
+    """Rows through a process group; None is the default group. ConfigError where no process group
+    was initialised.
     """
 
     def __init__(self, group: Any = None) -> None:

@@ -93,11 +93,8 @@ def versions_here() -> dict[str, str]:
 
 def write_pack(path: Path, artefacts: Iterable[Artefact], model: ModelSpec, precision: str) -> Pack:
     """Write verified artefacts to `path`, which appears complete or not at all. Verdicts on engines
-    hold for the machine that found them, and are left out.
-
-    Raises:
-        PackError: there is none, or one changed while it was read.
-        OSError: `path` cannot be written.
+    hold for the machine that found them, and are left out. PackError where there is none, or one
+    changed while it was read; OSError where `path` cannot be written.
     """
     distinct = {artefact.key: artefact for artefact in artefacts}.values()
     held = [artefact for artefact in distinct if artefact.key.kernel != VERDICT]
@@ -119,11 +116,8 @@ def write_pack(path: Path, artefacts: Iterable[Artefact], model: ModelSpec, prec
 
 
 def read_pack(path: Path) -> Pack:
-    """The list of a pack whose every byte has been checked.
-
-    Raises:
-        PackError: it is not a pack, or a damaged one; one line.
-        OSError: it cannot be read.
+    """The list of a pack whose every byte has been checked. PackError, in one line, where it is no
+    pack or a damaged one; OSError where it cannot be read.
     """
     with _opened(path) as stream:
         pack = _Reader(stream, path).pack()
@@ -148,11 +142,9 @@ def refusal(pack: Pack, arch: str | None = None) -> str | None:
 
 
 def unpack(path: Path, cache: CompileCache) -> Pack:
-    """Publish every artefact of a pack in the cache; what is there already stays.
-
-    Raises:
-        PackError: it is damaged; nothing was published.
-        CacheUnwritableError: neither directory of the cache can take it.
+    """Publish every artefact of a pack in the cache; what is there already stays. PackError where
+    the pack is damaged, and then nothing was published; CacheUnwritableError where neither
+    directory of the cache can take it.
     """
     with _opened(path) as stream:
         reader = _Reader(stream, path)

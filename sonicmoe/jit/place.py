@@ -95,11 +95,8 @@ class Place:
 
     @contextmanager
     def opened(self, *, make: bool = False) -> Iterator[int]:
-        """The descriptor of this directory; `make` creates it and its parents.
-
-        Raises:
-            UntrustedPlaceError: somebody could have planted it.
-            OSError: it cannot be opened or made.
+        """The descriptor of this directory; `make` creates it and its parents. UntrustedPlaceError
+        where somebody could have planted it, OSError where it cannot be opened or made.
         """
         walk = _Walk(self.trust, make)
         try:

@@ -108,10 +108,8 @@ class QuantizedWeights:
 
     def update(self, source: WeightSource, force: bool = False) -> None:
         """Bring the codes up to date with the user's weights; host tensors are always quantised.
-
-        Raises:
-            DTypeError, ShapeError, LayoutError, DeviceError: naming the weight that the kernels
-            cannot read in place.
+        DTypeError, ShapeError, LayoutError or DeviceError names the weight that the kernels cannot
+        read in place.
         """
         if not is_cuda(source.anchor):
             self._update_on_host(source)

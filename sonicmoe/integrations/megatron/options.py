@@ -53,9 +53,7 @@ class Sizes(NamedTuple):
 
 def own_config(options: dict[str, Any]) -> SonicMoEConfig:
     """The configuration of the layer, of keyword arguments that are fields of `SonicMoEConfig`.
-
-    Raises:
-        ConfigError: an unknown option, or a value that it does not take.
+    ConfigError for an unknown option, or a value that it does not take.
     """
     try:
         # Megatron-Core calls no `step()`, at which the gradients that no backward wrote get zeros.
@@ -131,10 +129,8 @@ def puts_off(config: Any) -> bool:
 
 
 def activation_of(config: Any) -> tuple[ActivationType, ActivationParameters]:
-    """The engine's activation that the configuration means.
-
-    Raises:
-        ConfigError: no engine has it; the message names the options that decide.
+    """The engine's activation that the configuration means. ConfigError where no engine has it; the
+    message names the options that decide.
     """
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     gated = config.gated_linear_unit
