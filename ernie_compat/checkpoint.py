@@ -32,10 +32,7 @@ def save_checkpoint(
     path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Write so that `path` always holds a whole checkpoint, the old one or the new one, even after
-    a power cut.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
+    a power cut. CheckpointError where the directory cannot be written.
     """
     encoded = json.dumps({"format": FORMAT, **header}).encode()
     # An .npz holds arrays only, so the JSON text travels as an array of bytes.
@@ -65,30 +62,22 @@ def partial_of(path: Path) -> Path:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header alone; reads no weight.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`, it is damaged, or of an unknown format.
+    """The header alone; reads no weight. CheckpointError where there is no checkpoint at `path`, it
+    is damaged, or of an unknown format.
     """
     return _read(path, header_only=True)[0]
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """`(header, arrays)` as given to `save_checkpoint`.
-
-    Raises:
-        CheckpointError: see `read_header`.
-    """
+    """`(header, arrays)` as given to `save_checkpoint`. Errors as `read_header`."""
     return _read(path, header_only=False)
 
 
 def require_matching_arrays(
     arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check names, shapes and dtypes of saved arrays against those of the model.
-
-    Raises:
-        CheckpointError: naming the first array that is missing, unknown, or of another shape or dtype.
+    """Check names, shapes and dtypes of saved arrays against those of the model. CheckpointError
+    names the first array that is missing, unknown, or of another shape or dtype.
     """
     for name, shape in wanted.items():
         words = f"checkpoint has no array {name!r}; the model needs one of shape {tuple(shape)}"
@@ -106,10 +95,8 @@ def require_matching_arrays(
 
 
 def require_finite_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Check that arrays of numbers out of `path` hold no NaN and no infinity.
-
-    Raises:
-        CheckpointError: naming the first array that does.
+    """Check that arrays of numbers out of `path` hold no NaN and no infinity. CheckpointError names
+    the first array that does.
     """
     for name, array in arrays.items():
         count = int(array.size - np.isfinite(array).sum())

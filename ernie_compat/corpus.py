@@ -55,11 +55,8 @@ class Corpus:
         return _windows(self.held_out, batch_size, seq_len, [EVAL_STREAM, index])
 
     def require_length(self, seq_len: int) -> None:
-        """Check that both parts hold at least one window.
-
-        Raises:
-            CorpusError: the text is too short for `seq_len`; the message says how much is there and
-                needed.
+        """Check that both parts hold at least one window. CorpusError says how much text there is
+        and how much `seq_len` needs.
         """
         shortest = min(len(self.train), len(self.held_out))
         expect(
@@ -77,10 +74,8 @@ def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BY
 
     A file named directly is read whatever it holds. Inside a directory, hidden entries, binary
     files (a NUL byte in the first 8 KiB) and installed packages are skipped. Files are joined by
-    one NUL byte.
-
-    Raises:
-        CorpusError: a path does not exist or cannot be read, or there is no text at all.
+    one NUL byte. CorpusError where a path does not exist or cannot be read, or there is no text at
+    all.
     """
     source = [Path(path) for path in paths]
     for path in source:

@@ -100,11 +100,9 @@ class GapSummary:
 
 
 def read_run(directory: Path) -> GapRun:
-    """Read what `sonicmoe train --compare --out directory` left.
-
-    Raises:
-        LossGapError: no finished run there, or one without `--compare`.
-        MetricsError, CheckpointError: its files are damaged.
+    """Read what `sonicmoe train --compare --out directory` left. LossGapError where no finished run
+    is there, or one without `--compare`; MetricsError or CheckpointError where its files are
+    damaged.
     """
     summary_path = directory / SUMMARY_NAME
     words = f"{directory} holds no finished run: {SUMMARY_NAME} is missing"
@@ -185,10 +183,8 @@ def _kind(summary: dict[str, Any], config: RunConfig) -> str:
 
 
 def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
-    """One summary per kind, in the order of their first run.
-
-    Raises:
-        LossGapError: a seed occurs twice in a kind: such runs are one experiment, not two.
+    """One summary per kind, in the order of their first run. LossGapError where a seed occurs twice
+    in a kind: such runs are one experiment, not two.
     """
     summaries = []
     # A dictionary keeps the order in which kinds were first seen; a set would not.

@@ -40,10 +40,8 @@ class Learner(Protocol):
 
     def dump_next_step(self, layer: int, path: Path) -> None:
         """Write the inputs of the experts of one MoE layer in the next step, forward and backward,
-        to `path` (`sonicmoe.diagnostics.capture.dump`): those of the first micro-batch.
-
-        Raises:
-            DumpError: `path` cannot be written.
+        to `path` (`sonicmoe.diagnostics.capture.dump`): those of the first micro-batch. DumpError
+        where `path` cannot be written.
         """
 
     def state(self) -> dict[str, np.ndarray]:
@@ -55,19 +53,14 @@ class Learner(Protocol):
         """
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take over `state()` of an equally configured learner.
-
-        Raises:
-            CheckpointError: an array is missing, unknown or has another shape; the message names
-                the first.
+        """Take over `state()` of an equally configured learner. CheckpointError names the first
+        array that is missing, unknown or of another shape.
         """
 
 
 def make_parallel(framework: str, layout: RankLayout, max_tokens: int) -> Parallel:
     """Join the ranks of `layout`; `max_tokens` is the most tokens one rank dispatches at once.
-
-    Raises:
-        FrameworkError: see `sonicmoe.frameworks.load`.
+    Errors as `sonicmoe.frameworks.load`.
     """
     if layout.world_size == 1:
         return Parallel()
@@ -90,12 +83,8 @@ def make_learner(
     parallel: Parallel | None = None,
 ) -> Learner:
     """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`;
-    `parallel` None is one rank.
-
-    Raises:
-        FrameworkError: see `sonicmoe.frameworks.load`.
-        EngineUnavailableError, ConfigError, ShapeError: the engine cannot run here, or not at these
-        sizes.
+    `parallel` None is one rank. Errors as `sonicmoe.frameworks.load`; EngineUnavailableError,
+    ConfigError or ShapeError where the engine cannot run here, or not at these sizes.
     """
     load(framework)
     backend: Any

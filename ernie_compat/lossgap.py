@@ -147,10 +147,7 @@ def _plain(value: Any) -> Any:
 
 def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
     """Signed gap over steps: a thin line per run, per kind the mean and the 95 % interval of the
-    mean.
-
-    Raises:
-        PlotsUnavailableError: matplotlib is missing.
+    mean. PlotsUnavailableError without matplotlib.
     """
     figure = new_figure((8, 5))
     axes = figure.subplots()

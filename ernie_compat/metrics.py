@@ -67,10 +67,8 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Inverse of `json.dumps(asdict(record))`.
-
-        Raises:
-            ValueError, KeyError, TypeError, RecursionError: the line is no record.
+        """Inverse of `json.dumps(asdict(record))`. ValueError, KeyError, TypeError or
+        RecursionError where the line is no record.
         """
         values: dict[str, Any] = json.loads(line)
         rows = values.pop("expert_load")
@@ -90,10 +88,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, records: Iterable[StepRecord] = ()) -> None:
         """Replace `path` by exactly `records` (those before the step a resumed run continues from)
-        and open it for appending.
-
-        Raises:
-            MetricsError: the file cannot be written.
+        and open it for appending. MetricsError where the file cannot be written.
         """
         # Written anew and renamed, because a resumed run repeats the steps behind its checkpoint
         # and the old lines of these steps must go.
@@ -108,11 +103,7 @@ class MetricsFile:
         self._path = path
 
     def append(self, record: StepRecord) -> None:
-        """Add one line.
-
-        Raises:
-            MetricsError: the disk is full, or the file system has gone.
-        """
+        """Add one line. MetricsError where the disk is full, or the file system has gone."""
         try:
             self._file.write(_line(record))
             # Flushed so that a reader of the file, and a killed run, have every step so far.
@@ -130,10 +121,7 @@ class MetricsFile:
 def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
     """Records of `path` in order, those after `up_to_step` left out; an absent file has none.
 
-    A last line cut short by a kill is ignored.
-
-    Raises:
-        MetricsError: another line is not a record.
+    A last line cut short by a kill is ignored. MetricsError where another line is not a record.
     """
     if not os.path.lexists(path):
         return []
@@ -158,9 +146,7 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
 def continued_metrics(path: Path, step: int, keeps: bool) -> list[StepRecord]:
     """The records with which a run at `step` continues. Where some of its steps have none, because
     the file was damaged, the rank that `keeps` files says so and keeps this one beside.
-
-    Raises:
-        MetricsError: see `read_metrics`; or the file cannot be kept.
+    MetricsError as `read_metrics`, or where the file cannot be kept.
     """
     records = read_metrics(path, up_to_step=step)
     missing = sorted(set(range(1, step + 1)) - {record.step for record in records})
@@ -217,10 +203,7 @@ def loss_gap(
     a fraction, not percent. window: as of `smoothed`.
 
     Both curves see the same batches in the same order, so the noise of the batches cancels and the
-    rest comes from the precision.
-
-    Raises:
-        ValueError: the curves differ in length or are empty.
+    rest comes from the precision. ValueError where the curves differ in length or are empty.
     """
     if len(losses) != len(reference) or not len(losses):
         raise ValueError(

@@ -32,11 +32,8 @@ def smoothing_window(steps: int) -> int:
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers,
-    then MoE layers on the node.
-
-    Raises:
-        ConfigError: a size is impossible; the message names the field, its value and what is
-            needed.
+    then MoE layers on the node. ConfigError names the field of an impossible size, its value and
+    what is needed.
     """
 
     vocab_size: int = BYTE_VOCABULARY
@@ -97,11 +94,8 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer
-    step. checkpoint: False writes none, at the end neither.
-
-    Raises:
-        ConfigError: a value is out of range; the message names the field, its value and what is
-            needed.
+    step. checkpoint: False writes none, at the end neither. ConfigError names a field whose value
+    is out of range, the value and what is needed.
     """
 
     steps: int = 300
@@ -200,10 +194,8 @@ class RunConfig:
             expect(there, ConfigError, f"{words} {first} to {last}")
 
     def require_world(self, world_size: int) -> None:
-        """Check that the batch can be split over `world_size` ranks.
-
-        Raises:
-            ConfigError: a micro-batch is not a multiple of the ranks.
+        """Check that the batch can be split over `world_size` ranks. ConfigError where a
+        micro-batch is not a multiple of the ranks.
         """
         # Micro-batches are cut first and then dealt out over the ranks.
         part = self.train.batch_size // self.train.micro_batches
@@ -224,10 +216,8 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunConfig:
-        """Rebuild from `to_json` output.
-
-        Raises:
-            ConfigError: a field is missing, unknown or out of range.
+        """Rebuild from `to_json` output. ConfigError where a field is missing, unknown or out of
+        range.
         """
         try:
             rest = {name: value for name, value in data.items() if name not in ("model", "train")}

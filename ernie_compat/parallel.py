@@ -44,11 +44,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Position of one rank.
-
-    Raises:
-        ConfigError: the ranks cannot be split into groups of `ep_size`.
-    """
+    """Position of one rank. ConfigError where the ranks do not split into groups of `ep_size`."""
 
     launch: Launch
     ep_size: int
@@ -178,10 +174,7 @@ class JoinedRanks(Parallel):
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """The `Launch` that torchrun or paddle.distributed.launch put into the environment; one rank
-    where neither did.
-
-    Raises:
-        ConfigError: the variables are incomplete or not numbers.
+    where neither did. ConfigError where the variables are incomplete or not numbers.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -210,10 +203,8 @@ def _require(environ: Mapping[str, str], name: str) -> None:
 @contextmanager
 def lost_ranks_named(layout: RankLayout, library: str) -> Iterator[None]:
     """Say of a collective that broke that another rank is gone. Ranks that wait for one that is
-    gone are ended by the launcher, torchrun or paddle.distributed.launch, which watches all of them.
-
-    Raises:
-        RankLostError: the collective's error, in one sentence.
+    gone are ended by the launcher, torchrun or paddle.distributed.launch, which watches all of
+    them. RankLostError has the collective's error, in one sentence.
     """
     try:
         yield

@@ -14,10 +14,7 @@ def plot_loss(
     records: Sequence[StepRecord], path: Path, label: str, twin: str = "full precision"
 ) -> None:
     """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the
-    smoothed curves below.
-
-    Raises:
-        PlotsUnavailableError: matplotlib is missing.
+    smoothed curves below. PlotsUnavailableError without matplotlib.
     """
     steps = [record.step for record in records]
     losses = [record.loss for record in records]

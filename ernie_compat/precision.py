@@ -27,10 +27,7 @@ def token_dtype_name(precision: str) -> str:
 
 def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) -> str:
     """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"), with
-    `auto` resolved.
-
-    Raises:
-        EngineUnavailableError: an engine asked for by name cannot run.
+    `auto` resolved. EngineUnavailableError where one that was asked for by name cannot run.
     """
     # Imported here, because choosing an engine loads the framework.
     from sonicmoe.engine.interface import EngineSettings

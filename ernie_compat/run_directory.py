@@ -36,10 +36,8 @@ _NATIVE_ONLY: dict[str, Any] = (
 
 
 def make_new(parent: Path = DEFAULT_PARENT) -> Path:
-    """Make a directory that did not exist, named by the time.
-
-    Raises:
-        ConfigError: none can be made there.
+    """Make a directory that did not exist, named by the time. ConfigError where none can be made
+    there.
     """
     stem = time.strftime("train-%Y%m%d-%H%M%S")
     try:
@@ -59,10 +57,8 @@ def make_new(parent: Path = DEFAULT_PARENT) -> Path:
 
 
 def make(directory: Path) -> None:
-    """Make the directory that was asked for, where it does not exist.
-
-    Raises:
-        ConfigError: it cannot be made or written.
+    """Make the directory that was asked for, where it does not exist. ConfigError where it cannot
+    be made or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,10 +70,7 @@ def make(directory: Path) -> None:
 @contextmanager
 def claimed(directory: Path) -> Iterator[None]:
     """Hold the directory: no other `sonicmoe train` writes into it meanwhile. The operating system
-    ends the claim of a process that dies.
-
-    Raises:
-        ConfigError: another process holds it.
+    ends the claim of a process that dies. ConfigError where another process holds it.
     """
     lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **_NATIVE_ONLY)
     try:
@@ -101,10 +94,8 @@ def claimed(directory: Path) -> Iterator[None]:
 @contextmanager
 def opened(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
     """The directory of the results, `out` or a new one, which rank 0 holds meanwhile. Other ranks
-    write nothing.
-
-    Raises:
-        ConfigError: it cannot be made, is in use, or holds a run that would be lost.
+    write nothing. ConfigError where it cannot be made, is in use, or holds a run that would be
+    lost.
     """
     # They compute with rank 0 and never open the directory, which may be on another host.
     if rank != 0:
@@ -140,10 +131,8 @@ def found_run(directory: Path) -> str | None:
 
 
 def require_free(directory: Path) -> None:
-    """Refuse to start anew where a run would be lost.
-
-    Raises:
-        ConfigError: saying what is there, and what continues, replaces or keeps it.
+    """Refuse to start anew where a run would be lost. ConfigError says what is there, and what
+    continues, replaces or keeps it.
     """
     found = found_run(directory)
     continues = "--resume continues it, " if _has_checkpoint(directory) else ""
@@ -156,11 +145,7 @@ def require_free(directory: Path) -> None:
 
 
 def require_checkpoint(directory: Path) -> None:
-    """Refuse to continue a run that left no checkpoint.
-
-    Raises:
-        ConfigError: saying what is there instead.
-    """
+    """Refuse to continue a run that left no checkpoint. ConfigError says what is there instead."""
     found = None if _has_checkpoint(directory) else found_run(directory)
     expect(
         found is None,
@@ -176,11 +161,7 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 def clear(directory: Path) -> None:
-    """Remove a run's files, and nothing else.
-
-    Raises:
-        ConfigError: one cannot be removed.
-    """
+    """Remove a run's files, and nothing else. ConfigError where one cannot be removed."""
     try:
         for path in (*(directory / name for name in RUN_FILES), *directory.glob(CAPTURED_PATTERN)):
             path.unlink(missing_ok=True)

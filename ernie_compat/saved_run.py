@@ -33,19 +33,15 @@ class SavedRun:
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
-        """From the checkpoint at `path`; reads no weight.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged, or no run of this package.
+        """From the checkpoint at `path`; reads no weight. CheckpointError where there is none, or
+        it is damaged, or no run of this package.
         """
         return cls.from_header(path, read_header(path))
 
     @classmethod
     def from_header(cls, path: Path, header: Mapping[str, Any]) -> SavedRun:
-        """From a header that was read already; `path` is named in errors.
-
-        Raises:
-            CheckpointError: a field is missing, or is not what it should be.
+        """From a header that was read already; `path` is named in errors. CheckpointError where a
+        field is missing, or is not what it should be.
         """
         step: Any = header.get("step")
         text, data = header.get("text_sha256"), header.get("data")
@@ -75,11 +71,8 @@ class SavedRun:
 
     def require_resumable(self, config: RunConfig) -> None:
         """Check that this run can be continued as `config`; only the schedule (steps, learning
-        rate, ...) may differ.
-
-        Raises:
-            CheckpointError: naming the first setting that differs, its saved and its requested
-                value.
+        rate, ...) may differ. CheckpointError names the first setting that differs, its saved and
+        its requested value.
         """
         had, wanted = self.config.to_json(), config.to_json()
         # Moments and names of parameters belong to one framework; a change of precision would be
@@ -102,10 +95,8 @@ class SavedRun:
         )
 
     def text(self) -> Corpus:
-        """The text that it was trained on, unchanged.
-
-        Raises:
-            CorpusError, ConfigError: it is not there, or no longer the same.
+        """The text that it was trained on, unchanged. CorpusError or ConfigError where it is not
+        there, or no longer the same.
         """
         another = "to continue on another text, give --data"
         try:

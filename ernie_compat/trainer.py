@@ -71,11 +71,8 @@ class Trainer:
     def start(
         cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None
     ) -> Trainer:
-        """A run at step 0.
-
-        Raises:
-            CorpusError: the text is shorter than a sequence.
-            FrameworkError, EngineUnavailableError: see `make_learner`.
+        """A run at step 0. CorpusError where the text is shorter than a sequence; else errors as
+        `make_learner`.
         """
         parallel = parallel or Parallel()
         require_startable(config, corpus, parallel.layout.world_size)
@@ -307,10 +304,8 @@ def baseline_for(engine: str) -> str:
 
 def require_startable(config: RunConfig, corpus: Corpus, world_size: int) -> None:
     """Refuse what can be refused before ranks join, and before anything of the model is allocated.
-
-    Raises:
-        CorpusError: the text is shorter than a sequence.
-        ConfigError: the batch does not split over the ranks, or the memory is too small.
+    CorpusError where the text is shorter than a sequence; ConfigError where the batch does not
+    split over the ranks, or the memory is too small.
     """
     config.require_world(world_size)
     require_room(config, world_size)

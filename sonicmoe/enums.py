@@ -67,10 +67,8 @@ class Parameter:
     high: float = inf
 
     def read(self, value: float | None) -> float:
-        """The value that a layer gives, checked; None stands for an infinite default.
-
-        Raises:
-            ConfigError: it is no finite number, or lies outside the range.
+        """The value that a layer gives, checked; None stands for an infinite default. ConfigError
+        where it is no finite number, or lies outside the range.
         """
         if self.default == inf and (value is None or value == inf):
             return inf

@@ -16,10 +16,8 @@ FLOP_PER_ROW = 18  # per routed row and per H * I, gated: 6 forward, 6 for dx, 6
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """T, H, I, E, K of one call.
-
-    Raises:
-        ShapeError: a size is below 1, or a token would need more experts than there are.
+    """T, H, I, E, K of one call. ShapeError where a size is below 1, or a token would need more
+    experts than there are.
     """
 
     tokens: int

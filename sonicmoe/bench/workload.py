@@ -166,10 +166,8 @@ class Layer:
 
     def node(self, variant: Variant, flush: FlushMode = FlushMode.AUTO) -> SonicMoEMlpNode:
         """A node that runs `variant`; `flush`: the way of its weight gradients.
-
-        Raises:
-            EngineUnavailableError, ConfigError, ShapeError: the engine does not run here, or not at
-            these sizes.
+        EngineUnavailableError, ConfigError or ShapeError where the engine does not run here, or not
+        at these sizes.
         """
         sizes = self.shape.experts, self.shape.hidden, self.shape.intermediate
         return SonicMoEMlpNode(self.experts, *sizes, config=variant.config, flush=flush)

@@ -48,10 +48,8 @@ class LazyGroup(OneLineGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the subcommand, and refuse a flag in the environment that is not understood, whether
         the subcommand reads that flag or not. `doctor` runs on, because it reports every such flag.
-
-        Raises:
-            ConfigError: naming the variable, its value and what is needed.
-            UsageError: no such subcommand; the message names the nearest.
+        ConfigError names the variable, its value and what is needed; UsageError, for no such
+        subcommand, names the nearest.
         """
         # Before click looks: its own message would not name the nearest command.
         near = difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []

@@ -47,10 +47,8 @@ class EngineSettings:
         parameters: ActivationParameters = (),
     ) -> EngineSettings:
         """Settings of a resolved configuration, for one layer's activation and its parameters.
-
-        Raises:
-            ConfigError: `iso_weight` with a recipe that reads a weight in other blocks in dgrad
-                than in forward.
+        ConfigError for `iso_weight` with a recipe that reads a weight in other blocks in dgrad than
+        in forward.
         """
         # One switch for FP8: a recipe without `fp8_mode` is a name that nobody asked for.
         recipe = RECIPES[config.recipe] if config.fp8 else None

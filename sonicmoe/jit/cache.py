@@ -169,10 +169,7 @@ class CompileCache:
 
         An intact artefact that does not load here (another C library, a missing shared object) is
         built again for this host alone. It is not replaced, because it may load on other hosts.
-
-        Raises:
-            ArtefactLoadError: the fresh build does not load either.
-            Exception: as `build`.
+        ArtefactLoadError where the fresh build does not load either; else errors as `build`.
         """
         # Not the digest, because a key without a toolchain has none.
         memo = (key.family, key.toolchain)
