@@ -8,12 +8,13 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..bench.shapes import Shape
 from ..enums import is_glu
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
@@ -34,13 +35,8 @@ _FP64 = 8  # the bytes of a number while a case is generated
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """T, H, I, E, K of a generated case.
-
-    Raises:
-        ShapeError: a size is below 1, or a token would need more experts than there are.
-        ConfigError: this machine has not the memory for them.
-    """
+class Sizes(Shape):
+    """T, H, I, E, K of a generated case. ConfigError where this machine has not the memory."""
 
     tokens: int = 2048
     hidden: int = 1024
@@ -49,14 +45,7 @@ class Sizes:
     topk: int = 2
 
     def __post_init__(self) -> None:
-        for size in fields(self):
-            value = getattr(self, size.name)
-            expect(value >= 1, ShapeError, f"{size.name} is {value}; needed: at least 1")
-        expect(
-            self.topk <= self.experts,
-            ShapeError,
-            f"topk is {self.topk}; needed: at most the number of experts, {self.experts}",
-        )
+        super().__post_init__()
         rows = self.tokens * (2 * self.hidden + self.experts + self.topk)
         weights = 3 * self.experts * self.intermediate * self.hidden
         require_memory(_FP64 * (rows + weights), "a case of these sizes")
