@@ -53,16 +53,10 @@ def sweep(
     variant: Variant,
     notify: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Measure the shapes that `path` lacks, appending each as soon as it is known.
+    """Measure the shapes that `path` lacks, appending each as soon as it is known; returns how many.
 
-    Args:
-        path: file of JSON lines, continued where it exists.
-        shapes: points of the grid.
-        variant: what is measured.
-        notify: called with the name of each point as it starts.
-
-    Returns:
-        Number of points measured.
+    `path`, a file of JSON lines, is continued where it exists. `notify` is called with the name of
+    each point as it starts.
     """
     # Before anything is measured: a point may take a minute, and would be lost.
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,19 +54,13 @@ def bisect(
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
+    from ..diagnostics.selftest import find_device
 
     with Activity("bisect"):
-        report = tool.bisect(step, engine or step.settings.engine, default_device())
+        report = tool.bisect(step, engine or step.settings.engine, find_device().name)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         click.echo("\n".join(verdict(report)))
         print_table(stage_table(report))
     ctx.exit(0 if report.healthy else 1)
-
-
-def default_device() -> str:
-    """The first GPU, else the CPU."""
-    from ..diagnostics.selftest import find_device
-
-    return find_device().name

@@ -116,9 +116,9 @@ class Activity:
         """Tell which part of the stage comes now."""
         self._stage = replace(self._stage, detail=detail)
 
-    def advance(self, count: int = 1) -> None:
-        """So many more are done."""
-        self._stage = replace(self._stage, done=self._stage.done + count)
+    def advance(self) -> None:
+        """One more is done."""
+        self._stage = replace(self._stage, done=self._stage.done + 1)
 
     def say(self, line: str) -> None:
         """Print a line at once."""

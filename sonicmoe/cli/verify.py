@@ -13,7 +13,6 @@ from rich.table import Table
 from ..diagnostics.cases import VERIFIED, Sizes
 from ..engine.capabilities import REFERENCE
 from .activation import activation_options
-from .bisect import default_device
 from .framework import load_framework
 from .refusals import OneLineCommand
 from .screen import Activity, print_table
@@ -75,11 +74,12 @@ def verify(
     # After `load_framework`: these imports bind the package to it.
     from ..diagnostics import verify as tool
     from ..diagnostics.experts_under_test import Subject, load
+    from ..diagnostics.selftest import find_device
 
     for asked in check:
         if asked not in tool.CHECKS:
             raise click.BadParameter(f"{asked!r}; needed: one of {list(tool.CHECKS)}", ctx)
-    place = device or default_device()
+    place = device or find_device().name
     subject = Subject(
         load(name), layout, activation, dict(parameters), dtype, place, tolerance, Sizes(**sizes), name
     )  # fmt: skip

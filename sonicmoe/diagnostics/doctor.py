@@ -41,7 +41,6 @@ LOW_SPACE_BYTES = 1 << 30
 
 def examine(
     framework: str = "auto",
-    environ: Mapping[str, str] | None = None,
     *,
     self_test: bool = False,
     progress: Progress = lambda line: None,
@@ -51,18 +50,16 @@ def examine(
 
     Args:
         framework: "torch", "paddle" or "auto" (see `frameworks.choose`).
-        environ: the variables to examine; default `os.environ`.
         self_test: compile the kernels that the self-test lacks.
         progress: gets a line before and after everything that may take long.
     """
-    environ = os.environ if environ is None else environ
     report = Report(versions=installed_versions())
     # Copies come first: the rest of the report is about the copy that runs.
     examine_copies(report)
     # Everything up to here works without a framework, so a broken installation still gets a report
     # of its flags and caches.
-    config = examine_flags(report, environ)
-    examine_variables(report, environ)
+    config = examine_flags(report, os.environ)
+    examine_variables(report, os.environ)
     examine_caches(report, config)
     examine_carried(report)
     name = choose_framework(report, framework)

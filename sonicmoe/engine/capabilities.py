@@ -367,10 +367,6 @@ def missing_package(jobs: Iterable[CompileJob]) -> str | None:
 
 def _missing_compiler(job: CompileJob) -> str | None:
     # Triton brings its own assembler.
-    return None if isinstance(job, TritonVariant) else _missing_nvcc()
-
-
-def _missing_nvcc() -> str | None:
-    if find_toolkit() is not None:
+    if isinstance(job, TritonVariant) or find_toolkit() is not None:
         return None
     return "there is no nvcc to compile its kernels, and the compile cache does not hold them"

@@ -145,31 +145,23 @@ def _report(
     seconds: float,
 ) -> WarmUpReport:
     """Without a record; `found`: the artefacts of the plan's jobs."""
-    covered = planned.precision, planned.left_out
     return WarmUpReport(
         spec,
-        *covered,
+        planned.precision,
+        planned.left_out,
         cache.root,
         kernels,
         seconds,
         record=None,
         local_dir=cache.local_root,
-        only_local=_only_local(found, cache),
-        carried=len(_below(carried().folder, found)),
+        only_local=0 if cache.local_root == cache.root else _below(cache.local_root, found),
+        carried=_below(carried().folder, found),
     )
 
 
-def _only_local(found: Sequence[Artefact | None], cache: CompileCache) -> int:
-    """How many of these lie in the node-local directory and not in the cache directory."""
-    if cache.local_root == cache.root:
-        return 0
-    return len(_below(cache.local_root, found))
-
-
-def _below(root: Path, found: Sequence[Artefact | None]) -> list[Path]:
-    """The places of those that lie in a directory."""
-    paths = [artefact.path for artefact in found if artefact is not None]
-    return [path for path in paths if path.is_relative_to(root)]
+def _below(root: Path, found: Sequence[Artefact | None]) -> int:
+    """How many of them lie in a directory."""
+    return sum(artefact.path.is_relative_to(root) for artefact in found if artefact is not None)
 
 
 def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
