@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from ..interop import IS_PADDLE, is_cuda
-from ..log import logger
+from ..log import log_once
 
-_asked: set[str] = set()
 BACKWARDS, STEPS = 64, 8  # no usual loop has so many
 
 
@@ -35,6 +35,4 @@ class Questions:
 
 
 def _ask(question: str) -> None:
-    if not _asked:
-        _asked.add(question)
-        logger.warning("%s (docs/gradients.md)", question)
+    log_once(logging.WARNING, "%s (docs/gradients.md)", question, key=_ask)

@@ -30,9 +30,8 @@ each_split = pytest.mark.parametrize("split", [False, True])
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
+def said(caplog):
     """Every line of the log and every Python warning so far."""
-    monkeypatch.setattr(questions, "_asked", set())
     logger = logging.getLogger("sonicmoe")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.WARNING)
