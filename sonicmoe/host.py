@@ -44,15 +44,12 @@ def host_memory() -> int:
 
 
 def require_memory(needed: int, purpose: str, available: int | None = None) -> None:
-    """Refuse what cannot fit, before anything is allocated.
+    """Refuse what cannot fit, before anything is allocated. ConfigError names the purpose, the
+    estimate and what is there.
 
     Args:
         needed: a lower bound in bytes, so that nothing is refused that could run.
-        purpose: what needs it.
         available: bytes; default: `host_memory()`.
-
-    Raises:
-        ConfigError: naming the purpose, the estimate and what is there.
     """
     there = host_memory() if available is None else available
     words = f"{purpose} needs at least {gibibytes(needed)} of memory, and this machine has"

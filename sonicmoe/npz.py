@@ -32,14 +32,10 @@ class NotNpzError(NpzError):
 def read_npz(
     path: Path, wanted: Callable[[Iterable[str]], Iterable[str]] = lambda names: names
 ) -> dict[str, np.ndarray]:
-    """The arrays of a file by name.
+    """The arrays of a file by name. NpzError where it cannot be read, is no regular file, is
+    damaged, or holds objects that would be unpickled.
 
-    Args:
-        path: a regular file, or a link to one.
-        wanted: from the names that the file has to those that are read; the others cost nothing.
-
-    Raises:
-        NpzError: the file cannot be read, or is damaged, or holds objects that would be unpickled.
+    wanted: from the names that the file has to those that are read; the others cost nothing.
     """
     try:
         with _open_regular(path) as file:

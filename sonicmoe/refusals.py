@@ -13,13 +13,7 @@ from .interop import dtype_name
 
 
 def need_shape(fits: bool, name: str, tensor: torch.Tensor, needed: object) -> None:
-    """Refuse a tensor of another shape.
-
-    Args:
-        fits: whether the shape is right.
-        name: the argument.
-        needed: the right shape, as a tuple or in the letters of the shape legend.
-    """
+    """Refuse a tensor of another shape. needed: as a tuple or in the letters of the shape legend."""
     if not fits:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; needed: {needed}")
 
@@ -39,11 +33,6 @@ def need_type(
     needed: str,
     error: type[SonicMoEError] | type[TypeError] = TypeError,
 ) -> None:
-    """Refuse an object that is no instance of these classes.
-
-    Args:
-        needed: what would do, in words.
-        error: the class of the exception.
-    """
+    """Refuse an object that is no instance of these classes. needed: what would do, in words."""
     if not isinstance(value, kinds):
         raise error(f"{name} is {type(value).__name__}; needed: {needed}")

@@ -144,15 +144,8 @@ class Report:
 
 
 def bisect(step: StepDump, engine: str, device: str = "cpu") -> Report:
-    """Run `step` on `engine` and judge it stage by stage.
-
-    Args:
-        step: inputs and settings of one forward, and with `dout` one backward.
-        engine: a value of `EngineName`.
-        device: "cpu" or "cuda:0".
-
-    Raises:
-        EngineUnavailableError: an engine does not run on `device`.
+    """Run `step` on `engine`, a value of `EngineName`, and judge it stage by stage.
+    EngineUnavailableError where an engine does not run on `device` ("cpu" or "cuda:0").
     """
     # Rows are compared one by one, so every side must lay them out alike. The layout comes from a
     # plain loop and not from the routing kernels, which may be what is wrong.

@@ -66,17 +66,9 @@ class CompileKey:
         fingerprint: Mapping[str, str],
         toolchain: Mapping[str, str] | None,
     ) -> CompileKey:
-        """A checked, sorted key.
-
-        Args:
-            kernel: see the attributes, as for the other arguments.
-            arch: for example "sm_90a".
-            statics: values are str, int, bool, None, an Enum of those, or a sequence of those.
-            fingerprint: name -> text.
-            toolchain: name -> version, or None where the compiler is absent.
-
-        Raises:
-            KeyFieldError: a bad name, or a value that is not one of the above.
+        """A checked, sorted key; arguments as the attributes. Values of `statics` are str, int,
+        bool, None, an Enum of those, or a sequence of those. KeyFieldError for another one, or for
+        a bad name.
         """
         if not _NAME.fullmatch(kernel):
             raise KeyFieldError(

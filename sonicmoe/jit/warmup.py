@@ -80,8 +80,6 @@ def warm_up(
     the report names it.
 
     Args:
-        spec: the model.
-        cache: where to.
         compile_jobs: the plan, or jobs that the caller picked.
         jobs: worker processes at most, over all processes that warm up on this host; default: the
             CPUs this process may use.

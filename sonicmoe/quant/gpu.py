@@ -54,10 +54,8 @@ def quantize_rows(x: Tensor) -> BlockScaledTensor:
     """`[T, C]` bf16, fp16 or fp32 -> E4M3 with one fp32 scale per row and 128 columns, `[T,
     ceil(C/128)]`; one launch.
 
-    NaN and infinity: as `reference.quantize`.
-
-    Raises:
-        DTypeError, ShapeError: `x` is of another dtype, no matrix, or C is no multiple of 16.
+    NaN and infinity: as `reference.quantize`. DTypeError or ShapeError where `x` is of another
+    dtype, no matrix, or C is no multiple of 16.
     """
     require_framework_tensor(x, "x")
     need_dtype("x", x, *VALUE_DTYPES)
