@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.paddle
 
 BOUND = 2e-5
-WEIGHTS, BATCHES = 6, 4
+WEIGHTS, BATCHES = 8, 4
 
 
 @pytest.fixture

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ernie import (
-    PRECISE_BOUND,
-    Pending,
-    assert_weight_gradients,
-    bind_main_grads,
-    golden,
-    make_batch,
-    make_experts,
-    make_node,
-    paddle,
-    run,
-    weights_of,
-)
+from ernie import assert_weight_gradients, paddle, weight_gradients
 from framework import numpy
+from node.node_harness import FLUSHES, Layer, problems, want_gradient
 from pairwise import pairwise
-
-FLUSHES = ("auto", "step")
-
-
-@pytest.fixture
-def experts():
-    return make_experts()
 
 
 class FusedBuffer:
@@ -35,8 +17,8 @@ class FusedBuffer:
 
     GUARD = 7
 
-    def __init__(self, experts, fill=0.0):
-        self.weights = weights_of(experts)
+    def __init__(self, weights):
+        self.weights = weights
         self.starts, offset = [], self.GUARD
         for weight in self.weights:
             self.starts.append(offset)
@@ -46,7 +28,7 @@ class FusedBuffer:
             piece = self.buffer._slice(start, start + int(np.prod(weight.shape)))
             piece.get_tensor()._set_dims(weight.shape)
             weight.main_grad = piece
-            weight.main_grad.fill_(fill)
+            weight.main_grad.fill_(0.0)
         self.bound = [weight.main_grad for weight in self.weights]
         self.pointers = [piece.data_ptr() for piece in self.bound]
         assert self.pointers[0] == self.buffer.data_ptr() + 4 * self.starts[0], (
@@ -75,34 +57,30 @@ class FusedBuffer:
         assert (numpy(self.buffer)[~inside] == 123.0).all()
 
 
-def test_main_grad_rebound_by_the_framework_between_micro_batches(experts):
+def test_main_grad_rebound_by_the_framework_between_micro_batches():
     """Pipelines scale by rebinding and sharding releases buffers: the node must read the attribute
     anew every time.
     """
-    node, batch = make_node(experts, flush="auto"), make_batch()
-    wanted = golden(experts, [batch]).dw
-    bind_main_grads(experts)
-    run(node, batch)
-    for weight in weights_of(experts):
+    layer = Layer(main_grad=0.0)
+    layer.run()
+    for weight in layer.weights:
         weight.main_grad = weight.main_grad.scale(0.5)
-    run(node, batch)
-    assert_weight_gradients(
-        [w.main_grad for w in weights_of(experts)], [1.5 * w for w in wanted], PRECISE_BOUND
-    )
-    for weight in weights_of(experts):
+    layer.run()
+    assert layer.error(times=1.5) < 1e-5
+    for weight in layer.weights:
         weight.main_grad._clear()
         weight.main_grad = None
-    run(node, batch)
-    assert_weight_gradients([w.main_grad for w in weights_of(experts)], wanted, PRECISE_BOUND)
+    layer.run()
+    assert layer.error() < 1e-5
 
 
 class Hooks:
     """`_register_backward_hook` on every weight, as gradient-reduction overlap registers it."""
 
-    def __init__(self, experts, read):
-        self.calls = [0] * len(weights_of(experts))
-        self.seen = [None] * len(self.calls)
-        for position, weight in enumerate(weights_of(experts)):
+    def __init__(self, weights, read):
+        self.calls = [0] * len(weights)
+        self.seen = [None] * len(weights)
+        for position, weight in enumerate(weights):
             weight._register_backward_hook(self._hook(position, weight, read))
 
     def _hook(self, position, weight, read):
@@ -114,38 +92,39 @@ class Hooks:
         return called
 
 
+EMPTY = {"one": [2], "all but one": [0, 2, 3], "all": [0, 1, 2, 3]}
+
+
 @pytest.mark.parametrize(
-    ("kind", "only", "outstanding"),
-    pairwise(["fused", "None", "absent"], [None, [1], []], [False, True]),
-    ids=str,
+    ("kind", "empty", "outstanding"), pairwise(["fused", "None", "absent"], EMPTY, [False, True])
 )
-def test_hooks_see_complete_gradients_once_per_backward(experts, kind, only, outstanding):
+def test_hooks_see_complete_gradients_once_per_backward(kind, empty, outstanding):
     """Overlapped reduction counts calls: one per weight and micro-batch, zero-token experts
     included, data complete at that moment.
     """
-    batches = [make_batch(seed=s, only=only) for s in range(3)]
-    fused = FusedBuffer(experts) if kind == "fused" else None
-    if kind == "None":
-        for weight in weights_of(experts):
-            weight.main_grad = None
-    read = (lambda w: w.grad) if kind == "absent" else (lambda w: w.main_grad)
-    hooks, node = Hooks(experts, read), make_node(experts, flush="auto")
-    calls = (Pending(node, batch) for batch in batches)
+    batches = problems(3, empty=EMPTY[empty])
+    layer = Layer(batches[0], main_grad="absent" if kind == "absent" else None)
+    fused = FusedBuffer(layer.weights) if kind == "fused" else None
+    hooks = Hooks(layer.weights, lambda w: w.grad if kind == "absent" else w.main_grad)
+    calls = map(layer.call, batches)
     for done, call in enumerate(list(calls) if outstanding else calls, 1):
         call.backward()
-        assert hooks.calls == [done] * 6
-        assert_weight_gradients(hooks.seen, golden(experts, batches[:done]).dw, PRECISE_BOUND)
-    node.step()
-    assert hooks.calls == [3] * 6, "step() fires nothing"
+        assert hooks.calls == [done] * 8
+        assert_weight_gradients(hooks.seen, weight_gradients(batches[:done]))
+    layer.node.step()
+    assert hooks.calls == [3] * 8, "step() fires nothing"
     if fused:
-        assert_weight_gradients(fused.gradients(), hooks.seen, 0.0)
+        for got, seen in zip(fused.gradients(), hooks.seen, strict=True):
+            np.testing.assert_array_equal(got, seen)
         fused.assert_only_slices_changed()
 
 
-def test_no_hook_for_frozen_experts(experts):
-    hooks = Hooks(experts, lambda w: None)
-    for weight in weights_of(experts):
-        weight.stop_gradient = True
+def test_no_hook_for_frozen_experts():
+    layer = Layer()
+    hooks = Hooks(layer.weights, lambda w: None)
+    for weight in layer.weights:
+        want_gradient(weight, False)
     for flush in FLUSHES:
-        run(make_node(experts, flush=flush), make_batch())
-    assert hooks.calls == [0] * 6
+        layer.node = layer.another_node(flush=flush)
+        layer.run()
+    assert hooks.calls == [0] * 8

@@ -6,20 +6,10 @@ import weakref
 
 import numpy as np
 import pytest
-from ernie import (
-    FP8,
-    PRECISE,
-    Pending,
-    bind_main_grads,
-    make_batch,
-    make_experts,
-    make_node,
-    paddle,
-    run,
-    weights_of,
-)
-from framework import numpy, tensor
-from paddle.distributed.fleet.utils import recompute
+from engine.moe_golden import make_problem
+from ernie import paddle
+from framework import numpy, tensor, torch
+from node.node_harness import FP8, FULL, Layer, assert_equal, recomputed
 from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
@@ -27,7 +17,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 
 REENTRANT = (True, False)
 CONFIGS = {
-    "precise": PRECISE,
+    "precise": FULL,
     "precise stagewise": SonicMoEConfig(stagewise_memory=True),
     "fp8": FP8,
     "fp8 mem": SonicMoEConfig(fp8_mode="mem"),
@@ -35,44 +25,44 @@ CONFIGS = {
 }
 
 
-def dtype_of(config):
-    return "float32" if config.fp8_mode is None else "bfloat16"
+BATCHES = [
+    make_problem(seed=1),
+    make_problem(tokens=0),
+    make_problem(seed=2, empty=[0, 1, 3]),
+    make_problem(seed=3, empty=range(4)),
+]
 
 
-def outcome(config, batches, *, flush="step", reentrant=None, together=False, experts=None):
+def recompute_calls(layer, reentrant):
+    """From now on the calls of the layer run again in their backward."""
+    node = layer.node
+
+    def call(x, counts, ids, probs):
+        return recomputed(
+            lambda x, probs: node(x, counts, ids, probs), x, probs, use_reentrant=reentrant
+        )
+
+    layer.node = call
+
+
+def outcome(config, flush, together, reentrant=None):
     """Every bit that comes out: out, dx, dprobs per batch and all weight gradients; plus hook calls
     per weight.
     """
-    experts = experts or make_experts(dtype=dtype_of(config))
-    main_grads, calls = bind_main_grads(experts), [0] * (2 * len(experts))
-    for position, weight in enumerate(weights_of(experts)):
+    dtype = torch.float32 if config.fp8_mode is None else torch.bfloat16
+    layer = Layer(BATCHES[0], dtype=dtype, config=config, flush=flush, main_grad=0.0)
+    node, fired = layer.node, [0] * len(layer.weights)
+    for position, weight in enumerate(layer.weights):
         weight._register_backward_hook(
-            lambda *_, position=position: calls.__setitem__(position, calls[position] + 1)
+            lambda *_, position=position: fired.__setitem__(position, fired[position] + 1)
         )
-    node = make_node(experts, config, flush)
-
-    def call(x, counts, indices, probs):
-        if reentrant is None:
-            return node(x, counts, indices, probs)
-        return recompute(
-            lambda x, probs: node(x, counts, indices, probs), x, probs, use_reentrant=reentrant
-        )
-
-    bits = []
-    if together:
-        pending = [Pending(node, batch, dtype=dtype_of(config), call=call) for batch in batches]
-        results = [waiting.backward() for waiting in pending]
-    else:
-        results = [run(node, batch, dtype=dtype_of(config), call=call) for batch in batches]
+    if reentrant is not None:
+        recompute_calls(layer, reentrant)
+    calls = map(layer.call, BATCHES)
+    done = [call.backward() for call in (list(calls) if together else calls)]
     node.step()
-    for result in results:
-        bits += [result.out, result.dx, result.dprobs]
-    return bits + [numpy(m) for m in main_grads], calls
-
-
-def same_bits(first, second):
-    assert len(first) == len(second)
-    return all(np.array_equal(a, b, equal_nan=False) for a, b in zip(first, second, strict=True))
+    bits = [array for call in done for array in (numpy(call.out), call.dx, call.dprobs)]
+    return bits + layer.gradients(), fired
 
 
 @pytest.mark.parametrize(
@@ -81,17 +71,10 @@ def same_bits(first, second):
     ids=str,
 )
 def test_recompute_gives_the_same_bits_and_accumulates_once(name, reentrant, flush, together):
-    batches = [
-        make_batch(seed=1),
-        make_batch(0),
-        make_batch(seed=2, only=[2]),
-        make_batch(seed=3, only=[]),
-    ]
-    options = {"flush": flush, "together": together}
-    plain, plain_calls = outcome(CONFIGS[name], batches, **options)
-    again, calls = outcome(CONFIGS[name], batches, reentrant=reentrant, **options)
-    assert same_bits(plain, again)
-    assert calls == plain_calls == [4] * 6
+    plain, plain_fired = outcome(CONFIGS[name], flush, together)
+    again, fired = outcome(CONFIGS[name], flush, together, reentrant)
+    assert_equal(again, plain)
+    assert fired == plain_fired == [4] * 8
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT, ids=["reentrant", "non-reentrant"])
@@ -99,20 +82,18 @@ def test_recompute_around_a_block_that_holds_the_node(reentrant):
     """The usual place: a whole layer, router included, whose other tensors are recomputed as well."""
     outcomes = []
     for wrapped in (False, True):
-        experts, batch = make_experts(), make_batch()
-        node, main_grads = make_node(experts), bind_main_grads(experts)
-        scale = tensor(np.float32(1.5), grad=True)
-        indices, probs = tensor(batch.indices), tensor(batch.probs)
+        layer = Layer(flush="step", main_grad=0.0)
+        call, scale = layer.call(), tensor(np.float32(1.5), grad=True)
+        x, counts, indices, probs = call.arguments
 
-        def block(x, node=node, scale=scale, indices=indices, probs=probs, counts=batch.counts):
+        def block(x, node=layer.node, scale=scale, indices=indices, probs=probs, counts=counts):
             return node(paddle.tanh(x * scale), counts, indices, probs * scale).square() + x
 
-        x = tensor(batch.x, grad=True)
-        out = recompute(block, x, use_reentrant=reentrant) if wrapped else block(x)
-        out.backward(tensor(batch.dout))
-        node.step()
-        outcomes.append([numpy(t) for t in (out, x.grad, scale.grad, *main_grads)])
-    assert same_bits(*outcomes)
+        out = recomputed(block, x, use_reentrant=reentrant) if wrapped else block(x)
+        out.backward(call.dout)
+        layer.node.step()
+        outcomes.append([numpy(t) for t in (out, x.grad, scale.grad)] + layer.gradients())
+    assert_equal(*outcomes)
 
 
 @pytest.fixture
@@ -136,29 +117,25 @@ def test_recompute_keeps_no_z_between_the_passes(name, reentrant, saved_z):
     """Everything kept goes through `save_for_backward`: a tensor on the context would survive
     recompute's discarding.
     """
-    node, batch = make_node(make_experts(), CONFIGS[name]), make_batch()
-
-    def call(x, counts, ids, probs):
-        return recompute(lambda x, p: node(x, counts, ids, p), x, probs, use_reentrant=reentrant)
-
-    pending = Pending(node, batch, dtype="bfloat16", call=call)
+    layer = Layer(dtype=torch.bfloat16, config=CONFIGS[name])
+    recompute_calls(layer, reentrant)
+    call = layer.call()
     assert saved_z() == 0
-    pending.backward()
+    call.backward()
     assert saved_z() == 0
 
 
 def test_a_router_that_changes_its_mind_in_recompute_is_refused():
     """Reproduced activations of another routing would be silently wrong gradients."""
-    experts, batch = make_experts(), make_batch()
-    node, calls = make_node(experts), []
-    other = np.where(batch.indices == 0, 1, batch.indices)
+    layer, calls = Layer(make_problem(topk=2)), []
+    call, ids = layer.call(), layer.problem.indices
+    other = np.where(ids == 0, 1, ids)
     other = np.where((other[:, :1] == other[:, 1:]) & (other >= 0), -1, other)
 
     def block(x, probs):
         calls.append(1)
-        return node(x, None, tensor(batch.indices if len(calls) == 1 else other), probs)
+        return layer.node(x, None, tensor(ids if len(calls) == 1 else other), probs)
 
-    x, probs = tensor(batch.x, grad=True), tensor(batch.probs, grad=True)
-    out = recompute(block, x, probs, use_reentrant=False)
+    out = recomputed(block, call.x, call.probs, use_reentrant=False)
     with pytest.raises(Exception, match="routing differs between forward and recompute"):
-        out.backward(tensor(batch.dout))
+        out.backward(call.dout)
