@@ -12,18 +12,14 @@ from typing import Any
 import click
 import numpy as np
 
+from sonicmoe.cli.refusals import Refusal
+from sonicmoe.diagnostics.json_data import plain
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.plotting import new_figure, save_figure
 
 from .gap_runs import GapRun, GapSummary, Interval, read_run, summarise
 
 Rows = Iterable[Sequence[str]]
-
-
-class Refusal(click.ClickException):
-    """Bad input, said in one line."""
-
-    exit_code = 2
 
 
 @click.command()
@@ -46,7 +42,7 @@ def lossgap(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
     try:
         _compare(paths, plot, as_json)
     except (SonicMoEError, OSError) as error:
-        raise Refusal(" ".join(str(error).split())) from error
+        raise Refusal(str(error)) from error
 
 
 def _compare(paths: Sequence[Path], plot: Path | None, as_json: bool) -> None:
@@ -134,15 +130,8 @@ def to_json(runs: Sequence[GapRun], summaries: Sequence[GapSummary]) -> dict[str
             {"directory": str(run.directory), **{name: getattr(run, name) for name in figures}}
             for run in runs
         ],
-        "summaries": [_plain({**asdict(one), "shifted": one.shifted}) for one in summaries],
+        "summaries": [plain({**asdict(one), "shifted": one.shifted}) for one in summaries],
     }
-
-
-def _plain(value: Any) -> Any:
-    """NaN as None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
+from sonicmoe.jit.lock import NATIVE_ONLY
 from sonicmoe.log import logger
 
 from .metrics import DAMAGED_SUFFIX, read_metrics
@@ -26,12 +26,6 @@ LOCK_NAME = ".lock"
 RUN_FILES = (
     *(CHECKPOINT_NAME, METRICS_NAME, METRICS_NAME + DAMAGED_SUFFIX),
     *(SUMMARY_NAME, "loss.png"),
-)
-# filelock can fall back to a file that exists, which survives SIGKILL and blocks for ever.
-_NATIVE_ONLY: dict[str, Any] = (
-    {"fallback_to_soft": False}
-    if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
-    else {}
 )
 
 
@@ -72,7 +66,7 @@ def claimed(directory: Path) -> Iterator[None]:
     """Hold the directory: no other `sonicmoe train` writes into it meanwhile. The operating system
     ends the claim of a process that dies. ConfigError where another process holds it.
     """
-    lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **_NATIVE_ONLY)
+    lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **NATIVE_ONLY)
     try:
         lock.acquire()
     except Timeout:

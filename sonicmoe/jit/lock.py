@@ -42,7 +42,7 @@ _SLICE_S = 2.0
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 # filelock can fall back to a "soft" lock: a file that exists. That file survives SIGKILL and would
 # block everybody for ever, so no fallback is taken.
-_NATIVE_ONLY: dict[str, Any] = (
+NATIVE_ONLY: dict[str, Any] = (
     {"fallback_to_soft": False}
     if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
     else {}
@@ -56,7 +56,7 @@ def file_lock(folder: Place, name: str) -> Any:
     """
     with folder.opened() as descriptor:
         mode = inherited_mode(os.fstat(descriptor), FILE_BITS)
-    return FileLock(str(folder / f"{name}.lock"), mode=mode, **_NATIVE_ONLY)
+    return FileLock(str(folder / f"{name}.lock"), mode=mode, **NATIVE_ONLY)
 
 
 def release(lock: Any, name: str) -> None:
