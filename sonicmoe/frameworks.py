@@ -49,13 +49,10 @@ class FrameworkChoice:
 
 def choose(requested: str | None = None) -> FrameworkChoice:
     """The framework that a command runs on: the one asked for, else by `RULE`. A process that runs
-    this package on a framework already stays with it.
+    this package on a framework already stays with it. FrameworkMissingError where it is not
+    installed, or none is.
 
-    Args:
-        requested: "torch", "paddle", or "auto" or None for the rule.
-
-    Raises:
-        FrameworkMissingError: it is not installed, or none is.
+    requested: "torch", "paddle", or "auto" or None for the rule.
     """
     if requested not in (None, AUTO):
         assert requested is not None
@@ -111,16 +108,12 @@ def _bound() -> str | None:
 
 
 def load(name: str, *, hidden: str | None = None) -> None:
-    """Import a framework and bind this process's `sonicmoe` to it; does nothing the second time.
+    """Import "torch" or "paddle" and bind this process's `sonicmoe` to it; does nothing the second
+    time. FrameworkError where it cannot be imported, is a Paddle without the torch proxy, or this
+    process already runs `sonicmoe` on the other one; OSError or RuntimeError where one of its shared
+    libraries is broken.
 
-    Args:
-        name: "torch" or "paddle".
-        hidden: a module that the import of the framework must not find.
-
-    Raises:
-        FrameworkError: it cannot be imported, it is a Paddle without the torch proxy, or this
-            process already runs `sonicmoe` on the other one.
-        OSError, RuntimeError: one of its shared libraries is broken.
+    hidden: a module that the import of the framework must not find.
     """
     if _bound() is None:
         _import(name, hidden)

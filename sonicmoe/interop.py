@@ -81,11 +81,8 @@ _STATIC_VALUES = ("Value", "Variable")
 
 def require_framework_tensor(value: Any, argument: str) -> None:
     """Raise unless `value` is a dense tensor of the framework this package was imported under.
-
-    Raises:
-        LayoutError: it is sparse or nested.
-        FrameworkError: the tensor belongs to the other framework, or to a static graph.
-        TypeError: it is no tensor at all.
+    LayoutError where it is sparse or nested, FrameworkError where it belongs to the other framework
+    or to a static graph, TypeError where it is no tensor at all.
     """
     # The usual case first: this is asked of every argument of every call.
     if isinstance(value, torch.Tensor):

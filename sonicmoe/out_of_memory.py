@@ -68,7 +68,6 @@ def raise_with_advice(
     """Raise an `OutOfMemoryError` from `error` if it is one without advice; else return.
 
     Args:
-        error: any exception of a call.
         during: a key of `STATES`.
         settings: of the layer, where they are known; advice leaves out what is on already.
         like: a tensor of the call `[T, ...]`, for the number of tokens.

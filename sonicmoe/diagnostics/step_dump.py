@@ -123,14 +123,10 @@ class StepDump:
     fp32, indices int64 `[T, K]`. Probabilities are as the experts got them, so a router's softmax
     and its normalisation are in them.
 
-    b1, b2: fp32, both or neither.
-    caller: what the caller calls these tensors; None for a step of no caller.
-    x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and their
-    multipliers, fp32 `[T, ceil(H/128)]`; x then holds their values. dout_codes,
-    dout_scale: the same of dout.
-
-    Raises:
-        ShapeError: the arrays do not belong together.
+    b1, b2: fp32, both or neither. caller: what the caller calls these tensors; None for a step of
+    no caller. x_codes, x_scale: where tokens arrived in FP8, their e4m3 codes as uint8 `[T, H]` and
+    their multipliers, fp32 `[T, ceil(H/128)]`; x then holds their values. dout_codes, dout_scale:
+    the same of dout. ShapeError where the arrays do not belong together.
     """
 
     name: str

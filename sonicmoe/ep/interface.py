@@ -74,7 +74,7 @@ class Received:
 
 class Transport(ABC):
     """Moves rows between the ranks of one group. Every method is a collective: all ranks call it,
-    in one order, also with no rows.
+    in one order, also with no rows. RoutingError where the experts cannot be split evenly.
 
     Args:
         num_experts: E; expert `e` lives on rank `e // (E / W)`.
@@ -84,9 +84,6 @@ class Transport(ABC):
         exact_rows: whether a delivery has no rows but the real ones.
         moves: whether rows leave this process. Where they do not, a combine without quantised
             gradients is the experts' output itself.
-
-    Raises:
-        RoutingError: the experts cannot be split evenly.
     """
 
     name: str

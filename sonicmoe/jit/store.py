@@ -87,12 +87,9 @@ class ArtefactStore(ArtefactReader):
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The published artefact of `key`, built by `builder(private directory)` if there is none.
-        Idempotent.
-
-        Raises:
-            CompileLockTimeout: another process builds it for too long.
-            StoreProblemError: the directory cannot take it.
-            Exception: whatever `builder` raises; nothing is published then.
+        Idempotent. CompileLockTimeout where another process builds it for too long,
+        StoreProblemError where the directory cannot take it, and whatever `builder` raises; nothing
+        is published then.
         """
         with self.claim(key) as claim:
             if claim.artefact is not None:

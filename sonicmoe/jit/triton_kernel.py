@@ -67,7 +67,6 @@ class StoredJITFunction(JITFunction[Any]):
         Args:
             *args: as for a launch; `triton.runtime.jit.MockTensor(dtype)` stands for a pointer
             aligned to 16 bytes.
-            arch: for example "sm_90a".
             **kwargs: keyword arguments, constants and options (`num_warps=`) of the launch.
         """
         # These steps repeat the first half of `JITFunction.run`, with a target from the argument in

@@ -67,10 +67,7 @@ class BlockScaledTensor:
     NaN: an E4M3 code NaN dequantises to NaN. INT8 has no NaN code; a non-finite element makes its
     block's scale NaN.
     The type is no tensor: arithmetic on it raises TypeError, so FP8 bytes can never be read as
-    bf16.
-
-    Raises:
-        DTypeError, ShapeError: codes, scales and block do not belong together.
+    bf16. DTypeError or ShapeError where codes, scales and block do not belong together.
     """
 
     codes: Tensor
