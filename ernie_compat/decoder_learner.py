@@ -118,7 +118,7 @@ class DecoderLearner(ABC):
         self.decoder.nodes[self.model.moe_layers.index(layer)].dump(path)
 
     def state(self) -> dict[str, np.ndarray]:
-        local = {name: _to_numpy(tensor) for name, tensor in self._local_state()}
+        local = {n: np.array(tensor.detach().cpu().numpy()) for n, tensor in self._local_state()}
         return gather_state(local, self.parallel, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -216,7 +216,3 @@ class DecoderLearner(ABC):
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """0-d sum over all elements of all tensors."""
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    return np.array(tensor.detach().cpu().numpy())

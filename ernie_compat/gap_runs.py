@@ -144,12 +144,10 @@ def gap_curve(losses: Sequence[float], references: Sequence[float]) -> tuple[Arr
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
+    expect(path.is_file(), LossGapError, f"{path} is no regular file")
     try:
-        expect(path.is_file(), LossGapError, f"{path} is no regular file")
         summary = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, LossGapError):
-            raise
         raise LossGapError(f"cannot read {path}: {error}") from None
     expect(isinstance(summary, dict), LossGapError, f"{path} is no summary of a run")
     return summary  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ def least_memory(config: RunConfig, world_size: int, on_gpu: bool) -> int:
 
 
 def require_room(config: RunConfig, world_size: int) -> None:
-    """Refuse a run that this machine cannot hold, with the estimate and what there is."""
+    """Refuse a run that this machine cannot hold: ConfigError, with the estimate and what is there."""
     model, train = config.model, config.train
     purpose = (
         f"a model of {count(parameters(model))} parameters, trained on batches of "

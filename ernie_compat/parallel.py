@@ -107,6 +107,10 @@ class Parallel:
     This one is of a single rank, for which every sum is its own result already.
     """
 
+    _world_group: Any = None
+    _ep_group: Any = None
+    _replica_group: Any = None
+
     def __init__(self, layout: RankLayout | None = None) -> None:
         """`layout` None: one rank, all experts."""
         self.layout = layout or RankLayout(Launch(), 1)
@@ -118,12 +122,15 @@ class Parallel:
 
     def sum_world(self, tensors: list[Any]) -> None:
         """Add fp32 tensors over all ranks, in place."""
+        self._sum(tensors, self._world_group)
 
     def sum_replicas(self, tensors: list[Any]) -> None:
         """Add fp32 tensors over the ranks that hold the same experts, in place."""
+        self._sum(tensors, self._replica_group)
 
     def sum_ep(self, tensors: list[Any]) -> None:
         """Add fp32 tensors over the expert-parallel group, in place."""
+        self._sum(tensors, self._ep_group)
 
     def gather_ep(self, values: np.ndarray) -> list[np.ndarray]:
         """Equally long fp32 vectors of the expert-parallel group, in rank order."""
@@ -136,13 +143,12 @@ class Parallel:
     def close(self) -> None:
         """Leave the ranks; the last call."""
 
+    def _sum(self, tensors: list[Any], group: Any) -> None:
+        """In place, in one message."""
+
 
 class JoinedRanks(Parallel):
     """The half that the frameworks share of several ranks; they join the groups and add."""
-
-    _world_group: Any
-    _ep_group: Any
-    _replica_group: Any
 
     def __init__(self, layout: RankLayout, max_tokens: int) -> None:
         """`max_tokens`: most tokens a rank dispatches at once."""
@@ -158,19 +164,6 @@ class JoinedRanks(Parallel):
             return super().dispatcher(num_experts)
         return make_dispatcher(num_experts, self._ep_group, max_tokens=self._max_tokens)
 
-    def sum_world(self, tensors: list[Any]) -> None:
-        self._sum(tensors, self._world_group)
-
-    def sum_replicas(self, tensors: list[Any]) -> None:
-        self._sum(tensors, self._replica_group)
-
-    def sum_ep(self, tensors: list[Any]) -> None:
-        self._sum(tensors, self._ep_group)
-
-    def _sum(self, tensors: list[Any], group: Any) -> None:
-        """In place, in one message."""
-        raise NotImplementedError
-
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """The `Launch` that torchrun or paddle.distributed.launch put into the environment; one rank
@@ -181,11 +174,11 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         # torchrun is asked first. A launcher is recognised by the variable that counts its ranks.
         if "WORLD_SIZE" in environ:
             rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-            _require(environ, "MASTER_ADDR")  # where PyTorch looks for rank 0
+            _ = environ["MASTER_ADDR"]  # where PyTorch looks for rank 0
             return Launch(rank, world, int(environ.get("LOCAL_RANK", rank)))
         if "PADDLE_TRAINERS_NUM" in environ:
             rank, world = int(environ["PADDLE_TRAINER_ID"]), int(environ["PADDLE_TRAINERS_NUM"])
-            _require(environ, "PADDLE_TRAINER_ENDPOINTS")  # where Paddle looks for the others
+            _ = environ["PADDLE_TRAINER_ENDPOINTS"]  # where Paddle looks for the others
             return Launch(rank, world, int(environ.get("PADDLE_RANK_IN_NODE", rank)))
     except (KeyError, ValueError) as error:
         needed = TORCHRUN_VARIABLES if "WORLD_SIZE" in environ else PADDLE_VARIABLES
@@ -193,11 +186,6 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"the launcher's environment is incomplete ({error}); needed: {', '.join(needed)}"
         ) from None
     return Launch()
-
-
-def _require(environ: Mapping[str, str], name: str) -> None:
-    if name not in environ:
-        raise KeyError(name)
 
 
 @contextmanager
