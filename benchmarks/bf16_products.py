@@ -56,6 +56,10 @@ HALVES = WeightLayout(split_half=True)
 MODELS = {
     "Qwen3-30B-A3B": Model(2048, 768, 128, 8, HALVES),
     "Qwen3-Next-80B-A3B": Model(2048, 512, 512, 10, HALVES),
+    "Moonlight-16B-A3B": Model(2048, 1408, 64, 6, HALVES),
+    "gpt-oss-20b": Model(
+        2880, 2880, 32, 4, WeightLayout(transposed=True), ActivationType.SWIGLU_OAI
+    ),
     "gpt-oss-120b": Model(
         2880, 2880, 128, 4, WeightLayout(transposed=True), ActivationType.SWIGLU_OAI
     ),
