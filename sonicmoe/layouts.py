@@ -17,9 +17,10 @@ Interleaving keeps a (gate, up) pair in one GPU thread's registers: no exchange 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,35 @@ from .errors import LayoutError, ShapeError, expect
 from .interop import plain_ops, require_framework_tensor
 
 Tensor = torch.Tensor
-StackedWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
+
+
+class GateUp(NamedTuple):
+    """Stands for a w1 `[E, 2I, H]` in halves, of which each is a tensor `[E, I, H]` of its own."""
+
+    gate: Tensor
+    up: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the w1."""
+        experts, rows, hidden = self.gate.shape
+        return experts, 2 * rows, hidden
+
+
+StackedWeights = tuple[Tensor | GateUp, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
+
+
+def flat_weights(weights: StackedWeights) -> tuple[Any, ...]:
+    """Tensors alone, always five: `(w1, None, w2, b1, b2)`, or `(gate, up, w2, b1, b2)`."""
+    w1, *others = weights
+    # By class, because `isinstance` is a call more, and every call of a layer comes here.
+    return (*w1, *others) if type(w1) is GateUp else (w1, None, *others)
+
+
+def weights_of(flat: Sequence[Any]) -> StackedWeights:
+    """Inverse of `flat_weights`."""
+    first, up, w2, b1, b2 = flat
+    return first if up is None else GateUp(first, up), w2, b1, b2
 
 
 def interleave_gate_up(split: Tensor) -> Tensor:
@@ -71,13 +100,19 @@ class WeightLayout:
             `[.., H, I]`.
         split_half: the N1 = 2I gate and up entries of w1 and b1 are [gate; up] halves instead of
             (gate, up) pairs. False where the activation is not gated.
+        apart: the halves of w1 are two tensors, a `GateUp`, or `[2, .., I, H]` where they are made
+            here. Only with `split_half`, and never with `transposed`.
     """
 
     transposed: bool = False
     split_half: bool = False
+    apart: bool = False
 
-    def native_w1(self, w1: Tensor) -> Tensor:
+    def native_w1(self, w1: Tensor | GateUp) -> Tensor:
         """`w1` in native order, `[.., N1, H]`."""
+        if self.apart:
+            return torch.stack([w1[0], w1[1]], -2).flatten(-3, -2)
+        assert not isinstance(w1, GateUp)
         # Transposed first, because the gate and up halves are rows only then.
         rows = _transposed(w1) if self.transposed else w1
         return interleave_gate_up(rows) if self.split_half else rows
@@ -101,6 +136,8 @@ class WeightLayout:
 
     def user_w1(self, native: Tensor) -> Tensor:
         """Inverse of `native_w1`."""
+        if self.apart:
+            return torch.stack([native[..., 0::2, :], native[..., 1::2, :]])
         # The inverse in reverse order: halves first, then the transposition.
         rows = deinterleave_gate_up(native) if self.split_half else native
         return _transposed(rows) if self.transposed else rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from .errors import ShapeError
 from .interop import data_ptr, numel
-from .layouts import NATIVE, WeightLayout, stack
+from .layouts import NATIVE, GateUp, WeightLayout, stack
 
 Tensor = torch.Tensor
 
@@ -79,6 +80,7 @@ class WeightSource:
     or parameters of their own. Engines read them here; nothing is copied before an engine asks.
 
     up, down: one contiguous matrix per expert, as `layout` says.
+    up_half: where `layout.apart`, the up rows `[I, H]` of each expert; `up` are the gate rows then.
     b1 `[E, N1]`, b2 `[E, H]`: both or neither.
     compute_dtype: an engine that does not quantise casts the weights to it; None keeps their own.
     """
@@ -89,6 +91,7 @@ class WeightSource:
     b1: Tensor | None = None
     b2: Tensor | None = None
     compute_dtype: torch.dtype | None = None
+    up_half: StackedMatrices | None = None
 
     def __post_init__(self) -> None:
         """Refuse sources that no engine could read in place."""
@@ -99,7 +102,7 @@ class WeightSource:
     @classmethod
     def stacked(
         cls,
-        w1: Tensor,
+        w1: Tensor | GateUp,
         w2: Tensor,
         b1: Tensor | None = None,
         b2: Tensor | None = None,
@@ -108,28 +111,33 @@ class WeightSource:
     ) -> WeightSource:
         """Of `[E, ..]` weights."""
         # Detached: engines compute outside autograd, and a view of a leaf would join the graph.
-        up, down = StackedMatrices(w1.detach()), StackedMatrices(w2.detach())
+        parts = w1 if layout.apart else (w1,)
+        up, *halves, down = (StackedMatrices(weight.detach()) for weight in (*parts, w2))
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
-        return cls(up, down, layout, b1, b2, compute_dtype)
+        return cls(up, down, layout, b1, b2, compute_dtype, *halves)
 
     @property
-    def places(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Addresses of the up matrices, and of the down matrices; those of stacked ones are ranges,
-        which are compared without a look at each.
+    def places(self) -> tuple[Sequence[int], ...]:
+        """Addresses of the up matrices (or of gate halves and of up halves), and of the down matrices;
+        those of stacked ones are ranges, which are compared without a look at each.
         """
-        return _addresses(self.up), _addresses(self.down)
+        return tuple([_addresses(matrices) for matrices in self._every])
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the up matrices, then of the down matrices."""
-        up, down = self.places
-        return (*up, *down)
+        """All of `places` in one row."""
+        return tuple(itertools.chain(*self.places))
 
     @property
     def is_copied(self) -> bool:
         """Whether engines read copies of a weight that is not contiguous, gone after the call."""
-        matrices = (m for m in (self.up, self.down) if isinstance(m, StackedMatrices))
+        matrices = (m for m in self._every if isinstance(m, StackedMatrices))
         return not all(m.stacked.is_contiguous() for m in matrices)
+
+    @property
+    def _every(self) -> tuple[Sequence[Tensor], ...]:
+        halves = () if self.up_half is None else (self.up_half,)
+        return self.up, *halves, self.down
 
     @property
     def anchor(self) -> Tensor:
@@ -140,7 +148,8 @@ class WeightSource:
     @functools.cached_property
     def n1(self) -> int:
         """Rows of a native w1."""
-        return _size(self.up, -1 if self.layout.transposed else -2)
+        rows = _size(self.up, -1 if self.layout.transposed else -2)
+        return 2 * rows if self.layout.apart else rows
 
     @functools.cached_property
     def hidden_size(self) -> int:
@@ -156,6 +165,8 @@ class WeightSource:
         Fresh memory but for stacked weights that are native already: those stay the user's own, so
         that autograd notices a write to them and no second copy of a model exists.
         """
-        w1 = self.layout.native_w1(_stacked(self.up)).contiguous()
+        up = _stacked(self.up)
+        w1 = up if self.up_half is None else GateUp(up, self.up_half.stacked)
+        w1 = self.layout.native_w1(w1).contiguous()
         w2 = self.layout.native_w2(_stacked(self.down)).contiguous()
         return w1, w2, None if self.b1 is None else self.layout.native_b1(self.b1), self.b2

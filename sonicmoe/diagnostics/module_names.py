@@ -31,6 +31,10 @@ def caller_of(call: ExpertCall) -> Caller:
     module = owners.path_of(call.module)
     found = {name: owners.names(weights) for name, weights in call.weights.items()}
     weights = {name: names or _arguments(call, name, module) for name, names in found.items()}
+    for name, held in call.weights.items():
+        # Gate and up in two tensors are one weight, where matrices of experts have a name each.
+        if len(held) == 2 and len(held[0].shape) == 3 and found[name]:
+            weights[name] = (" and ".join(found[name]),)
     owned = [name for names in found.values() for name in names]
     # Tokens and probabilities are arguments, which no module holds.
     tokens = {"x": (face.x,), "out": (face.out,), "probs": (face.probs,)}

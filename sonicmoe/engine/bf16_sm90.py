@@ -19,7 +19,7 @@ from ..interop import current_stream, device_name, device_of, dtype_name, empty,
 from ..kernels import routing_metadata_source
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
-from ..layouts import NATIVE, WeightLayout
+from ..layouts import NATIVE, GateUp, WeightLayout
 from ..observe import staged, tap
 from ..routing.backends import arch_of
 from ..routing.calls import Bind, RoutedCall
@@ -60,8 +60,8 @@ class Kernels(NamedTuple):
     ) -> Kernels:
         """Those of three loaded modules; bind: as of `RoutedCall`."""
         return cls(
-            RoutedCall(gemm.up, 7, "row_token padded_offsets", bind),
-            RoutedCall(gemm.grouped_gemm, 6, "padded_offsets", bind),
+            RoutedCall(gemm.up, 8, "row_token padded_offsets", bind),
+            RoutedCall(gemm.grouped_gemm, 7, "padded_offsets", bind),
             RoutedCall(dgated.dgated, 7, "row_prob row_token padded_offsets", bind),
             RoutedCall(rows.gather_rows, 1, "row_token", bind),
             matrices,
@@ -160,12 +160,14 @@ class HopperProducts(Products):
         self._layout = weights.layout.transposed, weights.layout.split_half
         self._launch = settings.gemm_num_sms, stream
 
-    def _operand(self, weight: Any) -> Any:
-        """A weight as the kernels take it."""
-        if not isinstance(weight, ExpertMatrices):
+    def _operand(self, weight: Any) -> tuple[Any, Any]:
+        """A weight as the kernels take it, and the tensor of its second half, if there are two."""
+        if type(weight) is GateUp:
             return weight
+        if not isinstance(weight, ExpertMatrices):
+            return weight, None
         assert self._kernels.matrices is not None
-        return self._kernels.matrices(weight.addresses, *weight.shape[1:])
+        return self._kernels.matrices(weight.addresses, *weight.shape[1:]), None
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """Tokens as `up` and `dgated` take them."""
@@ -190,7 +192,7 @@ class HopperProducts(Products):
 
     def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
         kernels, weights = self._kernels, self.weights
-        given = self._rows_of(x), self._operand(weights.w1), *self._layout, weights.b1
+        given = self._rows_of(x), *self._operand(weights.w1), *self._layout, weights.b1
         adapter = NOTHING if self._narrow is None else self._narrow.projected("up", x, True)
         kernels.up(self.routing, *given, *adapter, z, y1, *kernels.gate, *self._launch)
 
@@ -199,13 +201,13 @@ class HopperProducts(Products):
 
     def down(self, y1: Tensor, y2: Tensor) -> None:
         weights = self.weights
-        given = y1, self._operand(weights.w2), self._layout[0], weights.b2
+        given = y1, *self._operand(weights.w2), self._layout[0], weights.b2
         adapter = NOTHING if self._narrow is None else self._narrow.projected("down", y1, False)
         self._kernels.grouped_gemm(self.routing, *given, *adapter, y2, *self._launch)
 
     def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
         # The same matrices, contracted over their rows.
-        given = dz, self._operand(self.weights.w1_dgrad), not self._layout[0], None
+        given = dz, *self._operand(self.weights.w1_dgrad), not self._layout[0], None
         adapter = NOTHING if self._narrow is None else self._narrow.returned("up", dz, False)
         self._kernels.grouped_gemm(self.routing, *given, *adapter, dx_rows, *self._launch)
 
@@ -214,7 +216,7 @@ class HopperProducts(Products):
         kernels, weights, routing = self._kernels, self.weights, self.routing
         tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
         partials = empty((tiles, routing.num_rows), torch.float32, device_of(dout))
-        given = self._rows_of(dout), self._operand(weights.w2_dgrad), *self._layout
+        given = self._rows_of(dout), self._operand(weights.w2_dgrad)[0], *self._layout
         outputs, adapter = (dz, y1s, partials), NOTHING
         if self._narrow is not None:
             adapter = self._narrow.returned("down", dout, True)
@@ -305,7 +307,7 @@ def _destinations(
     def find() -> tuple[Any | None, Any | None]:
         dw1 = None
         if up.is_wanted:
-            dw1 = _in_turns(made, up, outputs) if apart else made.of(up, False, outputs)
+            dw1 = _in_turns(made, up, outputs) if apart else made.of(up, up.is_apart, outputs)
         return dw1, made.of(down, False, outputs) if down.is_wanted else None
 
     return targets.once((made, is_fresh, split_half), find)

@@ -8,46 +8,63 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from operator import or_
+from dataclasses import replace
+from operator import is_, or_
 from typing import Any, NamedTuple
 
 import torch
 
 from ..enums import ActivationType
 from ..interop import aligned, data_ptr
-from ..layouts import StackedWeights, WeightLayout, stack
+from ..layouts import GateUp, StackedWeights, WeightLayout, stack
 from ..weight_source import StackedMatrices, WeightSource
 from .border import check_weights
-from .expert_matrices import ExpertMatrices, may_stay_apart
+from .expert_matrices import ExpertMatrices, may_stay_apart, tensors_of
 from .interface import EngineWeights
 from .settings import EngineSettings
 
 Tensor = torch.Tensor
 # Addresses and strides that the copy engine takes are multiples of 16 bytes, or 8 elements.
 _BYTES, _ITEMS = 16, 8
+_DEPTH = 64  # rows of K that dgrad takes at a time, of one tensor
 
 
 def weights_in_place(source: WeightSource, activation: ActivationType) -> EngineWeights:
-    """The user's weights where they lie. Three kinds are copied: weights of another dtype than the
-    computation's, those that the copy engine cannot read, and more than `MOST` experts with tensors
-    of their own. ShapeError where sizes do not fit together.
+    """The user's weights where they lie. Four kinds are copied: weights of another dtype than the
+    computation's, those that the copy engine cannot read, more than `MOST` experts with tensors of
+    their own, and gate and up in two tensors that differ in strides or have no multiple of 64 rows.
+    ShapeError where sizes do not fit together.
     """
     sides = source.up, source.down
+    w1: Any
     w1, w2 = (
         map(ExpertMatrices, sides)
         if _stay_apart(source)
         else (_stacked(side, source.compute_dtype) for side in sides)
     )
+    if source.up_half is not None:
+        w1 = _both_halves(w1, _stacked(source.up_half, source.compute_dtype))
     b1, b2 = map(_fp32, (source.b1, source.b2))
     shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
     _check_shapes(shapes, source.layout.transposed, activation)
-    return EngineWeights(w1, w2, w1, w2, b1, b2, layout=source.layout)
+    layout = replace(source.layout, apart=isinstance(w1, GateUp))
+    return EngineWeights(w1, w2, w1, w2, b1, b2, layout=layout)
+
+
+def _both_halves(gate: Tensor, up: Tensor) -> Tensor | GateUp:
+    """A w1 whose halves the kernels can read, as two tensors or joined by a copy."""
+    if gate.stride() == up.stride() and int(gate.shape[1]) % _DEPTH == 0:
+        return GateUp(gate, up)
+    return torch.cat([gate, up], 1)
 
 
 def are_lent(weights: EngineWeights, source: WeightSource) -> bool:
-    """Whether neither was copied."""
+    """Whether none was copied."""
     if isinstance(source.up, StackedMatrices) and isinstance(source.down, StackedMatrices):
-        return weights.w1 is source.up.stacked and weights.w2 is source.down.stacked
+        halves = () if source.up_half is None else (source.up_half,)
+        given = [side.stacked for side in (source.up, *halves, source.down)]
+        read = [*tensors_of(weights.w1), *tensors_of(weights.w2)]
+        return len(given) == len(read) and all(map(is_, given, read))
     return isinstance(weights.w1, ExpertMatrices)
 
 
@@ -114,18 +131,27 @@ def kind_of(
     settings: EngineSettings,
 ) -> tuple[Any, ...]:
     """All that decides how these are read, but for addresses. dtype: see `Engine.read_stacked`."""
-    w1, w2, b1, b2 = weights
+    given, w2, b1, b2 = weights
+    # By class, because `isinstance` is a call more, and every forward and backward comes here.
+    halves: Any = given if type(given) is GateUp else (given, None)
+    w1, up = halves
+    of_up = None if up is None else (up.shape, up.stride(), up.dtype)
     of_biases = None if b1 is None else b1.shape, None if b2 is None else b2.shape
     of_call = layout.transposed, layout.split_half, dtype, id(settings)
     first = w1.shape, w1.stride(), w1.dtype, w1.device
-    return *first, w2.shape, w2.stride(), w2.dtype, *of_biases, *of_call
+    return *first, of_up, w2.shape, w2.stride(), w2.dtype, *of_biases, *of_call
 
 
 def recognised(kind: tuple[Any, ...], weights: StackedWeights) -> EngineWeights | None:
     """These, or None where their kind was not seen before, or the copy engine cannot read them."""
     w1, w2, b1, b2 = weights
     found = _known.get(kind)
-    if found is None or (data_ptr(w1) | data_ptr(w2)) % _BYTES:
+    if found is None:
+        return None
+    addresses = data_ptr(w2) | (
+        data_ptr(w1.gate) | data_ptr(w1.up) if type(w1) is GateUp else data_ptr(w1)
+    )
+    if addresses % _BYTES:
         return None
     if b1 is not None:
         b1, b2 = _fp32(b1), _fp32(b2)

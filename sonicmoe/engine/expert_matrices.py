@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..interop import data_ptr
-from ..layouts import stack
+from ..layouts import GateUp, stack
 from ..quant.format import BlockScaledTensor
 
 Tensor = torch.Tensor
@@ -52,9 +52,11 @@ class ExpertMatrices:
 
 
 def tensors_of(weight: Any) -> tuple[Tensor, ...]:
-    """Where an engine's weight lies: the bytes of a block-scaled one, a tensor, or the matrices of each
-    expert.
+    """Where an engine's weight lies: the bytes of a block-scaled one, a tensor, gate and up, or the
+    matrices of each expert.
     """
     if isinstance(weight, ExpertMatrices):
         return weight.tensors
+    if type(weight) is GateUp:
+        return tuple(weight)
     return (weight.bytes if isinstance(weight, BlockScaledTensor) else weight,)

@@ -42,7 +42,7 @@ class WeightTarget:
     """The gradient memory of one projection, where its parameters have it.
 
     tensors: a matrix of each expert, or one stacked `[E, ..]` tensor; any strides. None where a
-        parameter is frozen.
+        parameter is frozen. The tensor is `[2, E, I, H]` where gate and up are `layout.apart`.
     layout: how each matrix lies. `split_half` says nothing of a down-projection.
     num_experts: E.
     """
@@ -85,7 +85,16 @@ class WeightTarget:
         if not self.is_stacked:
             return self.tensors[expert]
         stacked = self.tensors[0]
-        return None if stacked is None else stacked[expert]
+        if stacked is None:
+            return None
+        return stacked[:, expert] if self.is_apart else stacked[expert]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the tensor is gate and up, `[2, E, I, H]`."""
+        # Asked of the memory, because dw2 has the layout of dw1.
+        first = self.first
+        return first is not None and len(first.shape) == 4
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
@@ -103,6 +112,7 @@ class WeightTarget:
         if tensor is None:
             return 0, 0
         m, n = (int(size) for size in tensor.shape[-2:])
+        m = 2 * m if self.is_apart else m
         return (n, m) if self.layout.transposed else (m, n)
 
     def places(self, split: bool) -> list[Place]:
@@ -114,11 +124,13 @@ class WeightTarget:
             return [NOWHERE] * self.num_experts
         # One view for each expert would take the host longer than the launch.
         first = self._place(stacked, split)
-        step = stacked.element_size() * int(stacked.stride()[0])
+        step = stacked.element_size() * int(stacked.stride()[-3])
         return [Place(first.address + e * step, *first[1:]) for e in range(self.num_experts)]
 
     def _place(self, tensor: Tensor, split: bool) -> Place:
         along_m, along_n = (int(stride) for stride in tensor.stride()[-2:])
+        if self.is_apart:
+            return Place(data_ptr(tensor), along_m, int(tensor.stride()[0]), along_n)
         rows = int(tensor.shape[-2])
         if self.layout.transposed:
             along_m, along_n, rows = along_n, along_m, int(tensor.shape[-1])

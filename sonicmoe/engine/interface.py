@@ -27,7 +27,7 @@ import torch
 from ..enums import EngineName
 from ..errors import ConfigError
 from ..interop import plain_ops
-from ..layouts import NATIVE, StackedWeights, WeightLayout
+from ..layouts import NATIVE, GateUp, StackedWeights, WeightLayout
 from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-EngineWeight = Tensor | BlockScaledTensor | ExpertMatrices
+EngineWeight = Tensor | BlockScaledTensor | ExpertMatrices | GateUp
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,9 @@ class EngineWeights:
     change.
 
     w1 `[E, N1, H]`, w2 `[E, H, I]`: plain tensors, or block-scaled ones under a recipe, or
-    `ExpertMatrices` where the engine reads a matrix of each expert. The `_dgrad` pair is the same
-    logical matrices as backward reads them (the same objects when the recipe shares buffers).
+    `ExpertMatrices` where the engine reads a matrix of each expert, or a `GateUp` where it reads a
+    w1 in two tensors. The `_dgrad` pair is the same logical matrices as backward reads them (the
+    same objects when the recipe shares buffers).
     b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
     layout: how plain weights and b1 lie, where the engine reads them in another layout than the
         native one.

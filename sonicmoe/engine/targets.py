@@ -250,7 +250,7 @@ class ParameterTargets(GradientTargets):
         back = weight.layout.native_w1 if name == "dw1" else weight.layout.native_w2
         matrices = [weight.matrix(expert) for expert in range(weight.num_experts)]
         like = next(matrix for matrix in matrices if matrix is not None)
-        return back(stack([torch.zeros_like(like) if m is None else m for m in matrices]))
+        return stack([back(torch.zeros_like(like) if m is None else m) for m in matrices])
 
     def replace(self, name: str, sums: Tensor) -> None:
         weight = self._weight(name)

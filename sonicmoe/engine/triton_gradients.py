@@ -92,7 +92,7 @@ def _place(weight: WeightTarget, parts: int, adds: bool, launches: Any) -> Any:
     pitch, step_m = (steps[1], 0) if one.stride_n == 1 else (one.stride_n, steps[1])
     strides = (steps[0], pitch, step_m, int(tensor.element_size()))
     if weight.is_stacked:
-        return launches.Place(tensor, int(tensor.stride()[0]), *strides, adds=adds)
+        return launches.Place(tensor, int(tensor.stride()[-3]), *strides, adds=adds)
     # Launches fill the table: a copy from pageable memory would wait for the device.
     addresses = torch.empty((len(every),), dtype=torch.int64, device=device_of(tensor))
     for call in launches.addresses_calls(addresses, [place.address for place in every]):

@@ -23,7 +23,7 @@ from ..enums import (
 )
 from ..errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from ..interop import require_framework_tensor
-from ..layouts import WeightLayout
+from ..layouts import GateUp, WeightLayout
 from ..observe import TOPK, TRIPLES
 from ..refusals import need_shape
 from ..weights.stacked_cache import Weights
@@ -35,6 +35,7 @@ from .border import (
     check_switch,
     check_tokens,
     check_triples,
+    gate_and_up,
 )
 from .triples import count_cumsum, frequency_of, triples_to_topk
 
@@ -63,7 +64,7 @@ def enable_quack_gemm(enable: bool = True) -> Iterator[None]:
 def moe_TC_softmax_topk_layer(
     x: Tensor,
     router_w: Tensor,
-    w1: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
@@ -84,7 +85,8 @@ def moe_TC_softmax_topk_layer(
         x: `[T, H]`.
         router_w: `[E, H]`.
         w1, w2: `[N1, H, E]`, `[H, I, E]` (permuted views of `[E, N1, H]`, `[E, H, I]`); N1 = 2I for
-            gated activations.
+            gated activations. Or w1 is `(gate, up)`, two tensors `[I, H, E]` of one dtype, each of
+            which gets a gradient of its own; `bf16` and `hopper` read them where they lie.
         b1, b2: `[E, N1]`, `[E, H]`, both or neither.
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
@@ -92,7 +94,8 @@ def moe_TC_softmax_topk_layer(
         is_softmax_over_topk: the softmax is over the K chosen logits, so a token's probabilities
             sum to 1; False: over all E, so they sum to less.
         norm_topk_probs: after a softmax over all E, divide a token's K probabilities by their sum.
-        concat_layout: w1 rows are [gate; up] halves instead of interleaved pairs.
+        concat_layout: rows of w1 and b1 are [gate; up] halves instead of interleaved pairs. Where
+            w1 is two tensors, b1 is always in halves.
         use_fp8: True or False overrides the configuration's FP8 mode.
         activation_parameters: numbers of the activation by name, as of `MoE`.
 
@@ -101,13 +104,15 @@ def moe_TC_softmax_topk_layer(
 
     Raises:
         ShapeError: K is no integer in [1, E], or router, weights and tokens do not fit together.
-        DTypeError: x and router_w differ in dtype outside autocast.
-        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
+        DTypeError: x and router_w differ in dtype outside autocast, or gate and up do.
+        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value, or
+            w1 is two tensors and the activation has no gate.
         TypeError: x, router_w, w1 or w2 is no tensor.
     """
+    given = gate_and_up(w1, "[I, H, E]")
     check_tokens(x)
     check_router(router_w, x)
-    check_stacks((w1, w2, b1, b2), int(router_w.shape[0]), "the rows of router_w")
+    check_stacks((given, w2, b1, b2), int(router_w.shape[0]), "the rows of router_w")
     check_router_dtype(x, router_w)
     activation = member_of(ActivationType, activation_type, "activation_type")
     # An operation of the caller's: autograd, autocast and hooks see it as any other.
@@ -115,13 +120,13 @@ def moe_TC_softmax_topk_layer(
     out, counts = softmax_topk_layer(
         x,
         logits,
-        (w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
+        (_permuted(given, 2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         K,
         activation,
         softmax_over_topk=is_softmax_over_topk,
         norm_topk_probs=norm_topk_probs,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=layout_of(activation, concat_layout),
+        layout=layout_of(activation, concat_layout, given),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TOPK,
@@ -181,7 +186,7 @@ def moe_general_routing_inputs(
     router_scores: Tensor,
     token_indices: Tensor,
     expert_indices: Tensor,
-    w1: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
@@ -223,8 +228,9 @@ def moe_general_routing_inputs(
             `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
         ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
     """
+    given = gate_and_up(w1, "[I, H, E]")
     check_tokens(x)
-    check_stacks((w1, w2, b1, b2), E, "E")
+    check_stacks((given, w2, b1, b2), E, "E")
     check_triples(x, router_scores, token_indices, expert_indices)
     indices, probs = triples_to_topk(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
@@ -234,10 +240,10 @@ def moe_general_routing_inputs(
         autocast(x),
         indices,
         probs,
-        *(w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2),
+        *(_permuted(given, 2, 0, 1), w2.permute(2, 0, 1), b1, b2),
         activation,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=layout_of(activation, concat_layout),
+        layout=layout_of(activation, concat_layout, given),
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TRIPLES,
@@ -263,7 +269,7 @@ class FP8BlockwiseTensor:
 def moe_TC_softmax_topk_layer_fp8(
     x: Tensor,
     router_w: Tensor,
-    w1: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
     w2: Tensor,
     K: int,
     activation_type: ActivationType | str,
@@ -273,7 +279,7 @@ def moe_TC_softmax_topk_layer_fp8(
     x_fp8: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_TC_softmax_topk_layer` with `use_fp8=True` on weights `w1 [E, N1, H]`, `w2 [E, H, I]`,
-    which is how upstream's function of this name has them.
+    which is how upstream's function of this name has them; a w1 of two tensors is `[E, I, H]` each.
 
     Raises:
         ConfigError: `x_fp8`, tokens that were quantised before the call, is not None.
@@ -297,7 +303,7 @@ def moe_general_routing_inputs_fp8(
     router_scores: Tensor,
     token_indices: Tensor,
     expert_indices: Tensor,
-    w1: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
     w2: Tensor,
     E: int,
     activation_type: ActivationType | str,
@@ -321,19 +327,33 @@ def moe_general_routing_inputs_fp8(
     )
 
 
-def _from_native(w1: Tensor, w2: Tensor, x_fp8: object) -> tuple[Tensor, None, Tensor, None]:
+def _permuted(w1: Tensor | GateUp, *axes: int) -> Tensor | GateUp:
+    if isinstance(w1, GateUp):
+        return GateUp(w1.gate.permute(axes), w1.up.permute(axes))
+    return w1.permute(axes)
+
+
+def _from_native(w1: Any, w2: Tensor, x_fp8: object) -> tuple[Any, None, Tensor, None]:
     """Native weights as `(w1, b1, w2, b2)` of the functions above, by views."""
     words = f"x_fp8 is {type(x_fp8).__name__}; needed: None, because the engine quantises x itself"
     expect(x_fp8 is None, ConfigError, words)
-    for name, weight, axes in (("w1", w1, "[E, N1, H]"), ("w2", w2, "[E, H, I]")):
+    given = gate_and_up(w1, "[E, I, H]")
+    of_w1 = () if isinstance(given, GateUp) else (("w1", given, "[E, N1, H]"),)
+    for name, weight, axes in (*of_w1, ("w2", w2, "[E, H, I]")):
         require_framework_tensor(weight, name)
         need_shape(len(weight.shape) == 3, name, weight, axes)
-    return w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None
+    return _permuted(given, 1, 2, 0), None, w2.permute(1, 2, 0), None
 
 
-def layout_of(activation: ActivationType, concat_layout: bool) -> WeightLayout:
-    """Of stacked weights whose w1 has gate and up rows in turns, or in halves."""
+def layout_of(
+    activation: ActivationType, concat_layout: bool, w1: Tensor | GateUp | None = None
+) -> WeightLayout:
+    """Of stacked weights whose w1 has gate and up rows in turns, in halves, or in two tensors."""
     check_switch("concat_layout", concat_layout)
+    if isinstance(w1, GateUp):
+        words = f"w1 is two tensors, and activation {activation.value!r} has no gate"
+        expect(is_glu(activation), ConfigError, f"{words}; needed: one tensor")
+        return WeightLayout(split_half=True, apart=True)
     return WeightLayout(split_half=concat_layout and is_glu(activation))
 
 

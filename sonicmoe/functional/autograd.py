@@ -12,22 +12,23 @@ from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ActivationParameters, ActivationType
-from ..layouts import WeightLayout
+from ..layouts import GateUp, WeightLayout, flat_weights, weights_of
 from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
 from .border import check_stored, check_switch
 from .call import NOWHERE, Origin, backward, forward
-from .compiled import expert_operator
+from .compiled import expert_operator, halves_of
 from .plan import Plan, make_plan
 
 Tensor = torch.Tensor
+WEIGHTS = 5  # so many are `flat_weights`
 
 
 def expert_mlp(
     x: Tensor,
     indices: Tensor,
     probs: Tensor,
-    w1: Tensor,
+    w1: Tensor | GateUp,
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
@@ -64,10 +65,11 @@ def expert_mlp(
     the graph is compiled.
     """
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
-    check_stored(x, weights, FACES[face])
+    flat = flat_weights(weights)
+    check_stored(x, flat, FACES[face])
     check_switch("is_inference_mode", inference)  # both names of the argument begin so
     low_rank, adapters = adapters is not None, (adapters or NO_ADAPTERS).native(layout)
-    save = not inference and _is_differentiated(x, probs, weights, adapters)
+    save = not inference and _is_differentiated(x, probs, flat, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
     if torch.compiler.is_compiling():
@@ -76,13 +78,13 @@ def expert_mlp(
 
         # Asked for while the compiler traces: the number becomes a constant of the graph, and names
         # the configuration of that moment.
-        of_layout = layout.transposed, layout.split_half
+        of_layout = layout.transposed, layout.split_half, layout.apart
         number = plan_number(activation.value, parameters, *of_layout, use_fp8, face, low_rank)
         return expert_operator(x, indices, probs, weights, number, save, adapters)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     plan = make_plan(activation, layout, use_fp8, parameters, face, low_rank)
-    return _run(plan, x, probs, weights, Origin(indices, module, adapters), save)
+    return _run(plan, x, probs, flat, Origin(indices, module, adapters), save)
 
 
 def planned_mlp(
@@ -100,33 +102,35 @@ def planned_mlp(
     counts `[E]` of its rows, with fp32 probs `[T]`, or None where the caller multiplies the output
     himself. Rows beyond the sum of the counts are not read; their output and gradient are zeros.
     """
-    save = _is_differentiated(x, probs, weights)
+    flat = flat_weights(weights)
+    save = _is_differentiated(x, probs, flat)
     # Selective checkpointing keeps the outputs of operators that it knows by name. It is a dispatch
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return expert_operator(x, routes, probs, weights, number, save)
-    return _run(plan, x, probs, weights, Origin(routes, module), save)
+    return _run(plan, x, probs, flat, Origin(routes, module), save)
 
 
 def _is_differentiated(
-    x: Tensor, probs: Tensor | None, weights: Weights, adapters: Adapters = NO_ADAPTERS
+    x: Tensor, probs: Tensor | None, flat: tuple[Any, ...], adapters: Adapters = NO_ADAPTERS
 ) -> bool:
     # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
     # tokens.
     if torch.is_grad_enabled():
-        for given in (x, probs, *weights, *adapters.factors):
+        for given in (x, probs, *flat, *adapters.factors):
             if given is not None and given.requires_grad:
                 return True
     return False
 
 
 def _run(
-    plan: Plan, x: Tensor, probs: Tensor | None, weights: Weights, origin: Origin, save: bool
+    plan: Plan, x: Tensor, probs: Tensor | None, flat: tuple[Any, ...], origin: Origin, save: bool
 ) -> Tensor:
     adapters = origin.adapters
     factors = () if adapters is NO_ADAPTERS else adapters.factors
-    differentiable = (x, probs, *weights, *factors)
+    differentiable = (x, probs, *flat, *factors)
     refuse_transforms(differentiable)
+    weights = weights_of(flat)
     plan = plan.fitted(x, weights)
     if not save:
         return forward(plan, x, probs, weights, origin, save=False)[0]
@@ -158,10 +162,11 @@ class _ExpertMlp(torch.autograd.Function):
         probs: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
-        """Run the engine, and keep its tensors through `save_for_backward`. Behind the four weights
-        are the four factors of adapters, where there are any.
+        """Run the engine, and keep its tensors through `save_for_backward`. Behind the five
+        `flat_weights` are the four factors of adapters, where there are any.
         """
-        weights, factors = tensors[:4], tensors[4:]
+        flat, factors = tensors[:WEIGHTS], tensors[WEIGHTS:]
+        weights = weights_of(flat)
         out, saved, reading = forward(plan, x, probs, weights, origin, save=True)
         assert saved is not None
         kept, ctx.spec = saved.pack()
@@ -170,26 +175,27 @@ class _ExpertMlp(torch.autograd.Function):
         # backward, so that no rearranged copy lives from one pass to the other.
         quantised = plan.settings.recipe is not None
         ctx.reading = reading if quantised else None
-        ctx.save_for_backward(*(() if quantised else weights), *factors, *kept)
+        ctx.save_for_backward(*(() if quantised else flat), *factors, *kept)
         ctx.scales = origin.adapters.scales if factors else None
         ctx.plan, ctx.shape_of_probs = plan, None if probs is None else probs.shape
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
-        ctx.dtypes = tuple([None if weight is None else weight.dtype for weight in weights])
+        ctx.dtypes = tuple([None if w is None else w.dtype for w in (flat[0], *flat[2:])])
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, probs, w1, w2, b1, b2, and of the factors of adapters."""
+        """Gradients of x, probs, w1, its up half, w2, b1, b2, and of the factors of adapters."""
         refuse_second_derivative()
         tensors = ctx.saved_tensors
-        x_wanted, probs_wanted, *trained = ctx.needs_input_grad[2:]
+        x_wanted, probs_wanted, w1_trained, up_trained, *trained = ctx.needs_input_grad[2:]
+        trained = [w1_trained or up_trained, *trained]
         weights, origin = ctx.observed or (None, NOWHERE)
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
         if ctx.reading is None:
-            weights, tensors = tensors[:4], tensors[4:]
+            weights, tensors = weights_of(tensors[:WEIGHTS]), tensors[WEIGHTS:]
         if ctx.scales is not None:
             origin = replace(origin, adapters=Adapters.of(tensors[:4], ctx.scales))
             tensors = tensors[4:]
@@ -215,4 +221,6 @@ class _ExpertMlp(torch.autograd.Function):
             dprobs = dprobs.view(ctx.shape_of_probs)
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         nothing = (None,) * (len(trained) - len(gradients))
-        return (None, None, *of_tokens, *gradients, *nothing)
+        dw1, *others = gradients
+        halves = halves_of(dw1) if ctx.plan.layout.apart else (dw1, None)
+        return (None, None, *of_tokens, *halves, *others, *nothing)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DeviceError, DTypeError
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..interop import dtype_name, require_framework_tensor, require_same_device
+from ..layouts import GateUp
 from ..observe import Face
 from ..refusals import need_dtype, need_shape
-from ..weights.stacked_cache import Weights
 
 Tensor = torch.Tensor
 
@@ -57,10 +57,30 @@ def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
         )
 
 
+def gate_and_up(w1: Any, axes: str) -> Any:
+    """A tuple as a `GateUp`, else w1 as it is. Refuse a tuple that is not of two tensors, gate and up,
+    of these axes and of one shape, dtype and device.
+    """
+    if not isinstance(w1, tuple):
+        return w1
+    if len(w1) != 2:
+        raise ShapeError(f"w1 has {len(w1)} parts; needed: one tensor, or two, gate and up")
+    (gate, up), names = w1, ("w1[0]", "w1[1]")
+    for name, half in zip(names, w1, strict=True):
+        require_framework_tensor(half, name)
+        need_shape(len(half.shape) == 3, name, half, axes)
+    need_shape(gate.shape == up.shape, names[1], up, f"{tuple(gate.shape)}, as w1[0] has")
+    need_dtype(names[1], up, gate.dtype)
+    require_same_device([(names[0], gate), (names[1], up)])
+    return GateUp(gate, up)
+
+
 def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> None:
     """Refuse w1 `[N1, H, E]`, w2 `[H, I, E]`, b1 and b2 that are no tensors, and weights of other
-    experts; None: as many as w2 has.
+    experts; None: as many as w2 has. A w1 of `gate_and_up` is looked at there but for its experts.
     """
+    if isinstance(weights[0], GateUp):
+        weights = (weights[0].gate, *weights[1:])
     for name, weight in zip(("w1", "w2", "b1", "b2"), weights, strict=True):
         if weight is not None or name in ("w1", "w2"):
             require_framework_tensor(weight, name)
@@ -73,20 +93,21 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 
-def check_stored(x: Tensor, weights: Weights, face: Face) -> None:
+def check_stored(x: Tensor, flat: tuple[Tensor | None, ...], face: Face) -> None:
     """Refuse weights and biases that are not dense, are elsewhere than x, or in a dtype of which no
-    engine reads values: the codes of a checkpoint in FP8 would pass for numbers.
+    engine reads values: the codes of a checkpoint in FP8 would pass for numbers. flat: see
+    `flat_weights`.
     """
     # Asked in every forward, so the usual case is comparisons alone.
     device = x.device
-    for index, weight in enumerate(weights):
+    for index, weight in enumerate(flat):
         if weight is not None and not (
             weight.dtype in WEIGHT_DTYPES
             and weight.device == device
             and weight.layout == torch.strided
             and device.type != "meta"
         ):
-            name = (face.w1, face.w2, face.b1, face.b2)[index]
+            name = (face.w1, f"{face.w1}[1]", face.w2, face.b1, face.b2)[index]
             need_values(face.x, x)
             need_values(name, weight)
             need_dtype(name, weight, *WEIGHT_DTYPES)

@@ -23,7 +23,7 @@ from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, is_recomputed, plain_ops
-from ..layouts import WeightLayout
+from ..layouts import GateUp, WeightLayout
 from ..observe import (
     FACES,
     BackwardBegins,
@@ -105,7 +105,7 @@ def forward(
     # The configuration of the call, because a graph or a thread of autograd has no other.
     with plan.config.activate():
         try:
-            sizes = int(rows.shape[0]), int(weights[0].shape[0])
+            sizes = int(rows.shape[0]), int(weights[1].shape[0])
             routing = route(plan, origin, probs, sizes, static_rows=static_rows)
             engine = plan.choose()
             given = weights, plan.settings, plan.layout, x.dtype
@@ -287,7 +287,11 @@ def _described(
         origin.indices,
         functools.partial(_native, plan.layout, reading, weights, origin.adapters),
         reading.values,
-        {name: (weight,) for name, weight in names if weight is not None},
+        {
+            name: tuple(weight) if isinstance(weight, GateUp) else (weight,)
+            for name, weight in names
+            if weight is not None
+        },
         plan.face,
         module=origin.module,
     )

@@ -19,6 +19,7 @@ from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
+from ..layouts import flat_weights, weights_of
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import num_rows_bound
 from ..weights.stacked_cache import Weights
@@ -44,7 +45,7 @@ def expert_operator(
     that is the layer's own, the operator raises at run time under another `SonicMoEConfig`.
     """
     low_rank = *adapters.factors, *adapters.scales
-    out: Tensor = _expert_mlp(x, routes, probs, *weights, *low_rank, number, save)[0]
+    out: Tensor = _expert_mlp(x, routes, probs, *flat_weights(weights), *low_rank, number, save)[0]
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
@@ -54,6 +55,7 @@ def _expert_mlp(
     routes: Tensor,
     probs: Tensor | None,
     w1: Tensor,
+    w1_up: Tensor | None,
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
@@ -71,7 +73,7 @@ def _expert_mlp(
     """
     plan = plan_of(plan_number)
     _check_config(plan)
-    weights = (w1, w2, b1, b2)
+    weights = weights_of((w1, w1_up, w2, b1, b2))
     adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
     plan, origin = plan.fitted(x, weights), Origin(routes, adapters=adapters)
     out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
@@ -80,7 +82,7 @@ def _expert_mlp(
     z, scales = _z_tensors(saved, x)
     specs, projected = _NO_Z, x.new_empty(0)
     if saved is not None:
-        specs = _z_specs(plan.settings, saved.routing.num_rows, _n1(w1, plan), x.dtype)
+        specs = _z_specs(plan.settings, saved.routing.num_rows, _n1(weights, plan), x.dtype)
         projected = projected if saved.projected is None else saved.projected
     for tensor, (shape, dtype) in zip((z, scales), specs, strict=True):
         expect(
@@ -96,12 +98,13 @@ def _expert_mlp(
 def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
-    weights, factors, (plan_number, save) = arguments[:4], arguments[4:8], arguments[10:]
-    plan, w1 = plan_of(int(plan_number)).fitted(x, weights), weights[0]
+    weights, factors = weights_of(arguments[:5]), arguments[5:9]
+    plan_number, save = arguments[11:]
+    plan = plan_of(int(plan_number)).fitted(x, weights)
     # Rows in expert order are one slot each.
     slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
-    rows = num_rows_bound(slots, w1.shape[0], plan.settings.row_alignment)
-    specs = _z_specs(plan.settings, rows, _n1(w1, plan), x.dtype) if save else _NO_Z
+    rows = num_rows_bound(slots, weights[1].shape[0], plan.settings.row_alignment)
+    specs = _z_specs(plan.settings, rows, _n1(weights, plan), x.dtype) if save else _NO_Z
     columns = sum(Adapters.of(factors, (0.0, 0.0)).widths) if save else 0
     projected = (rows, columns) if columns else (0,)
     saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in (*specs, (projected, x.dtype)))
@@ -115,6 +118,7 @@ def _expert_mlp_backward(
     routes: Tensor,
     probs: Tensor | None,
     w1: Tensor,
+    w1_up: Tensor | None,
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
@@ -132,8 +136,10 @@ def _expert_mlp_backward(
     trains_biases: bool,
     trains_adapters: bool,
 ) -> list[Tensor]:
-    """`dx, dprobs, dw1, dw2, db1, db2` and of the factors; empty where not wanted."""
-    weights = (w1, w2, b1, b2)
+    """`dx, dprobs, dw1, dw2, db1, db2` and of the factors; empty where not wanted. dw1 is `[2, E, I,
+    H]` of gate and up in two tensors, because outputs of an operator must not share memory.
+    """
+    weights, given = weights_of((w1, w1_up, w2, b1, b2)), (w1, w2, b1, b2)
     factors = up_a, up_b, down_a, down_b
     adapters = Adapters.of(factors, (up_scale, down_scale))
     plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes, adapters=adapters)
@@ -141,25 +147,25 @@ def _expert_mlp_backward(
     with plan.config.activate():
         # Built again from the same indices, which gives the same tensors: the alternative is five
         # more outputs of the forward operator that live until backward.
-        sizes = int(tokens.shape[0]), int(w1.shape[0])
+        sizes = int(tokens.shape[0]), int(w2.shape[0])
         routing = route(plan, origin, probs, sizes, static_rows=True)
     # The same contents as in eager mode, with x from the graph's saved tensors and z from the
     # forward's outputs.
     z_saved = _restore_z(plan.settings, z, scales)
     trained = [trains_weights] * 2 + [trains_biases] * 2
-    trained = [trains and w is not None for trains, w in zip(trained, weights, strict=True)]
+    trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
     dx, dprobs, gradients = backward(
         plan,
         dout,
         Saved(plan.settings, routing, tokens, z_saved, projected=projected),
         # Autograd has compared the versions of the saved weights, so these are the forward's.
         None,
-        tuple(None if weight is None else weight.dtype for weight in weights),
+        tuple(None if weight is None else weight.dtype for weight in given),
         trained=[*trained, *[trains_adapters] * 4],
         given=weights,
         origin=origin,
     )
-    each = itertools.zip_longest(gradients, (*weights, *factors))
+    each = itertools.zip_longest(gradients, (*given, *factors))
     left = [
         x.new_empty(0) if g is None or of is None else g.to(of.dtype).contiguous() for g, of in each
     ]
@@ -173,10 +179,13 @@ def _(
 ) -> list[Tensor]:
     *_, trains_weights, trains_biases, trains_adapters = arguments
     wanted = [trains_weights] * 2 + [trains_biases] * 2 + [trains_adapters] * 4
+    w1, w1_up, *others = arguments[:9]
     gradients = [
         tensor.new_empty(tensor.shape) if trains and tensor is not None else x.new_empty(0)
-        for tensor, trains in zip(arguments[:8], wanted, strict=True)
+        for tensor, trains in zip((w1, *others), wanted, strict=True)
     ]
+    if trains_weights and w1_up is not None:
+        gradients[0] = w1.new_empty((2, *w1.shape))
     dprobs = x.new_empty(0) if probs is None else probs.new_empty(probs.shape)
     return [x.new_empty(x.shape), dprobs, *gradients]
 
@@ -193,17 +202,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    # The inputs: x, routes, probs, w1, w2, b1, b2, four factors of adapters, then four numbers.
-    wanted = ctx.needs_input_grad[:11]
+    # The inputs: x, routes, probs, w1, w1_up, w2, b1, b2, four factors of adapters, then four
+    # numbers.
+    wanted = ctx.needs_input_grad[:12]
     # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
-        return (None,) * 15
-    trained = any(wanted[3:5]), any(wanted[5:7]), any(wanted[7:])
+        return (None,) * 16
+    trained = any(wanted[3:6]), any(wanted[6:8]), any(wanted[8:])
     found = ctx.saved_tensors  # once: selective checkpointing refuses a second look
-    dx, dprobs, *others = _expert_mlp_backward(
-        dout, *found[:11], *ctx.low_rank_scales, *found[11:], ctx.plan_number, *trained
+    dx, dprobs, dw1, *others = _expert_mlp_backward(
+        dout, *found[:12], *ctx.low_rank_scales, *found[12:], ctx.plan_number, *trained
     )
-    gradients = (dx, None, dprobs, *others)
+    halves = halves_of(dw1) if trained[0] and found[4] is not None else (dw1, None)
+    gradients = (dx, None, dprobs, *halves, *others)
     kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return *kept, None, None, None, None
 
@@ -251,8 +262,13 @@ def _restore_z(
     return BlockScaledTensor(z, scales, settings.recipe.z, _code(settings), Orientation.ROWS)
 
 
-def _n1(w1: Tensor, plan: Plan) -> Any:
-    return w1.shape[2 if plan.layout.transposed else 1]
+def halves_of(dw1: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of gate and up in two tensors: views of `[2, E, I, H]`, each contiguous."""
+    return (None, None) if dw1 is None else (dw1[0], dw1[1])
+
+
+def _n1(weights: Weights, plan: Plan) -> Any:
+    return weights[0].shape[2 if plan.layout.transposed else 1]
 
 
 def _check_config(plan: Plan) -> None:

@@ -15,6 +15,7 @@ def plan_number(
     parameters: ActivationParameters,
     transposed: bool,
     split_half: bool,
+    apart: bool,
     use_fp8: bool | None,
     face: str,
     low_rank: bool,
@@ -22,6 +23,6 @@ def plan_number(
     """The number of the plan in force now."""
     # `assume_constant_result` takes constants, so the members of enums and layouts travel as plain
     # values.
-    layout = WeightLayout(transposed, split_half)
+    layout = WeightLayout(transposed, split_half, apart)
     asked = ActivationType(activation), layout, use_fp8, parameters, face, low_rank
     return number_of(make_plan(*asked))

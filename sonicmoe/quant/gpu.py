@@ -182,7 +182,7 @@ class QuantizedWeights:
             self._dgrad = _unwritten(sizes, (W1_BLOCK, W2_BLOCK), device, Orientation.COLUMNS)
         self.iso_weight = self._current = False
         if self._check_arguments:
-            table, form = self._quantize_arguments[0], self._quantize_arguments[-4:]
+            table, form = self._quantize_arguments[0], self._quantize_arguments[-5:]
             self._quantize_arguments = (table, *self._written(), *form)
 
     @property
@@ -216,14 +216,14 @@ class QuantizedWeights:
         n1, hidden, inner = source.n1, source.hidden_size, source.intermediate_size
         if _codes_of(self._layout) != _codes_of(layout):
             self._allocate_codes(experts, n1, hidden, inner, device)
-        table = empty((2 * experts,), torch.int64, device)
-        dtype, transposed = dtype_name(source.anchor.dtype), source.layout.transposed
-        sizes = (table, n1, hidden, inner, transposed, dtype)
+        user, dtype = source.layout, dtype_name(source.anchor.dtype)
+        table = empty(((3 if user.apart else 2) * experts,), torch.int64, device)
+        sizes = (table, n1, hidden, inner, user.transposed, user.apart, dtype)
         self._kernels = self._module(device_name(table))
         checksums = empty((int(self._kernels.num_checksums(*sizes)),), torch.int32, device)
         state = torch.zeros((2,), dtype=torch.int32, device=source.anchor.device)
         self._check_arguments = (*sizes, checksums, state)
-        form = transposed, source.layout.split_half, dtype
+        form = user.transposed, user.split_half, user.apart, dtype
         self._quantize_arguments = (table, *self._written(), *form, state)
         # The new table is empty: `update` fills it where it compares addresses.
         self._layout, self._pointers = layout, ()
@@ -314,7 +314,7 @@ def transposed(q: BlockScaledTensor) -> BlockScaledTensor:
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:
     sizes = (len(source.up), source.n1, source.hidden_size, source.intermediate_size)
     layout, first = source.layout, source.anchor
-    return (*sizes, layout.transposed, layout.split_half, first.dtype, device_name(first))
+    return (*sizes, layout, first.dtype, device_name(first))
 
 
 def _codes_of(layout: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -333,8 +333,10 @@ def _check_source(source: WeightSource) -> None:
     expect(not source.layout.split_half or n1 == 2 * inner, ShapeError, words)
     dtype, first = source.up[0].dtype, ("up[0]", source.up[0])
     need_dtype(*first, *VALUE_DTYPES)
+    rows = n1 if source.up_half is None else inner
     for kind, matrices, shape in (
-        ("up", source.up, (n1, hidden)),
+        ("up", source.up, (rows, hidden)),
+        ("up_half", source.up_half or (), (rows, hidden)),
         ("down", source.down, (hidden, inner)),
     ):
         wanted = shape[::-1] if source.layout.transposed else shape

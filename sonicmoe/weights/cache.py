@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
-from ..engine.interface import Engine, EngineWeights
+from ..engine.interface import Engine, EngineWeight, EngineWeights
 from ..engine.settings import EngineSettings
 from ..interop import in_backward, is_capturing, plain_ops
+from ..layouts import GateUp
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
@@ -80,9 +81,11 @@ class Reading:
             return layout.native_w1(w1), layout.native_w2(w2)
 
 
-def _values(weight: Tensor | BlockScaledTensor | ExpertMatrices) -> Tensor:
+def _values(weight: EngineWeight) -> Tensor:
     if isinstance(weight, BlockScaledTensor):
         return dequantize(weight)
+    if isinstance(weight, GateUp):
+        return torch.stack(weight).to(torch.float32)
     plain = weight.stacked() if isinstance(weight, ExpertMatrices) else weight
     return plain.to(torch.float32)
 

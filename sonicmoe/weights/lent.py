@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ def lent_by(
     return None, EngineWeights(w1, w2, w1, w2, layout=weights.layout)
 
 
-def _copied(weight: Tensor | ExpertMatrices) -> Tensor | ExpertMatrices:
+def _copied(weight: Any) -> Any:
     if isinstance(weight, ExpertMatrices):
         return ExpertMatrices([tensor.clone() for tensor in weight.tensors])
     return weight.clone()

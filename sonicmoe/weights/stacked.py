@@ -96,6 +96,8 @@ class StackedParameters(ExpertParameters):
     def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
         """Of the first or of the second weight."""
         experts, rows, columns = self._native_shapes[index]
+        if layout.apart and index == 0:
+            return 2, experts, rows // 2, columns
         return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
 
     def gradient_layout(self, index: int, memory: Tensor | None) -> WeightLayout:
@@ -295,6 +297,8 @@ class PairParameters(StackedParameters):
 
 class PassedParameters(StackedParameters):
     """The weights w1, w2 and biases b1, b2 of one call, whose gradients autograd adds up.
+
+    Where w1 is two tensors, gate and up, it has one record and one gradient `[2, E, I, H]`.
 
     A backward need not have the tensors any more, so records of their shapes and dtypes stand for
     them. These have no `main_grad`, whatever the tensors have.

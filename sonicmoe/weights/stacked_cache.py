@@ -25,7 +25,7 @@ from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, data_ptr
-from ..layouts import StackedWeights, WeightLayout
+from ..layouts import GateUp, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
@@ -96,7 +96,9 @@ def read_weights(
     its weights in place does so at every replay, and `_captured` keeps its buffers for the graph.
     Any other engine prepares the weights inside the graph, in memory that is the graph's own.
     """
-    w1, present = weights[0], [weight for weight in weights if weight is not None]
+    flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
+    present = [weight for weight in flat if weight is not None]
+    w1 = present[0]  # its gate half where gate and up are two tensors
     is_inference = any(map(torch.Tensor.is_inference, present))
     if settings.recipe is None or is_inference or _any_module_is_sharded():
         # An earlier call may have kept codes of the same weights, before a switch of the precision
@@ -109,7 +111,7 @@ def read_weights(
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
     # its own, because the backward of an outstanding forward has still to read the old ones.
-    places, owner = _places(weights), _owner(w1)
+    places, owner = _places(flat), _owner(w1)
     place = engine.name, settings, layout, places
     kept = _find(owner, places[0])
     # The allocator may hand an address out again, with other values behind it.
@@ -125,7 +127,7 @@ def read_weights(
         _captured.setdefault(owner, set()).add(reading.weights)
     if not is_ours:
         room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        _keep(owner, places[0], _Kept(place, prepared, _memory(weights)), room)
+        _keep(owner, places[0], _Kept(place, prepared, _memory(present)), room)
     return reading
 
 
@@ -176,12 +178,12 @@ def _keep(owner: Any, place: tuple[Any, ...], kept: _Kept, room: int) -> None:
         del entries[next(iter(entries))]
 
 
-def _places(weights: Weights) -> tuple[Any, ...]:
+def _places(weights: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple([None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights])
 
 
-def _memory(weights: Weights) -> tuple[StorageWeakRef, ...]:
-    return tuple(StorageWeakRef(t.untyped_storage()) for t in weights if t is not None)
+def _memory(weights: list[Tensor]) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in weights)
 
 
 def _any_module_is_sharded() -> bool:

@@ -68,6 +68,7 @@ def launches_fixture(request, monkeypatch):
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
     monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
     monkeypatch.setattr(bf16_weights, "_known", {})
+    monkeypatch.setattr(bf16_weights, "_DEPTH", 8)  # these I are no multiples of 64
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
     # Of quack-kernels.
     monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))

@@ -90,7 +90,10 @@ def parameter_targets(
     for native in (axes[:2], axes[1:]):
         shape = native[::-1] if layout.transposed else native
         if stacked:
-            tensor = torch.full((experts, *shape), fill, dtype=dtype)
+            sizes = (experts, *shape)
+            if layout.apart and not made:
+                sizes = (2, experts, shape[0] // 2, shape[1])
+            tensor = torch.full(sizes, fill, dtype=dtype)
             made.append(WeightTarget.stacked(tensor, experts, layout))
         else:
             each = [torch.full(tuple(shape), fill, dtype=dtype) for _ in range(experts)]

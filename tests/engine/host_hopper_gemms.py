@@ -42,6 +42,14 @@ def readable(weight):
     return weight
 
 
+def joined(weight, second):
+    """w1 as one tensor, also of gate and up in two, which must lie alike."""
+    if second is None:
+        return weight
+    assert readable(weight).stride() == readable(second).stride()
+    return torch.cat([weight, second], 1)
+
+
 class HopperGemms:
     """Stands for the loaded modules of one activation; notes what was called, on how many
     multiprocessors.
@@ -77,13 +85,14 @@ class HopperGemms:
                 yield slice(first, end), sums
 
     def up(
-        self, x, w1, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1, first, second, multiprocessors,
+        self, x, w1, w1_up, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1, first, second, multiprocessors,
         stream,
     ):  # fmt: skip
         self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
                   multiprocessors, stream)  # fmt: skip
         assert (first, second) == self.gate
         a, halves = gather(x, row_token), halves and self.gated
+        w1 = joined(w1, w1_up)
         factor = None if factor is None else ordered(factor, halves)
         for own, sums in self.products(a, w1, transposed, b1, padded_offsets, u, factor):
             if z is not None:
@@ -92,10 +101,13 @@ class HopperGemms:
                 y1[own] = activate(turned(sums, halves), *self.kind).to(y1.dtype)
 
     def grouped_gemm(
-        self, a, b, transposed, bias, u, factor, padded_offsets, out, multiprocessors, stream
-    ):
+        self, a, b, b_rest, transposed, bias, u, factor, padded_offsets, out, multiprocessors,
+        stream,
+    ):  # fmt: skip
         self.note("grouped_gemm", multiprocessors, stream)
-        for own, sums in self.products(a, b, transposed, bias, padded_offsets, u, factor):
+        for own, sums in self.products(
+            a, joined(b, b_rest), transposed, bias, padded_offsets, u, factor
+        ):
             out[own] = sums.to(out.dtype)
 
     def dgated(

@@ -30,13 +30,15 @@ from engine.plain_layer import (
 from pairwise import pairwise
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sonicmoe.engine import bf16_weights
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.expert_matrices import tensors_of
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import FreshTargets, ParameterTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError, ShapeError
-from sonicmoe.layouts import NATIVE, WeightLayout
+from sonicmoe.layouts import NATIVE, GateUp, WeightLayout
 from sonicmoe.observe import listening
 from sonicmoe.weight_source import StackedMatrices
 
@@ -44,6 +46,7 @@ GELU, OAI = ActivationType.GELU, ActivationType.SWIGLU_OAI
 OURS = Bf16Engine()
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
 HALVES, FUSED = WeightLayout(split_half=True), WeightLayout(True, True)
+APART = WeightLayout(split_half=True, apart=True)
 FP32 = torch.float32
 
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
@@ -82,7 +85,8 @@ def results(case, source):
 
 
 def stacked(layout, shape, fill, dtype=FP32):
-    tensor = torch.full((E, *shape), fill, dtype=dtype)
+    sizes = (2, E, I, H) if layout.apart and shape == (2 * I, H) else (E, *shape)
+    tensor = torch.full(sizes, fill, dtype=dtype)
     return WeightTarget.stacked(tensor, E, layout)
 
 
@@ -101,17 +105,16 @@ def permuted(layout, shape, fill, dtype=FP32):
 
 def check(target, native, layout, user, fill=0.0):
     """Every wanted expert's matrix is the native gradient as the user has it, plus what was there."""
-    wanted = getattr(layout, user)(native)
     for expert in range(E):
         found = target.matrix(expert)
         if found is not None:
-            expected = (wanted[expert] + fill).to(found.dtype)
+            expected = (getattr(layout, user)(native[expert]) + fill).to(found.dtype)
             assert torch.equal(found, expected), expert
 
 
 @pytest.mark.parametrize(
     ("layout", "activation", "bias", "dtype"),
-    pairwise(LAYOUTS, [SWIGLU, OAI, GELU], [False, True], [BF16, FP16]),
+    pairwise([*LAYOUTS, APART], [SWIGLU, OAI, GELU], [False, True], [BF16, FP16]),
     ids=str,
 )
 def test_every_layout_equals_the_reference_engine(layout, activation, bias, dtype):
@@ -122,7 +125,7 @@ def test_every_layout_equals_the_reference_engine(layout, activation, bias, dtyp
 
 
 @pytest.mark.parametrize("settings", [{"recompute_z": True}, {"frees_stagewise": True}], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=str)
 def test_the_same_bits_in_every_mode(layout, settings):
     case = case_in(layout)
     wanted, found = run(case, OURS), run(case.but(**settings), OURS)
@@ -141,6 +144,21 @@ class TestWeights:
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
         assert not OURS.remake(weights), "biases are converted"
         assert OURS.remake(OURS.refresh(case_in(layout, bias=False).source, EngineSettings()))
+
+    def test_of_two_tensors_are_read_where_they_lie_or_joined(self, monkeypatch):
+        """Joined where dgrad cannot read both: other strides, or I that it cannot cut."""
+        case = case_in(APART, bias=False)
+        source, wide = case.source, torch.zeros((E, I, H + 8), dtype=BF16)[:, :, :H]
+        weights, wanted = OURS.refresh(source, case.settings), results(case, source)
+        assert weights.w1 == (source.up.stacked, source.up_half.stacked)
+        assert weights.w1_dgrad is weights.w1 and weights.layout == APART and OURS.remake(weights)
+        wide.copy_(source.up_half.stacked)
+        joined = [OURS.refresh(replace(source, up_half=StackedMatrices(wide)), case.settings)]
+        monkeypatch.setattr(bf16_weights, "_DEPTH", 64)
+        for weights in (*joined, OURS.refresh(source, case.settings)):
+            assert torch.equal(weights.w1, torch.cat([source.up.stacked, wide], 1))
+            assert weights.layout == HALVES and not OURS.remake(weights)
+        assert all(map(torch.equal, results(case, source), wanted))
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     def test_that_do_not_fit_together_are_refused(self, layout):
@@ -213,6 +231,17 @@ class TestStackedWeightsThatComeAgain:
         assert torch.equal(found.b1, again[2]) and found.b1.dtype == FP32
         assert found.native is first.native and found.store is found.adapters is None
 
+    def test_of_two_tensors_are_recognised_by_both(self, looks):
+        settings, (gate, w2, b1, b2) = EngineSettings(), self.weights(APART)
+        wide = torch.zeros((E, I, H + 8), dtype=BF16)[:, :, :H]
+        odd = torch.zeros(E * I * H + 1, dtype=BF16)[1:].view(E, I, H)
+        for other, looked in ((gate + 1, 1), (gate + 2, 1), (wide, 2), (odd, 3)):
+            given = GateUp(gate, other), w2, b1, b2
+            found = OURS.read_stacked(given, APART, BF16, settings)
+            assert len(looks) == looked and found.native_shapes == ((E, 2 * I, H), (E, H, I))
+            in_place = tensors_of(found.w1)[-1].data_ptr() == other.data_ptr()
+            assert in_place == (looked == 1)
+
     def test_in_any_other_form_are_looked_at(self, looks):
         settings = EngineSettings()
         OURS.read_stacked(self.weights(), FUSED, BF16, settings)
@@ -277,7 +306,7 @@ class TestGradients:
         check(targets.down, sums.dw2, layout, "user_w2", 1.0)
 
     @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=str)
     def test_are_written_over_what_was_there(self, layout, dtype):
         """Rounded once; zeros for the expert without tokens, and biases in the order of w1's rows."""
         case, nan = case_in(layout), float("nan")

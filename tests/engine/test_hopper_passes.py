@@ -239,18 +239,20 @@ def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, st
         assert tuple(targets.up.tensors[0].shape) == shape
 
 
+FLAGS = (False, False), (False, True), (True, False), (True, True), (False, True, True)
+LAYOUTS = [WeightLayout(*flags) for flags in FLAGS]
 ROWS = {"some": {"seed": 9}, "none": {"tokens": 5, "invalid": 1.0}, "no tokens": {"tokens": 0}}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "split_half", "transposed", "stacked", "mode", "rows"),
-    pairwise((torch.bfloat16, torch.float32), *3 * [(False, True)], tuple(MODES), tuple(ROWS)),
+    ("dtype", "layout", "stacked", "mode", "rows"),
+    pairwise((torch.bfloat16, torch.float32), LAYOUTS, (False, True), tuple(MODES), tuple(ROWS)),
 )
-def test_gradients_written_to_fresh_memory(dtype, split_half, transposed, stacked, mode, rows):
+def test_gradients_written_to_fresh_memory(dtype, layout, stacked, mode, rows):
     """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
+    stacked = stacked or layout.apart
     case, settings = Case(**ROWS[rows], spare_rows=0, biased=True), replace(FP8, **MODES[mode])
     poison = {"fill": float("nan"), "kind": FreshTargets, "dtype": dtype}
-    layout = WeightLayout(transposed, split_half)
     targets = parameter_targets(layout, stacked=stacked, **poison)
     targets.biases = torch.full((E, 2 * I), math.nan), torch.full((E, H), math.nan).to(dtype)
     got = case.run(OURS, settings, targets=targets)

@@ -22,7 +22,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.layouts import WeightLayout
+from sonicmoe.layouts import GateUp, WeightLayout
 from sonicmoe.node import choices
 
 E, H, I, K, T = 4, 64, 40, 2, 50
@@ -66,10 +66,9 @@ def batch(seed=0):
 def parameters(layout, bias=False):
     generator = torch.Generator().manual_seed(1)
     shapes = (2 * I, H), (H, I)
-    weights = [
-        torch.randn((E, *(shape[::-1] if layout.transposed else shape)), generator=generator) * 0.1
-        for shape in shapes
-    ]
+    shapes = [(E, *(shape[::-1] if layout.transposed else shape)) for shape in shapes]
+    shapes[0] = (2, E, I, H) if layout.apart else shapes[0]
+    weights = [torch.randn(shape, generator=generator) * 0.1 for shape in shapes]
     biases = [torch.randn(E, size, generator=generator) * 0.1 for size in (2 * I, H)]
     tensors = [*weights, *(biases if bias else (None, None))]
     return [None if t is None else torch.nn.Parameter(t.bfloat16()) for t in tensors]
@@ -84,21 +83,23 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, WeightLayout(split_half=True, apart=True)], ids=str)
 def test_functional_writes_gradients(on, layout, bias):
     """As autograd takes them: no accumulators."""
 
     def step():
         x, indices, probs, dout = batch()
         own = parameters(layout, bias)
-        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=layout)
+        given = (GateUp(*own[0]) if layout.apart else own[0], *own[1:])
+        out = expert_mlp(x, indices, probs, *given, ActivationType.SWIGLU, layout=layout)
         out.backward(dout)
         return [t if t is None else t.grad for t in (x, probs, *own)]
 
     found, targets = on(Bf16Engine(), step)
     assert targets == ["FreshTargets"]
     assert_close(found, on(ReferenceEngine(), step)[0])
-    assert not found[2][1].any() and not found[3][1].any()
+    dw1 = layout.native_w1(found[2])
+    assert not dw1[1].any() and not found[3][1].any()
 
 
 def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):

@@ -237,24 +237,30 @@ def test_an_exported_program_in_another_process_says_what_it_lacks(monkeypatch):
 # Operators
 
 
-def operator_inputs(options, save=True, trained=True):
+def operator_inputs(options, save=True, trained=True, apart=False):
     moe, (x, _) = make_layer(bias=True), batch()
     indices = (
         torch.rand(19, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices - 1
     )  # -1 to 6, of 5 experts
     probs = torch.rand(19, 2, generator=torch.Generator().manual_seed(4)).requires_grad_(trained)
-    plan = make_plan(ActivationType.SWIGLU, WeightLayout(), options.get("use_fp8"))
-    weights = moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias
+    layout = WeightLayout(split_half=apart, apart=apart)
+    plan = make_plan(ActivationType.SWIGLU, layout, options.get("use_fp8"))
+    w1 = moe.c_fc.weight, None
+    if apart:
+        w1 = map(torch.nn.Parameter, layout.user_w1(moe.c_fc.weight.detach()))
+    weights = *w1, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias
     low_rank = (*[None] * 4, 0.0, 0.0)
     return (x.requires_grad_(trained), indices, probs, *weights, *low_rank, number_of(plan), save)
 
 
 @MODES
-def test_operators_keep_the_rules_of_the_library(options):
+@pytest.mark.parametrize("apart", [False, True])
+def test_operators_keep_the_rules_of_the_library(options, apart):
     """Schema, fake tensors, autograd registration, and traced gradients against eager ones,
     sentinels included.
     """
-    torch.library.opcheck(torch.ops.sonicmoe.expert_mlp.default, operator_inputs(options))
+    inputs = operator_inputs(options, apart=apart)
+    torch.library.opcheck(torch.ops.sonicmoe.expert_mlp.default, inputs)
 
 
 def test_an_engine_with_another_z_is_named(monkeypatch):

@@ -14,7 +14,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, RoutingError, ShapeError
 from sonicmoe.functional.autograd import expert_mlp, planned_mlp
 from sonicmoe.functional.plan import make_plan, number_of
-from sonicmoe.layouts import NATIVE
+from sonicmoe.layouts import NATIVE, flat_weights
 
 COUNTS, BEYOND, HIDDEN, INNER = [3, 0, 130, 7], 5, 32, 16
 ROWS = sum(COUNTS) + BEYOND
@@ -108,5 +108,5 @@ def test_counts_that_do_not_fit_are_named():
 
 
 def planned_mlp_by_number(number, x, weights):
-    given = (*weights, *[None] * 4, 0.0, 0.0, number, False)
+    given = (*flat_weights(weights), *[None] * 4, 0.0, 0.0, number, False)
     return torch.ops.sonicmoe.expert_mlp(x, torch.tensor(COUNTS), None, *given)

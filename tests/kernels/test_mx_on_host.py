@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernels import host_cuda
 from kernels.needs import HOST_MODULE
-from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, user_matrices, values
+from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, flags_of, user_matrices, values
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source
@@ -163,17 +163,17 @@ class TestKernels:
         assert torch.equal(codes, wanted.codes.view(torch.uint8))
         assert torch.equal(scales, mx.scale_atoms(wanted)[0])
 
-    @pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_weights(self, module, dtype, transposed, split_half):
+    def test_weights(self, module, dtype, layout):
         for experts, hidden, inner in ((2, 144, 80), (1, 256, 128)):
             shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
             native = [values(shape, dtype, seed) for seed, shape in enumerate(shapes, 1)]
-            held, table = user_matrices(module, native, transposed, split_half)
+            held, table = user_matrices(module, native, layout)
             outputs = [unwritten_weight(weight) for weight in native]
             flat = [tensor for output in outputs for tensor in output]
             state = torch.tensor([1, 0], dtype=torch.int32)
-            flags = (transposed, split_half, dtype_name(dtype), state)
+            flags = (*flags_of(layout), dtype_name(dtype), state)
             module.quantize_weights_iso32(table, *flat, *flags, False, 0)
             assert state.tolist() == [0, 0]
             for weight, (codes, along_columns, along_rows) in zip(native, outputs, strict=True):

@@ -16,11 +16,13 @@ from kernels.needs import HOST_MODULE
 
 from sonicmoe.interop import dtype_name
 from sonicmoe.kernels.cuda_quantize import quantize_source
-from sonicmoe.layouts import deinterleave_gate_up
+from sonicmoe.layouts import WeightLayout
+from sonicmoe.quant import gpu
 from sonicmoe.quant.format import scale_shape
 from sonicmoe.quant.gpu import W1_BLOCK, W2_BLOCK
 from sonicmoe.quant.recipes import RECIPES, Line, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
+from sonicmoe.weight_source import WeightSource
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
@@ -118,15 +120,18 @@ def test_transposition(module, shape, block):
     assert_same(transpose_storage(q), codes, scale_inv)
 
 
-def user_matrices(module, stacked, transposed, split_half):
+def user_matrices(module, stacked, layout):
     """The user's matrices of native w1 and w2, and the table of their addresses."""
-    w1, w2 = stacked
-    order = (lambda m: m.transpose(1, 2).contiguous()) if transposed else (lambda m: m)
-    up = deinterleave_gate_up(w1) if split_half else w1
-    matrices = [matrix.clone() for one in (order(up), order(w2)) for matrix in one]
+    up, down = layout.user_w1(stacked[0]), layout.user_w2(stacked[1])
+    up = up.flatten(0, 1) if layout.apart else up
+    matrices = [matrix.clone() for one in (up, down) for matrix in one]
     table = torch.zeros(len(matrices), dtype=torch.int64)
     module.store_addresses([matrix.data_ptr() for matrix in matrices], table, 0)
     return matrices, table
+
+
+def flags_of(layout):
+    return layout.transposed, layout.split_half, layout.apart
 
 
 class Weights:
@@ -136,9 +141,7 @@ class Weights:
     along the contraction.
     """
 
-    def __init__(
-        self, module, dtype, transposed, split_half, sizes, both=True, steady=None, values=values
-    ):
+    def __init__(self, module, dtype, layout, sizes, both=True, steady=None, values=values):
         experts, hidden, inner = sizes
         self.module, self.n1, self.steady = module, 2 * inner, steady
         shapes = (experts, self.n1, hidden), (experts, hidden, inner)
@@ -146,7 +149,7 @@ class Weights:
         self.blocks = [BLOCKS, BLOCKS]
         if steady is not None:
             self.blocks = [(steady.w1, steady.w2), (steady.w1_dgrad, steady.w2_dgrad)]
-        matrices = user_matrices(module, self.native, transposed, split_half)
+        matrices = user_matrices(module, self.native, layout)
         self.matrices, self.table = matrices
         self.forward = list(map(unwritten, shapes, self.blocks[0]))
         turned = ((e, columns, rows) for e, rows, columns in shapes)
@@ -154,8 +157,8 @@ class Weights:
         self.dgrad = list(dgrad) if both else [(None, None)] * 2
         self.state = torch.zeros(2, dtype=torch.int32)
         element = dtype_name(dtype)
-        self.where = self.table, self.n1, hidden, inner, transposed, element
-        self.flags = transposed, split_half, element
+        self.where = self.table, self.n1, hidden, inner, layout.transposed, layout.apart, element
+        self.flags = *flags_of(layout), element
         count = int(module.num_checksums(*self.where))
         self.checksums = torch.full((count,), -1, dtype=torch.int32)
 
@@ -184,12 +187,13 @@ class Weights:
                 assert_same(transpose_storage(quantize(native, block)), *dgrad)
 
 
-LAYOUTS = list(itertools.product([False, True], repeat=2))
+LAYOUTS = [WeightLayout(*flags) for flags in itertools.product([False, True], repeat=2)]
+LAYOUTS.append(WeightLayout(split_half=True, apart=True))
 
 
-@pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights(module, dtype, transposed, split_half):
+def test_weights(module, dtype, layout):
     # N1 of 160, 256, 384 and 416: the last block of w1 has 160, 256, 128 and 160 rows.
     for sizes, both in (
         ((2, 144, 80), True),
@@ -197,19 +201,16 @@ def test_weights(module, dtype, transposed, split_half):
         ((1, 272, 192), True),
         ((2, 400, 208), True),
     ):
-        weights = Weights(module, dtype, transposed, split_half, sizes, both)
+        weights = Weights(module, dtype, layout, sizes, both)
         weights.update(force=True)
         weights.check()
 
 
 @pytest.mark.parametrize("recipe", STEADY_RECIPES, ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize(("transposed", "split_half"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_keep_one_scale_along_the_contraction(
-    module, dtype, transposed, split_half, recipe
-):
-    made = module, dtype, transposed, split_half, (2, 400, 272)
-    weights = Weights(*made, steady=recipe, values=uneven)
+def test_weights_that_keep_one_scale_along_the_contraction(module, dtype, layout, recipe):
+    weights = Weights(module, dtype, layout, (2, 400, 272), steady=recipe, values=uneven)
     assert weights.update(force=False)
     weights.check()
     w1, w1_dgrad = weights.forward[0][0], weights.dgrad[0][0]
@@ -219,9 +220,24 @@ def test_weights_that_keep_one_scale_along_the_contraction(
     assert bool((w1 == UNWRITTEN).all())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layers_codes_follow_every_tensor(module, layout, monkeypatch):
+    """Through the class that launches the kernels, without an announcement."""
+    monkeypatch.setattr(gpu, "_kernels", lambda device: module)
+    monkeypatch.setattr(gpu, "is_cuda", lambda tensor: True)
+    native = [values(shape, torch.bfloat16, 1) for shape in ((2, 160, 144), (2, 144, 80))]
+    w1, w2 = layout.user_w1(native[0]).clone(), layout.user_w2(native[1]).clone()
+    source, weights = WeightSource.stacked(w1, w2, layout=layout), gpu.QuantizedWeights()
+    for written in (w2[:0], *w1, w2):
+        written.neg_()
+        weights.update(source)
+        for one, found in zip(source.native()[:2], (weights.w1, weights.w2), strict=True):
+            assert_same(quantize(one, found.block), found.bytes, found.scale_inv)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_guard(module, dtype):
-    weights = Weights(module, dtype, True, True, (2, 144, 80))
+    weights = Weights(module, dtype, WeightLayout(True, True), (2, 144, 80))
     weights.update(force=True)
     scribbled = weights.forward[0][0]
     scribbled.fill_(UNWRITTEN)
@@ -236,17 +252,21 @@ def test_guard(module, dtype):
     assert not weights.update(force=False)
 
 
-def test_guard_reads_one_row_of_every_stripe(module):
-    """Each row touched alone: one row of each 128 (and one of the last, short stripe) shows."""
-    weights = Weights(module, torch.bfloat16, False, False, (1, 128, 80))
+@pytest.mark.parametrize(("layout", "stripes"), [(LAYOUTS[0], [0, 1]), (LAYOUTS[-1], [0, 0])])
+def test_guard_reads_one_row_of_every_stripe(module, layout, stripes):
+    """Each row touched alone: one row of each 128 (and one of the last, short stripe) shows; of gate
+    and up in two tensors one of each.
+    """
+    weights = Weights(module, torch.bfloat16, layout, (1, 128, 80))
     weights.update(force=True)
     seen = []
-    for row in range(weights.n1):
-        weights.matrices[0][row] += 1
-        if weights.check_guard():
-            seen.append(row // 128)
-            weights.state.zero_()
-    assert seen == [0, 1]
+    for matrix in weights.matrices[:-1]:
+        for row in range(len(matrix)):
+            matrix[row] += 1
+            if weights.check_guard():
+                seen.append(row // 128)
+                weights.state.zero_()
+    assert seen == stripes
 
 
 def test_addresses_off_the_boundary_are_refused(module):

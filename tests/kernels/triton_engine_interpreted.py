@@ -125,7 +125,12 @@ def targets() -> int:
                 sums = wanted[name] + (1.0 if kind is ParameterTargets else 0.0)
                 assert torch.equal(found.sums(name), sums.to(dtype)), (layout, stacked, name)
             checked += 1
-    return checked
+    layout = WeightLayout(split_half=True, apart=True)
+    found = targets_of(layout, FreshTargets, True, BF16)
+    OURS.backward_dw(replace(pending), found)
+    for name in ("dw1", "dw2"):
+        assert torch.equal(found.sums(name), wanted[name].to(BF16)), (layout, name)
+    return checked + 1
 
 
 def targets_of(layout, kind, stacked, dtype):

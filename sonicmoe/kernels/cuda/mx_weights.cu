@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kMxCtasPerSm<T>)
   WeightTile tile = tile_at(work, blockIdx.x);
   {
     const Projection<uint8_t>& m = tile.down ? work.down : work.up;
-    load_tile(values, m, tile, address_of(m, tile));
+    load_tile(values, m, tile, beginning_of<T>(m, tile));
   }
   for (uint32_t index = blockIdx.x; index < work.tiles;) {
     index += gridDim.x;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kMxCtasPerSm<T>)
     const WeightTile next = tile_at(work, more ? index : 0);
     const Projection<uint8_t> &m = tile.down ? work.down : work.up,
                               &next_m = next.down ? work.down : work.up;
-    const int64_t next_address = address_of(next_m, next);  // long before it is used
+    const Beginning next_begin = beginning_of<T>(next_m, next);  // long before it is used
     const bool pairs = m.column_half != 0;
 
     float first = 0.f, second = 0.f;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kMxCtasPerSm<T>)
         amax.scale_of(row_block, amax.column_block(1, pairs)).multiplier};
     const Codes<T> codes(values, multipliers, pairs);
 
-    if (more) load_tile(values, next_m, next, next_address);  // flies while this tile is stored
+    if (more) load_tile(values, next_m, next, next_begin);  // flies while this tile is stored
 
     const int64_t matrix = static_cast<int64_t>(tile.matrix) * m.rows * m.columns;
     const int rows = m.rows - tile.row, columns = m.columns - tile.column;
@@ -172,9 +172,11 @@ void launch_squares(const Work<uint8_t>& work, int32_t* state, bool force, int d
 void quantize_weights_iso32(TensorView addresses, TensorView w1, TensorView w1_along_columns,
                             TensorView w1_along_rows, TensorView w2, TensorView w2_along_columns,
                             TensorView w2_along_rows, bool transposed, bool split_half,
-                            tvm::ffi::String dtype, TensorView state, bool force, int64_t stream) {
+                            bool apart, tvm::ffi::String dtype, TensorView state, bool force,
+                            int64_t stream) {
   TVM_FFI_ICHECK(w1.ndim() == 3 && w2.ndim() == 3) << "w1 must be [E, N1, H], w2 [E, H, I]";
-  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, dtype);
+  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, apart,
+                      dtype);
   TVM_FFI_ICHECK(w1.size(0) == layout.experts && w2.size(0) == layout.experts &&
                  w2.size(1) == layout.hidden)
       << "w1, w2 and the addresses are of different experts or sizes";
@@ -191,6 +193,7 @@ void quantize_weights_iso32(TensorView addresses, TensorView w1, TensorView w1_a
   const int64_t of_up = experts * work.up.tiles_per_matrix,
                 all = of_up + experts * work.down.tiles_per_matrix;
   TVM_FFI_ICHECK(all < (int64_t(1) << 31)) << all << " tiles exceed one launch";
+  work.up.second = layout.second();
   work.up_tiles = static_cast<uint32_t>(of_up), work.tiles = static_cast<uint32_t>(all);
   int32_t* flags = checked_i32(state, "state", device, 2);
   tvm::ffi::CUDADeviceGuard guard(device.device_id);

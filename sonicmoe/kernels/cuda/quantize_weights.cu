@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
   {
     const Projection<float>& m = pair.down ? work.down : work.up;
     const WeightTile first = tile_of(pair, pairs.along_rows, 0);
-    const int64_t address = address_of(m, first);
-    load_tile(values[0], m, first, address);
-    load_tile(values[1], m, tile_of(pair, pairs.along_rows, 1), address);
+    const Beginning begin = beginning_of<T>(m, first);
+    load_tile(values[0], m, first, begin);
+    load_tile(values[1], m, tile_of(pair, pairs.along_rows, 1), begin);
   }
   for (uint32_t index = blockIdx.x; index < work.tiles;) {
     index += gridDim.x;
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
     const TilePair next = pair_at(work, more ? index : 0);
     const Projection<float>&m = pair.down ? work.down : work.up,
           &next_m = next.down ? work.down : work.up;
-    const int64_t next_address =
-        address_of(next_m, tile_of(next, pairs.along_rows, 0));  // long before it is used
+    const Beginning next_begin =
+        beginning_of<T>(next_m, tile_of(next, pairs.along_rows, 0));  // long before it is used
 
     float amax[2] = {0.f, 0.f};
 #pragma unroll
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kCtasPerSm<T>)
     if (more) {  // fly while these tiles are stored
 #pragma unroll
       for (int t = 0; t < 2; ++t)
-        load_tile(values[t], next_m, tile_of(next, pairs.along_rows, t), next_address);
+        load_tile(values[t], next_m, tile_of(next, pairs.along_rows, t), next_begin);
     }
 
     const int64_t matrix = static_cast<int64_t>(pair.matrix) * m.rows * m.columns;
@@ -216,9 +216,11 @@ void quantize_weights(TensorView addresses, TensorView w1, TensorView w1_scale, 
                       TensorView w2_scale, Optional<TensorView> w1_dgrad,
                       Optional<TensorView> w1_dgrad_scale, Optional<TensorView> w2_dgrad,
                       Optional<TensorView> w2_dgrad_scale, bool transposed, bool split_half,
-                      tvm::ffi::String dtype, TensorView state, bool force, int64_t stream) {
+                      bool apart, tvm::ffi::String dtype, TensorView state, bool force,
+                      int64_t stream) {
   TVM_FFI_ICHECK(w1.ndim() == 3 && w2.ndim() == 3) << "w1 must be [E, N1, H], w2 [E, H, I]";
-  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, dtype);
+  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, apart,
+                      dtype);
   TVM_FFI_ICHECK(w1.size(0) == layout.experts && w2.size(0) == layout.experts &&
                  w2.size(1) == layout.hidden)
       << "w1, w2 and the addresses are of different experts or sizes";
@@ -245,6 +247,7 @@ void quantize_weights(TensorView addresses, TensorView w1, TensorView w1_scale, 
   const int64_t up = experts * work.up.tiles_per_matrix,
                 all = up + experts * work.down.tiles_per_matrix;
   TVM_FFI_ICHECK(all < (int64_t(1) << 30)) << all << " pairs of tiles exceed one launch";
+  work.up.second = layout.second();
   work.up_tiles = static_cast<uint32_t>(up), work.tiles = static_cast<uint32_t>(all);
   int32_t* flags = checked_i32(state, "state", device, 2);
   tvm::ffi::CUDADeviceGuard guard(device.device_id);

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kSteadyCtasPerSm<T>)
     const WeightTile tile = tile_at(work, index);
     const Projection<float>& m = tile.down ? work.down : work.up;
     Vector16<T> values[4][2];
-    load_tile(values, m, tile, address_of(m, tile));
+    load_tile(values, m, tile, beginning_of<T>(m, tile));
     float amax = kAmaxFloor;
 #pragma unroll
     for (int j = 0; j < 4; ++j) amax = values[j][1].amax(values[j][0].amax(amax));
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Lane<T>::kThreads, kSteadyCtasPerSm<T>)
   for (uint32_t index = blockIdx.x; index < work.tiles; index += gridDim.x) {
     const WeightTile tile = tile_at(work, index);
     const Projection<float>& m = tile.down ? work.down : work.up;
-    load_tile(values, m, tile, address_of(m, tile));
+    load_tile(values, m, tile, beginning_of<T>(m, tile));
     const Place at(m, tile);
     const bool along_row = keeps_along_row(steady, tile), two = steady.wide_dgrad && !tile.down;
     const float* of_matrix =
@@ -195,10 +195,11 @@ void quantize_steady_weights(TensorView addresses, TensorView w1, TensorView w1_
                              TensorView w2, TensorView w2_scale, TensorView w1_dgrad,
                              TensorView w1_dgrad_scale, TensorView w2_dgrad,
                              TensorView w2_dgrad_scale, TensorView tile_amax, bool transposed,
-                             bool split_half, tvm::ffi::String dtype, TensorView state, bool force,
-                             int64_t stream) {
+                             bool split_half, bool apart, tvm::ffi::String dtype,
+                             TensorView state, bool force, int64_t stream) {
   TVM_FFI_ICHECK(w1.ndim() == 3 && w2.ndim() == 3) << "w1 must be [E, N1, H], w2 [E, H, I]";
-  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, dtype);
+  const Layout layout(addresses, w1.size(1), w1.size(2), w2.size(2), transposed, split_half, apart,
+                      dtype);
   TVM_FFI_ICHECK(w1.size(0) == layout.experts && w2.size(0) == layout.experts &&
                  w2.size(1) == layout.hidden)
       << "w1, w2 and the addresses are of different experts or sizes";
@@ -229,6 +230,7 @@ void quantize_steady_weights(TensorView addresses, TensorView w1, TensorView w1_
   work.down = projection_of(layout.down_addresses(), transposed ? dgrad2 : forward2,
                             transposed ? forward2 : dgrad2, transposed, layout.down_rows(),
                             layout.down_columns(), 0);
+  work.up.second = layout.second();
   work.up_tiles = static_cast<uint32_t>(up_tiles);
   work.tiles = static_cast<uint32_t>(up_tiles + down_tiles);
   steady.amax = checked_f32(tile_amax, "tile_amax", device, up_tiles + down_tiles);

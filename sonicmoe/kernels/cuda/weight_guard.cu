@@ -88,12 +88,12 @@ Stretches stretches_of(const int64_t* addresses, int64_t rows, int64_t columns, 
 }
 
 GuardWork guard_work(const Layout& layout) {
-  GuardWork work{stretches_of(layout.addresses, layout.up_rows(), layout.up_columns(),
-                              bytes_of(layout.element)),
+  GuardWork work{stretches_of(layout.addresses, layout.up_rows() / layout.parts(),
+                              layout.up_columns(), bytes_of(layout.element)),
                  stretches_of(layout.down_addresses(), layout.down_rows(), layout.down_columns(),
                               bytes_of(layout.element)),
                  0, 0};
-  const int64_t up = layout.experts * work.up.per_matrix,
+  const int64_t up = layout.experts * layout.parts() * work.up.per_matrix,
                 all = up + layout.experts * work.down.per_matrix;
   TVM_FFI_ICHECK(all < (int64_t(1) << 27)) << all << " checksums exceed one launch";
   work.up_count = static_cast<uint32_t>(up), work.count = static_cast<uint32_t>(all);
@@ -102,8 +102,10 @@ GuardWork guard_work(const Layout& layout) {
 
 // How many checksums `check_weights` needs.
 int64_t num_checksums(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate,
-                      bool transposed, tvm::ffi::String dtype) {
-  return guard_work(Layout(addresses, n1, hidden, intermediate, transposed, false, dtype)).count;
+                      bool transposed, bool apart, tvm::ffi::String dtype) {
+  // The guard compares bytes: only where gate and up are apart does it know halves.
+  const Layout layout(addresses, n1, hidden, intermediate, transposed, apart, apart, dtype);
+  return guard_work(layout).count;
 }
 
 // Write `values` to the int64 table, in stream order: they travel as launch arguments, so no host
@@ -137,14 +139,15 @@ void store_addresses(Array<int64_t> values, TensorView table, int64_t stream) {
 // where several change), as some do in any optimizer step; a change by hand elsewhere does not.
 // Nothing else is written.
 //
-// addresses int64 [2E]: up matrices, then down matrices; dtype: of the weights; checksums
-// int32 [num_checksums]; state int32 [2], zeroed once by its owner.
+// addresses int64 [2E]: up matrices, then down matrices; or, where gate and up lie `apart`, [3E]:
+// gate matrices, up matrices, down matrices; dtype: of the weights; checksums int32
+// [num_checksums]; state int32 [2], zeroed once by its owner.
 void check_weights(TensorView addresses, int64_t n1, int64_t hidden, int64_t intermediate,
-                   bool transposed, tvm::ffi::String dtype, TensorView checksums, TensorView state,
-                   int64_t stream) {
+                   bool transposed, bool apart, tvm::ffi::String dtype, TensorView checksums,
+                   TensorView state, int64_t stream) {
   const DLDevice device = addresses.device();
   const GuardWork work =
-      guard_work(Layout(addresses, n1, hidden, intermediate, transposed, false, dtype));
+      guard_work(Layout(addresses, n1, hidden, intermediate, transposed, apart, apart, dtype));
   uint32_t* sums =
       reinterpret_cast<uint32_t*>(checked_i32(checksums, "checksums", device, work.count));
   int32_t* flags = checked_i32(state, "state", device, 2);

@@ -22,6 +22,7 @@ struct Projection {
   int rows, columns;
   int row_half, column_half;  // I along the axis that holds gate and up as halves; else 0
   uint32_t tile_columns, tiles_per_matrix;
+  int second;  // where gate and up lie apart: from a gate's address to its up's; else 0
 };
 
 template <typename Scale>
@@ -58,27 +59,37 @@ struct Lane {
   int quad = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
 };
 
-template <typename Scale>
-__device__ __forceinline__ int64_t address_of(const Projection<Scale>& m, const WeightTile& tile) {
-  return __ldg(m.addresses + tile.matrix);
+// Where a user's matrix begins, and, if gate and up rows are halves, where its up rows do.
+struct Beginning {
+  int64_t matrix, up_rows;
+};
+
+template <typename T, typename Scale>
+__device__ __forceinline__ Beginning beginning_of(const Projection<Scale>& m,
+                                                  const WeightTile& tile) {
+  constexpr int64_t kBytes = sizeof(T);
+  const int64_t first = __ldg(m.addresses + tile.matrix);
+  if (m.second != 0) return {first, __ldg(m.addresses + m.second + tile.matrix)};
+  return {first, first + m.row_half * kBytes * m.columns};
 }
 
 // Zeros outside the matrix: they change no maximum and are not stored.
 template <typename T, typename Scale>
 __device__ __forceinline__ void load_tile(Vector16<T> (&values)[4][2], const Projection<Scale>& m,
-                                          const WeightTile& tile, int64_t address) {
+                                          const WeightTile& tile, const Beginning& beginning) {
   const Lane<T> at;
   const bool pairs = m.column_half != 0;
   const int column = (pairs ? tile.column / 2 : tile.column) + at.lane * at.kCount;
   const int step = pairs ? m.column_half : kTile / 2;
   const int rows[2] = {column < (pairs ? m.column_half : m.columns) ? m.rows : 0,
                        column + step < m.columns ? m.rows : 0};
-  const T* source = reinterpret_cast<const T*>(address) + column;
+  const bool halves = m.row_half != 0;  // native row 2 i is gate i then, and 2 i + 1 up i
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int row = tile.row + at.quad * 4 + j;
-    const int user_row = m.row_half != 0 ? (row & 1) * m.row_half + (row >> 1) : row;
-    const T* from = source + static_cast<int64_t>(user_row) * m.columns;
+    const int row = tile.row + at.quad * 4 + j, user_row = halves ? row >> 1 : row;
+    const int64_t begin = halves && j % 2 == 1 ? beginning.up_rows : beginning.matrix;
+    const T* from = reinterpret_cast<const T*>(begin) + column +
+                    static_cast<int64_t>(user_row) * m.columns;
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       values[j][v].clear();
@@ -179,7 +190,8 @@ Projection<Scale> projection_of(const int64_t* addresses, const Output<Scale>& s
           static_cast<int>(transposed ? 0 : half),
           static_cast<int>(transposed ? half : 0),
           static_cast<uint32_t>(tile_columns),
-          static_cast<uint32_t>(tiles)};
+          static_cast<uint32_t>(tiles),
+          0};
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ void dgated(TensorView dout, WeightArgument w2, bool transposed, bool halves,
   const int64_t rows = row_token.numel();
   const DLDevice device = dout.device();
   // The product contracts over H: the matrices as dgrad reads them.
-  const HalfWeights weights(w2, !transposed, "w2", device);
+  const HalfWeights weights(w2, {}, !transposed, "w2", device);
   HalfParams p = half_params(dout, weights, row_token, padded_offsets, rows);
   const int64_t inner = weights.n, n1 = has_gate() ? 2 * inner : inner;
   TVM_FFI_ICHECK(rows % sm90::kTileM == 0)

@@ -66,7 +66,7 @@ struct GroupStore {
 // What the epilogues of these GEMMs share: 64 columns at a time leave through a warpgroup's buffers.
 struct HalfEpilogue {
   static constexpr int kZStages = 0, kZBytes = 0;
-  static constexpr bool kSplitsColumns = false;
+  static constexpr bool kSplitsColumns = false, kSplitsDepth = false;
   const HalfParams& p;
   const HalfMaps& maps;
   GroupStore way_out;
@@ -126,6 +126,7 @@ struct HalfEpilogue {
 
 // c = a * b^T + bias.
 struct StoreHalf : HalfEpilogue {
+  static constexpr bool kSplitsDepth = true;
   struct Params {
     const float* bias;  // [E, N], or nullptr
   };

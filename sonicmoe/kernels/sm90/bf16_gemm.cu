@@ -7,20 +7,22 @@ namespace {
 
 // z = x[row_token] * w1^T + b1, y1 = act(z), over the rows of each expert.
 //
-// x [T, H], or, built with ROWS_FIRST, [R, H] in expert order; w1 [E, N1, H], or [E, H, N1] where it
-// is `transposed`. Where there is a gate, N1 is 2 I: with `halves` all gates and then all up values,
-// else the two in turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order
-// of w1's rows, and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as
-// if their tokens were zeros. u, factor: an adapter; see `map_adapter`. Rows at and behind
-// padded_offsets[E] are not written. first, second: the activation's parameters in the order of
-// `activation_names()`, else anything. multiprocessors: how many at most; 0: all.
-void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<TensorView> b1,
-        Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
+// x [T, H], or, built with ROWS_FIRST, [R, H] in expert order; w1 [E, N1, H], or [E, H, N1] where
+// it is `transposed`; or w1 [E, I, H] are the gate rows and w1_up [E, I, H] the up rows. Where
+// there is a gate, N1 is 2 I: with `halves` all gates and then all up values, else the two in
+// turns. b1 fp32 [E, N1] in the same order, or None. Writes z [R, N1], in the order of w1's rows,
+// and y1 [R, I], each unless it is None. Padding rows (row_token -1) are computed as if their
+// tokens were zeros. u, factor: an adapter; see `map_adapter`. Rows at and behind padded_offsets[E]
+// are not written. first, second: the activation's parameters in the order of `activation_names()`,
+// else anything. multiprocessors: how many at most; 0: all.
+void up(TensorView x, WeightArgument w1, Optional<TensorView> w1_up, bool transposed, bool halves,
+        Optional<TensorView> b1, Optional<TensorView> u, Optional<TensorView> factor,
+        TensorView row_token, TensorView padded_offsets, Optional<TensorView> z,
         Optional<TensorView> y1, double first, double second, int64_t multiprocessors,
         int64_t stream) {
   const int64_t rows = row_token.numel();
   const DLDevice device = x.device();
-  const HalfWeights weights(w1, transposed, "w1", device);
+  const HalfWeights weights(w1, w1_up, transposed, "w1", device);
   HalfParams p = half_params(x, weights, row_token, padded_offsets, rows);
   const int64_t inner = has_gate() ? weights.n / 2 : weights.n;
   TVM_FFI_ICHECK(inner % 8 == 0) << "I is " << inner << "; needed: a multiple of 8";
@@ -48,14 +50,16 @@ void up(TensorView x, WeightArgument w1, bool transposed, bool halves, Optional<
 }
 
 // out [R, N] = a * b^T + bias, a [R, K] in expert order, b [E, N, K], or [E, K, N] where it is
-// `transposed`, bias fp32 [E, N] or None. u, factor: an adapter; see `map_adapter`. Rows at and
+// `transposed`; or b and b_rest are the first and the last half of [E, K, N] along K, each of whole
+// blocks of 64. bias fp32 [E, N] or None. u, factor: an adapter; see `map_adapter`. Rows at and
 // behind padded_offsets[E] are not written.
-void grouped_gemm(TensorView a, WeightArgument b, bool transposed, Optional<TensorView> bias,
-                  Optional<TensorView> u, Optional<TensorView> factor, TensorView padded_offsets, TensorView out, int64_t multiprocessors,
+void grouped_gemm(TensorView a, WeightArgument b, Optional<TensorView> b_rest, bool transposed,
+                  Optional<TensorView> bias, Optional<TensorView> u, Optional<TensorView> factor,
+                  TensorView padded_offsets, TensorView out, int64_t multiprocessors,
                   int64_t stream) {
   const int64_t rows = a.size(0);
   const DLDevice device = a.device();
-  const HalfWeights weights(b, transposed, "b", device);
+  const HalfWeights weights(b, b_rest, transposed, "b", device);
   HalfParams p = half_params(a, weights, {}, padded_offsets, rows);
   const sm90::StoreHalf::Params e{
       optional_f32(bias, "bias", device, weights.experts * weights.n)};

@@ -54,6 +54,7 @@ struct HalfParams : RowGroups, AdapterRows {
   const Half* a;             // [T, K], gathered through row_token; unused with a tensor map
   const int32_t* row_token;  // [R], -1 in padding rows
   int k;
+  int k_of_map;  // rows of K in the first map of B; a second one has the others
 };
 
 // Whether the weights are a matrix for each expert, wherever it lies, or one tensor of all experts.
@@ -62,7 +63,7 @@ constexpr bool kSeparate = true;
 constexpr int kMapsOfB = 240;  // an expert's; more are no parameter of a kernel
 #else
 constexpr bool kSeparate = false;
-constexpr int kMapsOfB = 2;  // B, or its gate and its up rows where they are loaded apart
+constexpr int kMapsOfB = 2;  // B, or its gate and its up rows, loaded apart or of two tensors
 #endif
 
 // A, B, outputs, z.
@@ -72,12 +73,18 @@ struct OwnHalfMaps {
 using HalfMaps = WithAdapter<OwnHalfMaps, 2>;
 
 // Loads half number `half` of this tile's columns of B. With kSplitsColumns a tile has 128 gate
-// columns, then the 128 up columns that belong to them.
-template <bool kBByColumns, bool kSplitsColumns>
-__device__ __forceinline__ void load_half_of_b(const HalfMaps& maps, uint64_t* full, uint8_t* stage,
+// columns, then the 128 up columns that belong to them. kSplitsDepth: K may lie in two maps.
+template <bool kBByColumns, bool kSplitsColumns, bool kSplitsDepth>
+__device__ __forceinline__ void load_half_of_b(const HalfParams& p, const HalfMaps& maps,
+                                               uint64_t* full, uint8_t* stage,
                                                const OutputTile& tile, int half, int k,
                                                uint16_t receivers) {
-  const int part = kSplitsColumns ? half : 0;
+  int part = kSplitsColumns ? half : 0;
+  // Only dgrad of w1 contracts over gate and up, so no other kernel asks.
+  if constexpr (kSplitsDepth && kBByColumns && !kSeparate) {
+    part = k >= p.k_of_map;
+    k -= part * p.k_of_map;
+  }
   const CUtensorMap* map = &maps.b[kSeparate ? tile.expert : part];
   const int last = kSeparate ? part : tile.expert;
   const int column = kSplitsColumns ? tile.col / 2 : tile.col + half * (kTileN / 2);
@@ -174,8 +181,8 @@ __device__ __forceinline__ void produce_half(const HalfParams& p, const HalfMaps
       const int k = kb * kHalfTileK;
       if (thread == 0)
         load_operands(&maps.a, k, [&](int half, uint16_t receivers) {
-          load_half_of_b<kBByColumns, Epilogue::kSplitsColumns>(maps, full, s.b[ring.stage], tile,
-                                                                half, k, receivers);
+          load_half_of_b<kBByColumns, Epilogue::kSplitsColumns, Epilogue::kSplitsDepth>(
+              p, maps, full, s.b[ring.stage], tile, half, k, receivers);
         });
       if constexpr (kGather) {
         rows.copy(s.a[ring.stage], k);

@@ -110,7 +110,7 @@ inline HalfParams half_params(const TensorView& a, const HalfWeights& b,
   p.a = checked_half(a, "rows", device, a.size(0) * b.k);
   if (row_token.has_value())
     p.row_token = checked_i32(row_token.value(), "row_token", device, rows);
-  p.k = static_cast<int>(b.k);
+  p.k = static_cast<int>(b.k), p.k_of_map = static_cast<int>(b.k_of_map());
   return p;
 }
 

@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/object.h>
+#include <tvm/ffi/optional.h>
 
 #include <array>
 #include <mutex>
@@ -15,6 +16,7 @@
 namespace sonicmoe {
 
 using sm90::HalfMaps;
+using tvm::ffi::Optional;
 
 #ifdef FP16
 constexpr DLDataTypeCode kHalfCode = kDLFloat;
@@ -29,52 +31,81 @@ inline std::array<cuuint32_t, 3> box_of_b(bool by_columns) {
 }
 
 // Weights as B of a GEMM: [E, N, K], or [E, K, N] where they lie transposed. The last axis is
-// contiguous, and the other strides are any multiples of 16 bytes.
+// contiguous, and the other strides are any multiples of 16 bytes. Where gate and up are two
+// tensors, the second has the other half of axis 1, in the strides of the first.
 struct StackedWeights {
-  const char* data;
+  const char *data, *second;  // second: null where there is one tensor
   int64_t experts, n, k;
   int64_t expert_stride, stride;  // elements from one expert, and one row, to the next
   bool by_columns;                // N is contiguous
 
-  StackedWeights(const TensorView& w, bool transposed, const char* name, DLDevice device) {
-    TVM_FFI_ICHECK(w.ndim() == 3) << name << " has " << w.ndim() << " axes; needed: 3";
-    TVM_FFI_ICHECK(w.device().device_type == kDLCUDA && w.device().device_id == device.device_id)
-        << name << " is not on the device of the tokens";
-    TVM_FFI_ICHECK(is_type(w, kHalfCode, 16)) << name << " has another dtype than the tokens";
-    experts = w.size(0), n = w.size(transposed ? 2 : 1), k = w.size(transposed ? 1 : 2);
-    by_columns = transposed;
-    expert_stride = w.stride(0), stride = w.stride(1);
-    data = static_cast<const char*>(w.data_ptr()) + w.byte_offset();
-    const bool fits = w.stride(2) == 1 && (w.size(1) == 1 || stride % 8 == 0) &&
-                      (experts == 1 || expert_stride % 8 == 0) &&
-                      reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    TVM_FFI_ICHECK(fits) << name << " [" << experts << ", " << w.size(1) << ", " << w.size(2)
-                         << "] has strides " << w.stride(0) << ", " << w.stride(1) << ", "
-                         << w.stride(2)
-                         << "; needed: 1 in the last axis and multiples of 8 in the others, from a "
-                            "multiple of 16 bytes on";
+  StackedWeights(const TensorView& w, const Optional<TensorView>& other, bool transposed,
+                 const char* name, DLDevice device)
+      : data(checked(w, name, device)), second(nullptr), by_columns(transposed) {
+    experts = w.size(0), expert_stride = w.stride(0), stride = w.stride(1);
+    int64_t rows = w.size(1);
+    if (other.has_value()) {
+      const TensorView& half = other.value();
+      second = checked(half, name, device);
+      for (int axis = 0; axis < 3; ++axis)
+        TVM_FFI_ICHECK(half.size(axis) == w.size(axis) && half.stride(axis) == w.stride(axis))
+            << "the halves of " << name << " differ in shape or strides";
+      TVM_FFI_ICHECK(!by_columns || rows % sm90::kHalfTileK == 0)
+          << "the halves of " << name << " have " << rows << " rows; needed: a multiple of "
+          << sm90::kHalfTileK;
+      rows *= 2;
+    }
+    n = transposed ? w.size(2) : rows, k = transposed ? rows : w.size(2);
     TVM_FFI_ICHECK(n > 0 && k > 0 && n < (int64_t(1) << 31) && k < (int64_t(1) << 31))
         << name << " has no elements, or too many";
   }
 
   // Sets the maps of B, whose N columns are `parts` parts that are loaded apart.
   void map_parts(int64_t parts, HalfMaps& maps) const {
-    for (int64_t part = 0; part < parts; ++part)
-      maps.b[part] = map(part * (n / parts), n / parts);
+    if (second != nullptr) {
+      // Halves of the N columns that `up` loads apart anyway, or of K.
+      TVM_FFI_ICHECK(by_columns ? parts == 1 : parts == 2) << "two tensors are gate and up halves";
+      maps.b[0] = map(data, n / parts, k_of_map());
+      maps.b[1] = map(second, n / parts, k_of_map());
+      return;
+    }
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = part * (n / parts);
+      maps.b[part] = map(data + 2 * (by_columns ? first : first * stride), n / parts, k);
+    }
   }
 
+  // The rows of K behind which the second map begins.
+  int64_t k_of_map() const { return by_columns && second != nullptr ? k / 2 : k; }
+
  private:
-  // `columns` of the N columns, from number `first` on.
-  CUtensorMap map(int64_t first, int64_t columns) const {
-    const int64_t rows = by_columns ? k : columns, across = by_columns ? columns : k,
-                  offset = by_columns ? first : first * stride,
+  static const char* checked(const TensorView& w, const char* name, DLDevice device) {
+    TVM_FFI_ICHECK(w.ndim() == 3) << name << " has " << w.ndim() << " axes; needed: 3";
+    TVM_FFI_ICHECK(w.device().device_type == kDLCUDA && w.device().device_id == device.device_id)
+        << name << " is not on the device of the tokens";
+    TVM_FFI_ICHECK(is_type(w, kHalfCode, 16)) << name << " has another dtype than the tokens";
+    const char* data = static_cast<const char*>(w.data_ptr()) + w.byte_offset();
+    const bool fits = w.stride(2) == 1 && (w.size(1) == 1 || w.stride(1) % 8 == 0) &&
+                      (w.size(0) == 1 || w.stride(0) % 8 == 0) &&
+                      reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    TVM_FFI_ICHECK(fits) << name << " [" << w.size(0) << ", " << w.size(1) << ", " << w.size(2)
+                         << "] has strides " << w.stride(0) << ", " << w.stride(1) << ", "
+                         << w.stride(2)
+                         << "; needed: 1 in the last axis and multiples of 8 in the others, from a "
+                            "multiple of 16 bytes on";
+    return data;
+  }
+
+  // So many of the N columns and of the rows of K, from `from` on.
+  CUtensorMap map(const char* from, int64_t columns, int64_t depth) const {
+    const int64_t rows = by_columns ? depth : columns, across = by_columns ? columns : depth,
                   next = experts > 1 ? expert_stride : (rows * stride + 7) / 8 * 8;
     const Boxes<3> boxes{
         {static_cast<cuuint64_t>(across), static_cast<cuuint64_t>(rows),
          static_cast<cuuint64_t>(experts)},
         {static_cast<cuuint64_t>(2 * stride), static_cast<cuuint64_t>(2 * next)},
         box_of_b(by_columns)};
-    return tensor_map(data + 2 * offset, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
+    return tensor_map(from, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes);
   }
 };
 
@@ -148,7 +179,8 @@ struct SeparateWeights {
   int64_t experts, n, k;
   bool by_columns;
 
-  SeparateWeights(const ExpertMatrices& w, bool transposed, const char* name, DLDevice)
+  SeparateWeights(const ExpertMatrices& w, const Optional<TensorView>& other, bool transposed,
+                  const char* name, DLDevice)
       : matrices(w),
         experts(w->experts()),
         n(transposed ? w->columns : w->rows),
@@ -156,12 +188,14 @@ struct SeparateWeights {
         by_columns(transposed) {
     TVM_FFI_ICHECK(experts <= sm90::kMapsOfB)
         << name << " are " << experts << " matrices; needed: at most " << sm90::kMapsOfB;
+    TVM_FFI_ICHECK(!other.has_value()) << name << " has matrices of experts and a second tensor";
   }
 
   void map_parts(int64_t parts, HalfMaps& maps) const {
     const std::vector<CUtensorMap>& made = matrices->maps(by_columns, parts);
     std::copy(made.begin(), made.end(), maps.b);
   }
+  int64_t k_of_map() const { return k; }
 };
 
 #ifdef SEPARATE_WEIGHTS
