@@ -15,12 +15,14 @@ from sonicmoe.engine.interface import EngineSettings, ParameterTargets, WeightTa
 from sonicmoe.layouts import WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
+APART = WeightLayout(split_half=True, apart=True)
 
 
 def name_of(layout):
     """`HN-halves`, for the id of a test."""
     order = "HN" if layout.transposed else "NH"
-    return f"{order}-{'halves' if layout.split_half else 'turns'}"
+    rows = "two" if layout.apart else "halves" if layout.split_half else "turns"
+    return f"{order}-{rows}"
 
 
 def ids(value):
@@ -89,7 +91,10 @@ class Memory:
         """Strangers before and behind it."""
 
         def make(m, n):
-            return self.allocate(experts * m * n + 64)[40:-24].view(experts, m, n)
+            memory = self.allocate(experts * m * n + 64)[40:-24]
+            if self.layout.apart and len(self.allocations) == 1:
+                return memory.view(2, experts, m // 2, n)
+            return memory.view(experts, m, n)
 
         return self.together(sizes, experts, make)
 

@@ -23,6 +23,7 @@ from gpu.engine_cases import (
 from gpu.engine_cases import SHAPES_OF_GRADIENTS as SHAPES
 from gpu.engine_contract import PlainEngineContract
 from gpu.gradient_memory import (
+    APART,
     LAYOUTS,
     check_addition,
     check_frozen_projections,
@@ -112,7 +113,7 @@ WIDE = (300, 264, 8200, 3, 2)
 
 @pytest.mark.parametrize(
     ("shape", "layout", "activation", "bias", "separate"),
-    pairwise([*SHAPES, WIDE], LAYOUTS, [SWIGLU, OAI, GELU], [False, True], [False, True]),
+    pairwise([*SHAPES, WIDE], [*LAYOUTS, APART], [SWIGLU, OAI, GELU], [False, True], [False, True]),
     ids=ids,
 )
 def test_the_same_numbers_in_every_layout(shape, layout, activation, bias, separate):
@@ -121,7 +122,7 @@ def test_the_same_numbers_in_every_layout(shape, layout, activation, bias, separ
     case = case_of(shape, activation=activation, bias=bias)
     settings = EngineSettings(activation=activation)
     wanted = run(case, OURS, settings)
-    weights = lying(case, layout, separate)
+    weights = lying(case, layout, separate and not layout.apart)
     fill_free_memory(0xFF)
     out, saved = OURS.forward(case.x, case.routing(), weights, settings)
     dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
@@ -155,7 +156,7 @@ def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, 
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=ids)
 def test_written_gradients(layout, dtype):
     """The sums rounded once; zeros for the expert without tokens."""
     case = case_of(SHAPES[0], bias=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.engine_cases import ARCH, SWIGLU, build, make_case
-from gpu.gradient_memory import LAYOUTS, ids
+from gpu.gradient_memory import APART, LAYOUTS, ids
 
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
+from sonicmoe.layouts import GateUp, WeightLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -29,22 +30,37 @@ def compiled():
     build([*cuda_sources(ARCH), expert_rows_source(ARCH), *own])
 
 
-def layer(layout, use_fp8):
+def layer(layout, use_fp8, hidden=512, intermediate=384):
     """A call of the layer, and its leaves."""
-    case = make_case(900, hidden=512, intermediate=384, experts=6, topk=3)
+    case = make_case(900, hidden=hidden, intermediate=intermediate, experts=6, topk=3)
     w1, w2 = layout.user_w1(case.weights[0]), layout.user_w2(case.weights[1])
-    leaves = [t.detach().clone().requires_grad_() for t in (case.x, case.probs, w1, w2)]
+    parts = [*w1.flip(0)] if layout.apart else [w1]  # the up half first, so that it lies below
+    leaves = [t.detach().clone().requires_grad_() for t in (case.x, case.probs, *parts, w2)]
 
     def call():
-        x, probs, *weights = leaves
-        given = (x, case.indices, probs, *weights, None, None, SWIGLU)
+        x, probs, *own, w2 = leaves
+        w1 = GateUp(*reversed(own)) if layout.apart else own[0]
+        given = (x, case.indices, probs, w1, w2, None, None, SWIGLU)
         return expert_mlp(*given, layout=layout, use_fp8=use_fp8)
 
     return call, leaves, case.dout
 
 
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("sizes", [(512, 384), (256, 192), (272, 64), (128, 176)], ids=str)
+def test_two_tensors_have_the_bits_of_halves(sizes, use_fp8):
+    """Also where they are joined, because 176 is no multiple of 64."""
+    found = []
+    for layout in (WeightLayout(split_half=True), APART):
+        call, leaves, dout = layer(layout, use_fp8, *sizes)
+        out = call()
+        dx, dprobs, *dw1, dw2 = torch.autograd.grad(out, leaves, dout)
+        found.append((out, dx, dprobs, torch.cat(dw1[::-1], 1), dw2))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=ids)
 def test_a_layer_runs_its_gemms_and_nothing_that_copies(layout, use_fp8):
     call, leaves, dout = layer(layout, use_fp8)
     torch.autograd.grad(call(), leaves, dout)
