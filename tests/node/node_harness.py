@@ -4,12 +4,17 @@ as numpy arrays.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import numpy as np
+import pytest
 from engine.moe_golden import Result, golden, make_problem, native_order
 from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from weights.weight_sources import expert_modules, fused_weights, native_arrays, native_weights
 
 from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import is_glu
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
@@ -185,6 +190,23 @@ class Call:
     @property
     def dprobs(self):
         return None if self.probs.grad is None else numpy(self.probs.grad)
+
+
+@contextmanager
+def no_room(half_way=False):
+    """A backward in this block finds no memory for weight gradients, or half way none for dw1."""
+    add = ReferenceEngine.backward_dw
+
+    def fail(self, pending, targets):
+        if half_way:
+            add(self, pending, targets)
+            targets.adding = True
+        raise MemoryError("no room for dw1")
+
+    # What Paddle makes of an error in a backward is an OSError.
+    refused = pytest.raises((MemoryError, OSError), match="no room for dw1")
+    with mock.patch.object(ReferenceEngine, "backward_dw", fail), refused:
+        yield
 
 
 def recomputed(function, *arguments, use_reentrant=True):

@@ -17,6 +17,7 @@ from node.node_harness import (
     FULL,
     Layer,
     gradients_of,
+    no_room,
     problems,
     want_gradient,
 )
@@ -179,18 +180,13 @@ def test_memory_that_is_made_is_written(engine, which):
 
 
 @each_engine
-def test_a_backward_that_found_no_memory_may_be_repeated(engine, which, monkeypatch):
+def test_a_backward_that_found_no_memory_may_be_repeated(engine, which):
     engine(which)
     layer = Layer(main_grad=NAN)
     flag(layer.weights)
 
-    def fail(self, pending, targets):
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ReferenceEngine, "backward_dw", fail)
-        with pytest.raises((MemoryError, OSError), match="no room"):
-            layer.run()
+    with no_room():
+        layer.run()
     layer.node.step()
     layer.step()
     assert layer.error() < 1e-5
@@ -255,18 +251,10 @@ class TestFirstBackward:
         layer.step(good)
         assert layer.error(good) < 1e-5
 
-    def test_a_backward_that_failed_half_way(self, monkeypatch):
-        layer, add = written_first(), ReferenceEngine.backward_dw
-
-        def fail(self, pending, targets):
-            add(self, pending, targets)
-            targets.adding = True
-            raise MemoryError("no room for dw1")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ReferenceEngine, "backward_dw", fail)
-            with pytest.raises((MemoryError, OSError), match="no room"):
-                layer.run()
+    def test_a_backward_that_failed_half_way(self):
+        layer = written_first()
+        with no_room(half_way=True):
+            layer.run()
         with pytest.raises(RuntimeError, match="left a part of them in main_grad"):
             layer.node.step()
         layer.node.discard_grads()
