@@ -70,9 +70,12 @@ def golden_triples(moe, x, scores, tokens, experts, dout):
     return {name: value for name, value in named.items() if value is not None}
 
 
-def run_triples(moe, x, scores, tokens, experts, dout, weights=None, **options):
+def run_triples(
+    moe, x, scores, tokens, experts, dout, weights=None, face=moe_general_routing_inputs, **options
+):
+    """Output and gradients by name, and the frequency. face: the function, or a graph of it."""
     x = x.detach().clone().requires_grad_()
-    out, frequency = moe_general_routing_inputs(
+    out, frequency = face(
         x,
         scores,
         tokens,
