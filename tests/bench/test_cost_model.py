@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.test_bench_command import PERF, no_gpu  # noqa: F401
 from click.testing import CliRunner
-from framework import torch
 from worlds import ROOT
 
 from sonicmoe.bench import sweep as sweep_module
@@ -24,14 +24,7 @@ from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
 from sonicmoe.enums import EngineName
 
-PERF = Variant(EngineName.REFERENCE, "perf")
 TINY = [Shape(t, 32, 16, e, 2) for e in (2, 4) for t in (16, 32)]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(Shape, "stack_layers", 2)
 
 
 def plain(shape):
