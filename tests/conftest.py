@@ -11,7 +11,7 @@ import one_thread  # noqa: F401
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 if os.environ.get("SONICMOE_TEST_FRAMEWORK") == "paddle":
     import sitecustomize  # noqa: F401
 
+from sonicmoe import observe
 from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.flags import PREFIX
 from sonicmoe.frameworks import is_importable
@@ -183,16 +184,22 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the reference engine prepared weights."""
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    assert observe._observers == ()
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """With which recipe the reference engine prepared weights, every time that it did."""
     # Here and not above, because the engine imports a framework.
     from sonicmoe.engine.reference import ReferenceEngine
 
-    calls, original = [], ReferenceEngine.prepare_weights
+    recipes, original = [], ReferenceEngine.prepare_weights
 
     def count(self, *arguments):
-        calls.append(1)
+        recipes.append(arguments[-1].recipe)
         return original(self, *arguments)
 
     monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
-    return calls
+    return recipes

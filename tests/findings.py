@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from click.testing import CliRunner
+from framework import torch
 from numerics_scores import evaluate
 
 from sonicmoe.cli.main import main
@@ -23,8 +23,9 @@ def spoil(tensor, *index):
     return tensor
 
 
-def found(run, directory=None) -> NonFiniteError:
-    with pytest.raises(NonFiniteError) as caught, detect_nonfinite(directory):
+def found(run, match=None, **options) -> NonFiniteError:
+    """The error of a block that does this."""
+    with pytest.raises(NonFiniteError, match=match) as caught, detect_nonfinite(**options):
         run()
     return caught.value
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from findings import found
 from framework import IS_PADDLE, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.callers import Caller
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 if IS_PADDLE:
@@ -74,12 +74,6 @@ def train_step(node, probs=None):
     out = node(tensor(x, grad=True), None, tensor(indices), tensor(probs, grad=True))
     (out * tensor(dout)).sum().backward()
     node.step()
-
-
-def found(run):
-    with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
-        run()
-    return caught.value
 
 
 # Up 3 is row 7 of native weights, which have gate and up in turns.

@@ -7,18 +7,20 @@ import logging
 
 import numpy as np
 import pytest
+from findings import found
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from weights.weight_sources import Expert
 
 from sonicmoe import SonicMoEConfig, observe
 from sonicmoe.diagnostics import capture
 from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
+from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.diagnostics.step_dump import DumpError, load_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 T, H, I, E, K = 40, 128, 128, 4, 2
 
 
@@ -61,19 +63,6 @@ def train_step(node, dout=None, **changes):
     out = node(x, None, indices, probs)
     (out * (given if dout is None else dout)).sum().backward()
     return x, indices, probs, given
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert observe._observers == ()
-
-
-def found(run, match=None, **options):
-    """The error of a block that does this."""
-    with pytest.raises(NonFiniteError, match=match) as caught, detect_nonfinite(**options):
-        run()
-    return caught.value
 
 
 def test_a_bad_token_is_named_in_forward(tmp_path):

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from engine.moe_golden import make_problem
-from findings import measured
+from findings import found, measured
 from fleet.fleet_calls import LAYOUTS, Experts
 from framework import IS_PADDLE, torch
 from pairwise import pairwise
 
-from sonicmoe import observe
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 
 if IS_PADDLE:
@@ -29,13 +27,8 @@ if IS_PADDLE:
 else:
     Module = torch.nn.Module
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 FRAMEWORK = ["--framework", "paddle" if IS_PADDLE else "torch"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert observe._observers == ()
 
 
 class Layer(Module):
@@ -44,12 +37,6 @@ class Layer(Module):
     def __init__(self, experts):
         super().__init__()
         self.weight1, self.weight2 = experts.weights
-
-
-def found(run) -> str:
-    with pytest.raises(NonFiniteError) as caught, detect_nonfinite():
-        run()
-    return str(caught.value)
 
 
 def spoiled(array, *index):
@@ -66,7 +53,7 @@ def test_a_weight_is_named(layout, held, fp8):
     up_gate = spoiled(problem.up_gate, 1, 5, inner + 3)
     experts = Experts(replace(problem, up_gate=up_gate), layout)
     model = Layer(experts) if held else None
-    text = found(lambda: experts.call(fp8=fp8))
+    text = str(found(lambda: experts.call(fp8=fp8)))
     name = "weight1" if model is not None else "w1"
     assert f"first bad: input w1 = {name} at expert 1, row 7, column 5: nan" in text
 
@@ -82,7 +69,7 @@ def test_tokens_scores_and_the_gradient(fp8):
         ("dout", 5, f"first bad: input dout at token {token}, column 5"),
     ):
         bad = replace(problem, **{name: spoiled(getattr(problem, name), token, column)})
-        assert words in found(lambda bad=bad: Experts(bad).call(fp8=fp8).backward())
+        assert words in str(found(lambda bad=bad: Experts(bad).call(fp8=fp8).backward()))
 
 
 @pytest.mark.parametrize(("layout", "fp8"), [("sonic", True), ("grouped", False)])

@@ -10,19 +10,6 @@ from sonicmoe.engine.reference import ReferenceEngine
 
 
 @pytest.fixture
-def prepared(monkeypatch):
-    """How often weights were prepared, and with which recipe."""
-    recipes, original = [], ReferenceEngine.prepare_weights
-
-    def count(self, *arguments):
-        recipes.append(arguments[-1].recipe)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(ReferenceEngine, "prepare_weights", count)
-    return recipes
-
-
-@pytest.fixture
 def saves(monkeypatch):
     """The `save` argument of every engine forward."""
     asked, original = [], ReferenceEngine.forward

@@ -14,7 +14,7 @@ from functional.layer_golden import make_layer, make_tokens
 from pairwise import pairwise
 from torch import nn
 
-from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer, observe
+from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.cases import load_case
@@ -22,15 +22,10 @@ from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.enums import ActivationType
 from sonicmoe.observe import listening
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 E, K, H, I = 5, 2, 32, 24
 QUANTISED = {"use_fp8": True}
 FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert observe._observers == ()
 
 
 @pytest.fixture

@@ -24,6 +24,13 @@ def pytest_report_header() -> str | None:
 
 
 @pytest.fixture
+def registered():
+    from sonicmoe.integrations.transformers import register
+
+    register()
+
+
+@pytest.fixture
 def blind(monkeypatch):
     """The engine of every call: it keeps FP8 codes, and its sample misses every write."""
     from functional.following import Following

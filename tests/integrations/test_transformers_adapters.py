@@ -29,13 +29,9 @@ from sonicmoe.errors import ShapeError  # noqa: E402
 from sonicmoe.functional import call  # noqa: E402
 from sonicmoe.integrations.transformers import register  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("registered")
 WORKER = Path(__file__).with_name("adapters_on_ranks.py")
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
 
 
 @pytest.fixture

@@ -13,22 +13,15 @@ import torch.nn.utils.parametrize
 from findings import fault_of, found, measured, said_by, spoil
 from integrations.hf_models import BY_TURNS, FAMILIES, IMPLEMENTATIONS, build, text
 
-from sonicmoe import observe
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import captured_calls, dump
 from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
-from sonicmoe.integrations.transformers import invalidate_caches, register
+from sonicmoe.integrations.transformers import invalidate_caches
 
+pytestmark = pytest.mark.usefixtures("registered", "nothing_left_behind")
 LAYERS = 3
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
-    yield
-    assert observe._observers == ()
 
 
 def step(model):
@@ -52,7 +45,7 @@ def test_a_weight_is_named_by_layer_parameter_and_expert(family, implementation,
     weight = experts.gate_up_proj
     # The axis of gate and up is the last one of transposed weights.
     spoil(weight, *((5, 7, 43) if experts.is_transposed else (5, 43, 7)))
-    error = found(lambda: step(model), tmp_path)
+    error = found(lambda: step(model), dump_dir=tmp_path)
     line = fault_of(error)
     assert line.startswith(f"first bad: input w1 = {name}.gate_up_proj at expert 5, row ")
     assert ", column 7: nan; 1 NaN" in line

@@ -25,13 +25,9 @@ from sonicmoe.errors import LayoutError
 from sonicmoe.functional import call
 from sonicmoe.integrations.transformers import check_model, register
 
+pytestmark = pytest.mark.usefixtures("registered")
 EXACT = 2e-6  # fp32 sums in another order
 FP8 = 0.1  # E4M3 has 3 mantissa bits: about 7 % on every gradient
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
 
 
 @pytest.fixture

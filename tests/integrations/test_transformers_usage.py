@@ -21,12 +21,9 @@ from integrations.hf_models import (
 from transformers import AutoModelForCausalLM
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.integrations.transformers import invalidate_caches, register
+from sonicmoe.integrations.transformers import invalidate_caches
 
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture

@@ -10,23 +10,17 @@ from engine.moe_golden import make_problem
 from framework import numpy
 from node.node_harness import ARRANGEMENTS, CONFIGS, FP8, Layer, recomputed
 
-from sonicmoe import observe
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.enums import ActivationType
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "step.npz"
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert observe._observers == ()
 
 
 def assert_inputs(step, call, layer):
