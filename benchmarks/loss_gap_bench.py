@@ -51,7 +51,7 @@ from start_together import with_package
 from ernie_compat.gap_runs import GapRun, GapSummary, gap_curve, read_run, summarise
 from ernie_compat.lossgap import percent, print_gaps, to_json, verdict
 from ernie_compat.metrics import read_metrics
-from ernie_compat.train_command import MODEL_OPTIONS, TRAIN_OPTIONS
+from ernie_compat.train_command import train
 from ernie_compat.trainer import CAPTURED_PATTERN, METRICS_NAME
 from sonicmoe.diagnostics.step_dump import StepSettings, load_dump, save_dump
 from sonicmoe.errors import SonicMoEError
@@ -106,12 +106,12 @@ def train_arguments(
     last = preset.model.moe_layers[-1]
     words = ["train", "--framework", framework, "--engine", engine, "--precision", "fp8"]
     words += ["--compare", "--no-checkpoint", "--capture", str(last), "--out", str(seed.out)]
-    train = replace(preset.train, seed=seed.seed)
     left_out = ("checkpoint", "checkpoint_every")
-    for config, options in ((preset.model, MODEL_OPTIONS), (train, TRAIN_OPTIONS)):
-        for option, name in options.items():
-            if option not in left_out:
-                words += [f"--{option.replace('_', '-')}", str(getattr(config, name))]
+    for option in train.params:
+        for config in (preset.model, replace(preset.train, seed=seed.seed)):
+            # An option has the name of the field that it sets.
+            if hasattr(config, str(option.name)) and option.name not in left_out:
+                words += [option.opts[0], str(getattr(config, str(option.name)))]
     for path in data:
         words += ["--data", path]
     return tuple(words)

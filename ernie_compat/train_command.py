@@ -4,12 +4,12 @@ the node.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,13 +24,7 @@ from sonicmoe.enums import EngineName
 from sonicmoe.errors import ConfigError, RankLostError, SonicMoEError, expect
 from sonicmoe.frameworks import AUTO, choose
 
-from .model_config import (
-    PRECISIONS,
-    SMOOTHING_WINDOW,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from .model_config import PRECISIONS, SMOOTHING_WINDOW, ModelConfig, RunConfig, TrainConfig
 from .run_report import announce, draw, log_to, report
 
 if TYPE_CHECKING:
@@ -40,32 +34,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL_BASE = 1, 2, 128
-MODEL_OPTIONS = {
-    "seq_len": "seq_len",
-    "hidden": "hidden_size",
-    "layers": "num_layers",
-    "heads": "num_heads",
-    "experts": "num_experts",
-    "topk": "topk",
-    "intermediate": "intermediate_size",
-}
-TRAIN_OPTIONS = {
-    "steps": "steps",
-    "batch": "batch_size",
-    "micro_batches": "micro_batches",
-    "lr": "lr",
-    "seed": "seed",
-    "checkpoint": "checkpoint",
-    "checkpoint_every": "checkpoint_every",
-}
-RUN_OPTIONS = (
-    "framework",
-    "precision",
-    "engine",
-    "compare",
-    "ep",
-    "capture_layers",
-)
+CONFIGURATIONS = (ModelConfig, TrainConfig, RunConfig)  # no two of them share a name
+DEFAULTS = {one.name: one.default for config in CONFIGURATIONS for one in fields(config)}
 COMPARE_HELP = (
     "Train the same seed in full precision beside it (bf16 where the experts run on engine hopper, "
     "else fp32), on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
@@ -74,9 +44,11 @@ COMPARE_HELP = (
 )
 
 
-def _size_option(name: str, default: object, text: str, kind: type = int) -> Any:
+def _field_option(name: str, field: str, text: str) -> Any:
+    """An option that sets this field of a configuration."""
+    default, shown = DEFAULTS[field], f"{text}  [default: {DEFAULTS[field]}]"
     # The value stays None when not given: a resumed run then takes it from its checkpoint.
-    return click.option(name, type=kind, default=None, help=f"{text}  [default: {default}]")
+    return click.option(name, field, type=type(default), default=None, help=shown)
 
 
 def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -> Any:
@@ -109,31 +81,31 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
-@_size_option("--steps", TrainConfig.steps, "Optimizer steps.")
-@_size_option("--batch", TrainConfig.batch_size, "Sequences per optimizer step.")
-@_size_option(
+@_field_option("--steps", "steps", "Optimizer steps.")
+@_field_option("--batch", "batch_size", "Sequences per optimizer step.")
+@_field_option(
     "--micro-batches",
-    TrainConfig.micro_batches,
+    "micro_batches",
     "Parts a batch is split into; gradients accumulate over them.",
 )
-@_size_option("--seq-len", ModelConfig.seq_len, "Bytes per sequence.")
-@_size_option("--hidden", ModelConfig.hidden_size, "Hidden size.")
-@_size_option("--layers", ModelConfig.num_layers, "Decoder layers; the first is dense.")
-@_size_option("--heads", ModelConfig.num_heads, "Attention heads.")
-@_size_option("--experts", ModelConfig.num_experts, "Experts per MoE layer.")
-@_size_option("--topk", ModelConfig.topk, "Experts per token.")
-@_size_option("--intermediate", ModelConfig.intermediate_size, "Intermediate size of an expert.")
-@_size_option(
+@_field_option("--seq-len", "seq_len", "Bytes per sequence.")
+@_field_option("--hidden", "hidden_size", "Hidden size.")
+@_field_option("--layers", "num_layers", "Decoder layers; the first is dense.")
+@_field_option("--heads", "num_heads", "Attention heads.")
+@_field_option("--experts", "num_experts", "Experts per MoE layer.")
+@_field_option("--topk", "topk", "Experts per token.")
+@_field_option("--intermediate", "intermediate_size", "Intermediate size of an expert.")
+@_field_option(
     "--ep",
-    RunConfig.ep,
+    "ep",
     "Ranks that share the experts (expert parallelism); under torchrun or paddle.distributed.launch, whose number of ranks must be "
     "a multiple of it. The batch is split over all ranks.",
 )
-@_size_option("--lr", TrainConfig.lr, "Peak learning rate (warm-up, then cosine).", float)
-@_size_option("--seed", TrainConfig.seed, "Decides initial weights and batches.")
-@_size_option(
+@_field_option("--lr", "lr", "Peak learning rate (warm-up, then cosine).")
+@_field_option("--seed", "seed", "Decides initial weights and batches.")
+@_field_option(
     "--checkpoint-every",
-    TrainConfig.checkpoint_every,
+    "checkpoint_every",
     "Steps between checkpoints; 0: only at the end.",
 )
 @click.option(
@@ -336,14 +308,13 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     """
     # Of a resumed run the checkpoint has every value, and an option changes its one.
     base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
-    model = {field: given[option] for option, field in MODEL_OPTIONS.items() if option in given}
-    training = {field: given[option] for option, field in TRAIN_OPTIONS.items() if option in given}
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, **model),
-        train=dataclasses.replace(base.train, **training),
-        **{name: given[name] for name in RUN_OPTIONS if name in given},
+    # An option has the name of the field that it sets.
+    model, training, run = (
+        {one.name: given[one.name] for one in fields(part) if one.name in given}
+        for part in (base.model, base.train, base)
     )
+    base = replace(base, model=replace(base.model, **model), train=replace(base.train, **training))
+    return replace(base, **run)
 
 
 def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:

@@ -103,9 +103,12 @@ def test_the_command_of_a_seed_says_everything_that_the_preset_holds(name: str) 
     seed = bench.Seed(name, 5, Path("out"))
     words = bench.train_arguments(preset, seed, "torch", "hopper", ["text"])
     given = train.make_context("train", list(words[1:])).params
-    model = {field: given[option] for option, field in bench.MODEL_OPTIONS.items()}
-    assert all(getattr(preset.model, field) == value for field, value in model.items())
-    assert (given["steps"], given["batch"]) == (preset.train.steps, preset.train.batch_size)
+    model = {name: value for name, value in given.items() if hasattr(preset.model, name)}
+    assert all(getattr(preset.model, name) == value for name, value in model.items())
+    assert len(model) == 7 and (given["steps"], given["batch_size"]) == (
+        preset.train.steps,
+        preset.train.batch_size,
+    )
     assert (given["lr"], given["seed"]) == (preset.train.lr, 5)
     assert (given["checkpoint"], given["compare"], given["engine"]) == (False, True, "hopper")
     assert given["capture_layers"] == (preset.model.num_layers - 1,)
