@@ -12,9 +12,8 @@ from typing import Any
 import click
 import numpy as np
 
-from sonicmoe.cli.refusals import Refusal
+from sonicmoe.cli.refusals import OneLineCommand
 from sonicmoe.diagnostics.json_data import plain
-from sonicmoe.errors import SonicMoEError
 from sonicmoe.plotting import new_figure, save_figure
 
 from .gap_runs import GapRun, GapSummary, Interval, read_run, summarise
@@ -22,7 +21,7 @@ from .gap_runs import GapRun, GapSummary, Interval, read_run, summarise
 Rows = Iterable[Sequence[str]]
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.argument(
     "paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path)
 )
@@ -39,13 +38,6 @@ def lossgap(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
     Each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in more than
     the seed are summarised apart. docs/performance.md has how to read the numbers.
     """
-    try:
-        _compare(paths, plot, as_json)
-    except (SonicMoEError, OSError) as error:
-        raise Refusal(str(error)) from error
-
-
-def _compare(paths: Sequence[Path], plot: Path | None, as_json: bool) -> None:
     # Everything is read before anything is printed: a bad file leaves no half of a report.
     runs = [read_run(path) for path in paths]
     summaries = summarise(runs)
