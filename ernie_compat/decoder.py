@@ -223,24 +223,13 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residuals; the MLP is dense or a mixture of experts."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        node_config: SonicMoEConfig,
-        token_dtype: torch.dtype,
-        dense_dtype: torch.dtype,
-        parallel: Parallel,
-        dispatcher: Dispatcher,
+        self, config: ModelConfig, mlp: MoEMlp | SwiGLUMlp, dense_dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, dense_dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp: MoEMlp | SwiGLUMlp
-        if index in config.moe_layers:
-            self.mlp = MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
-        else:
-            self.mlp = SwiGLUMlp(config.hidden_size, config.dense_intermediate_size, dense_dtype)
+        self.mlp = mlp
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
         """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, its router's losses and counts."""
@@ -271,12 +260,14 @@ class ErnieMoEDecoder(nn.Module):
         # another.
         dispatcher = parallel.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            [
-                DecoderLayer(config, i, node_config, token_dtype, dense_dtype, parallel, dispatcher)
-                for i in range(config.num_layers)
-            ]
-        )
+
+        def mlp(index: int) -> MoEMlp | SwiGLUMlp:
+            if index in config.moe_layers:
+                return MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
+            return SwiGLUMlp(config.hidden_size, config.dense_intermediate_size, dense_dtype)
+
+        layers = [DecoderLayer(config, mlp(i), dense_dtype) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
 
