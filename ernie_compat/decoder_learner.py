@@ -8,7 +8,7 @@ figures come back in one copy at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,7 +66,7 @@ class DecoderLearner(ABC):
             numel(p) * (parallel.layout.ep_size if is_expert(name) else 1)
             for name, p in self.parameters.items()
         )
-        self._load_weights(initial_weights(model, train.seed))
+        self._assign_all(self.parameters.items(), initial_weights(model, train.seed))
         self._make_optimizer()
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
@@ -74,14 +74,12 @@ class DecoderLearner(ABC):
         batches = [
             self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
         ]
+        figures = self.launch_step(batches, learning_rate)
         # `tolist` is the one wait of a step.
-        loss, aux_loss, z_loss, grad_norm, *counts = self.launch_step(
-            batches, learning_rate
-        ).tolist()
+        loss, aux_loss, z_loss, grad_norm, *counts = figures.tolist()
         shape = len(self.model.moe_layers), self.model.num_experts
-        return StepResult(
-            loss, aux_loss, z_loss, grad_norm, np.array(counts, dtype=np.int64).reshape(shape)
-        )
+        by_expert = np.array(counts, dtype=np.int64).reshape(shape)
+        return StepResult(loss, aux_loss, z_loss, grad_norm, by_expert)
 
     def launch_step(self, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> Tensor:
         """One optimizer step on inputs `[B, S]` and targets `[B * S]` per micro-batch; PyTorch on a
@@ -124,10 +122,7 @@ class DecoderLearner(ABC):
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         local = {name: tuple(tensor.shape) for name, tensor in self._local_state()}
         require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
-        for name, tensor in self._local_state():
-            # `arrays` holds all ranks' experts; this loop takes those that this rank has.
-            self._assign(tensor, arrays[name])
-        self._weights_changed()
+        self._assign_all(self._local_state(), arrays)
 
     @abstractmethod
     def _make_optimizer(self) -> None:
@@ -201,12 +196,14 @@ class DecoderLearner(ABC):
         self.parallel.sum_world([values])
         return values / self.parallel.layout.world_size
 
-    def _load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        for name, parameter in self.parameters.items():
-            self._assign(parameter, weights[name])
-        self._weights_changed()
-
-    def _weights_changed(self) -> None:
+    def _assign_all(
+        self, local: Iterable[tuple[str, Tensor]], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Overwrite tensors, weights among them. `arrays` holds all ranks' experts; this takes those
+        that this rank has.
+        """
+        for name, tensor in local:
+            self._assign(tensor, arrays[name])
         for node in self.decoder.nodes:
             node.invalidate_caches()
             # an engine that cannot run here, or not at these sizes, says so now

@@ -241,17 +241,14 @@ def gather_state(
     # the same shapes, so this rank's names and sizes also tell how to cut the others' vectors.
     mine = [name for name in local if is_expert(name)]
     pieces = parallel.gather_ep(np.concatenate([local[name].reshape(-1) for name in mine]))
+    ends = np.cumsum([local[name].size for name in mine])
     # Everything but the experts is the same on all ranks.
     whole = {name: array for name, array in local.items() if not is_expert(name)}
     per_rank = num_experts // layout.ep_size
     for rank, piece in enumerate(pieces):
-        start = 0
-        for name in mine:
-            size, shape = local[name].size, local[name].shape
+        for name, values in zip(mine, np.split(piece, ends[:-1]), strict=True):
             # The i-th expert of another rank has an id that is higher by the distance of the ranks
             # times the experts per rank.
-            whole[on_rank(name, (rank - layout.ep_rank) * per_rank)] = piece[
-                start : start + size
-            ].reshape(shape)
-            start += size
+            there = on_rank(name, (rank - layout.ep_rank) * per_rank)
+            whole[there] = values.reshape(local[name].shape)
     return whole

@@ -61,7 +61,6 @@ class TorchParallel(JoinedRanks):
         # One message for all tensors, and one order of additions.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(flat, group=group)
-        start = 0
-        for tensor in tensors:
-            tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
-            start += tensor.numel()
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.reshape(tensor.shape))
