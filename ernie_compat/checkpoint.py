@@ -89,9 +89,8 @@ def require_matching_arrays(
         words = f"checkpoint array {name!r} has dtype {dtype}; the model needs float32"
         expect(dtype == np.float32, CheckpointError, words)
     unknown = next((name for name in arrays if name not in wanted), None)
-    expect(
-        unknown is None, CheckpointError, f"checkpoint array {unknown!r} has no place in the model"
-    )
+    words = f"checkpoint array {unknown!r} has no place in the model"
+    expect(unknown is None, CheckpointError, words)
 
 
 def require_finite_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -97,11 +97,9 @@ def standard_library_files() -> Iterator[Path]:
     """The running interpreter's own `.py` sources, without installed packages and without its test
     suites.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root, suites = Path(sysconfig.get_paths()["stdlib"]), {"test", "tests", "idle_test"}
     for path in _walk(root):
-        if path.suffix == ".py" and not {"test", "tests", "idle_test"} & set(
-            path.relative_to(root).parts
-        ):
+        if path.suffix == ".py" and suites.isdisjoint(path.relative_to(root).parts):
             yield path
 
 

@@ -109,11 +109,8 @@ def read_run(directory: Path) -> GapRun:
     expect(summary_path.exists(), LossGapError, words)
     summary = _read_summary(summary_path)
     losses, references = compared_losses(read_metrics(directory / METRICS_NAME))
-    expect(
-        bool(losses),
-        LossGapError,
-        f"{directory} was trained without --compare: there is nothing to measure a gap from",
-    )
+    words = f"{directory} was trained without --compare: there is nothing to measure a gap from"
+    expect(bool(losses), LossGapError, words)
     config = _config(directory, summary)
     # Where a loss is infinite or zero, every figure below would be too.
     sound = all(0 < value < math.inf for value in (*losses, *references))
@@ -190,9 +187,8 @@ def summarise(runs: Sequence[GapRun]) -> list[GapSummary]:
         own = [run for run in runs if run.kind == kind]
         seeds = [run.seed for run in own]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-        expect(
-            not twice, LossGapError, f"seed {twice} occurs more than once among the runs of {kind}"
-        )
+        words = f"seed {twice} occurs more than once among the runs of {kind}"
+        expect(not twice, LossGapError, words)
         held_out = [run.held_out_gap for run in own if run.held_out_gap is not None]
         summaries.append(
             GapSummary(

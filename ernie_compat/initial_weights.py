@@ -53,9 +53,8 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if len(shape) == 1:
             weights[name] = np.ones(shape, dtype=np.float32)
         else:
-            weights[name] = (rng.standard_normal(shape) * _std(name, shape, config)).astype(
-                np.float32
-            )
+            values = rng.standard_normal(shape) * _std(name, shape, config)
+            weights[name] = values.astype(np.float32)
     return weights
 
 
@@ -71,10 +70,8 @@ def rotary_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     # Computed in fp64 and rounded once, so that both frameworks get the same bits whatever their
     # own sine would give.
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    angles = (
-        np.arange(config.seq_len, dtype=np.float64)[:, None]
-        * config.rope_theta ** -exponents[None, :]
-    )
+    positions = np.arange(config.seq_len, dtype=np.float64)
+    angles = positions[:, None] * config.rope_theta ** -exponents[None, :]
     # Both halves of a head turn by the same angles.
     doubled = np.concatenate([angles, angles], axis=-1)
     return np.cos(doubled).astype(np.float32), np.sin(doubled).astype(np.float32)

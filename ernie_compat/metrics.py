@@ -20,10 +20,7 @@ from .model_config import smoothing_window
 
 GAP_TAIL = 0.25
 DAMAGED_SUFFIX = ".damaged"
-_NO_RECORD = (
-    *(ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError),
-)
+_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class MetricsError(SonicMoEError, ValueError):

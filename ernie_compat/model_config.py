@@ -68,11 +68,9 @@ class ModelConfig:
             f"topk {self.topk} exceeds num_experts {self.num_experts}; a token cannot pick more "
             "experts than there are",
         )
-        expect(
-            0 <= self.dense_layers < self.num_layers,
-            ConfigError,
-            f"dense_layers {self.dense_layers} leaves no MoE layer among num_layers {self.num_layers}",
-        )
+        dense, layers = self.dense_layers, self.num_layers
+        words = f"dense_layers {dense} leaves no MoE layer among num_layers {layers}"
+        expect(0 <= dense < layers, ConfigError, words)
         for name in ("aux_loss_coef", "z_loss_coef", "norm_eps"):
             _require_finite(self, name, at_least=0.0)
         _require_finite(self, "rope_theta", at_least=1.0)
@@ -120,11 +118,9 @@ class TrainConfig:
         _require_counter(self, "steps", at_least=1)
         for name in ("seed", "checkpoint_every", "eval_batches"):
             _require_counter(self, name, at_least=0)
-        expect(
-            self.batch_size % self.micro_batches == 0,
-            ConfigError,
-            f"batch_size {self.batch_size} is not a multiple of micro_batches {self.micro_batches}",
-        )
+        parts = self.micro_batches
+        words = f"batch_size {self.batch_size} is not a multiple of micro_batches {parts}"
+        expect(self.batch_size % parts == 0, ConfigError, words)
         for name in ("lr", "clip_norm"):
             _require_finite(self, name, at_least=0.0)
             value = getattr(self, name)
@@ -180,12 +176,9 @@ class RunConfig:
             expect(chosen, ConfigError, f"{name} is {value!r}; needed: one of {known}")
         _require_positive(self, "ep")
         experts = self.model.num_experts
-        expect(
-            experts % self.ep == 0,
-            ConfigError,
-            f"num_experts {experts} is not a multiple of ep {self.ep}; every rank of a group holds "
-            "equally many",
-        )
+        words = f"num_experts {experts} is not a multiple of ep {self.ep}"
+        why = "every rank of a group holds equally many"
+        expect(experts % self.ep == 0, ConfigError, f"{words}; {why}")
         # Dense layers come first and route nothing, so they have no tensors of experts.
         first, last = self.model.dense_layers, self.model.num_layers - 1
         for layer in self.capture_layers:

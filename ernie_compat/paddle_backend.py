@@ -66,6 +66,8 @@ class PaddleLearner(DecoderLearner):
         # the module tree.
         decayed = {p.name for name, p in self.parameters.items() if has_weight_decay(name)}
         train = self.train
+        # Paddle's clipping sees this rank's experts alone.
+        clip = paddle.nn.ClipGradByGlobalNorm(train.clip_norm)
         optimizer = paddle.optimizer.AdamW(
             learning_rate=train.lr,
             beta1=train.beta1,
@@ -73,10 +75,7 @@ class PaddleLearner(DecoderLearner):
             epsilon=train.adam_eps,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=lambda name: name in decayed,
-            # Paddle's clipping sees this rank's experts alone.
-            grad_clip=paddle.nn.ClipGradByGlobalNorm(train.clip_norm)
-            if self.parallel.layout.ep_size == 1
-            else None,
+            grad_clip=clip if self.parallel.layout.ep_size == 1 else None,
             parameters=list(self.parameters.values()),
         )
         # Normally the first step does this; a checkpoint of step 0, and loading one, need the

@@ -43,12 +43,9 @@ class InterruptGuard:
 
     def __enter__(self) -> InterruptGuard:
         # `nohup` ignores SIGHUP for its command, so that a run outlives its terminal. It stays so.
-        taken = [
-            name
-            for name in self.SIGNALS
-            if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN
-        ]
-        self._previous = {name: signal.signal(name, self._handle) for name in taken}
+        for name in self.SIGNALS:
+            if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+                self._previous[name] = signal.signal(name, self._handle)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -92,11 +89,8 @@ def status_line(recent: Sequence[StepRecord]) -> str:
     load of the busiest expert over the mean.
     """
     last = recent[-1]
-    reference = (
-        ""
-        if last.full_precision_loss is None
-        else f" (full precision {last.full_precision_loss:.4f})"
-    )
+    exact = last.full_precision_loss
+    reference = "" if exact is None else f" (full precision {exact:.4f})"
     # The mean of the rates would count short steps as much as long ones.
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
     rate = tokens / sum(record.seconds for record in recent)

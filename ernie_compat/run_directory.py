@@ -23,10 +23,7 @@ DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 # Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
-RUN_FILES = (
-    *(CHECKPOINT_NAME, METRICS_NAME, METRICS_NAME + DAMAGED_SUFFIX),
-    *(SUMMARY_NAME, "loss.png"),
-)
+RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, METRICS_NAME + DAMAGED_SUFFIX, SUMMARY_NAME, "loss.png")
 
 
 def make_new(parent: Path = DEFAULT_PARENT) -> Path:

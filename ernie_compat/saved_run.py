@@ -88,11 +88,9 @@ class SavedRun:
         # These decide which tokens a step sees and in which order gradients add up.
         for name in ("seed", "batch_size", "micro_batches"):
             _require_equal(name, had["train"][name], wanted["train"][name])
-        expect(
-            self.step <= config.train.steps,
-            CheckpointError,
-            f"the checkpoint is at step {self.step}, past the {config.train.steps} steps asked for",
-        )
+        steps = config.train.steps
+        words = f"the checkpoint is at step {self.step}, past the {steps} steps asked for"
+        expect(self.step <= steps, CheckpointError, words)
 
     def text(self) -> Corpus:
         """The text that it was trained on, unchanged. CorpusError or ConfigError where it is not

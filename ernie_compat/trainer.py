@@ -270,13 +270,12 @@ class Trainer:
         result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
         # Checked before `self.step` moves on, so a checkpoint never claims a step whose loss was
         # not finite.
-        way_out = _way_out(train.checkpoint)
-        _require_finite(result, step, way_out)
+        _require_finite(result, step, train.checkpoint)
         twin = self.learners.get(FULL_PRECISION)
         reference, reference_seconds = None, None
         if twin is not None:
             reference, reference_seconds = _timed_step(twin, tokens, rate)
-            _require_finite(reference, step, way_out, " of the run in full precision")
+            _require_finite(reference, step, train.checkpoint, " of the run in full precision")
         self.step = step
         num_tokens = train.batch_size * self.config.model.seq_len
         return StepRecord(
@@ -347,16 +346,13 @@ def _over(statistic: Callable[[list[float]], Any], values: list[float | None]) -
     return float(statistic(known)) if known else None
 
 
-def _require_finite(result: StepResult, step: int, way_out: str, whose: str = "") -> None:
+def _require_finite(result: StepResult, step: int, saves: bool, whose: str = "") -> None:
+    way_out = "this run writes no checkpoint: start it anew with a lower learning rate"
+    if saves:
+        way_out = "the last checkpoint is whole: resume from it with a lower learning rate"
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
     words = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; {way_out}"
     expect(finite, TrainingError, words)
-
-
-def _way_out(has_checkpoint: bool) -> str:
-    if has_checkpoint:
-        return "the last checkpoint is whole: resume from it with a lower learning rate"
-    return "this run writes no checkpoint: start it anew with a lower learning rate"
 
 
 def _has_backward(path: Path) -> bool:
