@@ -111,17 +111,20 @@ class WeightSource:
     ) -> WeightSource:
         """Of `[E, ..]` weights."""
         # Detached: engines compute outside autograd, and a view of a leaf would join the graph.
-        parts = w1 if layout.apart else (w1,)
-        up, *halves, down = (StackedMatrices(weight.detach()) for weight in (*parts, w2))
+        first, second = w1 if isinstance(w1, GateUp) else (w1, None)
+        up, down = StackedMatrices(first.detach()), StackedMatrices(w2.detach())
+        up_half = None if second is None else StackedMatrices(second.detach())
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
-        return cls(up, down, layout, b1, b2, compute_dtype, *halves)
+        return cls(up, down, layout, b1, b2, compute_dtype, up_half)
 
     @property
     def places(self) -> tuple[Sequence[int], ...]:
         """Addresses of the up matrices (or of gate halves and of up halves), and of the down matrices;
         those of stacked ones are ranges, which are compared without a look at each.
         """
-        return tuple([_addresses(matrices) for matrices in self._every])
+        # Spelt out, because every call of a layer asks.
+        up, down = _addresses(self.up), _addresses(self.down)
+        return (up, down) if self.up_half is None else (up, _addresses(self.up_half), down)
 
     @property
     def pointers(self) -> tuple[int, ...]:

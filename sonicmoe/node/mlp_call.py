@@ -166,7 +166,7 @@ class MlpCall(DifferentiableCall):
         if self.dout_source is not None:
             with self.config.activate(), plain_ops():
                 dout = gradient_from(self.dout_source, gradients[0], self.engine, self.settings)
-        if is_awaited():
+        if is_watched := is_awaited():
             emit(BackwardBegins(self._described(int(anchor_of(dout).shape[0])), dout, saved))
         trained = list(map(requires_grad, self.parameters))
         if reached is not None:
@@ -179,7 +179,7 @@ class MlpCall(DifferentiableCall):
             # is refused here, before anything is added.
             self.reading.check_current()
             dx, dprobs, behind, returned, batch = self._compute(dout, saved, trained, collected)
-        if is_awaited():
+        if is_watched:
             # Bound and not called: the observer decides whether to look, and a host copy is
             # expensive.
             left = partial(self._weight_gradients, returned, batch)
