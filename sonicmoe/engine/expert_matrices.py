@@ -15,7 +15,7 @@ from ..layouts import GateUp, stack
 from ..quant.format import BlockScaledTensor
 
 Tensor = torch.Tensor
-MOST = 244  # experts whose maps a kernel takes; `bf16_grouped_gemm.cuh` says the same
+MOST = 240  # experts whose maps a kernel takes; `bf16_grouped_gemm.cuh` says the same
 
 
 def may_stay_apart(count: int, dtype: Any) -> bool:

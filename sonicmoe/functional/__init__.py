@@ -86,7 +86,8 @@ def moe_TC_softmax_topk_layer(
         router_w: `[E, H]`.
         w1, w2: `[N1, H, E]`, `[H, I, E]` (permuted views of `[E, N1, H]`, `[E, H, I]`); N1 = 2I for
             gated activations. Or w1 is `(gate, up)`, two tensors `[I, H, E]` of one dtype, each of
-            which gets a gradient of its own; `bf16` and `hopper` read them where they lie.
+            which gets a gradient of its own. On Hopper engine `hopper` quantises from both where
+            they lie, and `bf16` reads them there where I is a multiple of 64 and strides are equal.
         b1, b2: `[E, N1]`, `[E, H]`, both or neither.
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
@@ -221,12 +222,14 @@ def moe_general_routing_inputs(
     Raises:
         ShapeError: x is no matrix, the triples differ in length, or E or the tokens do not fit the
             weights.
-        DTypeError: scores are no floating type, or indices are neither int32 nor int64.
+        DTypeError: scores are no floating type, indices are neither int32 nor int64, or gate and up
+            differ in dtype.
         TypeError: a tensor is none.
         RoutingError: `token_indices` is not ascending, names no row of x, or names one more than
             `max_experts_per_token` times. On a GPU with `max_experts_per_token` (unless
             `validate_dispatch` is on), and in a compiled graph, a failed assertion says so.
-        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value.
+        ConfigError: `activation_type`, `use_fp8` or an activation parameter has an unknown value, or
+            w1 is two tensors and the activation has no gate.
     """
     given = gate_and_up(w1, "[I, H, E]")
     check_tokens(x)

@@ -222,5 +222,6 @@ class _ExpertMlp(torch.autograd.Function):
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         nothing = (None,) * (len(trained) - len(gradients))
         dw1, *others = gradients
-        halves = halves_of(dw1) if ctx.plan.layout.apart else (dw1, None)
+        are_two = ctx.plan.layout.apart
+        halves = halves_of(dw1, w1_trained, up_trained) if are_two else (dw1, None)
         return (None, None, *of_tokens, *halves, *others, *nothing)

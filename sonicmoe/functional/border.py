@@ -58,8 +58,8 @@ def check_router_dtype(x: Tensor, router_w: Tensor) -> None:
 
 
 def gate_and_up(w1: Any, axes: str) -> Any:
-    """A tuple as a `GateUp`, else w1 as it is. Refuse a tuple that is not of two tensors, gate and up,
-    of these axes and of one shape, dtype and device.
+    """A tuple as a `GateUp`, else w1 as it is. Refuse a tuple that is not of two tensors, gate and
+    up, of these axes and of one shape, dtype and device.
     """
     if not isinstance(w1, tuple):
         return w1
@@ -79,16 +79,19 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
     """Refuse w1 `[N1, H, E]`, w2 `[H, I, E]`, b1 and b2 that are no tensors, and weights of other
     experts; None: as many as w2 has. A w1 of `gate_and_up` is looked at there but for its experts.
     """
+    of_w1 = "w1", weights[0], "[N1, H, E]"
     if isinstance(weights[0], GateUp):
+        of_w1 = "w1[0]", weights[0].gate, "[I, H, E]"
         weights = (weights[0].gate, *weights[1:])
+    shaped = of_w1, ("w2", weights[1], "[H, I, E]")
     for name, weight in zip(("w1", "w2", "b1", "b2"), weights, strict=True):
         if weight is not None or name in ("w1", "w2"):
             require_framework_tensor(weight, name)
-    for name, weight, axes in (("w1", weights[0], "[N1, H, E]"), ("w2", weights[1], "[H, I, E]")):
+    for name, weight, axes in shaped:
         need_shape(len(weight.shape) == 3, name, weight, axes)
     if experts is None:
         experts, source = int(weights[1].shape[2]), "the last axis of w2"
-    for name, weight, axes in (("w1", weights[0], "[N1, H, E]"), ("w2", weights[1], "[H, I, E]")):
+    for name, weight, axes in shaped:
         needed = f"{experts} experts ({source})"
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
@@ -107,7 +110,8 @@ def check_stored(x: Tensor, flat: tuple[Tensor | None, ...], face: Face) -> None
             and weight.layout == torch.strided
             and device.type != "meta"
         ):
-            name = (face.w1, f"{face.w1}[1]", face.w2, face.b1, face.b2)[index]
+            first = face.w1 if flat[1] is None else f"{face.w1}[0]"
+            name = (first, f"{face.w1}[1]", face.w2, face.b1, face.b2)[index]
             need_values(face.x, x)
             need_values(name, weight)
             need_dtype(name, weight, *WEIGHT_DTYPES)

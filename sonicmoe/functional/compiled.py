@@ -213,7 +213,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
     dx, dprobs, dw1, *others = _expert_mlp_backward(
         dout, *found[:12], *ctx.low_rank_scales, *found[12:], ctx.plan_number, *trained
     )
-    halves = halves_of(dw1) if trained[0] and found[4] is not None else (dw1, None)
+    are_two = trained[0] and found[4] is not None
+    halves = halves_of(dw1, *wanted[3:5]) if are_two else (dw1, None)
     gradients = (dx, None, dprobs, *halves, *others)
     kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return *kept, None, None, None, None
@@ -262,9 +263,17 @@ def _restore_z(
     return BlockScaledTensor(z, scales, settings.recipe.z, _code(settings), Orientation.ROWS)
 
 
-def halves_of(dw1: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of gate and up in two tensors: views of `[2, E, I, H]`, each contiguous."""
-    return (None, None) if dw1 is None else (dw1[0], dw1[1])
+def halves_of(
+    dw1: Tensor | None, gate_wanted: bool, up_wanted: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of gate and up in two tensors: views of `[2, E, I, H]`, each contiguous. Where one
+    of the two is wanted alone it is a copy, because a view would keep the memory of both.
+    """
+    if dw1 is None:
+        return None, None
+    if gate_wanted and up_wanted:
+        return dw1[0], dw1[1]
+    return dw1[0].clone() if gate_wanted else None, dw1[1].clone() if up_wanted else None
 
 
 def _n1(weights: Weights, plan: Plan) -> Any:

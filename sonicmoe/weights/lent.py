@@ -7,13 +7,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..engine.expert_matrices import ExpertMatrices, tensors_of
 from ..engine.interface import EngineWeight, EngineWeights
 from ..interop import IS_PADDLE, data_ptr, holds_memory, is_cuda, plain_ops
+from ..layouts import GateUp
 from ..quant.format import BlockScaledTensor
 from .changes import versions_of
 
@@ -89,7 +89,9 @@ def lent_by(
     return None, EngineWeights(w1, w2, w1, w2, layout=weights.layout)
 
 
-def _copied(weight: Any) -> Any:
+def _copied(weight: EngineWeight) -> Tensor | ExpertMatrices:
+    # A node takes no pair of tensors, and block-scaled weights did not come here.
+    assert not isinstance(weight, (GateUp, BlockScaledTensor))
     if isinstance(weight, ExpertMatrices):
         return ExpertMatrices([tensor.clone() for tensor in weight.tensors])
     return weight.clone()

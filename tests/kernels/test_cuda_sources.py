@@ -22,12 +22,13 @@ from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import BF16, HOPPER
 from sonicmoe.engine.compile_plan import plan
+from sonicmoe.engine.expert_matrices import MOST
 from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.shared_object import BUILD_LOG
-from sonicmoe.kernels import cuda_sources, routing_metadata_source
+from sonicmoe.kernels import cuda_sources, routing_metadata_source, sm90
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
 from sonicmoe.kernels.cuda_wgrad import (
     bias_gradients_source,
@@ -334,6 +335,11 @@ def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:
     assert len(formats) == 2 * len(dtypes)
     with pytest.raises(ValueError, match="dtype is float64; needed: bfloat16, float16 or float32"):
         module.gradient_format("float64", False)
+
+
+def test_the_engine_knows_how_many_experts_a_kernel_has_maps_for() -> None:
+    text = (Path(sm90.__file__).parent / "bf16_grouped_gemm.cuh").read_text(encoding="utf-8")
+    assert f"kMapsOfB = {MOST};  // an expert's" in text
 
 
 def test_a_warm_up_plans_the_kernels_of_a_recipe_only_where_it_is_asked_for() -> None:

@@ -22,7 +22,8 @@ struct Projection {
   int rows, columns;
   int row_half, column_half;  // I along the axis that holds gate and up as halves; else 0
   uint32_t tile_columns, tiles_per_matrix;
-  int second;  // where gate and up lie apart: from a gate's address to its up's; else 0
+  int second;  // where gate and up lie apart: entries of the table from a gate's address to its
+               // up's; else 0
 };
 
 template <typename Scale>

@@ -80,7 +80,8 @@ __device__ __forceinline__ void load_half_of_b(const HalfParams& p, const HalfMa
                                                const OutputTile& tile, int half, int k,
                                                uint16_t receivers) {
   int part = kSplitsColumns ? half : 0;
-  // Only dgrad of w1 contracts over gate and up, so no other kernel asks.
+  // Only dgrad of w1 contracts over gate and up. The down-projection, which shares its kernel, has
+  // one map.
   if constexpr (kSplitsDepth && kBByColumns && !kSeparate) {
     part = k >= p.k_of_map;
     k -= part * p.k_of_map;

@@ -156,7 +156,15 @@ struct TransposedStore {
   }
 };
 
-// The same with sums that are fetched: a warp fetches the patch of its own number, to which all add.
+// The places in C of a warp's patches, one a turn.
+struct TransposedPlaces {
+  int x, y, part;
+  __device__ __forceinline__ TransposedPlaces operator()(int turn) const {
+    return {x, y + 32 * turn, part};
+  }
+};
+
+// The same with fetched sums: each warp fetches a patch of its own, and two warps add to it.
 struct FetchedTransposed {
   static constexpr bool kFetches = true;
   FetchedSums own;
@@ -172,12 +180,8 @@ struct FetchedTransposed {
         group(group_),
         warp(warp_),
         lane(lane_) {}
-  __device__ __forceinline__ auto places(const WgradTile& tile) const {
-    struct Place {
-      int x, y, part;
-    };
-    const Place first{tile.row + 64 * group + warp % 2 * 32, tile.col + warp / 2 * 16, tile.part};
-    return [=](int turn) { return Place{first.x, first.y + 32 * turn, first.part}; };
+  __device__ __forceinline__ TransposedPlaces places(const WgradTile& tile) const {
+    return {tile.row + 64 * group + warp % 2 * 32, tile.col + warp / 2 * 16, tile.part};
   }
   __device__ __forceinline__ void begin(const CUtensorMap* map, int expert_of_map,
                                         const WgradTile& tile) {
