@@ -111,7 +111,8 @@ class WeightSource:
     ) -> WeightSource:
         """Of `[E, ..]` weights."""
         # Detached: engines compute outside autograd, and a view of a leaf would join the graph.
-        first, second = w1 if isinstance(w1, GateUp) else (w1, None)
+        halves: Any = w1 if layout.apart else (w1, None)
+        first, second = halves
         up, down = StackedMatrices(first.detach()), StackedMatrices(w2.detach())
         up_half = None if second is None else StackedMatrices(second.detach())
         b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
