@@ -42,12 +42,13 @@ def weights_in_place(source: WeightSource, activation: ActivationType) -> Engine
         if _stay_apart(source)
         else (_stacked(side, source.compute_dtype) for side in sides)
     )
+    layout = source.layout
     if source.up_half is not None:
         w1 = _both_halves(w1, _stacked(source.up_half, source.compute_dtype))
+        layout = replace(layout, apart=isinstance(w1, GateUp))
     b1, b2 = map(_fp32, (source.b1, source.b2))
     shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
     _check_shapes(shapes, source.layout.transposed, activation)
-    layout = replace(source.layout, apart=isinstance(w1, GateUp))
     return EngineWeights(w1, w2, w1, w2, b1, b2, layout=layout)
 
 

@@ -85,8 +85,8 @@ class HopperGemms:
                 yield slice(first, end), sums
 
     def up(
-        self, x, w1, w1_up, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1, first, second, multiprocessors,
-        stream,
+        self, x, w1, w1_up, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1,
+        first, second, multiprocessors, stream,
     ):  # fmt: skip
         self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
                   multiprocessors, stream)  # fmt: skip
@@ -111,8 +111,8 @@ class HopperGemms:
             out[own] = sums.to(out.dtype)
 
     def dgated(
-        self, dout, w2, transposed, halves, u, factor, z, row_prob, row_token, padded_offsets, dz, y1s, partials,
-        first, second, multiprocessors, stream,
+        self, dout, w2, transposed, halves, u, factor, z, row_prob, row_token, padded_offsets,
+        dz, y1s, partials, first, second, multiprocessors, stream,
     ):  # fmt: skip
         self.note("dgated", multiprocessors, stream)
         assert (first, second) == self.gate

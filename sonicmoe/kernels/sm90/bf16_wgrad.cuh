@@ -117,6 +117,18 @@ __device__ __forceinline__ void produce_half_wgrad(const HalfWgradParams& p,
   }
 }
 
+// The places in C of a warp's fp32 patches, one a turn.
+struct TransposedPlaces {
+  int x, y, part;
+  __device__ __forceinline__ TransposedPlaces(const WgradTile& tile, int group, int warp)
+      : x(tile.row + 64 * group + warp % 2 * 32), y(tile.col + warp / 2 * 16), part(tile.part) {}
+  __device__ __forceinline__ TransposedPlaces operator()(int turn) const {
+    TransposedPlaces place = *this;
+    place.y += 32 * turn;
+    return place;
+  }
+};
+
 // The way out of a warpgroup whose sums lie transposed in C: rows of C are columns of the tile, and
 // 64 of them leave together, each warp's part of every row beside that of the others.
 struct TransposedStore {
@@ -133,6 +145,8 @@ struct TransposedStore {
   __device__ __forceinline__ void meet() const { named_barrier_sync(3 + group, 128); }
   // Patch number `i` of this turn; all of them are free behind `acquire`.
   __device__ __forceinline__ uint8_t* patch(int i) const { return patches[i][turn & 1]; }
+  __device__ __forceinline__ uint8_t* patch(int i, int) const { return patch(i); }
+  __device__ __forceinline__ void acquire(int) const { acquire(); }
   __device__ __forceinline__ void acquire() const {
     if (lane == 0) bulk_wait_read<1>();
     meet();
@@ -154,13 +168,10 @@ struct TransposedStore {
     }
     ++turn;
   }
-};
-
-// The places in C of a warp's patches, one a turn.
-struct TransposedPlaces {
-  int x, y, part;
-  __device__ __forceinline__ TransposedPlaces operator()(int turn) const {
-    return {x, y + 32 * turn, part};
+  __device__ __forceinline__ void publish(const CUtensorMap* map, int expert,
+                                          const TransposedPlaces& places, int i, bool adds) {
+    const TransposedPlaces to = places(i);
+    publish(map, to.x, to.y, to.part, expert, adds);
   }
 };
 
@@ -180,28 +191,27 @@ struct FetchedTransposed {
         group(group_),
         warp(warp_),
         lane(lane_) {}
-  __device__ __forceinline__ TransposedPlaces places(const WgradTile& tile) const {
-    return {tile.row + 64 * group + warp % 2 * 32, tile.col + warp / 2 * 16, tile.part};
-  }
   __device__ __forceinline__ void begin(const CUtensorMap* map, int expert_of_map,
                                         const WgradTile& tile) {
-    own.begin(map, expert_of_map, places(tile), lane);
+    own.begin(map, expert_of_map, TransposedPlaces(tile, group, warp), lane);
   }
-  __device__ __forceinline__ uint8_t* patch(int i) const { return patches[i][own.turn % kPatches]; }
+  __device__ __forceinline__ uint8_t* patch(int i, int turn) const {
+    return patches[i][turn % kPatches];
+  }
   // Of the two patches that this warp adds to.
-  __device__ __forceinline__ void acquire() const {
+  __device__ __forceinline__ void acquire(int turn) const {
     for (int i = warp / 2; i < 4; i += 2)
-      barrier_wait_together(&landed[i][own.turn % kPatches], own.turn / kPatches % 2);
+      barrier_wait_together(&landed[i][turn % kPatches], turn / kPatches % 2);
   }
   static __device__ __forceinline__ void put(uint32_t at, float v) {
     const float sum = __uint_as_float(load_shared_4(at));
     store_shared_4(at, __float_as_uint(add_without_subnormals(sum, v)));
   }
   __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map,
-                                          const WgradTile& tile) {
+                                          const TransposedPlaces& places, int turn, bool) {
     fence_async_proxy();
     named_barrier_sync(3 + group, 128);
-    own.write_and_fetch(map, expert_of_map, places(tile), lane);
+    own.write_and_fetch(map, expert_of_map, places, turn, lane);
   }
   __device__ __forceinline__ void finish() { own.finish(lane); }
 };
@@ -250,9 +260,9 @@ __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
   }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    way_out.acquire();
+    way_out.acquire(c);
     // Patches 0 and 1 are columns 0 to 15, of the first and the last 32 rows; 2 and 3 the others.
-    const uint32_t patch = smem_address(way_out.patch(warp / 2));
+    const uint32_t patch = smem_address(way_out.patch(warp / 2, c));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -265,11 +275,7 @@ __device__ __forceinline__ void hand_over_transposed(const Accumulators& acc,
           way_out.put(at + j / 2 * 2 * kPatchStride + j % 2 * 8 * kPatchRowBytes, v);
         }
       }
-    if constexpr (WayOut::kFetches)
-      way_out.publish(map, expert_of_map, tile);
-    else
-      way_out.publish(map, x + warp % 2 * 32, tile.col + 32 * c + warp / 2 * 16, tile.part,
-                      expert_of_map, adds);
+    way_out.publish(map, expert_of_map, TransposedPlaces(tile, group, warp), c, adds);
   }
 }
 

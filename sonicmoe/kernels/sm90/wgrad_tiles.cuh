@@ -167,6 +167,7 @@ struct SumsStore : WarpStore {
   static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
     store_shared_8(at, a, b);
   }
+  __device__ __forceinline__ uint32_t acquire(int, int lane) { return WarpStore::acquire(lane); }
   template <class Where>
   __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map, Where where,
                                           int i, bool adds, int lane) {
@@ -175,15 +176,14 @@ struct SumsStore : WarpStore {
   }
 };
 
-// A warp's way out where they are fetched. `turn` counts the patches of a tile: a constant in an
-// unrolled loop over them, and so is the parity of a barrier.
+// A warp's way out where they are fetched. The number of a patch is a constant in an unrolled loop
+// over a tile's patches, and so is the parity of a barrier.
 struct FetchedSums {
   static constexpr bool kFetches = true;
   static constexpr int kPatchesOfTile = 8;
   static_assert(kPatchesOfTile % (2 * kPatches) == 0, "every tile begins with the same parity");
   uint8_t (*patch)[kPatchBytes];
   uint64_t* landed;  // [kPatches]
-  int turn = 0;
 
   template <class Storage>
   __device__ __forceinline__ FetchedSums(Storage& s, int slab)
@@ -201,16 +201,15 @@ struct FetchedSums {
   template <class Where>
   __device__ __forceinline__ void begin(const CUtensorMap* map, int expert_of_map, Where where,
                                         int lane) {
-    turn = 0;
     if (lane == 0) {
       bulk_wait_read<0>();
 #pragma unroll
       for (int i = 0; i < kPatches; ++i) request(i, map, expert_of_map, where);
     }
   }
-  __device__ __forceinline__ uint32_t acquire(int) {
-    barrier_wait_together(&landed[turn % kPatches], turn / kPatches % 2);
-    return smem_address(patch[turn % kPatches]);
+  __device__ __forceinline__ uint32_t acquire(int i, int) {
+    barrier_wait_together(&landed[i % kPatches], i / kPatches % 2);
+    return smem_address(patch[i % kPatches]);
   }
   static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
     const uint2 bits = load_shared_8(at);
@@ -219,25 +218,24 @@ struct FetchedSums {
   }
   template <class Where>
   __device__ __forceinline__ void publish(const CUtensorMap* map, int expert_of_map, Where where,
-                                          int, bool, int lane) {
+                                          int i, bool, int lane) {
     fence_async_proxy();
     __syncwarp();
-    write_and_fetch(map, expert_of_map, where, lane);
+    write_and_fetch(map, expert_of_map, where, i, lane);
   }
   // Writes the patch, and fetches the one that is to follow in its place.
   template <class Where>
   __device__ __forceinline__ void write_and_fetch(const CUtensorMap* map, int expert_of_map,
-                                                  Where where, int lane) {
+                                                  Where where, int i, int lane) {
     if (lane == 0) {
-      const auto to = where(turn);
-      tma_store_4d(map, patch[turn % kPatches], to.x, to.y, to.part, expert_of_map);
+      const auto to = where(i);
+      tma_store_4d(map, patch[i % kPatches], to.x, to.y, to.part, expert_of_map);
       bulk_commit();
-      if (turn + kPatches < kPatchesOfTile) {
+      if (i + kPatches < kPatchesOfTile) {
         bulk_wait_read<0>();
-        request(turn + kPatches, map, expert_of_map, where);
+        request(i + kPatches, map, expert_of_map, where);
       }
     }
-    ++turn;
   }
   __device__ __forceinline__ void finish(int lane) {
     if (lane == 0) bulk_wait<0>();
@@ -262,7 +260,7 @@ __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (
   if (!WayOut::kFetches && output == WgradOutput::kWriteBf16) {  // 64 columns
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const uint32_t patch = way_out.acquire(lane);
+      const uint32_t patch = way_out.acquire(c, lane);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -277,7 +275,7 @@ __device__ __forceinline__ void hand_over(const Accumulators& acc, const float (
   }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    const uint32_t patch = way_out.acquire(lane);
+    const uint32_t patch = way_out.acquire(c, lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -297,7 +295,7 @@ __device__ __forceinline__ void write_zeros(const CUtensorMap* map, int expert_o
                                             SumsStore& way_out) {
   const int step = output == WgradOutput::kWriteBf16 ? 2 : 1;
   for (int c = 0; c < 8; c += step) {
-    const uint32_t patch = way_out.acquire(lane);
+    const uint32_t patch = way_out.acquire(c, lane);
 #pragma unroll
     for (int i = 0; i < kPatchBytes / 512; ++i)
       store_shared_16(patch + (32 * i + lane) * 16, 0, 0, 0, 0);
