@@ -7,31 +7,31 @@
 // codes themselves, in units of their row's largest scale, which stands with the other operand
 // (quant/folding.py); `gather_row_scales` finds it.
 //
-// Eight warps, a group, have a tile in registers, 8 rows x 8 columns a thread: reads are whole
+// The eight warps of a CTA have a tile in registers, 8 rows x 8 columns a thread: reads are whole
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
 // 8-byte pieces into whole lines of a column.
 //
-// K experts read a token. All groups of an SM are one CTA, which takes the tiles of all experts in
-// a window of tokens together, so that a token comes from L2 once and then from L1: read from L2
-// for every expert, tokens are twice the bytes of the codes.
+// CTAs take tiles one below the other at the same time. Their 128-byte pieces of a column of codes
+// are neighbours in memory then, which memory writes faster than pieces far apart, and the tokens
+// of a few columns of tiles, which K experts read, stay in L2.
 #include <algorithm>
 #include <type_traits>
 
 #include "../host/border.hpp"
 #include "quantize.cuh"
-#include "tile_walk.cuh"
 
 namespace sonicmoe {
 namespace {
 
-static_assert(kTile == kScaleBlock);
+constexpr int kTile = kScaleBlock;
 constexpr int kWarps = 8;
-constexpr int kGroupThreads = kWarps * 32;
+constexpr int kThreads = kWarps * 32;
 constexpr int kPatch = 8;  // rows and columns of one thread
 constexpr unsigned kFull = 0xffffffffu;
-constexpr int kCarveoutPercent = 40;  // of 228 KB, the 100 KB that 65 KB need
+// Of 228 KB, the 100 KB that the CTAs of an SM need. The rest is L1, where what they load is kept
+// until it has arrived: without this, or past L1, tiles took up to 1.6 times as long.
+constexpr int kCarveoutPercent = 40;
 
-// Kept in L1 for the other experts of a token.
 template <typename T>
 __device__ __forceinline__ void load_through_l1(Vector16<T>& vector, const T* address) {
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
@@ -39,7 +39,47 @@ __device__ __forceinline__ void load_through_l1(Vector16<T>& vector, const T* ad
   vector.word[3] = words.w;
 }
 
-// Past L1, which is the tokens'.
+struct Matrix {
+  const void* source;
+  const float* scale;  // of codes; values have none
+  uint8_t* codes_t;
+  float* scale_t;
+  const float* row_scales;  // [R, 2], of x and of dout; for codes in units of them
+  bool of_dout;
+};
+
+struct Sizes {
+  int64_t rows;                   // R, of the outputs
+  unsigned tokens, width, pitch;  // of the source; pitch in bytes
+  unsigned row_tiles, column_tiles;
+};
+
+struct TransposeWork {
+  Matrix matrix[2];  // by blockIdx.y
+  const int32_t* row_token;
+  const int64_t* end;  // of the rows that are written
+  Sizes n;
+};
+
+struct TilePlace {
+  unsigned row, column;  // in tiles; no tile where the column is behind the last
+};
+
+// The tiles of a CTA: every gridDim.x-th, rows first.
+struct TileWalk {
+  unsigned rows, index = blockIdx.x;  // rows of tiles
+
+  __device__ explicit TileWalk(const TransposeWork& launch)
+      : rows(
+            static_cast<unsigned>(max(int64_t(0), min(launch.n.rows, __ldg(launch.end)) / kTile))) {
+  }
+  __device__ __forceinline__ TilePlace next(const Sizes& n) {
+    const TilePlace tile{index % max(1u, rows), rows == 0 ? n.column_tiles : index / rows};
+    index += gridDim.x;
+    return tile;
+  }
+};
+
 __device__ __forceinline__ void store_past_l1(uint8_t* address, uint4 words) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
@@ -51,9 +91,7 @@ __device__ __forceinline__ void store_past_l1(uint8_t* address, uint4 words) {
 template <typename T>
 struct ValuePatch {
   static constexpr bool kHasRowScales = false;
-  static constexpr int kGroups =
-      sizeof(T) == 4 ? 2 : 4;      // of a CTA: what the registers of an SM hold
-  static constexpr int kCtas = 1;  // of an SM
+  static constexpr int kCtas = sizeof(T) == 4 ? 2 : 4;  // of an SM: what its registers hold
   static constexpr int kCount = Vector16<T>::kCount;
   Vector16<T> at[kPatch][kPatch / kCount];
 
@@ -124,12 +162,12 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&word)[4]) {
 // block.
 struct TokenCodes {
   static constexpr bool kHasRowScales = true;
-  static constexpr int kGroups = 4, kCtas = 1;
+  static constexpr int kCtas = 4;
   uint32_t at[2][2][4];  // [columns / 4][rows / 4][row % 4], four columns a word
   float scale;           // of the row whose token this lane knows
 
   __device__ __forceinline__ void load(int row, const uint8_t* address) {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));  // kept for other experts
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(address));
     at[0][row / 4][row % 4] = words.x, at[1][row / 4][row % 4] = words.y;
   }
 };
@@ -207,24 +245,10 @@ __device__ __forceinline__ float amax_of(const RowScaledPatch& patch) {
   return amax;
 }
 
-// A CTA's threads as groups that share nothing but L1.
-__device__ __forceinline__ unsigned group_of_thread() { return threadIdx.x / kGroupThreads; }
-__device__ __forceinline__ unsigned thread_of_group() { return threadIdx.x % kGroupThreads; }
-__device__ __forceinline__ void sync_group() {
-  asm volatile("bar.sync %0, %1;" ::"r"(group_of_thread() + 1), "n"(kGroupThreads) : "memory");
-}
-
-struct alignas(16) Group {
-  uint2 columns[kTile][kTile / 8];
-  unsigned warp_amax[kWarps];
-  TilePlace ahead;
-  WindowWalk walk;  // of one thread, in nobody's registers
-};
-
 // Where a thread's patch is in a tile: 16 lanes side by side in columns, two patches of a warp and
 // eight warps down the rows.
-__device__ __forceinline__ unsigned patch_column() { return thread_of_group() % 16 * kPatch; }
-__device__ __forceinline__ unsigned patch_row() { return thread_of_group() / 16 * kPatch; }
+__device__ __forceinline__ unsigned patch_column() { return threadIdx.x % 16 * kPatch; }
+__device__ __forceinline__ unsigned patch_row() { return threadIdx.x / 16 * kPatch; }
 
 // The tokens of a patch's rows, in the first eight of the 16 lanes that share them.
 __device__ __forceinline__ int token_of_lane(const int32_t* row_token, TilePlace tile) {
@@ -277,12 +301,12 @@ __device__ __forceinline__ void stage(Patch& patch, float multiplier,
   for (int j = 0; j < kPatch; ++j) columns[column + j][piece] = patch.codes(j, multiplier);
 }
 
-// Eight lanes write the 128 bytes of a column; the group has 32 columns at a time.
+// Eight lanes write the 128 bytes of a column; a CTA has 32 columns at a time.
 __device__ __forceinline__ void write_tile(uint8_t* codes_t,
                                            const uint2 (&columns)[kTile][kTile / 8], TilePlace tile,
                                            const Sizes& n) {
   constexpr unsigned kSteps = kTile / 32;
-  const unsigned line = thread_of_group() % 8, column = thread_of_group() / 8;
+  const unsigned line = threadIdx.x % 8, column = threadIdx.x / 8;
   uint4 sixteen[kSteps];
 #pragma unroll
   for (unsigned i = 0; i < kSteps; ++i) {
@@ -306,65 +330,54 @@ __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_
                                             const Matrix& m, TilePlace tile, const Sizes& n) {
   float* scale_t = m.scale_t + tile.column * (n.rows / kTile) + tile.row;
   if constexpr (std::is_same_v<Patch, FoldedPatch>) {
-    if (thread_of_group() == 0) *scale_t = 1.f;
-    sync_group();
+    if (threadIdx.x == 0) *scale_t = 1.f;
+    __syncthreads();
     return 1.f;
   } else {
     // Magnitudes compare like their bits.
     const unsigned of_warp = __reduce_max_sync(kFull, __float_as_uint(amax_of(patch)));
-    if (threadIdx.x % 32 == 0) warp_amax[thread_of_group() / 32] = of_warp;
-    sync_group();
+    if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = of_warp;
+    __syncthreads();
     unsigned amax = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = max(amax, warp_amax[w]);
     const BlockScale scale = block_scale(__uint_as_float(amax));
-    if (thread_of_group() == 0) *scale_t = scale.scale_inv;
+    if (threadIdx.x == 0) *scale_t = scale.scale_inv;
     return scale.multiplier;
   }
 }
 
 template <typename Value, typename Patch>
-__global__ void __launch_bounds__(Patch::kGroups* kGroupThreads, Patch::kCtas)
+__global__ void __launch_bounds__(kThreads, Patch::kCtas)
     transpose_tiles(const __grid_constant__ TransposeWork launch) {
-  extern __shared__ uint4 shared[];
-  auto& group = reinterpret_cast<Group*>(shared)[group_of_thread()];
+  __shared__ uint2 columns[kTile][kTile / 8];
+  __shared__ unsigned warp_amax[kWarps];
   const Sizes& n = launch.n;
   const Matrix& m = launch.matrix[blockIdx.y];
-  const bool leads = thread_of_group() == 0;
-  const auto next = [&] { return group.walk.next(launch, group_of_thread(), Patch::kGroups); };
+  const auto exists = [&](TilePlace tile) { return tile.column < n.column_tiles; };
   const auto token_of = [&](TilePlace tile) {
-    return tile.row != kNone ? token_of_lane(launch.row_token, tile) : 0;
+    return exists(tile) ? token_of_lane(launch.row_token, tile) : 0;
   };
-  if (leads) {
-    group.walk = WindowWalk(launch, group_of_thread(), Patch::kGroups);
-    group.ahead = next();
-  }
-  sync_group();
-
+  TileWalk walk(launch);
   Patch patch;
-  TilePlace tile = group.ahead;
-  if (tile.row == kNone) return;
+  TilePlace tile = walk.next(n);
+  if (!exists(tile)) return;
   load_patch<Value>(patch, m, tile, token_of(tile), n);
-  sync_group();
-  if (leads) group.ahead = next();
-  sync_group();
-  TilePlace ahead = group.ahead;
+  TilePlace ahead = walk.next(n);
   int token = token_of(ahead);
-  sync_group();
   while (true) {
-    if (leads) group.ahead = next();  // the tile after the next, while this one is on its way
-    const float multiplier = scale_tile(patch, group.warp_amax, m, tile, n);
-    stage(patch, multiplier, group.columns);
+    const float multiplier = scale_tile(patch, warp_amax, m, tile, n);
+    stage(patch, multiplier, columns);
     const TilePlace done = tile;
     tile = ahead;
-    if (tile.row != kNone) {  // the next tile is under way while this one is written
+    if (exists(tile)) {  // the next tile is under way while this one is written
       load_patch<Value>(patch, m, tile, token, n);
-      ahead = group.ahead;
+      ahead = walk.next(n);
       token = token_of(ahead);
     }
-    sync_group();
-    write_tile(m.codes_t, group.columns, done, n);
-    if (tile.row == kNone) return;
+    __syncthreads();
+    write_tile(m.codes_t, columns, done, n);
+    if (!exists(tile)) return;
   }
 }
 
@@ -380,13 +393,13 @@ __device__ __forceinline__ float largest_scale(const float* scales, int count, i
   return largest;
 }
 
-__global__ void __launch_bounds__(kGroupThreads)
+__global__ void __launch_bounds__(kThreads)
     largest_of_rows(const float* __restrict__ x_scale, const float* __restrict__ dout_scale,
                     const int32_t* __restrict__ row_token, const int64_t* __restrict__ end,
                     const int64_t rows, const unsigned tokens, const int blocks,
                     float2* __restrict__ row_scales) {
   const int64_t row =
-      static_cast<int64_t>(blockIdx.x) * (kGroupThreads / kScaleLanes) + threadIdx.x / kScaleLanes;
+      static_cast<int64_t>(blockIdx.x) * (kThreads / kScaleLanes) + threadIdx.x / kScaleLanes;
   const int lane = threadIdx.x % kScaleLanes;
   const bool used = row < min(rows, __ldg(end));
   const unsigned token = used ? static_cast<unsigned>(__ldg(row_token + row)) : ~0u;
@@ -400,21 +413,17 @@ __global__ void __launch_bounds__(kGroupThreads)
 // One wave of CTAs for each matrix.
 template <typename Value, typename Patch>
 void launch_tiles(const TransposeWork& launch, int matrices, DLDevice device, int64_t stream) {
-  constexpr int kShared = Patch::kGroups * sizeof(Group);
   const unsigned tiles = launch.n.row_tiles * launch.n.column_tiles;
-  if (tiles == 0 || launch.experts == 0) return;
+  if (tiles == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   auto* kernel = transpose_tiles<Value, Patch>;
   int sms = 0;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.device_id));
-  TVM_FFI_CHECK_CUDA_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  // No more than that, so that the rest is L1.
   TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveoutPercent));
   const dim3 grid(std::min(tiles, static_cast<unsigned>(sms * Patch::kCtas)), matrices);
-  kernel<<<grid, Patch::kGroups * kGroupThreads, kShared, as_stream(stream)>>>(launch);
+  kernel<<<grid, kThreads, 0, as_stream(stream)>>>(launch);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
@@ -473,10 +482,10 @@ Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, con
           false};
 }
 
-void set_offsets(TransposeWork& launch, const TensorView& padded_offsets, DLDevice device) {
+// padded_offsets + E, where all rows end.
+const int64_t* checked_end(const TensorView& padded_offsets, DLDevice device) {
   TVM_FFI_ICHECK(padded_offsets.numel() > 0) << "padded_offsets is empty; needed: [E + 1]";
-  launch.padded_offsets = checked_i64(padded_offsets, "padded_offsets", device, 1);
-  launch.experts = static_cast<unsigned>(padded_offsets.numel() - 1);
+  return checked_i64(padded_offsets, "padded_offsets", device, 1) + padded_offsets.numel() - 1;
 }
 
 void launch_gather(const TensorView& x, const TransposeWork& launch, int matrices, int64_t stream) {
@@ -492,14 +501,7 @@ TransposeWork gather_launch(const TensorView& x, const TensorView& row_token,
   TransposeWork launch{};
   launch.n = checked_sizes(x, row_token.numel());
   launch.row_token = checked_i32(row_token, "row_token", x.device(), 0);
-  set_offsets(launch, padded_offsets, x.device());
-  launch.shares_log2 = launch.experts >= 4   ? 0
-                       : launch.experts >= 2 ? 1
-                                             : 2;  // something for each of up to four groups
-  launch.window_tiles_log2 = launch.experts <= 8 ? 3
-                             : launch.experts <= 16
-                                 ? 4
-                                 : 5;  // one of each expert, as far as L1 holds them
+  launch.end = checked_end(padded_offsets, x.device());
   return launch;
 }
 
@@ -557,20 +559,18 @@ void gather_row_scales(TensorView x_scale, TensorView dout_scale, TensorView row
   TVM_FFI_ICHECK(tokens < (int64_t(1) << 31) && blocks < (int64_t(1) << 31) &&
                  rows < (int64_t(1) << 31))
       << tokens << " tokens, " << rows << " rows";
-  TVM_FFI_ICHECK(padded_offsets.numel() > 0) << "padded_offsets is empty; needed: [E + 1]";
   const float *x = checked_f32(x_scale, "x_scale", device, tokens * blocks),
               *dout = checked_f32(dout_scale, "dout_scale", device, tokens * blocks);
   const int32_t* token = checked_i32(row_token, "row_token", device, rows);
-  const int64_t* end =
-      checked_i64(padded_offsets, "padded_offsets", device, 1) + padded_offsets.numel() - 1;
+  const int64_t* end = checked_end(padded_offsets, device);
   float* to = static_cast<float*>(
       aligned_16(checked_f32(row_scales, "row_scales", device, 2 * rows), "row_scales"));
   if (rows == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  constexpr int kRows = kGroupThreads / kScaleLanes;
-  largest_of_rows<<<static_cast<unsigned>(ceil_div(rows, kRows)), kGroupThreads, 0,
-                    as_stream(stream)>>>(x, dout, token, end, rows, static_cast<unsigned>(tokens),
-                                         static_cast<int>(blocks), reinterpret_cast<float2*>(to));
+  constexpr int kRows = kThreads / kScaleLanes;
+  largest_of_rows<<<static_cast<unsigned>(ceil_div(rows, kRows)), kThreads, 0, as_stream(stream)>>>(
+      x, dout, token, end, rows, static_cast<unsigned>(tokens), static_cast<int>(blocks),
+      reinterpret_cast<float2*>(to));
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
