@@ -163,7 +163,7 @@ def test_a_backward_of_the_engine(arrangement, mode):
         check_addition(case_of(LAYER, seed=seed), memory, OURS, replace(FP8, **MODES[mode]))
 
 
-ROWS = 1408  # of one expert: too many for its sums to be fetched, but where there is another expert
+ROWS = 1408  # of one expert: too many for its sums to be fetched, unless others have none
 
 
 def fp8_addition(sums, offsets):
@@ -194,11 +194,11 @@ def bf16_addition(sums, offsets, tokens_first=False):
     "addition", [fp8_addition, bf16_addition, partial(bf16_addition, tokens_first=True)]
 )
 def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
-    """Beside an empty expert, experts have few rows on average."""
-    before = torch.randn((2, 256, 272), device="cuda")
+    """Beside seven empty experts, experts have few rows on average."""
+    before = torch.randn((8, 256, 272), device="cuda")
     before[0, 0, :8] = torch.tensor([1e-40, -1e-40, torch.inf, -torch.inf, torch.nan, 0, -0.0, 1])
     every = []
-    for experts in (1, 2):
+    for experts in (1, 8):
         torch.manual_seed(0)
         sums = before[:experts].clone()
         offsets = torch.tensor([0, *[ROWS] * experts], device="cuda")
@@ -207,7 +207,7 @@ def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
         add()
         every.append(sums)
     assert torch.equal(every[0][0].view(torch.int32), every[1][0].view(torch.int32))
-    assert torch.equal(every[1][1], before[1]) and not torch.equal(every[0][0], before[0])
+    assert torch.equal(every[1][1:], before[1:]) and not torch.equal(every[0][0], before[0])
 
 
 def test_repeats_bit_for_bit():

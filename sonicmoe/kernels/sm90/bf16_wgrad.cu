@@ -1,6 +1,7 @@
 // Entry point of the BF16 weight-gradient GEMM.
 #include "bf16_wgrad.cuh"
 #include "bf16_launch.hpp"
+#include "fetched_sums.hpp"
 #include "wgrad_destination.hpp"
 
 namespace sonicmoe {
@@ -30,10 +31,10 @@ void launch_wgrad(const Launch& launch, int64_t first, int64_t last, const CUten
   } else {
     maps.c[0] = *maps_of_c;
   }
-  const auto kernel = sm90::fetches_sums(p.output, p.rows, destination.experts(),
-                                        sm90::kMostRowsToFetchHalf)
-                          ? sm90::bf16_wgrad<kTransposed, true, kMaps>
-                          : sm90::bf16_wgrad<kTransposed, false, kMaps>;
+  const auto kernel =
+      fetches_sums(p.output, p.rows, destination.experts(), kRowsToFetchHalf, launch.device)
+          ? sm90::bf16_wgrad<kTransposed, true, kMaps>
+          : sm90::bf16_wgrad<kTransposed, false, kMaps>;
   launch_persistent(kernel, launch.multiprocessors, launch.device, launch.stream, maps, p);
 }
 

@@ -15,9 +15,6 @@ namespace sonicmoe::sm90 {
 
 struct alignas(1024) HalfWgradStorage : HalfStorage, SumsMemory {};
 static_assert(sizeof(HalfWgradStorage) + 1024 <= kMostSharedBytes);
-// Mean rows of an expert up to which C's sums are fetched: half of FP8's, because products take
-// twice as long.
-constexpr int64_t kMostRowsToFetchHalf = 640;
 
 struct HalfWgradParams : WgradGroups {
   const Half* tokens;        // [T, M]

@@ -1,6 +1,7 @@
 // Entry points of the weight-gradient GEMM: into fp32 accumulators in the native layout, or into
 // matrices in the layouts of the user's parameters.
 #include "fp8_wgrad.cuh"
+#include "fetched_sums.hpp"
 #include "launch.hpp"
 #include "wgrad_destination.hpp"
 
@@ -99,10 +100,10 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   } else {
     maps.c[0] = *maps_of_c;
   }
-  const auto kernel = sm90::fetches_sums(p.output, product.rows, product.experts,
-                                        sm90::kMostRowsToFetch)
-                          ? sm90::fp8_wgrad<kMaps, true>
-                          : sm90::fp8_wgrad<kMaps, false>;
+  const auto kernel =
+      fetches_sums(p.output, product.rows, product.experts, kRowsToFetch, product.device)
+          ? sm90::fp8_wgrad<kMaps, true>
+          : sm90::fp8_wgrad<kMaps, false>;
   // Under a limit every CTA finds its SM free, and persistent ones cost less.
   if (!product.shares_gpu || product.multiprocessors > 0) {
     launch_persistent(kernel, product.multiprocessors, product.device, product.stream, maps, p);

@@ -14,8 +14,6 @@ namespace sonicmoe::sm90 {
 
 struct alignas(1024) WgradStorage : StageMemory, SumsMemory {};
 static_assert(sizeof(WgradStorage) + 1024 <= kMostSharedBytes);
-// Mean rows of an expert up to which C's sums are fetched.
-constexpr int64_t kMostRowsToFetch = 1280;
 
 struct WgradParams : WgradGroups {
   const float* a_scale;  // [ceil(M / rows that share one), R / 128]

@@ -72,7 +72,8 @@ class WgradScheduler {
         tile.part = index_ % n_tiles / tiles_of_part;
         tile.col = index_ % n_tiles % tiles_of_part * kTileN;
         tile.first_row = static_cast<int>(first);
-        tile.k_blocks = static_cast<int>((max(last - first, int64_t(0)) + kBlockRows - 1) / kBlockRows);
+        tile.k_blocks =
+            static_cast<int>((max(last - first, int64_t(0)) + kBlockRows - 1) / kBlockRows);
         tile.active = tile.row < p_.m;
         index_ += gridDim.x / kCluster;
         return true;
@@ -98,7 +99,8 @@ class WgradScheduler {
 // are left to load.
 constexpr int kAfterSums = 2;
 
-// Brings patch number `i` of the 64 of a tile into L2. kTransposed: C's rows are columns of the tile.
+// Brings patch number `i` of the 64 of a tile into L2. kTransposed: C's rows are columns of the
+// tile.
 template <bool kTransposed>
 __device__ __forceinline__ void prefetch_patch(const CUtensorMap* map, int expert_of_map,
                                                const WgradTile& tile, WgradSplit split, int i) {
@@ -141,18 +143,6 @@ __device__ __forceinline__ void prefetch_sums(const WgradGroups& p, const WgradM
   }
 }
 
-// Whether C's sums are fetched into the patches, added to there, and written back.
-//
-// Where C is not in L2, additions by the copy engine reach two thirds of the bandwidth of loads and
-// stores, with a prefetch and without. That is the bound where experts have few rows. The first
-// patches of a tile are asked for before its products begin. Sums have the same bits either way.
-//
-// rows: padding included. most_rows: of an expert on average. With more rows, products hide the copy
-// engine's additions better than the wait for patches.
-inline bool fetches_sums(WgradOutput output, int64_t rows, int64_t experts, int64_t most_rows) {
-  return output == WgradOutput::kAddF32 && rows <= experts * most_rows;
-}
-
 __device__ __forceinline__ void init_landed(SumsMemory& s) {
   for (int warp = 0; warp < kConsumerWarps; ++warp)
     for (int i = 0; i < kPatches; ++i) barrier_init(&s.landed[warp][i], 1);
@@ -176,8 +166,8 @@ struct SumsStore : WarpStore {
   }
 };
 
-// A warp's way out where they are fetched. The number of a patch is a constant in an unrolled loop
-// over a tile's patches, and so is the parity of a barrier.
+// A warp's way out where they are fetched (fetched_sums.hpp says when, and why). The number of a
+// patch is a constant in an unrolled loop over a tile's patches, and so is the parity of a barrier.
 struct FetchedSums {
   static constexpr bool kFetches = true;
   static constexpr int kPatchesOfTile = 8;
