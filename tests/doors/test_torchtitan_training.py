@@ -11,8 +11,8 @@ import pytest
 import worlds
 
 JOBS = 9
-# Relative to the stock loss, at every step. bf16 sums in another order, and twenty steps of Adam
-# multiply that: 0.04 % was seen. FP8's own bar over a training is 0.25 % (docs/numerics.md).
+# Relative to the stock loss, at every step. bf16 sums in another order, and steps of Adam multiply
+# that: 0.04 % was seen after twenty. FP8's own bar over a training is 0.25 % (docs/numerics.md).
 BARS = {
     "bf16": ("stock", 2e-3),
     "fp8": ("stock", 2.5e-3),
@@ -47,7 +47,7 @@ def test_losses_are_the_stock_ones(found, name):
 
 
 def test_the_model_learns(found):
-    assert min(found["bf16"]) < 0.6 * found["bf16"][0]
+    assert min(found["bf16"]) < 0.75 * found["bf16"][0]
 
 
 def test_weights_begin_as_the_stock_ones(found):
