@@ -13,7 +13,7 @@
 #include <mutex>
 
 #include "../host/border.hpp"
-#include "wgrad_tiles.cuh"
+#include "wgrad_places.cuh"
 
 namespace sonicmoe {
 
