@@ -76,8 +76,8 @@ ROWS = (
 
 def tiny(row: Row) -> Row:
     """Sizes at which a CPU checks the program, of the same class and the same share."""
-    topk = min(row.topk, 2)
-    return row._replace(hidden=64, inner=64, experts=8, topk=topk, tokens=48)
+    experts, topk = max(4, row.ranks), min(row.topk, 2)
+    return row._replace(hidden=64, inner=64, experts=experts, topk=topk, tokens=48)
 
 
 @dataclass

@@ -131,8 +131,9 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def artefacts(session_folder: Path) -> CompileCache:
     """The compiled kernels of this run: each is compiled once, whichever worker and test asks
-    first. Never damage them.
+    first. Their host halves are not optimised. Never damage them.
     """
+    os.environ["NVCC_CCBIN"] = str(TESTS / "kernels" / "host_compiler.sh")
     return CompileCache(session_folder / "artefacts", session_folder / "local")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 Execute = Callable[[ModuleType], None]
@@ -68,6 +68,8 @@ def when_it_is_used(execute: Execute, compiler: ModuleType) -> None:
                 return super().__getattribute__(name)
             if name == "graph_break":
                 return lambda *_: None
+            if name == "trace_rules":  # of which a process group empties a cache
+                return SimpleNamespace(clear_lru_cache=lambda: None)
             self.__class__ = ModuleType
             guard_again()
             execute(self)
@@ -90,8 +92,11 @@ class AsTheyAreImported:
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         execute = self.left.pop(name, None)
-        spec = find_spec(name) if execute else None
-        if execute and spec and spec.loader:
+        if execute is None:
+            return None
+        spec = find_spec(name)
+        self.left[name] = execute  # who only asks whether a module is there imports none
+        if spec and spec.loader:
             loader: Any = spec.loader
             loader.exec_module = partial(execute, loader.exec_module)
         return spec

@@ -27,7 +27,7 @@ from sonicmoe.quant.reference import quantize
 
 FP8, ROW128 = (EngineSettings(recipe=RECIPES[name]) for name in ("dx256", "row128-dx256"))
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
-T, H, I = 70, 272, 320
+T, H, I = 70, 272, 192
 MODES = {
     "default": {},
     "recompute_z": {"recompute_z": True},

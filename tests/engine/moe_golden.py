@@ -60,53 +60,52 @@ def up_factor(activation, up, own=()):
 
 
 def value(name, v, own=()):
-    """act(v) of one fp64 number; `own`: the layer's parameters."""
+    """act(v) of fp64 numbers; `own`: the layer's parameters."""
     if name == "clamped_silu":
         alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
-        return value("silu", alpha * min(v, limit)) / alpha
+        return value("silu", alpha * np.minimum(v, limit)) / alpha
     if name == "bounded_silu":
-        return value("silu", min(v, dict(own).get("limit", 10.0)))
+        return value("silu", np.minimum(v, dict(own).get("limit", 10.0)))
     if name == "situ":
         beta = dict(own).get("beta", 1.0)
-        return beta * math.tanh(v / beta) / (1.0 + math.exp(-v))
+        return beta * np.tanh(v / beta) / (1.0 + np.exp(-v))
     if name == "silu":
-        return v / (1.0 + math.exp(-v))
+        return v / (1.0 + np.exp(-v))
     if name == "gelu":
-        return 0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0)))
-    return {"gelu_tanh": tanh_gelu(v)[0], "relu": max(v, 0.0), "relu_sq": max(v, 0.0) ** 2}[name]
+        return 0.5 * v * (1.0 + erf(v / math.sqrt(2.0)))
+    power = {"relu": 1, "relu_sq": 2}
+    return tanh_gelu(v)[0] if name == "gelu_tanh" else np.maximum(v, 0.0) ** power[name]
 
 
 def slope(name, v, own=()):
-    """act'(v) of one fp64 number; `own`: the layer's parameters."""
+    """act'(v) of fp64 numbers; `own`: the layer's parameters."""
     if name == "clamped_silu":
         alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
-        return slope("silu", alpha * v) if v <= limit else 0.0
+        return np.where(v <= limit, slope("silu", alpha * v), 0.0)
     if name == "bounded_silu":
-        return slope("silu", v) if v <= dict(own).get("limit", 10.0) else 0.0
+        return np.where(v <= dict(own).get("limit", 10.0), slope("silu", v), 0.0)
     if name == "situ":
-        beta, sigma = dict(own).get("beta", 1.0), 1.0 / (1.0 + math.exp(-v))
-        return sigma / math.cosh(v / beta) ** 2 + value(name, v, own) * (1.0 - sigma)
+        beta, sigma = dict(own).get("beta", 1.0), 1.0 / (1.0 + np.exp(-v))
+        return sigma / np.cosh(v / beta) ** 2 + value(name, v, own) * (1.0 - sigma)
     if name == "silu":
-        sigma = 1.0 / (1.0 + math.exp(-v))
+        sigma = 1.0 / (1.0 + np.exp(-v))
         return sigma + v * sigma * (1.0 - sigma)
     if name == "gelu":
-        return 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) + v * math.exp(-0.5 * v * v) / math.sqrt(
-            2.0 * math.pi
-        )
-    relu = 1.0 if v > 0.0 else 0.0
-    return {"gelu_tanh": tanh_gelu(v)[1], "relu": relu, "relu_sq": 2.0 * max(v, 0.0)}[name]
+        density = np.exp(-0.5 * v * v) / math.sqrt(2.0 * math.pi)
+        return 0.5 * (1.0 + erf(v / math.sqrt(2.0))) + v * density
+    relu = {"relu": (v > 0.0) * 1.0, "relu_sq": 2.0 * np.maximum(v, 0.0)}
+    return tanh_gelu(v)[1] if name == "gelu_tanh" else relu[name]
+
+
+erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def tanh_gelu(v):
     """Value and slope of GELU in its tanh form."""
     u = math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
     inner = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * v * v)
-    flat = 0.5 * (1.0 + math.tanh(u))
-    return v * flat, flat + 0.5 * v * inner / math.cosh(min(abs(u), 300.0)) ** 2
-
-
-def each(function, name, vector, own=()):
-    return np.array([function(name, float(v), own) for v in vector])
+    flat = 0.5 * (1.0 + np.tanh(u))
+    return v * flat, flat + 0.5 * v * inner / np.cosh(np.minimum(np.abs(u), 300.0)) ** 2
 
 
 @dataclass
@@ -223,7 +222,7 @@ def golden(problem: Problem) -> Result:
             if p.b1 is not None:
                 z = z + p.b1[e]
             gate, up = (z[:I], z[I:]) if p.gated else (z, np.ones(I))
-            a, da = each(value, act, gate, p.parameters), each(slope, act, gate, p.parameters)
+            a, da = value(act, gate, p.parameters), slope(act, gate, p.parameters)
             factor, dup = up_factor(p.activation, up, p.parameters)
             y1 = a * factor
             y2 = y1 @ p.down[e]

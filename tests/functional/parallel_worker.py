@@ -6,7 +6,6 @@ python parallel_worker.py RANK STORE_FILE
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import torch
@@ -190,30 +189,6 @@ class Routed(Experts):
         return super().forward(x, torch.arange(48).reshape(24, 2) % E)
 
 
-class GptOss(torch.nn.Module):
-    """transformers' experts with two biases, in FP8."""
-
-    def __init__(self) -> None:
-        from transformers import GptOssConfig
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-        from sonicmoe.integrations.transformers import register
-
-        super().__init__()
-        register()
-        config = GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)
-        config._experts_implementation = "sonicmoe_fp8"
-        self.experts = GptOssExperts(config)
-        torch.manual_seed(0)
-        for parameter in self.experts.parameters():
-            torch.nn.init.normal_(parameter, std=0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ids = torch.arange(48).reshape(24, 2) % E
-        out: torch.Tensor = self.experts(x, ids, torch.full((24, 2), 0.5))
-        return out
-
-
 def result_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     out = model(x)
     return out[0] if isinstance(out, tuple) else out
@@ -226,8 +201,6 @@ FACES = {
     "functional": (TopK, (24, H)),
     "node": (lambda: Routed("auto"), (24, H)),
 }
-if importlib.util.find_spec("transformers"):
-    FACES["GPT-OSS"] = (GptOss, (24, H))
 
 
 def check_results_written_in_place(rank: int, face: str, reshard: bool, x_grad: bool) -> None:

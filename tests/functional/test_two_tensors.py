@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from framework import torch
 from functional.following import Following
+from pairwise import pairwise
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
@@ -72,9 +73,9 @@ def step(face, bias, in_halves, **options):
     return out.detach(), dx, *found
 
 
-@pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("face", [whole_layer, general, compiled])
+@pytest.mark.parametrize(
+    ("face", "bias", "use_fp8"), pairwise([whole_layer, general, compiled], *2 * [(False, True)])
+)
 def test_the_bits_of_one_tensor_in_halves(fresh_compiler, face, bias, use_fp8):
     """b1 beside them is in halves, whatever `concat_layout` says."""
     wanted = step(general if face is compiled else face, bias, True, use_fp8=use_fp8)

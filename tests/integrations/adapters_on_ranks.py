@@ -1,5 +1,6 @@
 """One of two ranks: trains adapters of peft on a model that FSDP2 shards, and compares them with those
-of one process that sees both ranks' batches.
+of one process that sees both ranks' batches. And transformers' experts with biases, sharded, as
+functional/parallel_worker.py has the other faces.
 
 python adapters_on_ranks.py RANK STORE_FILE
 """
@@ -11,9 +12,12 @@ import sys
 import peft
 import torch
 import torch.distributed as dist
+from functional.parallel_worker import FACES, E, H, I, check_results_written_in_place
 from integrations.hf_models import FAMILIES, build, relative_rmse, text
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.integrations.transformers import register
@@ -46,10 +50,31 @@ def train(model: torch.nn.Module, ranks: list[int]) -> tuple[list[float], dict[s
     return losses, {name: tensor.detach().clone() for name, tensor in whole.items()}
 
 
+class GptOss(torch.nn.Module):
+    """transformers' experts with two biases, in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)
+        config._experts_implementation = "sonicmoe_fp8"
+        self.experts = GptOssExperts(config)
+        torch.manual_seed(0)
+        for parameter in self.experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(48).reshape(24, 2) % E
+        out: torch.Tensor = self.experts(x, ids, torch.full((24, 2), 0.5))
+        return out
+
+
 def main() -> None:
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
     register()
+    FACES["GPT-OSS"] = GptOss, (24, H)
+    for reshard in (True, False):
+        check_results_written_in_place(rank, "GPT-OSS", reshard, x_grad=reshard)
     del ReferenceEngine.backward_dw  # frozen weights want none
     for implementation, param_dtype, bound in (
         ("sonicmoe", None, 1e-5),

@@ -10,22 +10,24 @@ from pathlib import Path
 
 import processes
 import pytest
-from worlds import ROOT, environment, run_world, torchrun_variables
+from worlds import ROOT, environment
 
 EXAMPLES = ROOT / "examples"
+IN_TURN = Path(__file__).with_name("in_turn.py")
 PAGES = ("docs/pytorch.md", "docs/finetuning.md", "docs/verify.md", "ernie_compat/README.md")
-# Scripts that print one error at the beginning and three later on, all others have a test below.
-LEARN_A_FUNCTION = ("train_moe", "train_node_main_grad")
+# Scripts that print one error at the beginning and three later on. All others have a test below, and
+# train_ddp.py in test_finetuning_page.py.
+LEARN_A_FUNCTION = ("train_moe.py", "train_node_main_grad.py")
 
 
-def run(script: str, *arguments: object) -> str:
-    """What an example prints."""
-    command = [str(EXAMPLES / f"{script}.py"), *map(str, arguments)]
+def run(*lines: str) -> list[str]:
+    """What each of these examples prints, with its arguments; they run in one process."""
+    command = [str(IN_TURN), *(f"{EXAMPLES}/{line}" for line in lines)]
     result: subprocess.CompletedProcess[str] = processes.run(
         command, environment(), ROOT, timeout=240
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return result.stdout.split("\f")[:-1]
 
 
 def figures(out: str, name: str) -> list[float]:
@@ -38,37 +40,34 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of the scripts of PyTorch that need no process of their own."""
+    lines, folder = [*LEARN_A_FUNCTION], tmp_path_factory.mktemp("model")
+    if importlib.util.find_spec("transformers"):
+        write_tokenizer_of_bytes(folder)
+        tune = "finetune_transformers.py --steps 6"
+        # Again in another dtype, and everything but the experts.
+        more = f"--model {folder} --dtype bfloat16 --freeze-experts"
+        lines += [f"{tune} --save {folder}", f"{tune} {more}"]
+    return run(*lines)
+
+
 @pytest.mark.trained
 @pytest.mark.parametrize("script", LEARN_A_FUNCTION)
-def test_a_layer_learns(script: str) -> None:
-    errors = figures(run(script), "error")
+def test_a_layer_learns(script: str, printed: list[str]) -> None:
+    errors = figures(printed[LEARN_A_FUNCTION.index(script)], "error")
     # Over 4 seeds and two instruction sets: 0.37 to 0.40 of the first, each at least 10 % lower.
     assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
     assert errors == sorted(errors, reverse=True)
 
 
-@pytest.mark.trained
-def test_two_ranks_that_accumulate_train_as_one() -> None:
-    """Without `no_sync()`, without the division or with other batches the errors would differ."""
-    command = [EXAMPLES / "train_ddp.py", "--steps", 6, "--accumulate", 2]
-    first, second = run_world(lambda rank: command, torchrun_variables(2))
-    errors = figures(first, "error")
-    assert second == "" and len(errors) == 2 and errors[-1] < 0.6 * errors[0]
-    alone = figures(run("train_ddp", "--steps", 6, "--accumulate", 4), "error")
-    # fp32 sums in another order, through five optimizer steps of products in bf16 and FP8.
-    assert all(abs(a - b) < 0.01 * b for a, b in zip(errors, alone, strict=True))
-
-
 @needs("transformers")
 @pytest.mark.trained
-def test_a_language_model_is_fine_tuned_saved_and_tuned_again(tmp_path: Path) -> None:
-    losses = figures(run("finetune_transformers", "--steps", 6, "--save", tmp_path), "loss")
+def test_a_language_model_is_fine_tuned_saved_and_tuned_again(printed: list[str]) -> None:
+    losses, again = (figures(out, "loss") for out in printed[2:])
     # 5.5 is the logarithm of 256 bytes; letters of English and Python alone bring it below 4.
     assert len(losses) == 2 and abs(losses[0] - 5.545) < 0.1 and losses[-1] < 4.2
-    write_tokenizer_of_bytes(tmp_path)
-    # In another dtype, and everything but the experts.
-    more = ("--dtype", "bfloat16", "--freeze-experts")
-    again = figures(run("finetune_transformers", "--steps", 6, "--model", tmp_path, *more), "loss")
     assert len(again) == 2 and max(again) < 4.2
 
 
@@ -91,7 +90,7 @@ def write_tokenizer_of_bytes(folder: Path) -> None:
 @pytest.mark.trained
 def test_an_adapter_is_trained_and_loaded_by_peft_alone() -> None:
     """The script itself asserts that the second process has loaded nothing of this package."""
-    out = run("finetune_lora", "--steps", 16)
+    (out,) = run("finetune_lora.py --steps 16")
     *steps, here, alone = figures(out, "loss")
     assert abs(steps[0] - 5.545) < 0.1 and steps[-1] < 5.1
     # FP8 and bf16 beside fp32: an adapter that was ignored would be 0.4 away.
@@ -103,11 +102,11 @@ def test_an_adapter_is_trained_and_loaded_by_peft_alone() -> None:
 @pytest.mark.paddle
 @pytest.mark.trained
 def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
-    whole = run("train_paddle", "--steps", 8)
+    begun, whole = run(f"train_paddle.py --steps 6 --save {tmp_path}", "train_paddle.py --steps 8")
     errors = figures(whole, "error")
     assert len(errors) == 3 and errors[-1] < 0.95 * errors[0]
-    begun = run("train_paddle", "--steps", 6, "--save", tmp_path)
-    continued = run("train_paddle", "--steps", 8, "--load", tmp_path)
+    # In another process, because Paddle numbers the parameters of a process.
+    (continued,) = run(f"train_paddle.py --steps 8 --load {tmp_path}")
     # Steps 0 and 5 are of the first part, and step 7 is the last one of the second.
     assert begun.splitlines() + continued.splitlines() == whole.splitlines()
 

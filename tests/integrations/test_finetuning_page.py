@@ -8,7 +8,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from worlds import ROOT, environment, run_world, torchrun_variables
+from test_examples import figures
+from worlds import ROOT, environment, free_ports, run_world, torchrun_variables
 
 PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
 # A section's blocks by its heading, in the order of the page.
@@ -16,6 +17,8 @@ SECTIONS = {
     heading: re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     for heading, text in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
 }
+IN_TURN = Path(__file__).with_name("in_turn.py")
+DDP = ROOT / "examples" / "train_ddp.py --steps 6"
 MODEL = re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], flags=re.DOTALL)
 ON_TWO_RANKS = ("FSDP2", "Expert parallelism")
 NEEDED = ("torch", "transformers", "accelerate", "peft")
@@ -33,7 +36,7 @@ sys.path.insert(0, "tests")
 from functional.following import Following
 from sonicmoe.functional.plan import Plan
 following = Following()
-copies, Plan.choose = following.events, lambda *_: following
+copies, choose, Plan.choose = following.events, Plan.choose, lambda *_: following
 """
 AFTER = {
     # Two layers, and forwards after each of two optimizer steps; the first step finds copies.
@@ -74,27 +77,51 @@ def test_every_snippet_is_run() -> None:
     assert all(SECTIONS[heading] for heading in (*ON_TWO_RANKS, *AFTER))
 
 
-def test_the_snippets_of_one_process_run_in_order(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one process prints: of the snippets that need no more, and of DDP's example."""
+    folder = tmp_path_factory.mktemp("alone")
     parts = [*MODEL, COUNT_COPIES]
     for heading, blocks in SECTIONS.items():
         if heading not in ON_TWO_RANKS:
             parts += [BEFORE.get(heading, ""), *blocks, AFTER.get(heading, "")]
-    script = tmp_path / "page.py"
-    script.write_text("\n".join([*parts, "print('all ran')"]), encoding="utf-8")
-    folder = {"TMPDIR": str(tmp_path)}
-    result = processes.run([str(script)], environment(**folder), ROOT, timeout=240)
-    assert result.stdout.endswith("all ran\n"), result.stderr
-
-
-@pytest.mark.parametrize("heading", ON_TWO_RANKS)
-def test_the_snippets_of_several_ranks_train_as_one_process(heading: str, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    parts = [*MODEL, *SECTIONS[heading], f"section = {heading!r}", ALONE]
+    script = folder / "page.py"
+    parts.append("Plan.choose = choose\nprint('all ran')")
     script.write_text("\n".join(parts), encoding="utf-8")
+    command = [IN_TURN, script, f"{DDP} --accumulate 4"]
+    result = processes.run(command, environment(TMPDIR=str(folder)), ROOT, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\f")
+
+
+def test_the_snippets_of_one_process_run_in_order(alone: list[str]) -> None:
+    assert alone[0].endswith("all ran\n")
+
+
+def test_what_is_about_several_ranks_trains_as_one_process(
+    tmp_path: Path, alone: list[str]
+) -> None:
+    """The example of DDP, the snippets of two sections, and peft's adapters on experts."""
+    lines = [f"{DDP} --accumulate 2"]
+    # Each has a port of its own: a rank may come to the next script before the last one's store ends.
+    for heading, port in zip(ON_TWO_RANKS, free_ports(2), strict=True):
+        script = tmp_path / f"{port}.py"
+        own_port = f"os.environ['MASTER_PORT'] = '{port}'"
+        parts = [*MODEL, own_port, *SECTIONS[heading], f"section = {heading!r}", ALONE]
+        script.write_text("\n".join(parts), encoding="utf-8")
+        lines.append(str(script))
     folder = {"TMPDIR": str(tmp_path)}
     variables = [{**each, **folder} for each in torchrun_variables(2)]
-    for out in run_world(lambda rank: [script], variables):
-        assert out.endswith("as one process\n")
+    adapters = f"{IN_TURN.with_name('adapters_on_ranks.py')} %s {tmp_path / 'store'}"
+    outputs = run_world(lambda rank: [IN_TURN, *lines, adapters % rank], variables)
+    (first, *rest), (second, *others) = (out.split("\f") for out in outputs)
+    assert rest == others == ["as one process\n", "as one process\n", "equal\n", ""]
+    # Without `no_sync()`, without the division or with other batches the errors would differ.
+    errors = figures(first, "error")
+    assert second == "" and len(errors) == 2 and errors[-1] < 0.6 * errors[0]
+    # fp32 sums in another order, through five optimizer steps of products in bf16 and FP8.
+    pairs = zip(errors, figures(alone[1], "error"), strict=True)
+    assert all(abs(a - b) < 0.01 * b for a, b in pairs)
 
 
 def section_of(beginning: str) -> str:

@@ -1,11 +1,10 @@
 """peft's adapters on the weights of experts (`target_parameters`): computed here as low-rank products,
-beside peft alone, which adds them to the weights.
+beside peft alone, which adds them to the weights. test_finetuning_page.py has them on two ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from integrations.hf_models import (
     run,
     text,
 )
-from worlds import run_world
 
 peft = pytest.importorskip("peft", minversion="0.17")
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
@@ -30,7 +28,6 @@ from sonicmoe.functional import call  # noqa: E402
 from sonicmoe.integrations.transformers import register  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
-WORKER = Path(__file__).with_name("adapters_on_ranks.py")
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -282,12 +279,6 @@ def test_an_observer_sees_the_weights_that_the_layer_computes_with(monkeypatch):
     experts = model.get_base_model().model.layers[0].mlp.experts
     experts.merge()
     assert relative_rmse(w2, experts.get_param()) < 1e-6
-
-
-@pytest.mark.trained
-def test_two_ranks_under_fsdp2_train_like_one_process(tmp_path):
-    outputs = run_world(lambda rank: [WORKER, rank, tmp_path / "store"], [{}, {}])
-    assert all(out.endswith("equal\n") for out in outputs)
 
 
 class Rows(torch.utils.data.Dataset):

@@ -70,11 +70,16 @@ def every_variant(shape: MlpShape) -> tuple[CuteKernel, ...]:
     return tuple(dict.fromkeys(variants))
 
 
-def dgated_of_every_activation(arch: str) -> list[CuteKernel]:
+# Their formulas are those of a gate: of GeGLU, of its tanh form, and of ReGLU.
+ALSO_GATES = {ActivationType.GELU, ActivationType.GELU_TANH, ActivationType.RELU}
+
+
+def dgated_of_every_formula(arch: str) -> list[CuteKernel]:
     """It computes values and slopes; `up`, values alone."""
     return [
         quack_gemm.dgated_kernel(shape_for(arch, activation=kind, parameters=OWN.get(kind, ())))
         for kind in ActivationType
+        if kind not in ALSO_GATES
     ]
 
 

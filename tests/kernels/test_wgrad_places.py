@@ -1,5 +1,5 @@
 """The index arithmetic of wgrad's tiles, walked on the host: every element of a destination is added
-to once, by the product it stands for, and nothing beside it.
+to once, by the product it stands for, and nothing beside it. And when its sums are fetched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 from kernels.host_cuda import cuda_include
 from kernels.needs import HOST_COMPILER
+from worlds import ROOT
 
 from sonicmoe.engine.gradient_memory import WeightTarget
 from sonicmoe.layouts import WeightLayout
@@ -88,3 +89,43 @@ def test_every_element_once(walk, dtype, split_half, transposed, permuted, size)
         for expert in (0, 2):
             assert torch.equal(as_destination(left)[expert], row)
             assert torch.equal(as_destination(right)[expert], column)
+
+
+RULE = ROOT / "sonicmoe/kernels/sm90/fetched_sums.hpp"
+SHIM = """
+#include <cuda_runtime.h>
+#define TVM_FFI_CHECK_CUDA_ERROR(call) call
+struct DLDevice { int device_type, device_id; };
+"""
+# Device 0 is an H100, device 1 an H200: kHz, and bits.
+DRIVER = """
+extern "C" int questions = 0;
+extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device) {
+  const int kilohertz[] = {2619000, 3201000}, bits[] = {5120, 6144};
+  *value = (what == cudaDevAttrMemoryClockRate ? kilohertz : bits)[device];
+  return ++questions, cudaSuccess;
+}
+extern "C" bool fetches(int output, int rows, bool half, int device) {
+  return sonicmoe::fetches_sums(static_cast<sonicmoe::sm90::WgradOutput>(output), 8 * rows, 8,
+      half ? sonicmoe::kRowsToFetchHalf : sonicmoe::kRowsToFetch, {2, device});
+}
+"""
+
+
+def test_faster_memory_has_a_lower_bound_and_is_asked_for_once(tmp_path):
+    source, library = tmp_path / "rule.cpp", tmp_path / "rule.so"
+    text = RULE.read_text(encoding="utf-8").replace('#include "../host/border.hpp"', SHIM)
+    source.write_text(text + DRIVER, encoding="utf-8")
+    folders = f"-I{cuda_include()}", f"-I{RULE.parent}"
+    command = ["g++", "-std=c++20", "-fPIC", "-shared", "-w", *folders, source, "-o", library]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(library))
+    fetches = loaded.fetches
+    fetches.restype = ctypes.c_bool
+    most = [
+        max(rows for rows in range(1, 2000) if fetches(0, rows, half, device))
+        for half in (False, True)
+        for device in (0, 1)
+    ]
+    assert most == [1280, 832, 640, 320] and not fetches(1, 1, False, 0)
+    assert ctypes.c_int.in_dll(loaded, "questions").value == 4  # two of each card
