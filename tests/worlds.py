@@ -144,12 +144,9 @@ def _ended_before_gloo(code, err):
     held a tensor asked for it (pytorch/pytorch#179291). A loop of plain DDP on a busy machine dies
     so in one of twelve runs.
     """
-    last = err.strip().rpartition("\n")[2]
-    return (
-        code == -signal.SIGABRT
-        and last == "terminate called without an active exception"
-        and "Traceback" not in err  # what it raised comes before
-    )
+    last = err.strip().rpartition("\n")[2] == "terminate called without an active exception"
+    # What a rank has raised is said before.
+    return code == -signal.SIGABRT and last and "Traceback" not in err
 
 
 def run_world(command_of_rank, variables, timeout=TIMEOUT_S):

@@ -47,7 +47,7 @@ def test_losses_are_the_stock_ones(found, name):
 
 
 def test_the_model_learns(found):
-    assert min(found["bf16"]) < 0.75 * found["bf16"][0]
+    assert min(found["bf16"]) < 0.85 * found["bf16"][0]
 
 
 def test_weights_begin_as_the_stock_ones(found):

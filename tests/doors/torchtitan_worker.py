@@ -24,9 +24,9 @@ BF16 = [f"{DOOR}.routed_experts", f"{DOOR}.selective_ac"]
 EP, TP = {"expert_parallel_degree": 2}, {"tensor_parallel_degree": 2}
 # Name: overrides, steps, and what a job changes in parallelism. FSDP2 has the ranks that TP leaves.
 JOBS = {
-    "stock": ([], 8, EP),
-    "bf16": (BF16, 8, EP),
-    "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 8, EP),
+    "stock": ([], 5, EP),
+    "bf16": (BF16, 5, EP),
+    "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 5, EP),
     "compiled": (BF16, 2, EP),
     "FSDP2 alone": (BF16, 2, {}),
     "TP, stock": ([], 2, TP),
@@ -112,7 +112,7 @@ def main(folder, ports):
         found[name] = on_cpu.losses(trainer)
         if name == "bf16":
             found["held once"] = is_held_once(trainer)
-            ours, saved = whole(state_of(trainer)), checkpoint_of(trainer, 8)
+            ours, saved = whole(state_of(trainer)), checkpoint_of(trainer, 5)
         end(trainer)
     os.environ["MASTER_PORT"] = ports[-1]
     trainer = trainer_of("stock", folder / "again", saved)

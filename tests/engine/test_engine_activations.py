@@ -29,11 +29,9 @@ FLEET = (("beta", 4.0), ("linear_beta", 25.0))
 OWN = ((OAI, (("alpha", 1.1), ("limit", 2.0))), (CLAMP, (("limit", 2.0),)), (SITU, FLEET))
 UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
 GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
-GRID = (
+GRID = np.float32(  # numbers of fp32, for formulas in fp64
     np.concatenate([np.linspace(-9.0, 9.0, 181) + 0.013, [1e-3, -1e-3, 25.0, -25.0, 88.0, -88.0]])
-    .astype(np.float32)
-    .astype(np.float64)
-)  # numbers of fp32, for formulas in fp64
+).astype(np.float64)
 
 
 def fp32(array, **options):

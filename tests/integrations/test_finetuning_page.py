@@ -98,9 +98,7 @@ def test_the_snippets_of_one_process_run_in_order(alone: list[str]) -> None:
     assert alone[0].endswith("all ran\n")
 
 
-def test_what_is_about_several_ranks_trains_as_one_process(
-    tmp_path: Path, alone: list[str]
-) -> None:
+def test_several_ranks_train_as_one_process(tmp_path: Path, alone: list[str]) -> None:
     """The example of DDP, the snippets of two sections, and peft's adapters on experts."""
     lines = [f"{DDP} --accumulate 2"]
     # Each has a port of its own: a rank may come to the next script before the last one's store ends.
