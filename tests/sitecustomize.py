@@ -95,7 +95,7 @@ class AsTheyAreImported:
         if execute is None:
             return None
         spec = find_spec(name)
-        self.left[name] = execute  # who only asks whether a module is there imports none
+        self.left[name] = execute  # for the import, because this may be a question alone
         if spec and spec.loader:
             loader: Any = spec.loader
             loader.exec_module = partial(execute, loader.exec_module)

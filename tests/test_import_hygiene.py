@@ -44,7 +44,7 @@ def test_these_import_no_framework() -> None:
 
 
 def test_the_torch_face_loads_no_compiler_and_the_lazy_doors_are_lazy() -> None:
-    """The compiler takes a second or more, and most programs never compile; nor do they dump."""
+    """Most programs neither compile nor dump, so they load no compiler and no diagnosis."""
     program = "from sonicmoe import MoE, count_cumsum; from sonicmoe.ernie_compat import SonicMoEMlpNode"  # fmt: skip
     assert loaded_by(program, {"torch", "torch._dynamo", "sonicmoe.diagnostics"}) == {"torch"}
     for path, target in LAZY_DOORS:

@@ -144,9 +144,9 @@ def _ended_before_gloo(code, err):
     held a tensor asked for it (pytorch/pytorch#179291). A loop of plain DDP on a busy machine dies
     so in one of twelve runs.
     """
-    last = err.strip().rpartition("\n")[2] == "terminate called without an active exception"
-    # What a rank has raised is said before.
-    return code == -signal.SIGABRT and last and "Traceback" not in err
+    last = err.strip().rpartition("\n")[2]
+    said = last == "terminate called without an active exception"
+    return code == -signal.SIGABRT and said and "Traceback" not in err  # of an error before
 
 
 def run_world(command_of_rank, variables, timeout=TIMEOUT_S):

@@ -1,3 +1,4 @@
 #!/bin/sh
-# Stands for the host compiler of nvcc, and takes half of its time: these arguments come last.
+# nvcc calls this as its host compiler. The last level of optimisation wins, and without any a source
+# takes a quarter to a third less CPU time.
 exec gcc "$@" -O0

@@ -1,5 +1,5 @@
 """The index arithmetic of wgrad's tiles, walked on the host: every element of a destination is added
-to once, by the product it stands for, and nothing beside it. And when its sums are fetched.
+to once, by the product it stands for, and nothing beside it. The last test has the rule for fetched sums.
 """
 
 from __future__ import annotations

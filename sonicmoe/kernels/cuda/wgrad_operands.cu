@@ -11,9 +11,9 @@
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
 // 8-byte pieces into whole lines of a column.
 //
-// CTAs take tiles one below the other at the same time. Their 128-byte pieces of a column of codes
-// are neighbours in memory then, which memory writes faster than pieces far apart, and the tokens
-// of a few columns of tiles, which K experts read, stay in L2.
+// CTAs take tiles one below the other at the same time. So their 128-byte pieces of a column of
+// codes are neighbours in memory, and at any time K experts read the tokens of a few columns of
+// tiles alone, which L2 can hold.
 #include <algorithm>
 #include <type_traits>
 
