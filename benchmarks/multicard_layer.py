@@ -1,13 +1,10 @@
-"""One MoE layer over the ranks of a host, for `multicard_smoke.py`: checks against one rank alone,
-and times by stage.
-"""
+"""One MoE layer over the ranks of a host, for `multicard_smoke.py`: checks against one rank alone."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +28,6 @@ PRECISIONS = {
 TRAVELS_IN_FP8 = ("fp8-dispatch",)  # both ways to the experts: x, and dout
 POISON_BYTES = 1 << 30
 CHECKED_SHARE = 8
-WARM_UPS = 3
-SHARES = {
-    "dispatch": ("dispatch", "dx_combine"),
-    "expert": ("expert", "expert_backward"),
-    "combine": ("combine", "dout_dispatch"),
-}
 
 
 @dataclass(frozen=True)
@@ -162,113 +153,6 @@ class World:
             ),
         }
 
-    def measure(
-        self, dispatchers: Mapping[str, Dispatcher], precision: str, repeats: int
-    ) -> dict[str, dict[str, float]]:
-        """Milliseconds of forward and backward of each dispatcher, medians over repetitions in which
-        they take turns: by stage, and of the whole layer with and without split_wgrad.
-
-        The combine of dx is the backward of dispatch: what `split_wgrad` can hide of it is
-        `hidden_ms`.
-        """
-        batch = self._batch(self.sizes, self.rank)
-        nodes = {name: self._node(each, precision) for name, each in dispatchers.items()}
-        stages: dict[str, list[dict[str, float]]] = {name: [] for name in dispatchers}
-        for _ in range(repeats + WARM_UPS):
-            for name, dispatcher in dispatchers.items():
-                stages[name].append(self._staged(dispatcher, nodes[name], batch, precision))
-        del nodes
-        whole = self._whole_and_split(dispatchers, precision, batch, repeats)
-        return {name: self._figures(stages[name][WARM_UPS:], *whole[name]) for name in dispatchers}
-
-    def _figures(
-        self, stages: list[dict[str, float]], whole: float, split: float
-    ) -> dict[str, float]:
-        medians = {name: _median([stage[name] for stage in stages]) for name in stages[0]}
-        total = sum(medians.values())
-        shares = {
-            name: sum(medians[part] for part in parts) / total for name, parts in SHARES.items()
-        }
-        return {
-            **{f"{name}_ms": value for name, value in medians.items()},
-            **{f"{name}_share": value for name, value in shares.items()},
-            "total_ms": total,
-            "whole_wgrad_ms": whole,
-            "split_wgrad_ms": split,
-            "hidden_ms": whole - split,
-            "tokens_per_s": 1e3 * self.sizes.tokens / whole,
-            "split_tokens_per_s": 1e3 * self.sizes.tokens / split,
-        }
-
-    def _staged(
-        self, dispatcher: Dispatcher, node: SonicMoEMlpNode, batch: Batch, precision: str
-    ) -> dict[str, float]:
-        """One forward and backward with the stages cut apart."""
-        spent: dict[str, float] = {}
-        x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
-        with self._timed(spent, "dispatch"):
-            received = _dispatched(dispatcher, x, batch.ids, weights, precision)
-        # The tensor that gets the gradient of the tokens: themselves, unless they came in FP8.
-        arrived = received.x if received.dx_to is None else received.dx_to
-        tokens, probs = arrived.detach().requires_grad_(), received.probs.detach().requires_grad_()
-        cut = received._replace(probs=probs)
-        cut = cut._replace(x=tokens) if received.dx_to is None else cut._replace(dx_to=tokens)
-        with self._timed(spent, "expert"):
-            out = _experts(node, cut)
-        rows = out.detach().requires_grad_()
-        with self._timed(spent, "combine"):
-            y = dispatcher.combine(rows, received.handle)
-        with self._timed(spent, "dout_dispatch"):
-            # Not `rows.grad`: a leaf would copy what stands for a gradient that came in FP8.
-            (dout,) = torch.autograd.grad(y, rows, batch.dout)
-        with self._timed(spent, "expert_backward"):
-            out.backward(dout)
-        with self._timed(spent, "dx_combine"):
-            torch.autograd.backward([arrived, received.probs], [tokens.grad, probs.grad])
-        node.step()
-        return spent
-
-    def _whole_and_split(
-        self, dispatchers: Mapping[str, Dispatcher], precision: str, batch: Batch, repeats: int
-    ) -> dict[str, tuple[float, float]]:
-        """Median milliseconds of forward, backward and every weight gradient without and with
-        `split_wgrad`, by dispatcher, measured in turn.
-        """
-        nodes = {
-            (name, split): self._node(dispatcher, precision, split)
-            for name, dispatcher in dispatchers.items()
-            for split in (False, True)
-        }
-        times: dict[tuple[str, bool], list[float]] = {key: [] for key in nodes}
-        for _ in range(repeats + WARM_UPS):
-            for (name, split), node in nodes.items():
-                dispatcher = dispatchers[name]
-                x, weights = (
-                    batch.x.clone().requires_grad_(),
-                    batch.weights.clone().requires_grad_(),
-                )
-                spent: dict[str, float] = {}
-                with self._timed(spent, "layer"):
-                    y = self._forward(dispatcher, node, x, batch.ids, weights, precision)
-                    y.backward(batch.dout)
-                    node.finish_wgrad()
-                node.step()
-                times[name, split].append(spent["layer"])
-        medians = {key: _median(each[WARM_UPS:]) for key, each in times.items()}
-        return {name: (medians[name, False], medians[name, True]) for name in dispatchers}
-
-    @contextmanager
-    def _timed(self, spent: dict[str, float], name: str) -> Iterator[None]:
-        """Notes the device's milliseconds; ranks start together."""
-        self.meet()
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-        started = time.perf_counter()
-        yield
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-        spent[name] = 1e3 * (time.perf_counter() - started)
-
     def _run(self, dispatcher: Dispatcher, batch: Batch, precision: str) -> dict[str, Tensor]:
         """y, dx, dweights of the rank's tokens and the gradients of its experts."""
         node = self._node(dispatcher, precision)
@@ -323,7 +207,7 @@ class World:
         dist.all_gather(pieces, padded, group=self.group)
         return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
-    def _node(self, dispatcher: Dispatcher, precision: str, split: bool = False) -> SonicMoEMlpNode:
+    def _node(self, dispatcher: Dispatcher, precision: str) -> SonicMoEMlpNode:
         count = dispatcher.num_local_experts
         first = self.rank * count if count < self.sizes.experts else 0
         experts = [self._expert(expert) for expert in range(first, first + count)]
@@ -338,7 +222,6 @@ class World:
             self.sizes.hidden,
             self.sizes.intermediate,
             config=config,
-            split_wgrad=split,
         )
 
     def _config(self, precision: str) -> SonicMoEConfig:
@@ -423,7 +306,3 @@ def _grad(leaf: Tensor) -> Tensor:
 def _relative(actual: Tensor, wanted: Tensor) -> float:
     actual, wanted = actual.double(), wanted.double()
     return float((actual - wanted).norm() / wanted.norm().clamp_min(1e-30))
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -102,23 +102,6 @@ class Report:
             if not found:
                 self._say(f"{where}: the same bits without waiting for counts")
 
-    def times(self, dispatcher: str, precision: str, found: dict[str, float]) -> None:
-        """Where the time went; of a layer that was checked."""
-        where = {"dispatcher": dispatcher, "precision": precision}
-        checked = [each for each in self.figures["layers"] if where.items() <= each.items()]
-        checked[-1]["times"] = found
-        shares = "  ".join(
-            f"{n} {100 * found[f'{n}_share']:.0f} %" for n in ("dispatch", "expert", "combine")
-        )
-        self._say(
-            f"{dispatcher}, {precision}: {found['tokens_per_s']:,.0f} tokens/s a rank, forward and backward "
-            f"{found['whole_wgrad_ms']:.2f} ms; stages cut apart {found['total_ms']:.2f} ms: {shares}"
-        )
-        self._say(
-            f"{dispatcher}, {precision}: split_wgrad {found['split_tokens_per_s']:,.0f} tokens/s, {found['split_wgrad_ms']:.2f} ms: hides "
-            f"{found['hidden_ms']:.2f} ms of the combine of dx, {found['dx_combine_ms']:.2f} ms"
-        )
-
     def training(self, losses: dict[str, float], unmoved: int, differing: int) -> None:
         """A short run: final losses, parameters that did not train, replicated ones that are not
         the same on all ranks.
@@ -170,7 +153,7 @@ def run(arguments: Namespace, report: Report) -> None:
     report.fact("kernels compiled or cached by rank 0", len(world.warm_up(tuple(needed))))
     with world.nothing_compiles():
         for kind in arguments.dispatchers:
-            measure_layers(arguments, report, world, kind)
+            check_layers(arguments, report, world, kind)
         if arguments.steps:
             report.enter("training")
             train(arguments.steps, parallel, report)
@@ -180,9 +163,9 @@ def run(arguments: Namespace, report: Report) -> None:
     report.enter("done")
 
 
-def measure_layers(arguments: Namespace, report: Report, world: World, kind: str) -> None:
-    """Check and time one dispatcher in every precision, beside the same one that does not wait for
-    counts where that is asked for.
+def check_layers(arguments: Namespace, report: Report, world: World, kind: str) -> None:
+    """Check one dispatcher in every precision, beside the same one that does not wait for counts where
+    that is asked for.
     """
     report.enter(f"{kind}: making the dispatcher")
     dispatcher, why = world.dispatcher(kind)
@@ -203,10 +186,6 @@ def measure_layers(arguments: Namespace, report: Report, world: World, kind: str
         if len(dispatchers) > 1:
             differences = world.differences(*dispatchers.values(), precision)
             report.same_bits(dispatcher.name, precision, differences)
-        report.enter(f"{kind}, {precision}: times")
-        times = world.measure(dispatchers, precision, arguments.repeats)
-        for name, found in times.items():
-            report.times(name, precision, found)
 
 
 def train(steps: int, parallel: Parallel, report: Report) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Expert parallelism over the ranks of one host: is it right, and where does the time go?
+"""Expert parallelism over the ranks of one host: is it right? `ep_bench.py` says how long it takes.
 
     benchmarks/multicard_smoke.py               # 2 GPUs where there are 2, NCCL and DeepEP; else the same program over gloo, small
     benchmarks/multicard_smoke.py --device cpu  # the same program over gloo: is the program itself right?
@@ -10,9 +10,9 @@ layer on everybody's tokens alone: outputs and all gradients must agree within r
 NaN when fresh memory is full of it, and repeat bit for bit; once with tokens everywhere, once with
 a rank that has none and an expert that gets none. A short training run must reach the loss of one
 rank, and leave all ranks with the same weights. Kernels are compiled by rank 0 once, into a cache
-that all ranks then read. With `--no-wait` the same layer also runs without waiting for counts: it
-must give the same bits, and the two are timed in turn. Exit code 0 when everything held, 1 when not, 2 when there are too few
-GPUs. `--json` prints the figures as one line on stdout, also
+that all ranks then read. With `--no-wait` the same layer also runs without waiting for counts, and
+must give the same bits. Exit code 0 when everything held, 1 when not, 2 when there are too few GPUs.
+`--json` prints the figures as one line on stdout, also
 when ranks failed, died or were stopped: they are then what was found until there.
 """
 
@@ -36,15 +36,13 @@ DISPATCHERS = ("collective", "deepep")
 # Of the experts, with rows between ranks in bf16; "fp8-dispatch": FP8, and tokens and gradients
 # travel to the experts in FP8 too.
 PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
-# Sizes of the layer on GPUs and on CPUs: what is timed on a CPU says nothing, so it is only big
-# enough to be checked.
+# Sizes of the layer on GPUs and on CPUs.
 DEFAULTS = {
-    "tokens": (8192, 128, "tokens per rank, of the timed runs; checks take an eighth"),
+    "tokens": (8192, 128, "tokens per rank; a layer takes an eighth"),
     "hidden": (3072, 64, "H"),
     "intermediate": (1536, 32, "I"),
     "experts": (16, 8, "of all ranks"),
     "topk": (8, 2, "K"),
-    "repeats": (10, 1, "timed repetitions"),
     "steps": (20, 10, "training steps; 0: none"),
 }
 TOO_FEW_GPUS = 2
@@ -94,8 +92,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-wait",
         action="store_true",
-        help="also run every dispatcher with wait_for_counts=False: its bits must be those of the one that waits, and "
-        "the two are timed in turn (the training run waits)",
+        help="also run every dispatcher with wait_for_counts=False: its bits must be those of the one that waits "
+        "(the training run waits)",
     )
     parser.add_argument(
         "--cache",

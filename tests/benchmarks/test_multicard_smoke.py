@@ -1,4 +1,4 @@
-"""The program for several GPUs, tried over gloo: what it measures."""
+"""The program for several GPUs, tried over gloo: what it checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from worlds import ROOT, environment
 
 SMOKE = ROOT / "benchmarks" / "multicard_smoke.py"
-SIZES = {"tokens": 128, "hidden": 64, "intermediate": 32, "experts": 4, "topk": 2, "repeats": 1}
+SIZES = {"tokens": 128, "hidden": 64, "intermediate": 32, "experts": 4, "topk": 2}
 OPTIONS = ["--device=cpu", "--precisions", "fp8", *(f"--{n}={size}" for n, size in SIZES.items())]
 
 
@@ -20,7 +20,7 @@ def run(*more):
 
 
 @pytest.fixture(scope="module")
-def measured():
+def checked():
     """Figures and words of a whole run: both ways that tokens travel, and both of waiting."""
     options = ["--precisions", "fp8-dispatch", "fp8", "--hidden", "256", "--no-wait"]
     code, figures, said = run("--steps", "4", *options)
@@ -29,32 +29,27 @@ def measured():
 
 
 @pytest.mark.trained
-def test_runs_over_gloo_and_reports(measured):
-    figures, _ = measured
+def test_runs_over_gloo_and_reports(checked):
+    figures, _ = checked
     assert figures["failures"] == [] and figures["skipped"] == {"deepep": "DeepEP needs GPUs"}
     for layer in figures["layers"]:
         for case in ("even", "idle_rank"):
             errors = layer[case]["errors"]
             assert set(errors) == {"y", "dx", "dweights", "up_gate", "down"} and errors["y"] > 0
-        times = layer["times"]
-        shares = [times[f"{stage}_share"] for stage in ("dispatch", "expert", "combine")]
-        assert sum(shares) == pytest.approx(1)
-        assert min(times["tokens_per_s"], times["split_tokens_per_s"], times["dx_combine_ms"]) > 0
     for name in ("unmoved_parameters", "differing_parameters", "failed_ranks"):
         assert figures[name] == 0
     # 1e-5 to 2.7e-5 over 6 seeds.
     assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
 
 
-def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts(measured):
-    figures, said = measured
+def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts(checked):
+    figures, said = checked
     layers = {(layer["dispatcher"], layer["precision"]): layer for layer in figures["layers"]}
     gloo = "torch.distributed (gloo)"
     names = (gloo, f"{gloo}, not waiting")
     assert list(layers) == [(n, precision) for precision in ("fp8-dispatch", "fp8") for n in names]
-    assert all(layer["times"]["dout_dispatch_ms"] > 0 for layer in layers.values())
     for precision in ("fp8-dispatch", "fp8"):
         waiting, blind = (layers[name, precision] for name in names)
-        assert waiting["times"] is not blind["times"] and waiting["even"] == blind["even"]
+        assert waiting["even"] == blind["even"]
     for case in ("even", "idle_rank"):
         assert f"{gloo}, fp8, {case}: the same bits without waiting for counts" in said

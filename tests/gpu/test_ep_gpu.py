@@ -26,9 +26,8 @@ from sonicmoe.jit.cache import default_cache
 PRECISIONS = ("fp8", "bf16", "fp8-dispatch")
 OPTIONS = [
     *("--json", "--device=cuda", "--no-wait", "--tokens=4096", "--hidden=1024"),
-    *("--intermediate=512", "--experts=16", "--topk=4", "--repeats=5", "--steps=20"),
+    *("--intermediate=512", "--experts=16", "--topk=4", "--steps=20"),
 ]
-STAGES = ("dispatch", "expert", "combine")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -74,9 +73,6 @@ def test_layer_equals_one_gpu(smoke, dispatcher, kind):
             assert set(case["errors"]) == {"y", "dx", "dweights", "up_gate", "down"}
             assert case["finite"]
             assert case["poison_changes_nothing"] and case["repeats_bit_identical"]
-        times = layer["times"]
-        assert times["tokens_per_s"] > 0
-        assert sum(times[f"{stage}_share"] for stage in STAGES) == pytest.approx(1)
 
 
 @cache

@@ -1,0 +1,374 @@
+#!/usr/bin/env python3
+"""One MoE layer under expert parallelism, forward and backward: as trainers run it, and as this
+package does, in turn within one process group.
+
+    benchmarks/ep_bench.py                        # all GPUs of this host, three shapes
+    torchrun --nproc-per-node 4 benchmarks/ep_bench.py --T 4096 --T 16384 --json a.json
+    benchmarks/ep_bench.py --quick                # tiny, two ranks over gloo: is the program right?
+
+| contestant | what it does |
+|---|---|
+| all-to-all | sorts slots by expert, waits for counts, sends a row a slot, permutes for compiled grouped_mm, and back; bf16 `.grad` |
+| MinimalAsyncEP | torchtitan's dispatcher over symmetric memory with the same experts, where torchtitan is installed |
+| KIND, waiting | `make_dispatcher(kind=KIND)`, `SonicMoEMlpNode` with fp32 `main_grad`; the host waits for counts |
+| KIND, no wait | the same with `wait_for_counts=False`; with `max_load` where a line says "load" |
+| experts alone | rows are there already |
+| bytes alone | all tokens to all ranks once: a layer has four such exchanges, two there and two back |
+
+| figure | what |
+|---|---|
+| ms | wall time of a call, in rows of four behind an untimed one: median of rounds of the slowest rank |
+| idle | ms of a call in which this rank's GPU ran nothing (`--trace`) |
+| peak | MiB of a call above what lies there before it, of the rank with most |
+| held | MiB outside PyTorch's allocator, until it was warm: symmetric memory, buffers of libraries, code of kernels |
+| error | relative L2 from the first contestant, the largest of y, dx, dprobs and weight gradients |
+
+`fp8-rows` sends tokens and gradients to the experts in FP8 too. FP8 quantises the weights anew in
+every call, as a training does without accumulation, and with `--accumulate 4` in every fourth.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from ep_contestants import (
+    PRECISIONS,
+    Contestant,
+    Layer,
+    OurExperts,
+    Shape,
+    all_to_all,
+    dispatchers,
+    gather_alone,
+    minimal_async_ep,
+    our_layer,
+    ours_alone,
+    push_alone,
+    stock_alone,
+)
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.bench.runner import machine
+from sonicmoe.bench.timing import trace_of
+from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
+from sonicmoe.errors import SonicMoEError
+from sonicmoe.jit_warmup import warmup_jit
+
+# Qwen3-30B-A3B's experts twice, and wide ones.
+SHAPES = {"T": (8192, 16384, 8192), "H": (2048, 2048, 3072), "I": (768, 768, 1536),
+          "E": (128, 128, 16), "K": (8, 8, 8)}  # fmt: skip
+TINY = {"T": (64,), "H": (256,), "I": (128,), "E": (8,), "K": (2,)}
+CALLS, WARM_UPS, KERNELS = 4, 3, 14
+MIB = 1 << 20
+T = TypeVar("T")
+HEADS = ("contestant", "ms", "of the first", "idle", "peak", "held", "error")
+
+
+def shapes_of(given: dict[str, tuple[int, ...]], ranks: int) -> list[Shape]:
+    """One shape for each place of the options; an option that was given once counts for all."""
+    count = max(len(values) for values in given.values())
+    for name, values in given.items():
+        if len(values) not in (1, count):
+            raise click.UsageError(f"--{name} is given {len(values)} times; needed: 1 or {count}")
+    each = {name: values * (count if len(values) == 1 else 1) for name, values in given.items()}
+    shapes = [Shape(*sizes) for sizes in zip(*(each[name] for name in Shape._fields), strict=True)]
+    for shape in shapes:
+        if shape.E % ranks or shape.K > shape.E:
+            raise click.UsageError(f"{ranks} ranks and {shape.K} slots do not suit --E {shape.E}")
+    return shapes
+
+
+class Ranks:
+    """What the ranks do together; figures are those of the first."""
+
+    def __init__(self, device: torch.device, said: Callable[[str], None]) -> None:
+        self.device, self.say, self.skipped = device, said, dict[str, str]()
+
+    def wait(self) -> None:
+        """Let this rank's device finish."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.wait()
+        dist.barrier()
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Of all ranks, place by place."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return mine.tolist()  # type: ignore[no-any-return]
+
+    def taken_outside(self) -> float:
+        """MiB of this GPU that PyTorch's allocator does not hold."""
+        if self.device.type != "cuda":
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        return (total - free - torch.cuda.memory_reserved()) / MIB
+
+    def tried(self, name: str, make: Callable[[], T]) -> T | None:
+        """What `make` returns; None where any rank cannot make it, with the reason."""
+        found, why = None, ""
+        try:
+            found = make()
+        except (ImportError, RuntimeError, ValueError, SonicMoEError) as error:
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if not self.largest([float(found is None)])[0]:
+            return found
+        self.skipped[name] = why or "another rank cannot"
+        self.say(f"skipped: {name}: {self.skipped[name]}")
+        return None
+
+    def warmed_up(self, contestant: Contestant, before: float) -> Contestant:
+        """The contestant, which may have taken memory outside since `before`."""
+        for _ in range(WARM_UPS):
+            contestant.call()
+        self.wait()
+        contestant.figures["held"] = self.taken_outside() - before
+        return contestant
+
+    def timed(self, contestant: Contestant) -> None:
+        """One round."""
+        contestant.call()
+        self.meet()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            contestant.call()
+        self.wait()
+        contestant.walls.append(1e3 * (time.perf_counter() - begin) / CALLS)
+
+    def peak(self, contestant: Contestant) -> float:
+        """MiB above what lies there."""
+        if self.device.type != "cuda":
+            return 0.0
+        contestant.call()
+        self.wait()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        contestant.call()
+        self.wait()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+
+    def traced(self, contestant: Contestant) -> dict[str, Any]:
+        """ms of a call without a kernel, and us of a call by kernel, on this rank's GPU."""
+        contestant.call()
+        self.meet()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(CALLS):
+                contestant.call()
+            self.wait()
+        kernels = kernels_of(trace_of(profiler))
+        if not kernels:  # a CPU, or nobody may profile
+            return {}
+        span = max(k.start + k.us for k in kernels) - kernels[0].start
+        named: dict[str, float] = {}
+        for name, us in total_us(kernels, "name", CALLS).items():
+            named[short_name(name)] = named.get(short_name(name), 0.0) + us
+        return {"idle": (span - covered_us(kernels)) / CALLS / 1e3, "kernels": named}
+
+
+def contestants(
+    layer: Layer, ranks: Ranks, precisions: tuple[str, ...], split: bool, accumulate: int,
+    max_load: float,
+) -> Iterator[Contestant]:  # fmt: skip
+    """All that can be made here, warmed up."""
+
+    def made(name: str, make: Callable[[], Contestant]) -> Iterator[Contestant]:
+        before = ranks.taken_outside()
+        found = ranks.tried(name, make)
+        if found is not None:
+            yield ranks.warmed_up(found, before)
+
+    yield from made("all-to-all", lambda: all_to_all(layer))
+    yield from made("MinimalAsyncEP", lambda: minimal_async_ep(layer))
+    yield from made("experts alone, grouped_mm", lambda: stock_alone(layer))
+    experts = {
+        (name, late): OurExperts(layer, name, late, accumulate)
+        for name in precisions
+        for late in (False, True)[: 1 + split]
+    }
+    for name, make in dispatchers(layer, max_load):
+        before = ranks.taken_outside()
+        dispatcher = ranks.tried(name, make)
+        if dispatcher is None:
+            continue
+        for (precision, late), own in experts.items():
+            whole = f"{name}, {precision}{', split_wgrad' if late else ''}"
+            given = dispatcher, precision, own
+            yield ranks.warmed_up(our_layer(layer, whole, *given), before)
+            before = ranks.taken_outside()
+            if name == "collective, waiting" and not late and precision != "fp8-rows":
+                yield ranks.warmed_up(ours_alone(layer, *given), before)
+    yield from made("bytes alone, all-gather", lambda: gather_alone(layer))
+    yield from made("bytes alone, push and barrier", lambda: push_alone(layer))
+
+
+def errors_of(found: list[Contestant], ranks: Ranks) -> None:
+    """Largest relative L2 from the first contestant."""
+    wanted: dict[str, torch.Tensor] = {}
+    for each in found:
+        if each.results is None:
+            continue
+        each.call()
+        results = each.results()
+        wanted = wanted or results
+        distances = [_relative(results[name], wanted[name]) for name in wanted]
+        each.figures["errors"] = dict(zip(wanted, ranks.largest(distances), strict=True))
+        each.figures["error"] = max(each.figures["errors"].values())
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    # In fp32, because large weight gradients in fp64 would not fit.
+    difference = (found.float() - wanted.float()).norm()
+    return float(difference / wanted.float().norm().clamp_min(1e-30))
+
+
+def measure(
+    shape: Shape, ranks: Ranks, rounds: int, with_trace: bool, **options: Any
+) -> list[Contestant]:
+    """All contestants on one shape."""
+    layer = Layer(shape, ranks.device)
+    found = list(contestants(layer, ranks, **options))
+    errors_of(found, ranks)
+    for _ in range(rounds):
+        for contestant in found:
+            ranks.timed(contestant)
+    for contestant in found:
+        contestant.figures["ms"] = statistics.median(ranks.largest(contestant.walls))
+        held = contestant.figures["held"]
+        peaks = ranks.largest([ranks.peak(contestant), held])
+        contestant.figures.update(zip(("peak", "held"), peaks, strict=True))
+        if with_trace:
+            contestant.figures.update(ranks.traced(contestant))
+    return found
+
+
+def table(found: list[Contestant], on_gpu: bool) -> Iterator[str]:
+    """Markdown."""
+    yield f"| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}"
+    first = found[0].figures["ms"]
+    for each in found:
+        figures = each.figures
+        is_layer = "error" in figures
+        cells = (
+            *(each.name, f"{figures['ms']:.2f}"),
+            f"{first / figures['ms']:.2f}x" if is_layer else "–",
+            f"{figures['idle']:.2f}" if "idle" in figures else "–",
+            *(f"{figures[name]:.0f}" if on_gpu else "–" for name in ("peak", "held")),
+            f"{100 * figures['error']:.2f} %" if is_layer else "–",
+        )
+        yield f"| {' | '.join(cells)} |"
+    for each in found:
+        if kernels := each.figures.get("kernels"):
+            yield f"\n{each.name}: us of a call by kernel, of {sum(kernels.values()):.0f}"
+            yield from (f"  {us:8.0f}  {name}" for name, us in list(kernels.items())[:KERNELS])
+
+
+def run_rank(
+    rank: int, port: int | None, size: int, shapes: list[Shape], quick: bool,
+    json_file: Path | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """One rank's part of everything; `port` is None where torchrun has set the variables."""
+    if port is not None:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
+        given = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({name: str(value) for name, value in given.items()})
+    device = torch.device("cpu" if quick else f"cuda:{os.environ['LOCAL_RANK']}")
+    if quick:
+        torch.set_num_threads(1)  # ranks that share cores wait for each other's threads
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if quick else "nccl", device_id=None if quick else device)
+    ranks = Ranks(device, click.echo if rank == 0 else lambda _: None)
+    written: list[dict[str, Any]] = []
+    ranks.say(f"{size} ranks, {machine()}")
+    for shape in shapes:
+        ranks.say(f"\n{', '.join(f'{n}={size}' for n, size in shape._asdict().items())}\n")
+        if rank == 0 and not quick:
+            warm_up(shape, size, device, options["precisions"])
+        ranks.meet()
+        found = measure(shape, ranks, **options)
+        ranks.say("\n".join(table(found, not quick)))
+        rows = [{"name": each.name, "walls": each.walls, **each.figures} for each in found]
+        written.append({"shape": shape._asdict(), "skipped": ranks.skipped, "rows": rows})
+        # After every shape: a later one may not fit.
+        if json_file is not None and rank == 0:
+            figures = {"machine": machine(), "ranks": size, "options": options, "shapes": written}
+            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        del found
+        torch._dynamo.reset()
+        gc.collect()
+        ranks.skipped = {}
+        if not quick:
+            torch.cuda.empty_cache()
+    ranks.meet()
+    dist.destroy_process_group()
+
+
+def warm_up(shape: Shape, ranks: int, device: torch.device, precisions: tuple[str, ...]) -> None:
+    """Compile our kernels once, into the cache that all ranks read."""
+    for mode, engine in sorted({PRECISIONS[name][:2] for name in precisions}):
+        config = SonicMoEConfig(fp8_mode=mode, engine=engine)
+        warmup_jit(shape.E // ranks, shape.H, shape.I, str(device), config=config)
+
+
+def sizes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--T, --H, --I, --E and --K."""
+    texts = ("tokens of a rank", "hidden", "intermediate", "experts of all ranks", "slots")
+    for name, text in reversed(list(zip(Shape._fields, texts, strict=True))):
+        kind = {"type": click.IntRange(1), "multiple": True}
+        words = f"{text}; several times for several shapes."
+        command = click.option(f"--{name}", name, help=words, **kind)(command)  # type: ignore[arg-type]
+    return command
+
+
+@click.command(help=__doc__)
+@sizes_options
+@click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)),
+              default=tuple(PRECISIONS), show_default=True)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--accumulate", type=click.Choice((1, 2, CALLS)), default=1, show_default=True,
+              help="Calls between two optimizer steps.")  # fmt: skip
+@click.option("--split", is_flag=True, help="Also with split_wgrad.")
+@click.option("--max-load", default=1.5, show_default=True, help="Of the ways with a bound.")
+@click.option("--trace", "with_trace", is_flag=True, help="Kernels, and time without any.")
+@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+def main(ranks: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
+    """Start the ranks, or be one of torchrun's."""
+    if not quick and not torch.cuda.is_available():
+        raise click.ClickException("this needs GPUs, or --quick")
+    usual = TINY if quick else SHAPES
+    given = {name: options.pop(name) or usual[name] for name in Shape._fields}
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ["WORLD_SIZE"]) if launched else ranks
+    size = size or (2 if quick else torch.cuda.device_count())
+    common = size, shapes_of(given, size), quick, json_file, options
+    if launched:
+        run_rank(int(os.environ["RANK"]), None, *common)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (port, *common), nprocs=size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""One layer under expert parallelism in every way that `ep_bench.py` measures.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K slots, W ranks,
+L = E / W experts of a rank, R rows received.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import Dispatched, Dispatcher, make_dispatcher
+from sonicmoe.ep.select import KINDS
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+
+Tensor = torch.Tensor
+# FP8 mode, the engine that a GPU must run it on, and whether rows travel in FP8 to the experts.
+PRECISIONS = {
+    "bf16": ("off", "bf16", False),
+    "fp8": ("perf", "hopper", False),
+    "fp8-rows": ("perf", "hopper", True),
+}
+# Public since PyTorch 2.10.
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+# Its name before PyTorch 2.13.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Shape(NamedTuple):
+    """T is per rank, E of all ranks."""
+
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+
+
+@dataclass
+class Contestant:
+    """One way to run the layer, and what was found about it.
+
+    call: one forward and backward. results: of the last call, y, dx, dprobs, dw1 `[L, 2I, H]` (gate
+    first) and dw2; None where there are none.
+    """
+
+    name: str
+    call: Callable[[], None]
+    results: Callable[[], dict[str, Tensor]] | None = None
+    walls: list[float] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Layer:
+    """This rank's tokens, routes and experts."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        """Every rank draws its own tokens, and routes them evenly and at random."""
+        self.shape, self.device = shape, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.local = shape.E // self.ranks
+        generator = torch.Generator(device).manual_seed(self.rank)
+
+        def normal(*sizes: int, std: float = 1.0) -> Tensor:
+            drawn = torch.randn(sizes, generator=generator, device=device).mul_(std)
+            return drawn.to(torch.bfloat16)
+
+        self.x = normal(shape.T, shape.H).requires_grad_()
+        self.dout = normal(shape.T, shape.H)
+        scores = torch.rand(shape.T, shape.E, generator=generator, device=device)
+        chosen, self.ids = scores.topk(shape.K, 1)
+        self.probs = torch.softmax(chosen, 1).requires_grad_()
+        self.counts = torch.bincount(self.ids.reshape(-1), minlength=shape.E)
+        up = normal(self.local, 2 * shape.I, shape.H, std=shape.H**-0.5)
+        down = normal(self.local, shape.H, shape.I, std=shape.I**-0.5)
+        self.weights = up.requires_grad_(), down.requires_grad_()
+        self.y = self.x
+
+    def run(self, layer: Callable[[], Tensor]) -> None:
+        """Forward and backward; gradients of the call before are dropped first."""
+        for leaf in (self.x, self.probs, *self.weights):
+            leaf.grad = None
+        y = layer()
+        y.backward(self.dout)
+        self.y = y.detach()
+
+    def results(self, dw1: Tensor | None, dw2: Tensor | None) -> dict[str, Tensor]:
+        """Of the last `run`, with these weight gradients."""
+        found = {"y": self.y, "dx": self.x.grad, "dprobs": self.probs.grad, "dw1": dw1, "dw2": dw2}
+        return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+    def peer(self, name: str, layer: Callable[[], Tensor]) -> Contestant:
+        """A way that writes bf16 `.grad`."""
+        weights = self.weights
+        return Contestant(
+            name, lambda: self.run(layer), lambda: self.results(*[w.grad for w in weights])
+        )
+
+
+# -- as trainers run it -------------------------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows between ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        ctx.way_back = arriving, leaving
+        return exchanged(rows, leaving, arriving)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return exchanged(gradient.contiguous(), *ctx.way_back), None, None
+
+
+def exchanged(rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+    """Rows in rank order, exchanged with all ranks."""
+    arrived = rows.new_empty(sum(arriving), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, arriving, leaving)
+    return arrived
+
+
+def compiled_experts(device: torch.device) -> Callable[..., Tensor]:
+    """Stock experts on rows in expert order; a CPU, which checks the program, generates no code."""
+
+    def experts(rows: Tensor, offsets: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate, value = grouped_mm(rows, up.transpose(1, 2), offs=offsets).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate) * value
+        return grouped_mm(hidden, down.transpose(1, 2), offs=offsets)
+
+    backend = "inductor" if device.type == "cuda" else "eager"
+    return torch.compile(experts, backend=backend, dynamic=True)
+
+
+def all_to_all(layer: Layer) -> Contestant:
+    """Sort by expert, exchange counts and wait for them, a row a slot, experts, and back."""
+    experts, table = compiled_experts(layer.device), (layer.ranks, layer.local)
+
+    def forward() -> Tensor:
+        order = torch.argsort(layer.ids.reshape(-1), stable=True)
+        token = order // layer.shape.K
+        slots = layer.x[token]
+        # A line of counts for each rank on the other side.
+        arriving = torch.empty_like(layer.counts)
+        dist.all_to_all_single(arriving, layer.counts)
+        arriving = arriving.view(table)
+        lines = torch.stack([layer.counts.view(table), arriving])
+        sizes = lines.sum(2).tolist()  # here the host waits
+        rows = _Exchange.apply(slots, *sizes)
+        expert = torch.arange(layer.local, device=rows.device).repeat(layer.ranks)
+        of_row = torch.repeat_interleave(expert, arriving.flatten(), output_size=rows.shape[0])
+        permuted = torch.argsort(of_row, stable=True)
+        offsets = arriving.sum(0).cumsum(0).to(torch.int32)
+        out = experts(rows[permuted], offsets, *layer.weights)
+        unpermuted = torch.empty_like(out).index_copy(0, permuted, out)
+        home = _Exchange.apply(unpermuted, *sizes[::-1])
+        scaled = (home.float() * layer.probs.flatten()[order, None]).to(home.dtype)
+        return torch.zeros_like(layer.x).index_add(0, token, scaled)
+
+    return layer.peer("all-to-all", forward)
+
+
+def minimal_async_ep(layer: Layer) -> Contestant:
+    """torchtitan's own dispatcher over symmetric memory, and the same experts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.minimal_async_ep import api
+    from torchtitan.models.common.token_dispatcher import MinimalAsyncEPTokenDispatcher
+
+    shape, experts = layer.shape, compiled_experts(layer.device)
+    api._buffer_state = api._buffer_key = None  # one in a process, of another shape before
+    dispatcher = MinimalAsyncEPTokenDispatcher.Config(
+        num_experts=shape.E,
+        top_k=shape.K,
+        hidden_dim=shape.H,
+        num_max_tokens_per_rank=shape.T,
+        dtype=torch.bfloat16,
+        device=layer.device,
+    ).build()
+    dispatcher.wire_meshes(ep_mesh=init_device_mesh(layer.device.type, (layer.ranks,)))
+
+    def forward() -> Tensor:
+        routed = layer.x, layer.probs, layer.ids, layer.counts
+        rows, counts, metadata = dispatcher.dispatch(*routed)
+        out = experts(rows, counts.cumsum(0).to(torch.int32), *layer.weights)
+        return dispatcher.combine(out, metadata, layer.x)
+
+    return layer.peer("MinimalAsyncEP", forward)
+
+
+# -- ours ---------------------------------------------------------------------------------------
+
+
+class OurExperts:
+    """The node on copies of the layer's weights, with fp32 `main_grad`."""
+
+    def __init__(self, layer: Layer, precision: str, split_wgrad: bool, accumulate: int) -> None:
+        """accumulate: calls between two optimizer steps."""
+        mode, engine, _ = PRECISIONS[precision]
+        up, down = (weight.detach() for weight in layer.weights)
+        turns = up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # gate and up rows in turns
+        self.weights = [torch.nn.Parameter(weight.clone()) for weight in (turns, down)]
+        for weight in self.weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        # By name, because another engine in its place would be timed unnoticed.
+        engine = engine if layer.device.type == "cuda" else "reference"
+        config = SonicMoEConfig(fp8_mode=mode, engine=engine)
+        self._node = SonicMoEMlpNode.from_native(
+            *self.weights, config=config, split_wgrad=split_wgrad
+        )
+        self._accumulate, self._calls = accumulate, 0
+
+    def __call__(self, tokens: Dispatched) -> Tensor:
+        """`[R, H]`."""
+        given = tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs
+        return self._node(*given, tokens.x_scale, tokens.dx_to, tokens.dout_source)
+
+    def end_call(self) -> None:
+        """Behind every backward."""
+        self._calls += 1
+        self._node.finish_wgrad()
+        if self._calls % self._accumulate == 0:
+            self._node.step()  # FP8 quantises the weights anew
+
+    def clear(self) -> None:
+        """Zeros in `main_grad`."""
+        self._node.step()
+        for weight in self.weights:
+            weight.main_grad.zero_()
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """dw1 `[L, 2I, H]` (gate first) and dw2."""
+        self._node.step()
+        up, down = (weight.main_grad for weight in self.weights)
+        return up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), down
+
+
+def our_layer(
+    layer: Layer, name: str, dispatcher: Dispatcher, precision: str, experts: OurExperts
+) -> Contestant:
+    """dispatch, node, combine."""
+    in_fp8 = PRECISIONS[precision][2]
+
+    def forward() -> Tensor:
+        routed = layer.x, layer.ids, layer.probs
+        tokens = dispatcher.dispatch(*routed, fp8=in_fp8, fp8_grad=in_fp8)
+        return dispatcher.combine(experts(tokens), tokens.handle)
+
+    def call() -> None:
+        layer.run(forward)
+        experts.end_call()
+
+    def results() -> dict[str, Tensor]:
+        # Once more, because `main_grad` is the sum of many calls.
+        experts.clear()
+        layer.run(forward)
+        return layer.results(*experts.gradients())
+
+    return Contestant(name, call, results)
+
+
+def dispatchers(layer: Layer, max_load: float) -> Iterator[tuple[str, Callable[[], Dispatcher]]]:
+    """Every transport that `make_dispatcher` offers, waiting for counts and not: its name, and how to
+    make it.
+    """
+    ways: dict[str, dict[str, Any]] = {"waiting": {}, "no wait": {"wait_for_counts": False}}
+    if "max_load" in inspect.signature(make_dispatcher).parameters:
+        ways[f"load {max_load:g}"] = {"wait_for_counts": False, "max_load": max_load}
+    for kind in KINDS:
+        for way, options in ways.items():
+            if kind in ("auto", "local"):
+                continue
+            given = {"kind": kind, "max_tokens": layer.shape.T, **options}
+            yield (
+                f"{kind}, {way}",
+                partial(make_dispatcher, layer.shape.E, dist.group.WORLD, **given),
+            )
+
+
+# -- parts of it --------------------------------------------------------------------------------
+
+
+def stock_alone(layer: Layer) -> Contestant:
+    """Compiled grouped_mm on rows that have arrived and are in expert order."""
+    experts, counts = compiled_experts(layer.device), layer.counts.clone()
+    dist.all_reduce(counts)
+    mine = counts.view(layer.ranks, layer.local)[layer.rank]
+    offsets = mine.cumsum(0).to(torch.int32)
+    rows = torch.randn(int(mine.sum()), layer.shape.H, device=layer.device, dtype=torch.bfloat16)
+    dout = torch.randn_like(rows)
+    rows.requires_grad_()
+
+    def call() -> None:
+        for leaf in (rows, *layer.weights):
+            leaf.grad = None
+        experts(rows, offsets, *layer.weights).backward(dout)
+
+    return Contestant("experts alone, grouped_mm", call)
+
+
+def ours_alone(
+    layer: Layer, dispatcher: Dispatcher, precision: str, experts: OurExperts
+) -> Contestant:
+    """The node on rows that have arrived."""
+    with torch.no_grad():
+        tokens = dispatcher.dispatch(layer.x, layer.ids, layer.probs)
+    rows, probs = tokens.x.clone().requires_grad_(), tokens.probs.clone().requires_grad_()
+    tokens, dout = tokens._replace(x=rows, probs=probs), torch.randn_like(tokens.x)
+
+    def call() -> None:
+        rows.grad = probs.grad = None
+        experts(tokens).backward(dout)
+        experts.end_call()
+
+    return Contestant(f"experts alone, {precision}", call)
+
+
+def gather_alone(layer: Layer) -> Contestant:
+    """All tokens to all ranks by one collective."""
+    x = layer.x.detach()
+    rows = x.new_empty(layer.ranks * x.shape[0], x.shape[1])
+    return Contestant("bytes alone, all-gather", lambda: gather_single(rows, x))
+
+
+def push_alone(layer: Layer) -> Contestant:
+    """All tokens into the memory of all ranks, and a barrier on the device."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    x, group = layer.x.detach(), dist.group.WORLD
+    sizes = (layer.ranks, *x.shape)
+    buffer = symmetric.empty(sizes, dtype=x.dtype, device=layer.device)
+    handle = symmetric.rendezvous(buffer, group=group)
+    places = [handle.get_buffer(rank, sizes, x.dtype)[layer.rank] for rank in range(layer.ranks)]
+
+    def call() -> None:
+        for place in places:
+            place.copy_(x)
+        handle.barrier(channel=0)
+
+    return Contestant("bytes alone, push and barrier", call)
