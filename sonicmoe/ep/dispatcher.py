@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from .. import autograd
 from ..autograd import DifferentiableCall
+from ..borrowed import Borrowed
 from ..errors import ShapeError, expect
 from ..interop import grad_enabled, is_cuda, plain_ops, require_framework_tensor, requires_grad
 from ..quant.format import BlockScaledTensor
@@ -36,7 +37,8 @@ class Route:
     """One dispatch's way there and back.
 
     topk_idx int64 `[T, K]` as sent, indices int64 `[R, K]` as received: the masks of dropped and
-    foreign slots, which are -1 in both. gradient: who is left the gradient that travels in FP8.
+    foreign slots, which are -1 in both. gradient: who is left the gradient that travels in FP8. given:
+    what the caller has of it.
     """
 
     transport: Transport
@@ -44,10 +46,16 @@ class Route:
     topk_idx: Tensor
     indices: Tensor
     gradient: SentGradient | None = None
+    given: Borrowed = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The caller was given `indices`, and may write them."""
+        object.__setattr__(self, "given", Borrowed([("dispatched_indices", self.indices)]))
 
     def dispatch_backward(self, dx: Tensor, dprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the received rows -> gradients of `x [T, H]` and `topk_weights [T, K]`."""
         transport = self.transport
+        self.given.check("a dispatch and its backward")
         if self.gradient is not None:
             self.gradient.check_taken()
         # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold NaN.
@@ -81,6 +89,7 @@ class Route:
         assert not isinstance(rows, BlockScaledTensor)
         if self.transport.exact_rows:
             return rows
+        self.given.check("a dispatch and the backward of its combine")
         # They hold what was in memory, or gradients of other ranks' experts. A GEMM that reads
         # padding would spread a NaN from there.
         return zero_rows_unless((self.indices >= 0).to(torch.int32).sum(1) > 0, rows)

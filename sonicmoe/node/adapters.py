@@ -10,8 +10,7 @@ import torch
 
 from ..engine.interface import PendingWgrad
 from ..engine.low_rank import Adapters
-from ..errors import StaleWeightsError, expect
-from ..interop import plain_ops, requires_grad, writes_of
+from ..interop import plain_ops, requires_grad
 from ..layouts import WeightLayout
 
 Tensor = torch.Tensor
@@ -19,30 +18,25 @@ Tensor = torch.Tensor
 
 class CallAdapters(NamedTuple):
     """given: by the caller, with rows of `up.b` in the order of those of w1, as layout says.
-    factors: of given, all that there are. writes: how often each had been written at the forward.
+    factors: of given, all that there are.
     """
 
     given: Adapters
     layout: WeightLayout
     factors: tuple[Tensor, ...]
-    writes: tuple[int, ...]
 
     @classmethod
     def of(cls, given: Adapters, layout: WeightLayout) -> CallAdapters:
         """layout: of the layer's weights."""
-        factors = _present(given.factors)
         rows = WeightLayout(split_half=layout.split_half)  # b is not transposed as weights may be
-        return cls(given, rows, factors, tuple(map(writes_of, factors)))
+        return cls(given, rows, _present(given.factors))
 
     def native(self) -> Adapters:
         with plain_ops():
             return self.given.native(self.layout)
 
     def gradients(self, pending: PendingWgrad) -> tuple[Tensor | None, ...]:
-        """Of each factor in its dtype. StaleWeightsError: one was written since the forward."""
-        current = tuple(map(writes_of, self.factors)) == self.writes
-        words = "a factor of an adapter was written in place between a forward and its backward"
-        expect(current, StaleWeightsError, f"{words}; needed: factors that stay until then")
+        """Of each factor in its dtype."""
         if pending.adapters is None or not any(map(requires_grad, self.factors)):
             return (None,) * len(self.factors)
         da1, db1, *of_down = pending.adapters()

@@ -14,13 +14,14 @@ docs/parallel.md, "Tokens that arrive in FP8" and "Gradients that arrive in FP8"
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..engine.capabilities import format_problem
 from ..engine.interface import Engine, EngineSettings, Tokens, token_format
-from ..engine.low_rank import Adapters
+from ..engine.low_rank import NAMES_OF_FACTORS, Adapters
 from ..engine.select import announce_gradients
 from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
@@ -129,8 +130,14 @@ class Arrivals(NamedTuple):
         self._check(x, experts, hidden)
         needed = "an Adapters, or None"
         need_type("adapters", self.adapters, (Adapters, type(None)), needed)
+        return (*self._tokens(x), *[tensor for _, tensor in self.borrowed()])
+
+    def borrowed(self) -> Iterator[tuple[str, Tensor]]:
+        """What stands beside the weights, by name: the backward reads it where it lies."""
+        yield from zip(("b1", "b2"), self.biases or (), strict=False)
         factors = () if self.adapters is None else self.adapters.factors
-        return (*self._tokens(x), *(self.biases or ()), *[f for f in factors if f is not None])
+        named = zip(NAMES_OF_FACTORS, factors, strict=False)
+        yield from ((name, factor) for name, factor in named if factor is not None)
 
     def _tokens(self, x: Any) -> tuple[Tensor, ...]:
         if self.is_sorted and self.probs is None:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..borrowed import Borrowed
 from ..config import SonicMoEConfig
 from ..engine.interface import Engine, EngineSettings, PendingWgrad
 from ..errors import LayoutError
@@ -127,13 +128,14 @@ class OfferedWgrad:
         """`pending` is copied, because an engine lets go of operands that it has used up."""
         self._work, self._position = work, position
         self._pending: PendingWgrad | None = copy.copy(pending)
+        self._read = _borrowed(pending)
         self.weight = work.parameters[position]
 
     def __call__(self) -> None:
         """Add the gradient to `main_grad` of the weight.
 
         Raises:
-            RuntimeError: it was added already.
+            RuntimeError: it was added already, or x or dout was written or freed since the backward.
             LayoutError: the weight has no `main_grad` any more.
             OutOfMemoryError: nothing was added, and it may be called again.
         """
@@ -142,6 +144,7 @@ class OfferedWgrad:
                 f"the gradient of expert weight {self._position} was added before; needed: one run "
                 "of each offer"
             )
+        self._read.check(_LATE)
         count = len(self._work.parameters)
         trained = [position == self._position for position in range(count)]
         # Another copy, so that a run that found no memory may be repeated.
@@ -155,7 +158,7 @@ class WgradStore:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[WgradWork, list[bool], PendingWgrad]] = deque()
+        self._waiting: deque[tuple[WgradWork, list[bool], PendingWgrad, Borrowed]] = deque()
 
     def __reduce__(self) -> tuple[type[WgradStore], tuple[()]]:
         """A copy has no backward behind it."""
@@ -163,7 +166,7 @@ class WgradStore:
 
     def put(self, work: WgradWork, trained: Sequence[bool], pending: PendingWgrad) -> None:
         """Keep the gradients of a backward that is over."""
-        self._waiting.append((work, list(trained), pending))
+        self._waiting.append((work, list(trained), pending, _borrowed(pending)))
 
     def run(self) -> None:
         """Add the gradients of the oldest backward that waits, if one does, and give each weight the
@@ -171,7 +174,8 @@ class WgradStore:
         """
         if not self._waiting:
             return
-        work, trained, pending = self._waiting[0]
+        work, trained, pending, read = self._waiting[0]
+        read.check(_LATE)
         # A copy, because an engine lets go of operands that it has used up.
         for weight, gradient in zip(
             work.parameters, work.add(trained, copy.copy(pending)), strict=True
@@ -179,6 +183,15 @@ class WgradStore:
             if gradient is not None:
                 weight.grad = gradient
         self._waiting.popleft()
+
+
+_LATE = "a backward and the addition of its weight gradients, which was put off"
+
+
+def _borrowed(pending: PendingWgrad) -> Borrowed:
+    """The tokens and the gradient of the output, which are the caller's as a rule."""
+    operands = (("x", pending.x), ("dout", pending.dout))
+    return Borrowed((name, part) for name, operand in operands for part in tensors_in(operand))
 
 
 def fire_hooks(weight: Tensor) -> None:

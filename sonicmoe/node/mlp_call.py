@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..autograd import DifferentiableCall
+from ..borrowed import Borrowed
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved, Tokens
 from ..errors import DTypeError, ShapeError, expect
@@ -23,7 +24,6 @@ from ..interop import (
     plain_ops,
     require_framework_tensor,
     requires_grad,
-    writes_of,
 )
 from ..observe import BackwardBegins, BackwardDone, ExpertCall, ForwardDone, emit, is_awaited, stage
 from ..out_of_memory import advising, raise_with_advice
@@ -58,6 +58,7 @@ class MlpCall(DifferentiableCall):
         last backward.
     dequantises: the engine is handed the values of tokens that arrived in FP8.
     indices: `[T, K]`, or, where is_sorted, the counts `[E]` of rows in expert order.
+    borrowed: the caller's biases and factors, which the backward reads; None where there are none.
     num_inputs: of the differentiable call. num_behind: those of biases and adapters; see `forward`.
     wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
         autograd node. None: to nobody.
@@ -77,6 +78,7 @@ class MlpCall(DifferentiableCall):
     is_sorted: bool = False
     biases: Biases | None = None
     adapters: CallAdapters | None = None
+    borrowed: Borrowed | None = None
     num_inputs: int = 2
     num_behind: int = 0
     dout_source: GradientSource | None = None
@@ -175,9 +177,11 @@ class MlpCall(DifferentiableCall):
             trained = list(map(and_, trained, reached))
         # Several threads may run backwards of this layer, or of layers that share experts.
         with self.state.gradients.alone(anchor_of(dout)), self.config.activate():
-            # An engine that updates in place may have overwritten the weights of this forward. It
-            # is refused here, before anything is added.
+            # An engine that updates in place may have overwritten the weights of this forward, and
+            # the caller what stands beside them. It is refused here, before anything is added.
             self.reading.check_current()
+            if self.borrowed is not None:
+                self.borrowed.check()
             dx, dprobs, behind, returned, batch = self._compute(dout, saved, trained, collected)
         if is_watched:
             # Bound and not called: the observer decides whether to look, and a host copy is
@@ -306,6 +310,7 @@ def call_on(
         is_sorted=arrived.is_sorted,
         biases=biases,
         adapters=adapters,
+        borrowed=Borrowed(arrived.borrowed()) if any(beside) else None,
         num_inputs=len(inputs),
         num_behind=num_behind,
         dout_source=arrived.dout_source,
@@ -324,9 +329,7 @@ class BackwardStep:
     def __init__(self, call: MlpCall, saved: Saved, given: dict[str, Tensor]) -> None:
         """`given`: the caller's tensors that the backward reads, by their names."""
         self._call, self._saved = call, saved
-        # The caller's own, because under Paddle a detached tensor counts its own writes only.
-        self._given = given
-        self._writes = {name: writes_of(tensor) for name, tensor in given.items()}
+        self._given = Borrowed(given.items())
         self._shape = tuple(int(size) for size in given["x"].shape)
         self._ran = False
 
@@ -357,7 +360,7 @@ class BackwardStep:
         assert dx is not None and dprobs is not None
         # Only now: a backward that ran out of memory may be run again.
         self._ran = True
-        self._given.clear()
+        del self._given
         if call.attaches_parameters:
             self._finish(returned, trained)
         del self._saved
@@ -388,12 +391,4 @@ class BackwardStep:
             f"dout is {dtype_name(dout.dtype)}; needed: bfloat16, or a dout_source that has the "
             "scales",
         )
-        for name, tensor in self._given.items():
-            # A tensor without elements never had memory that it could lose.
-            held = 0 in tuple(tensor.shape) or holds_memory(tensor)
-            if not held or writes_of(tensor) != self._writes[name]:
-                raise RuntimeError(
-                    f"{name} was {'written in place' if held else 'freed'} between this "
-                    "forward_step() and its backward, which reads it; needed: tokens that stay "
-                    "until then"
-                )
+        self._given.check("this forward_step() and its backward")

@@ -14,7 +14,7 @@ from node.node_harness import FP8, Layer, want_gradient
 from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ShapeError, StaleWeightsError
+from sonicmoe.errors import ShapeError
 
 SWIGLU, RELU = ActivationType.SWIGLU, ActivationType.RELU_SQ
 
@@ -128,8 +128,5 @@ def test_what_is_refused():
     call = layer.call(adapters=adapters)
     with torch.no_grad():
         adapters.up.b.zero_()
-    with pytest.raises(
-        OSError if IS_PADDLE else StaleWeightsError,
-        match="a factor of an adapter was written in place",
-    ):
+    with pytest.raises(OSError if IS_PADDLE else RuntimeError, match=r"up\.b was written in place"):
         call.backward()
