@@ -7,7 +7,7 @@ Imports `errors` alone. An engine's record lists the architectures it has kernel
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -90,6 +90,9 @@ def chosen_arch(named: str | None, capabilities: Iterable[tuple[int, int]]) -> s
     # sm_90, would then warm nothing that a GPU looks for, and report success.
     if named in ARCHITECTURES or named in map(arch_name, capabilities):
         return named
-    near = difflib.get_close_matches(named.strip().lower(), ARCHITECTURES, n=1)
+    # By the number alone: sm_75 is another architecture than sm_89, however alike the names are.
+    near = [
+        known for known in ARCHITECTURES if re.sub(r"\D", "", known) == re.sub(r"\D", "", named)
+    ]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"arch is {named!r}{hint}; needed: one of {list(ARCHITECTURES)}")

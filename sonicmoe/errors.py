@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SonicMoEError(Exception):
     """Base of everything this package raises on purpose."""
@@ -53,6 +56,12 @@ class RankLostError(SonicMoEError, RuntimeError):
 
 class EngineUnavailableError(SonicMoEError, RuntimeError):
     """The requested engine cannot run here; the message says why and what can."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'train'?` with the closest name; "" where none is close."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def expect(condition: bool, error: type[SonicMoEError], message: str) -> None:

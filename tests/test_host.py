@@ -101,6 +101,9 @@ def test_a_named_architecture_is_one_that_something_runs_on() -> None:
         ConfigError, match=r"^arch is 'sm_90'; did you mean 'sm_90a'\?; needed: one"
     ):
         chosen_arch("sm_90", [(9, 0)])
+    for other in ("sm_75", "sm_70", "hopper"):  # a number is a name of its own
+        with pytest.raises(ConfigError, match=rf"^arch is '{other}'; needed: one"):
+            chosen_arch(other, ())
     with pytest.raises(ConfigError, match=r"^arch is ''; needed: one of \['sm_80', .*'sm_121a'\]$"):
         chosen_arch("", ())
 

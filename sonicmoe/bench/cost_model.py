@@ -90,6 +90,17 @@ class CostModel:
         values = evaluate(shapes, self.fp8, self.card, self.coefficients)
         return values * np.array(list(self.coefficients.values()))
 
+    def prediction_lines(self, shapes: Sequence[Shape], points: Sequence[Point]) -> list[str]:
+        """Time and MFU of each shape, and which of its sizes are beyond those of the sweep."""
+        swept = list(zip(*(vars(point.shape).values() for point in points), strict=True))
+        lines = []
+        for shape, us, mfu in zip(shapes, self.predict(shapes), self.mfu(shapes), strict=True):
+            sizes = zip("THIEK", vars(shape).values(), swept, strict=True)
+            beyond = [letter for letter, size, all_ in sizes if not min(all_) <= size <= max(all_)]
+            told = f"; beyond the sweep in {', '.join(beyond)}" if beyond else ""
+            lines.append(f"predicted at {shape}: {us:,.0f} us, MFU {mfu:.1%}{told}")
+        return lines
+
     def error_lines(self) -> list[str]:
         unseen = len(self.held_out)
         return [
@@ -138,7 +149,8 @@ def fit_model(points: Sequence[Point], seed: int = 0) -> CostModel:
 def evaluate(shapes: Sequence[Shape], fp8: bool, card: str, names: Iterable[str]) -> Array:
     """Values of the terms, `[len(shapes), len(names)]`."""
     terms = [TERMS[name] for name in names]
-    return np.array([[term(shape, fp8, card) for term in terms] for shape in shapes])
+    rows = [[float(term(shape, fp8, card)) for term in terms] for shape in shapes]
+    return np.array(rows).reshape(len(rows), len(terms))
 
 
 def _times(points: Sequence[Point]) -> Array:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from ..errors import ShapeError, expect
 
+MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
 STACK_TOKENS = 65536  # of all layers of a timed step
 FLOP_PER_ROW = 18  # per routed row and per H * I, gated: 6 forward, 6 for dx, 6 for the weights
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """T, H, I, E, K of one call. ShapeError where a size is below 1, or a token would need more
-    experts than there are.
+    """T, H, I, E, K of one call. ShapeError where a size is no number from 1 to `MOST`, or a token
+    would need more experts than there are.
     """
 
     tokens: int
@@ -28,7 +29,8 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            expect(value >= 1, ShapeError, f"{name} is {value}; needed: at least 1")
+            sound = isinstance(value, int) and 1 <= value <= MOST
+            expect(sound, ShapeError, f"{name} is {value!r:.60}; needed: 1 to {MOST}")
         expect(
             self.topk <= self.experts,
             ShapeError,

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import SonicMoEError
 from ..node.mlp_node import SonicMoEMlpNode
-from .points import Point, read_points
+from .points import Point, cut_line, read_points
 from .runner import find_device, machine
 from .shapes import Shape
 from .steady import Stack, profile_steps, time_steps
@@ -114,6 +114,10 @@ def _timed(node: SonicMoEMlpNode, shape: Shape, device: str) -> float:
 
 
 def _drop_cut_line(path: Path) -> None:
-    """A line that a kill cut short would spoil the next one."""
-    if (text := path.read_text()) and not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1])
+    """A line that a kill cut short would spoil the next one. A whole one that lacks its end gets it."""
+    text = path.read_text(encoding="utf-8")
+    if cut := cut_line(text):
+        os.truncate(path, path.stat().st_size - len(cut.encode()))
+    elif text and not text.endswith("\n"):
+        with path.open("a") as file:
+            file.write("\n")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..bench.shapes import REFERENCE, SHAPES, SMALL, Shape
+from ..bench.shapes import MOST, REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName
-from ..errors import ConfigError, expect
+from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
 from ..plotting import require_matplotlib
 from .framework import load_framework
-from .refusals import Location, OneLineCommand, Seconds
+from .refusals import Location, OneLineCommand, Seconds, refuse_beside
 from .screen import Activity, print_table
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 ENGINES = [engine.value for engine in EngineName if engine is not EngineName.AUTO]
 # A GPU reaches its power limit after about a second of work without a pause.
 SUSTAINED_S = {"cuda": 2.5, "cpu": 0.0}
-MOST = 2**31 - 1  # of a size, which is a 32-bit number in the kernels
+MOST_FLOP = (
+    1e11  # of a shape on a CPU: ten seconds of the reference engine for each of some thirty calls
+)
 _BF16 = 2  # bytes
 
 
@@ -55,7 +57,7 @@ def _size(letter: str, field: str, text: str, **more: Any) -> Any:
 @click.option("--sweep", type=Location(dir_okay=False), metavar="FILE",
               help="Measure E x (H, I) x T*K into FILE (JSON lines), continuing what is there; then fit.")  # fmt: skip
 @click.option("--fit", type=Location(dir_okay=False, exists=True), metavar="FILE",
-              help="Fit the cost model to a sweep; measures nothing, needs no GPU.")  # fmt: skip
+              help="Fit the cost model to a sweep, and predict the time of the shapes given; measures nothing, needs no GPU.")  # fmt: skip
 @click.option(
     "--plot",
     type=Location(file_okay=False),
@@ -81,6 +83,7 @@ def bench(
     says so. Exit code 1 when no engine ran.
     """
     if list_only:
+        refuse_beside("--list", ("list_only",))
         click.echo("\n".join(f"{name:<26}{shape}" for name, shape in SHAPES.items()))
         return
     if plot is not None:
@@ -90,8 +93,12 @@ def bench(
         plot.mkdir(parents=True, exist_ok=True)
     # Neither this nor the list needs a framework, so both answer at once.
     if fit is not None:
-        report_fit(fit, plot, as_json)
+        refuse_beside("--fit", ("fit", "plot", "as_json", "names", "tokens", *sizes))
+        asked = bool(names or tokens or any(sizes.values()))
+        report_fit(fit, plot, as_json, chosen_shapes(names, tokens, sizes, "cuda") if asked else ())
         return
+    if sweep is not None:
+        refuse_beside("--sweep", ("sweep", "plot", "as_json", "engines"))
     load_framework("torch")
     # After `load_framework`: the modules that measure import it.
     from ..bench.runner import find_device, measure
@@ -140,6 +147,12 @@ def chosen_shapes(
             numbers = 2 * shape.tokens * shape.hidden
             numbers += 3 * shape.experts * shape.intermediate * shape.hidden
             require_memory(_BF16 * numbers, f"the shape {shape}")
+            # Or it would take hours, in which nothing is learnt about a GPU.
+            words = (
+                f"the shape {shape} has {shape.flop:.1g} operations; needed without a GPU: at most"
+            )
+            remedy = "the same sizes beside --fit FILE predict a GPU's time from a sweep"
+            expect(shape.flop <= MOST_FLOP, ShapeError, f"{words} {MOST_FLOP:g}; {remedy}")
     return shapes
 
 
@@ -179,8 +192,8 @@ def run_sweep(path: Path, variant: Variant, as_json: bool) -> None:
     click.echo(f"{path}: {count} points measured now", err=as_json)
 
 
-def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
-    """Fit and print the cost model of every engine in a sweep."""
+def report_fit(path: Path, plot: Path | None, as_json: bool, shapes: Sequence[Shape] = ()) -> None:
+    """Fit and print the cost model of every engine in a sweep, and what it predicts of `shapes`."""
     from ..bench.cost_model import fit_model
     from ..bench.plots import plot_model
     from ..bench.points import SweepError, read_points
@@ -190,6 +203,7 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
     for point in (point for point in read_points(path) if point.us is not None):
         # One file may hold sweeps of several engines and devices; each gets a model of its own.
         groups.setdefault(point.group, []).append(point)
+    expect(bool(groups), SweepError, f"{path} has no point that was measured")
     data: dict[str, Any] = {}
     for group, points in groups.items():
         try:
@@ -200,9 +214,11 @@ def report_fit(path: Path, plot: Path | None, as_json: bool) -> None:
             lines = [f"{group}: {error}"]
         else:
             picture = None if plot is None else str(plot_model(model, points, plot))
-            data[group] = {**asdict(model), "plot": picture}
+            predicted = dict(zip(map(str, shapes), model.predict(shapes).tolist(), strict=True))
+            data[group] = {**asdict(model), "predicted_us": predicted, "plot": picture}
             date = max(point.date for point in points)
             lines = [f"{group}, {date}: {len(points)} points", *model.error_lines()]
+            lines += model.prediction_lines(shapes, points)
             lines += [f"plot: {picture}"] if picture else []
             if not as_json:
                 print_table(term_table(model, points))

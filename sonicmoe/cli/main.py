@@ -4,13 +4,13 @@ framework.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 import click
 
 from .. import __version__
 from ..config import environment
+from ..errors import did_you_mean
 from .refusals import OneLineGroup
 
 # One line per subcommand: `name` is a click command of that name in the module `module_of` it.
@@ -52,9 +52,8 @@ class LazyGroup(OneLineGroup):
         subcommand, names the nearest.
         """
         # Before click looks: its own message would not name the nearest command.
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []
-        if near and args[0] not in COMMANDS:
-            ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
+        if args and args[0] not in COMMANDS and (hint := did_you_mean(args[0], COMMANDS)):
+            ctx.fail(f"No such command {args[0]!r}{hint}")
         found = super().resolve_command(ctx, args)
         # Reading the environment raises for a value that is not understood. Help must work all the
         # same.

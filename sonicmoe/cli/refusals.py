@@ -11,15 +11,16 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from ..errors import SonicMoEError
+from ..errors import SonicMoEError, did_you_mean
 
 
 class Refusal(click.ClickException):
@@ -55,6 +56,10 @@ def one_line_errors() -> Iterator[None]:
         _flush_stdout()
     except click.exceptions.NoArgsIsHelpError:  # the help is what is printed then
         raise
+    except click.NoSuchOption as error:
+        # click would name everything that is a little like it.
+        hint = did_you_mean(error.option_name, error.possibilities or ())
+        raise Refusal(f"No such option {error.option_name!r}{hint}") from error
     except click.UsageError as error:
         # click would print the usage block above the message of an error that has a context.
         raise Refusal(error.format_message()) from error
@@ -154,6 +159,16 @@ def _print_any_name() -> None:
 def _flush_stdout() -> None:
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
+
+
+def refuse_beside(option: str, allowed: Iterable[str]) -> None:
+    """Refuse what was typed beside `option` and would have no effect. `allowed`: parameters by name."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        # By its source and not by its value: an option may be typed with the value it has anyway.
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.name not in allowed:
+            raise click.UsageError(f"{parameter.opts[0]} has no effect beside {option}.")
 
 
 def drop_unwritable() -> None:

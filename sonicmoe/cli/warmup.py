@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +25,7 @@ from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .activation import activation_options
-from .refusals import Location, OneLineCommand
+from .refusals import Location, OneLineCommand, refuse_beside
 from .screen import Activity
 
 # Sizes are 32-bit numbers in the kernels.
@@ -106,7 +105,7 @@ def warmup(
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
     sizes = {"--E": experts, "--H": hidden, "--I": intermediate}
     if unpack_file is not None:
-        _refuse_beside_unpack(ctx, ("unpack_file", "arch", "cache_dir", "as_json"))
+        refuse_beside("--unpack", ("unpack_file", "arch", "cache_dir", "as_json"))
         ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
     for name, size in sizes.items():
         if size is None:
@@ -132,16 +131,6 @@ def warmup(
         held = [artefact for artefact in found if artefact is not None]
         _pack(pack_file, held, console, spec, planned.precision)
     ctx.exit(0 if report.complete else 1)
-
-
-def _refuse_beside_unpack(ctx: click.Context, allowed: tuple[str, ...]) -> None:
-    """Refuse options that would have no effect."""
-    for parameter in ctx.command.params:
-        name = parameter.name or ""
-        # By its source and not by its value: an option may be typed with the value it has anyway.
-        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name not in allowed:
-            raise click.UsageError(f"{parameter.opts[0]} has no effect beside --unpack.")
 
 
 def _unpack(

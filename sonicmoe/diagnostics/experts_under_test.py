@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..enums import ActivationType
-from ..errors import ConfigError, expect
+from ..errors import ConfigError, did_you_mean, expect
 from ..layouts import ExpertLayout, convert_weights
 from .capture import to_numpy
 from .cases import VERIFIED, Sizes, make_case
@@ -71,6 +72,17 @@ class Subject:
     name: str = ""
 
     def __post_init__(self) -> None:
+        # A comparison with NaN is false, so under such a tolerance nothing would ever be too far off.
+        words = f"tolerance is {self.tolerance}; needed: a finite number above 0"
+        expect(0 < self.bound < math.inf, ConfigError, words)
+        try:
+            float(torch.zeros((), device=self.device))  # one without memory, as meta, has no value
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            words = (
+                f"device is {self.device!r} ({reason}); needed: one that PyTorch computes on here"
+            )
+            raise ConfigError(words) from error
         words = f"topk is {self.sizes.topk} of {self.sizes.experts} experts"
         needed = "needed: fewer, because one expert has no token"
         expect(self.sizes.topk < self.sizes.experts, ConfigError, f"{words}; {needed}")
@@ -94,15 +106,22 @@ def load(name: str) -> Experts:
     place, _, attribute = name.rpartition(":")
     needed = "package.module:function or file.py:function"
     expect(bool(place and attribute), ConfigError, f"experts are {name!r}; needed: {needed}")
+    module: Any
     try:
         if place.endswith(".py"):
-            found: Any = runpy.run_path(place, run_name=Path(place).stem)[attribute]
+            module = SimpleNamespace(**runpy.run_path(place, run_name=Path(place).stem))
         else:
-            found = getattr(importlib.import_module(place), attribute)
-    except Exception as error:  # of a wrong name, or of the code that it names
+            module = importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # of a wrong name, or of the code that it names
         words = f"experts {name!r} cannot be loaded ({type(error).__name__}: {error})"
         raise ConfigError(f"{words}; needed: {needed}") from error
-    expect(callable(found), ConfigError, f"{name} is {type(found).__name__}; needed: a callable")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        public = [
+            each for each, value in vars(module).items() if each[0] != "_" and callable(value)
+        ]
+        words = f"{place} has no callable {attribute!r}{did_you_mean(attribute, public)}"
+        raise ConfigError(f"{words}; needed: one of {sorted(public)[:20]}")
     return cast("Experts", found)
 
 

@@ -58,8 +58,9 @@ def verify(name: str, subject: Subject, check: Check | None = None) -> Finding:
         return Finding(name, NOT_RUN, str(reason))
     except WrongResultError as wrong:
         return Finding(name, FAILED, str(wrong))
-    # Foreign code may raise anything, and the other checks still say something.
-    except Exception as error:
+    # Foreign code may raise anything, and the other checks still say something. `sys.exit` in it
+    # would end this process as if all had passed.
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         return Finding(name, FAILED, f"{type(error).__name__}: {text[:300]}")
 
@@ -191,16 +192,19 @@ def _sharded(subject: Subject) -> str:
         ranks = [
             subprocess.Popen(
                 [*command, str(rank)], env={**os.environ, "PYTHONPATH": search_path()}, text=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             )
             for rank in range(RANKS)
         ]  # fmt: skip
         for process in ranks:
             started.callback(process.kill)  # a rank whose partner failed waits for it
-        for process in ranks:
-            out, words = process.communicate(timeout=_RANK_S)
-            lines = out.splitlines() or [json.dumps([FAILED, words.strip()[-200:]])]
-            state, detail = json.loads(lines[-1])
+        for rank, process in enumerate(ranks):
+            words = process.communicate(timeout=_RANK_S)[1].strip()[-200:]
+            # In a file, because the callable may print whatever it likes, at exit too.
+            finding = Path(f"{request}.{rank}")
+            if not finding.exists():
+                raise WrongResultError(f"rank {rank} ended without a result: {words}")
+            state, detail = json.loads(finding.read_text(encoding="utf-8"))
             if state == FAILED:
                 raise WrongResultError(detail)
     return f"two ranks: {detail}"

@@ -1,6 +1,7 @@
 """One of the two processes in which `verify` checks experts under FSDP2.
 
-`python -m sonicmoe.diagnostics.verify_ranks REQUEST.json RANK` prints its state and detail as JSON.
+`python -m sonicmoe.diagnostics.verify_ranks REQUEST.json RANK` writes its state and detail as JSON
+beside the request.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def main(request: str, rank: int) -> None:
     }
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **place)
     finding = verify("FSDP2", subject, _train)
-    print(json.dumps([finding.state, finding.detail]), flush=True)
+    outcome = json.dumps([finding.state, finding.detail])
+    Path(f"{request}.{rank}").write_text(outcome, encoding="utf-8")
 
 
 def _train(subject: tested.Subject) -> str:

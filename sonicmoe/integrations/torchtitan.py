@@ -11,7 +11,6 @@ rank, D model dimension, F expert dimension.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from ..config import SonicMoEConfig
 from ..engine.select import choose_engine
 from ..engine.settings import Workload
 from ..enums import ActivationType, EngineName, layer_parameters
-from ..errors import ConfigError, EngineUnavailableError, LayoutError, expect
+from ..errors import ConfigError, EngineUnavailableError, LayoutError, did_you_mean, expect
 from ..functional.autograd import planned_mlp
 from ..functional.plan import Plan, make_plan, number_of
 from ..layouts import NATIVE
@@ -216,10 +215,8 @@ def _on_engine(config: Any, options: Mapping[str, Any]) -> Any:
 def _check_options(options: Mapping[str, Any]) -> None:
     known = [flag.name for flag in dataclasses.fields(SonicMoEConfig)]
     for name in options:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        words = f"option {name!r} of the sonicmoe override is no field of SonicMoEConfig{hint}"
-        expect(name in known, ConfigError, words)
+        words = f"option {name!r} of the sonicmoe override is no field of SonicMoEConfig"
+        expect(name in known, ConfigError, words + did_you_mean(name, known))
 
 
 def _plan(

@@ -18,7 +18,7 @@ from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import TERMS, fit_model, idle_rows, roofline
 from sonicmoe.bench.floors import OTHER_STAGES, floors
 from sonicmoe.bench.points import Point, SweepError, read_points
-from sonicmoe.bench.shapes import REFERENCE, Shape
+from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
 from sonicmoe.bench.sweep import grid, sweep
 from sonicmoe.bench.workload import Variant
 from sonicmoe.cli.main import main
@@ -119,6 +119,84 @@ def test_a_sweep_continues_where_it_stopped_and_remembers_refusals(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(SweepError, match=r"sweep\.jsonl is no sweep: 'utf-8' codec"):
         list(read_points(path))
+
+
+def bench(*options):
+    return CliRunner().invoke(main, ["bench", *map(str, options)])
+
+
+LINE = made_points()[0].line()
+FOREIGN = {
+    "a size that is a dict": LINE.replace('"tokens": 256', '"tokens": {"a": 1}'),
+    "a time that is a dict": LINE.replace('"us": ', '"us": {}, "was": '),
+    "a time that is NaN": LINE.replace('"us": ', '"us": NaN, "was": '),
+    "a negative time": LINE.replace('"us": ', '"us": -'),
+    "a time of 0": LINE.replace('"us": ', '"us": 0, "was": '),
+    "a time of 10^400": LINE.replace('"us": ', f'"us": {10**400}, "was": '),
+    "a size of 10^400": LINE.replace('"tokens": 256', f'"tokens": {10**400}'),
+    "a size of 10^5000": LINE.replace('"tokens": 256', f'"tokens": 1{5000 * "0"}'),
+    "an engine that is a list": LINE.replace('"hopper:perf"', "[1]"),
+    "deep nesting": "[" * 100_000 + "]" * 100_000 + "\n",
+    "nonsense without an end": "my only notes",
+    "JSON without an end": '{"tokens": 3, "text": "mine"}',
+    "no points": "",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_is_refused_in_one_line_and_kept(name, tmp_path):
+    path = tmp_path / "file"
+    for whole in {FOREIGN[name], "".join(p.line() for p in made_points()) + FOREIGN[name]}:
+        path.write_text(whole)
+        if name != "no points":
+            for option in ("--fit", "--sweep"):
+                refused = bench(option, path)
+                assert refused.exit_code == 2, refused.output
+                assert len(refused.stderr.splitlines()) == 1
+                assert (
+                    ", line " in refused.stderr and "is not a point of a sweep: " in refused.stderr
+                )
+        assert path.read_text() == whole
+    path.write_text("")
+    refused = bench("--fit", path)
+    assert refused.exit_code == 2 and "has no point that was measured" in refused.stderr
+
+
+def test_a_sweep_without_its_last_line_break_keeps_its_last_point(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    assert sweep(path, TINY[:1], PERF) == 1
+    before = path.read_text()
+    path.write_text(before.removesuffix("\n"))
+    assert sweep(path, TINY[:2], PERF) == 1
+    assert path.read_text().startswith(before) and len(list(read_points(path))) == 2
+
+
+def test_sizes_beside_a_fit_are_predicted_and_other_options_refused():
+    file = ROOT / "docs" / "data" / "h100_sweep.jsonl"
+    sizes = ("--H", 1024, "--I", 2816, "--E", 16, "--K", 2)
+    said = bench("--fit", file, "--T", 4096, "--T", 8192, *sizes)
+    model = fit_model(list(read_points(file)))
+    for tokens in (4096, 8192):
+        shape = Shape(tokens, 1024, 2816, 16, 2)
+        us = model.predict([shape])[0]
+        line = f"predicted at {shape}: {us:,.0f} us, MFU {model.mfu([shape])[0]:.1%}; beyond the sweep in H, K"
+        assert line in said.stdout.splitlines()
+    named = json.loads(bench("--fit", file, "--shape", "qwen3-30b-a3b", "--json").stdout)
+    (fit,) = named.values()
+    (us,) = fit["predicted_us"].values()
+    assert us == pytest.approx(model.predict([SHAPES["qwen3-30b-a3b"]])[0])
+    for option in (("--engine", "hopper"), ("--sustained", 1), ("--sweep", "x")):
+        refused = bench("--fit", file, *option)
+        assert refused.output == f"Error: {option[0]} has no effect beside --fit.\n"
+    refused = bench("--sweep", "x", "--H", 64)
+    assert refused.output == "Error: --H has no effect beside --sweep.\n"
+
+
+def test_a_cpu_refuses_sizes_that_would_take_it_hours(monkeypatch):
+    monkeypatch.setattr("sonicmoe.bench.runner.measure", None)
+    refused = bench("--T", 4096, "--H", 1024, "--I", 2816, "--E", 16, "--K", 2)
+    assert refused.exit_code == 2 and len(refused.stderr.splitlines()) == 1
+    assert "needed without a GPU: at most 1e+11; the same sizes beside --fit" in refused.stderr
 
 
 def test_commands(tmp_path, monkeypatch):

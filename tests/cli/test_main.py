@@ -51,9 +51,21 @@ def test_every_listed_command_loads_and_has_help(name):
     assert f"Usage: main {name}" in result.output
 
 
+def test_of_unknown_options_the_closest_is_named():
+    for words, hint in (
+        ("warmup --precison", "; did you mean '--precision'?"),
+        ("bench --precison", ""),
+        ("verify --tolerence", "; did you mean '--tolerance'?"),
+    ):
+        result = CliRunner().invoke(main, words.split())
+        option = words.split()[1]
+        assert result.exit_code == 2
+        assert result.output == f"Error: No such option {option!r}{hint}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("trian", "did you mean train?"), ("doctr", "did you mean doctor?"), ("xyz", None)],
+    [("trian", "did you mean 'train'?"), ("doctr", "did you mean 'doctor'?"), ("xyz", None)],
 )
 def test_an_unknown_command_is_a_usage_error(name, words):
     result = CliRunner().invoke(main, [name])

@@ -9,6 +9,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import processes
 import pytest
 from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
@@ -30,6 +31,7 @@ FACES = {
         partial(through_transformers, implementation="sonicmoe_fp8"), tolerance=0.15, sizes=SMALL
     ),
 }
+PLANTED = Path(__file__).with_name("planted_experts.py")
 ELSEWHERE = {"FSDP2", "beyond 2^31 elements"}  # checks of other processes and of a GPU
 
 
@@ -57,14 +59,59 @@ def test_a_check_finds_its_fault(fault):
     ("name", "words"),
     [
         ("nothing", "needed: package.module:function"),
-        ("math:nothing", "AttributeError"),
+        ("math:nothing", "math has no callable 'nothing'; needed: one of ['acos', "),
+        ("math:sqrrt", "math has no callable 'sqrrt'; did you mean 'sqrt'?"),
         ("no/file.py:f", "FileNotFoundError"),
-        ("math:pi", "needed: a callable"),
+        ("math:pi", "math has no callable 'pi'"),
+        (f"{PLANTED}:sonicmoe", "no callable 'sonicmoe'; needed: one of ['"),
     ],
 )
 def test_what_is_no_callable_is_named(name, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tolerance nan", "tolerance is nan; needed: a finite number above 0"),
+        ("--tolerance inf", "tolerance is inf"),
+        ("--tolerance 0", "tolerance is 0.0"),
+        ("--device gpu", "device is 'gpu' (Expected one of "),
+        ("--device meta", "device is 'meta' ("),
+        ("--activation-parameter limit=7", "activation_parameters has 'limit'"),
+    ],
+)
+def test_bad_input_is_refused_and_no_failed_check(options, words):
+    done = CliRunner().invoke(main, ["verify", f"{PLANTED}:plain", *options.split()])
+    assert done.exit_code == 2 and words in done.stderr and done.stdout == ""
+
+
+def test_a_callable_that_ends_the_process_has_failed(tmp_path):
+    experts = tmp_path / "experts.py"
+    experts.write_text("import sys\nquits = lambda *_: sys.exit(0)\n")
+    names = ("values", "FSDP2")
+    chosen = [word for name in names for word in ("--check", name)]
+    done = CliRunner().invoke(main, ["verify", f"{experts}:quits", "--device=cpu", *chosen])
+    assert done.exit_code == 1 and "2 of 2 checks failed" in done.stdout
+    experts.write_text("import sys\nsys.exit(0)\n")
+    done = CliRunner().invoke(main, ["verify", f"{experts}:quits"])
+    assert done.exit_code == 2 and "cannot be loaded (SystemExit: 0)" in done.stderr
+
+
+def test_output_of_the_callable_is_no_data(tmp_path):
+    """It prints when it is loaded, in a call, and as its process ends, in ranks of its own too."""
+    experts = tmp_path / "experts.py"
+    experts.write_text(
+        "import atexit\nfrom diagnostics.planted_experts import plain\nprint('loaded')\n"
+        "atexit.register(print, 'bye')\n"
+        "def talks(*given):\n    print('[1]')\n    return plain(*given)\n"
+    )
+    words = ["verify", f"{experts}:talks", "--device=cpu", "--check=values", "--check=FSDP2"]
+    done = processes.of_checkout("-m", "sonicmoe", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [found["state"] for found in json.loads(done.stdout)] == [PASSED, PASSED]
+    assert {"loaded", "[1]", "bye"} <= set(done.stderr.splitlines())
 
 
 def test_the_page_shows_what_the_command_prints(monkeypatch):
