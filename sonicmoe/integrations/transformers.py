@@ -12,8 +12,9 @@ default; `sonicmoe_fp8` is FP8 always.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ..log import logger
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
 from ..weights.stacked_cache import forget
 from . import peft
-from .gates import OF_ACTIVATIONS, PARAMETERS, Found, activation_of
+from .gates import ALWAYS_READ, Found, Names, activation_of, state_of
 
 Tensor = torch.Tensor
 ExpertsForward = Callable[..., Tensor]
@@ -105,7 +106,7 @@ def unsupported_reason(experts: nn.Module) -> str | None:
     it can.
     """
     weights = [getattr(experts, name, None) for name in _weight_names(experts)]
-    found = _verdict(experts, _moe_module()._default_apply_gate, weights)
+    found, _ = _verdict(experts, _moe_module()._default_apply_gate, weights)
     return found if isinstance(found, str) else None
 
 
@@ -136,26 +137,32 @@ def _not_in_force(name: str) -> str | None:
     )
 
 
-def _verdict(experts: nn.Module, standard_gate: Any, weights: Sequence[Any]) -> Found | str:
+def _verdict(
+    experts: nn.Module, standard_gate: Any, weights: Sequence[Any]
+) -> tuple[Found | str, Names]:
     """The engine's activation that equals this module's, with its parameters, or why the engine
-    cannot compute the module, in words that name its class.
+    cannot compute the module, in words that name its class; and the names that its gate reads.
 
     standard_gate: the `_apply_gate` of experts that compute act(gate) * up. weights: those of
     `_weight_names`.
     """
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
-        return f"{kind} normalises the output of every expert (has_post_expert_norm)"
-    found = activation_of(experts, standard_gate)
-    if isinstance(found, str):
-        return f"{kind} has {found}"
+        return f"{kind} normalises the output of every expert (has_post_expert_norm)", ()
+    found, names = activation_of(experts, standard_gate)
+    problem = f"has {found}" if isinstance(found, str) else _problem_of(experts, weights)
+    return (found if problem is None else f"{kind} {problem}"), names
+
+
+def _problem_of(experts: nn.Module, weights: Sequence[Any]) -> str | None:
+    """What the weights of `_weight_names` lack, None where they are fit for the engine."""
     for name, weight in zip(_weight_names(experts), weights, strict=True):
         # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
-            return f"{kind} has no weight {name}"
+            return f"has no weight {name}"
         if weight.dtype not in WEIGHT_DTYPES:
-            return f"{kind} has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
-    return found
+            return f"has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
+    return None
 
 
 class _Form(NamedTuple):
@@ -166,50 +173,59 @@ class _Form(NamedTuple):
     found: Found
 
 
-_forms: dict[Any, _Form] = {}
+class _Known(NamedTuple):
+    """What was found of one module of experts, by its state."""
+
+    reference: weakref.ref[nn.Module]
+    names: Names
+    reads_config: bool
+    forms: dict[Any, _Form]
+
+    def state(self, experts: nn.Module) -> Any:
+        return state_of(experts, self.names, experts.config if self.reads_config else None)
+
+
+_known: dict[int, _Known] = {}
 _READ = (
-    "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "act_fn", *PARAMETERS,
+    "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "_apply_gate", "act_fn", *ALWAYS_READ,
 )  # fmt: skip
-_MISSING = object()
 
 
 def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any]]:
     """The form of a module, or why the engine cannot compute it; and the weights."""
     # torch.compile reads every attribute itself, and guards it.
-    key = None if torch.compiler.is_compiling() else _key(experts)
-    form = None if key is None else _forms.get(key)
+    known = None if torch.compiler.is_compiling() else _known.get(id(experts))
+    try:
+        form = known and known.forms.get(known.state(experts))
+    except TypeError:  # what may change unseen is refused
+        form = None
     if form is not None:
         held = experts._parameters
         given = [held.get(name) for name in form.names]
         if all([weight is not None and weight.dtype in WEIGHT_DTYPES for weight in given]):
             return form, given
-    names = _weight_names(experts)
-    given = [getattr(experts, name, None) for name in names]
-    found = _verdict(experts, standard_gate, given)
+    weight_names = _weight_names(experts)
+    given = [getattr(experts, name, None) for name in weight_names]
+    if form is not None and _problem_of(experts, given) is None:  # parametrized weights
+        return form, given
+    found, names = _verdict(experts, standard_gate, given)
     if isinstance(found, str):
         return found, given
-    form = _Form(names, _layout(experts), found)
-    # Where the configuration decides too, the key does not say all.
-    if key is not None and activation_of(experts, standard_gate, reads_config=False) == found:
-        _forms[key] = form
+    form = _Form(weight_names, _layout(experts), found)
+    if not torch.compiler.is_compiling():
+        _keep(experts, names, form)
     return form, given
 
 
-def _key(experts: nn.Module) -> Any:
-    """All that decides the form, but for the configuration; None where that cannot be listed."""
-    own, act = experts.__dict__, experts._modules.get("act_fn")
-    if "_apply_gate" in own or (act is not None and act._modules):
-        return None
-    kind = type(experts)
-    kinds = kind, getattr(kind, "_apply_gate", None), type(act)
-    # Where it is no module it stands for itself, among the attributes.
-    of_act = () if act is None else map(act.__dict__.get, OF_ACTIVATIONS, repeat(_MISSING))
-    key = *kinds, *map(own.get, _READ, repeat(_MISSING)), *of_act
-    try:
-        hash(key)
-    except TypeError:  # what may change unseen is refused
-        return None
-    return key
+def _keep(experts: nn.Module, names: Names, form: _Form) -> None:
+    # By its identity, and not in the module, which may be copied and pickled.
+    key, watched = id(experts), (*_READ, *[name for name in names if name != "config"])
+    known = _known.get(key)
+    if known is None or known.names != watched:
+        reference = weakref.ref(experts, lambda _: _known.pop(key, None))
+        known = _known[key] = _Known(reference, watched, "config" in names, {})
+    with suppress(TypeError):  # what no gate reads may be unhashable
+        known.forms[known.state(experts)] = form
 
 
 def _is_split_half(experts: nn.Module) -> bool:

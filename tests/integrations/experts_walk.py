@@ -98,7 +98,7 @@ def _constructed(kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 def lost_in_fp8(experts: nn.Module) -> str | None:
     """Why Hopper's FP8 kernels cannot compute these experts, None where they can."""
-    activation, parameters = activation_of(experts, moe._default_apply_gate)
+    (activation, parameters), _ = activation_of(experts, moe._default_apply_gate)
     config = SonicMoEConfig(fp8_mode="perf").resolve()
     settings = EngineSettings.from_config(config, activation, parameters)
     return problem(HOPPER, Workload(settings, HIDDEN, INTERMEDIATE, bias=experts.has_bias))
@@ -133,7 +133,7 @@ def _row(kind: type[nn.Module]) -> tuple[str, str]:
     refused = unsupported_reason(experts)
     if refused is not None:
         return refused, "refused"
-    activation, parameters = activation_of(experts, moe._default_apply_gate)
+    (activation, parameters), _ = activation_of(experts, moe._default_apply_gate)
     numbers = "".join(f", {name} {value:g}" for name, value in parameters)
     biases = ", biases" if experts.has_bias else ""
     return f"`{activation.value}`{numbers}{biases}", "no: BF16" if lost_in_fp8(experts) else "yes"

@@ -4,6 +4,8 @@ reads what could change unseen.
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -30,9 +32,11 @@ A = ActivationType
 NO_LIMIT = ("limit", 2.0**126)
 
 
-def make(act="silu", *, gate=None, has_gate=True, pairs=False, norm=False, **attributes):
+def make(
+    act="silu", *, gate=None, has_gate=True, pairs=False, norm=False, of_class=(), **attributes
+):
     """Experts with this activation, and a gate of their own where there is one."""
-    body = {} if gate is None else {"_apply_gate": gate}
+    body = {**dict(of_class)} if gate is None else {"_apply_gate": gate, **dict(of_class)}
     kind = type("Experts", (Experts,), body)
     arrangement = {"is_concatenated": not pairs, "has_gate": has_gate, "has_post_expert_norm": norm}
     experts = use_experts_implementation(**arrangement)(kind)(SimpleNamespace(), act)
@@ -73,6 +77,27 @@ def gate_of_its_configuration(self, gate_up):
     return self.act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def gate_with_defaults(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    limit = getattr(self, "gate_limit", None) or getattr(self.config, "my_limit", None)
+    if hasattr(self, "other_limit"):
+        limit = self.other_limit
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return self.act_fn(gate) * up
+
+
+class Limited(nn.Module):
+    beta = 1.0
+
+    def forward(self, x):
+        x = x.clamp(max=getattr(self, "highest", math.inf))
+        return x * torch.sigmoid(self.beta * x)
+
+
+CLAMPED_AT_3 = A.SWIGLU_CLAMP, (("limit", 3.0),)
+
+
 def with_configuration(experts, **numbers):
     experts.config = SimpleNamespace(**numbers)
     return experts
@@ -89,6 +114,15 @@ RECOGNISED = {
     "arguments bound to a function": (lambda: make(partial(functional.gelu, approximate="tanh")), (A.GEGLU_TANH, ())),
     "silu without a gate": (lambda: make("silu", has_gate=False), (A.SILU, ())),
     "relu2 without a gate": (lambda: make("relu2", has_gate=False), (A.RELU_SQ, ())),
+    "a gate that reads its module": (lambda: oai(gate=gate_that_reads_more, num_experts=1), (A.SWIGLU_OAI, ())),
+    "a limit read with a default": (lambda: make(gate=gate_with_defaults, gate_limit=3.0), CLAMPED_AT_3),
+    "a limit of the class": (lambda: make(gate=gate_with_defaults, of_class={"gate_limit": 3.0}), CLAMPED_AT_3),
+    "a limit of the configuration by default": (
+        lambda: with_configuration(make(gate=gate_with_defaults), my_limit=3.0),
+        CLAMPED_AT_3,
+    ),
+    "no limit, where there might be one": (lambda: make(gate=gate_with_defaults), (A.SWIGLU, ())),
+    "a limit of an activation": (lambda: make(Limited()), (A.SWIGLU, ())),
     "no gate, though there is one": (lambda: make("relu2", gate=GptOssExperts._apply_gate, has_gate=False), (A.RELU_SQ, ())),
     "GPT-OSS": (oai, (A.SWIGLU_OAI, ())),
     "GPT-OSS's gate in halves": (lambda: oai(gate=gate_of_halves, pairs=False), (A.SWIGLU_OAI, ())),
@@ -111,7 +145,7 @@ RECOGNISED = {
 def test_activations_are_recognised(case):
     make_experts, wanted = RECOGNISED[case]
     experts = make_experts()
-    assert gates.activation_of(experts, _default_apply_gate) == wanted
+    assert gates.activation_of(experts, _default_apply_gate)[0] == wanted
     assert unsupported_reason(experts) is None
 
 
@@ -153,14 +187,20 @@ class OtherInEvaluation(nn.Module):
         return functional.silu(x) if self.training else functional.hardswish(x)
 
 
+def with_buffer():
+    experts = make(gate=gate_with_defaults)
+    experts.register_buffer("gate_limit", torch.tensor(3.0))
+    return experts
+
+
 REFUSED = {
     "norm behind every expert": (lambda: make(norm=True), "normalises the output of every expert"),
     "another activation": (lambda: make("mish"), "the activation MishActivation, tried .* equals one of swiglu, geglu"),
     "a function": (lambda: make(torch.tanh), "activation .*tanh, tried"),
     "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation, tried"),
     "SiLU to 1000": (lambda: make(Clipped()), "activation Clipped, tried"),
-    "a parameter": (lambda: make(nn.PReLU(init=0.0)), r"activation PReLU, .*no attribute 'weight'"),
-    "chance": (lambda: make(nn.Sequential(nn.SiLU(), nn.Dropout(0.5))), "no attribute 'p'"),
+    "a parameter": (lambda: make(nn.PReLU(init=0.0)), "activation PReLU, which reads weight, .*may change unseen"),
+    "chance": (lambda: make(nn.Sequential(nn.SiLU(), nn.Dropout(0.5))), r"Sequential, tried .* numbers \[0.5\]"),
     "another one in evaluation": (lambda: make(OtherInEvaluation()), "activation OtherInEvaluation, tried"),
     "a limit that may change": (lambda: oai(limit=[7.0]), "a gate of its own, .*may change unseen"),
     "no activation": (lambda: make(None), "activation None"),
@@ -169,7 +209,8 @@ REFUSED = {
     "gates of other columns": (lambda: oai(gate=gate_of_other_columns), "a gate of its own, tried"),
     "one more clamp": (lambda: oai(gate=gate_clamped_from_below), "a gate of its own, tried"),
     "other gradients": (lambda: oai(gate=gate_with_other_gradients), "a gate of its own, tried"),
-    "a gate that reads its module": (lambda: oai(gate=gate_that_reads_more, num_experts=1), "'num_experts'"),
+    "a gate that reads what is not there": (lambda: oai(gate=gate_that_reads_more), "'num_experts'"),
+    "a limit in a buffer": (with_buffer, "reads gate_limit, which may change unseen"),
     "a limit that is no number": (lambda: oai(limit=None), "a gate of its own, which fails .* must not be None"),
     "clamps behind the activation": (lambda: make(gate=Step3p7Experts._apply_gate, limit=7.0), r"numbers \[7.0\]"),
     "a gate of the instance": (lambda: with_own_gate(oai()), "an _apply_gate of this instance"),
@@ -192,9 +233,9 @@ def test_refusals_name_the_class_and_the_reason(case):
 
 def test_what_changes_is_tried_again(monkeypatch):
     experts = oai()
-    assert gates.activation_of(experts, _default_apply_gate) == (A.SWIGLU_OAI, ())
+    assert gates.activation_of(experts, _default_apply_gate)[0] == (A.SWIGLU_OAI, ())
     experts.limit = 2.0
-    assert gates.activation_of(experts, _default_apply_gate) == (A.SWIGLU_OAI, (("limit", 2.0),))
+    assert gates.activation_of(experts, _default_apply_gate)[0] == (A.SWIGLU_OAI, (("limit", 2.0),))
     monkeypatch.setattr(type(experts), "_apply_gate", gate_without_one)
     assert "a gate of its own, tried" in unsupported_reason(experts)
 
@@ -209,7 +250,65 @@ def running(experts):
     return lambda: experts(*given)
 
 
+class Scaled(Limited):
+    """A class of its own for every case, because cases change it."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.0
+
+
+def scaled(**attributes):
+    return make(type("Scaled", (Scaled,), {})(), **attributes)
+
+
+def halved(module, inputs, output):
+    return output / 2
+
+
+def twice(module, inputs):
+    return (inputs[0] * 2,)
+
+
+def its_gradient(module, of_inputs, of_outputs):
+    return (of_inputs[0] / 2,)
+
+
+def rectified(self, x):
+    return functional.relu(x)
+
+
+def of_act(name, hook):
+    return lambda experts: getattr(experts.act_fn, name)(hook)
+
+
+DIFFER = "Scaled, whose hooks, forward or attributes make it differ from swiglu in "
+BOTH = r": [-\d.e+]+, where the engine has [-\d.e+]+"
 CHANGES = {
+    "a hook": (scaled, of_act("register_forward_hook", halved), DIFFER + "values" + BOTH),
+    "a hook before": (scaled, of_act("register_forward_pre_hook", twice), DIFFER + "values" + BOTH),
+    "a hook of a gradient": (scaled, of_act("register_full_backward_hook", its_gradient), DIFFER + "gradients" + BOTH),
+    "a forward of the instance": (scaled, lambda e: setattr(e.act_fn, "forward", torch.tanh), DIFFER + "values" + BOTH),
+    "a hook of a part": (
+        lambda: make(nn.Sequential(nn.SiLU())),
+        lambda e: e.act_fn[0].register_forward_hook(halved),
+        "Sequential, whose hooks, .* differ from swiglu in values",
+    ),
+    "an attribute of the activation's class": (scaled, lambda e: setattr(type(e.act_fn), "beta", 2.0), "Scaled, tried"),
+    "the forward of the activation's class": (
+        scaled, lambda e: setattr(type(e.act_fn), "forward", rectified), ""),
+    "what the activation reads by default": (scaled, lambda e: setattr(e.act_fn, "highest", 1.0), "Scaled, tried"),
+    "what a gate reads by default": (
+        lambda: make(gate=gate_with_defaults), lambda e: setattr(e, "gate_limit", 0.5), ""),
+    "what a gate asks for": (lambda: make(gate=gate_with_defaults), lambda e: setattr(e, "other_limit", 0.5), ""),
+    "what its class has by default": (
+        lambda: make(gate=gate_with_defaults), lambda e: setattr(type(e), "gate_limit", 0.5), ""),
+    "what its configuration has by default": (
+        lambda: make(gate=gate_with_defaults), lambda e: setattr(e.config, "my_limit", 0.5), ""),
+    "what became a buffer": (
+        lambda: make(gate=gate_with_defaults),
+        lambda e: e.register_buffer("gate_limit", torch.tensor(0.5)),
+        "reads gate_limit, which may change unseen",
+    ),
     "pairs": (make, lambda experts: setattr(experts, "is_concatenated", False), ""),
     "another activation": (make, lambda experts: setattr(experts, "act_fn", nn.GELU()), ""),
     "its form": (lambda: make(nn.GELU()), lambda experts: setattr(experts.act_fn, "approximate", "tanh"), ""),
@@ -240,6 +339,80 @@ def test_a_forward_looks_again_at_what_changed(case, monkeypatch):
         assert not torch.equal(run(), before)
 
 
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_graph_is_made_again_for_what_changed(case):
+    """But for hooks: torch.compile guards none, and says so in its settings. A number that changes
+    is no constant to it any longer, which it refuses.
+    """
+    make_experts, change, words = CHANGES[case]
+    if case in ("a parameter", "an attribute of the activation's class"):
+        words = "conversion failed"
+    torch._dynamo.reset()
+    running(experts := make_experts())
+    graph = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    before = graph(*given)
+    change(experts)
+    if "hook" in case:
+        torch._dynamo.reset()
+    if words:
+        with pytest.raises(Exception, match=words):
+            graph(*given)
+    else:
+        assert not torch.equal(graph(*given), before)
+
+
+def test_layers_of_one_kind_share_a_graph():
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    layers = [make(gate=gate_with_defaults, gate_limit=3.0)]
+    layers += [copy.deepcopy(layers[0]) for _ in range(2)]
+    for layer in layers:
+        running(layer)
+        layer.compile(fullgraph=True, backend=count)
+        layer(*given)
+    assert count.frame_count == 1
+
+
+def test_hooks_that_change_nothing_are_no_reason_to_refuse():
+    """As DeepSpeed hangs on every module. A layer is tried once, and its second forward tries nothing."""
+    experts, seen = make(), []
+    experts.act_fn.register_forward_hook(lambda *_: seen.append("forward"))
+    experts.act_fn.register_full_backward_pre_hook(lambda *_: seen.append("backward"))
+    run = running(experts)
+    run()
+    assert seen == ["forward", "backward"]
+    run()
+    assert len(seen) == 2
+
+
+def test_what_no_description_shows_is_tried_on_every_instance():
+    """A gate that reads around its attributes."""
+
+    def gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=vars(self).get("hidden", math.inf))) * up
+
+    experts = make(gate=gate)
+    running(experts)()
+    other = copy.deepcopy(experts)
+    other.hidden = 2.0
+    running(experts)()
+    with pytest.raises(LayoutError, match=r"make it differ from swiglu in values: .*, where"):
+        running(other)()
+
+
+def test_nothing_is_kept_of_modules_that_are_gone():
+    kept = len(transformers._known)
+    experts = make()
+    running(experts)()
+    assert len(transformers._known) == kept + 1
+    del experts
+    gc.collect()
+    assert len(transformers._known) <= kept
+
+
 @pytest.mark.parametrize("way", ["checkpoint", "inference", "compiled"])
 def test_the_first_trial_may_come_from_inside_anything(way):
     """A checkpoint counts the tensors that its forward saves, and inference keeps no gradients."""
@@ -256,4 +429,5 @@ def test_the_first_trial_may_come_from_inside_anything(way):
     else:
         torch._dynamo.reset()
         torch.compile(experts, fullgraph=True, backend="aot_eager")(x, ids, weights)
-    assert gates._recognised.cache_info().misses == 1
+    # Once more with what the first trial read, and for no kind of call again.
+    assert gates._recognised.cache_info().misses == 2
