@@ -52,6 +52,9 @@ from packaging.version import Version  # noqa: E402
 
 # The tracker of random states has states of CUDA devices only.
 tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+# Recompute keeps them, too.
+tensor_parallel.random._get_cuda_rng_state = lambda *_, **__: None
+tensor_parallel.random._set_cuda_rng_state = lambda *_, **__: None
 # 0.16.1 defines this name only where Transformer Engine is installed, and reads it anywhere.
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 # Writers of a checkpoint are forked, and threads of PyTorch do not survive a fork.
@@ -66,12 +69,12 @@ layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
 )
 
 
-def _as_list(tensor, as_numpy=False, record_stream=False):
+def _as_array(tensor, as_numpy=False, record_stream=False):
     """On a host the splits of an exchange stay tensors, which gloo does not take."""
-    return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-token_dispatcher.maybe_move_tensor_to_cpu = _as_list
+token_dispatcher.maybe_move_tensor_to_cpu = _as_array
 
 
 # DeepEP, by exchanges of everything: all ranks have equally many tokens.

@@ -21,15 +21,21 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from sonicmoe.enums import ActivationType
+from sonicmoe.ep import Dispatched
 from sonicmoe.errors import ConfigError, LayoutError, ShapeError
-from sonicmoe.integrations.megatron import SonicExperts, SonicMoELayer, use_sonicmoe
-from sonicmoe.integrations.megatron.dispatcher import Routes
+from sonicmoe.integrations.megatron import (
+    SonicExperts,
+    SonicMoELayer,
+    TokenDispatcher,
+    use_sonicmoe,
+)
 
 ROOT = Path(__file__).parents[2]
 E, H, FFN = 3, 16, 32
@@ -39,6 +45,11 @@ STOCK = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLin
 
 def group(size=1, rank=0):
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def routes(ids):
+    """What a dispatcher passes on beside rows and probabilities."""
+    return Dispatched(None, None, ids, None, None)
 
 
 def groups(**others):
@@ -162,7 +173,7 @@ def test_rows_with_routes_are_summed_over_their_slots(topk):
     experts = built(SonicExperts, config)
     x, ids = torch.randn(4, H), torch.tensor([[0, 2], [-1, 2], [-1, -1], [2, 0]])[:, :topk]
     probs = torch.rand(ids.shape)
-    out, _ = experts(x, Routes(ids, None), probs)
+    out, _ = experts(x, routes(ids), probs)
     for row in range(4):
         wanted = torch.zeros(H)
         for slot in range(topk):
@@ -171,6 +182,33 @@ def test_rows_with_routes_are_summed_over_their_slots(topk):
                 one[ids[row, slot]] = 1
                 wanted = wanted + experts(x[row : row + 1], one, probs[row, slot : slot + 1])[0][0]
         torch.testing.assert_close(out[row], wanted)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_token_has_the_ids_of_its_experts_on_every_slice(slices):
+    """Against the map that Megatron makes of routes for all ranks of both parallelisms. Probabilities
+    are dense, as a router of one's own may give them; a NaN is one.
+    """
+    config = SimpleNamespace(moe_router_topk=2)
+    sizes = {"tp_size": slices, "ep_size": 2, "num_local_experts": 3}
+    given = SimpleNamespace(config=config, shared_experts=None, **sizes)
+    given._to_every_slice = functools.partial(TokenDispatcher._to_every_slice, given)
+    probs, here = torch.rand(5, 6) + 0.1, torch.zeros(5, 6, dtype=torch.bool)
+    for token, experts in enumerate([(0, 5), (4, 3), (2, 3), (1,), ()]):
+        here[token, list(experts)] = True
+    probs[1, 4], probs[3, 1] = 0.0, float("nan")
+    x = torch.randn(5, 1, H)
+    rows, weights = TokenDispatcher.dispatch_preprocess(given, x, here, probs)
+    assert torch.equal(rows, x[:, 0])
+    assert given.ids.shape == weights.shape == (5, 2 * slices) and weights.dtype == torch.float32
+    there = probs.masked_fill(~here, 0.0)
+    wanted = MoEFlexTokenDispatcher._initialize_metadata(given, here, there)[1].reshape(5, -1)
+    found = torch.zeros_like(wanted)
+    for token, slot in (given.ids >= 0).nonzero().tolist():
+        found[token, given.ids[token, slot]] += weights[token, slot]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    # Neither the slot without an expert nor that of probability 0 goes anywhere.
+    assert (given.ids >= 0).sum() == 6 * slices
 
 
 def test_expert_tensor_parallelism_sums_to_the_whole_and_adds_b2_once():
@@ -343,7 +381,7 @@ def test_no_rows_leave_gradients_of_zero(fused):
     fired = hooked(experts)
     for counts in (
         torch.zeros(E, dtype=torch.long),
-        Routes(torch.empty(0, 2, dtype=torch.long), None),
+        routes(torch.empty(0, 2, dtype=torch.long)),
     ):
         fired.clear()
         shape = (0,) if isinstance(counts, torch.Tensor) else (0, 2)
@@ -385,13 +423,13 @@ def test_rows_that_the_schedule_frees_are_kept(way):
     options = {"pg_collection": groups(), "fp8_mode": "off"}
     experts = SonicExperts(1 if way == "one expert" else E, config, **options)
     given = {"one expert": torch.tensor([9]), "quantised": COUNTS}
-    routes = Routes(torch.tensor([[0, 2, -1]]).expand(9, 3).contiguous(), None)
+    received = routes(torch.tensor([[0, 2, -1]]).expand(9, 3).contiguous())
     probs = torch.rand(9, 3) if way == "routes" else torch.rand(9)
     found = []
     for freed in (False, True):
         torch.manual_seed(1)
         x = torch.randn(9, H).requires_grad_()
-        out, _ = experts(x, given.get(way, routes), probs)
+        out, _ = experts(x, given.get(way, received), probs)
         if freed:
             x.data.fill_(float("nan"))  # which is what the next owner of the memory does
         experts.zero_grad()
@@ -408,10 +446,12 @@ def test_specs_of_both_kinds_are_copied():
     experts = made.submodules.experts
     assert made.module is SonicMoELayer
     assert (experts.module, experts.params) == (SonicExperts, {"fp8_mode": "perf"})
+    assert made.params == {"dispatch": True}
     assert layer.submodules.experts is SequentialMLP
     builder = functools.partial(MoELayer, submodules=MoESubmodules(experts=SequentialMLP))
-    made = use_sonicmoe(builder, fp8_mode="perf")
-    assert made.func is SonicMoELayer
+    made = use_sonicmoe(builder, fp8_mode="perf", dispatch=False)
+    assert made.func is SonicMoELayer and made.keywords["dispatch"] is False
+    assert use_sonicmoe(made, dispatch={"fp8": True}).keywords["dispatch"] == {"fp8": True}
     assert made.keywords["submodules"].experts.func is SonicExperts
     assert builder.func is MoELayer
     below = [get_gpt_layer_local_spec(), [spec], TransformerBlockSubmodules(layer_specs=[spec])]
@@ -419,6 +459,10 @@ def test_specs_of_both_kinds_are_copied():
         mlp = one.submodules.mlp
         kind = mlp.func if isinstance(mlp, functools.partial) else mlp.module
         assert kind is SonicMoELayer
+    own = ModuleSpec(type("Own", (MoELayer,), {}), submodules=layer.submodules)
+    assert use_sonicmoe(own).module is own.module
+    with pytest.raises(LayoutError, match="dispatch is False, and Own has a dispatcher of its own"):
+        use_sonicmoe(own, dispatch=False)
     with pytest.raises(LayoutError, match="spec of a MoELayer has no submodules"):
         use_sonicmoe(ModuleSpec(MoELayer))
     with pytest.raises(LayoutError, match="no MoE layer is in it"):

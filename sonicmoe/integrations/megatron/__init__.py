@@ -19,8 +19,8 @@ except ImportError as error:
         f"(pip install megatron-core==0.16.1): {error}"
     ) from error
 
-from .dispatcher import RowsDispatcher, SonicMoELayer
+from .dispatcher import RowsDispatcher, SonicMoELayer, TokenDispatcher
 from .experts import SonicExperts
 from .spec import use_sonicmoe
 
-__all__ = ["RowsDispatcher", "SonicExperts", "SonicMoELayer", "use_sonicmoe"]
+__all__ = ["RowsDispatcher", "SonicExperts", "SonicMoELayer", "TokenDispatcher", "use_sonicmoe"]

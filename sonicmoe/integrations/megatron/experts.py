@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from ...enums import is_glu
+from ...ep import Dispatched
 from ...errors import ConfigError, expect
 from ...interop import require_framework_tensor
 from ...node.late_wgrad import WgradStore
@@ -17,7 +18,6 @@ from ...node.layer_state import LayerState
 from ...node.mlp_node import SonicMoEMlpNode
 from ...refusals import need_type
 from ...weights.numbered import NumberedParameters
-from .dispatcher import Routes
 from .linear import ExpertLinear
 from .options import activation_of, check_options, check_sizes, own_config, puts_off, sizes_of
 
@@ -94,27 +94,27 @@ class SonicExperts(TEGroupedMLP):  # type: ignore[misc]
         """Rows `[R, H]`, and where each of them goes.
 
         Args:
-            hidden_states: in expert order; or, with `Routes`, as DeepEP delivers them.
-            tokens_per_expert: counts `[E]` on the host or the device; or the `Routes` of
-                `RowsDispatcher`.
-            probs: `[R]`, of each row; `[R, K]` with `Routes`.
+            hidden_states: in expert order; or as they were received.
+            tokens_per_expert: counts `[E]` on the host or the device; or what `TokenDispatcher` and
+                `RowsDispatcher` pass on, of rows that nobody has sorted.
+            probs: `[R]`, of each row; `[R, K]` of rows as they were received.
 
         Returns:
             The output of each row, weighted by its probability, and None: biases are in it. With
-            `Routes` the slots of a row are summed.
+            slots of its own, a row has their sum.
         """
         given = sorted(key for key, value in unserved.items() if value is not None)
         words = f"the experts got {given}, which no engine serves"
         expect(not given, ConfigError, f"{words}; needed: Megatron's options that leave them out")
         require_framework_tensor(hidden_states, "hidden_states")
         require_framework_tensor(probs, "probs")
-        needed = "counts [E] in a tensor, or what RowsDispatcher passes on"
-        need_type("tokens_per_expert", tokens_per_expert, (Tensor, Routes), needed)
+        needed = "counts [E] in a tensor, or what our dispatchers pass on"
+        need_type("tokens_per_expert", tokens_per_expert, (Tensor, Dispatched), needed)
         # For their hooks: parameters that are gathered in the background are there afterwards.
         self.linear_fc1()
         self.linear_fc2()
         biases = self._biases() if self.config.add_bias_linear else None
-        routes = tokens_per_expert if isinstance(tokens_per_expert, Routes) else None
+        routes = tokens_per_expert if isinstance(tokens_per_expert, Dispatched) else None
         if self._may_lose_rows(routes):
             hidden_states = hidden_states.clone()
         weighed: Tensor | None = probs.to(torch.float32)
@@ -122,22 +122,30 @@ class SonicExperts(TEGroupedMLP):  # type: ignore[misc]
             hidden_states, weighed = _weigh(hidden_states, probs, routes), None
         if routes is not None:
             weighed = torch.ones_like(probs, dtype=torch.float32) if weighed is None else weighed
-            given_routes = routes.counts, routes.indices, weighed
-            return self.node(hidden_states, *given_routes, biases=biases), None
+            return self._routed(hidden_states, routes, weighed, biases), None
         # Counts on the host size the rows; those on the device are never waited for.
         counts = tokens_per_expert.to(hidden_states.device, non_blocking=True)
         out = self.node.forward_sorted(hidden_states, counts, weighed, tokens_per_expert, biases)
         return out, None
 
-    def _may_lose_rows(self, routes: Routes | None) -> bool:
+    def _routed(self, rows: Tensor, routes: Dispatched, probs: Tensor, biases: Any) -> Tensor:
+        others = {"dout_source": routes.dout_source, "biases": biases}
+        if routes.x_scale is not None:
+            dx_to = rows if rows.requires_grad else None
+            rows, others = routes.x, {**others, "x_scale": routes.x_scale, "dx_to": dx_to}
+        return self.node(rows, routes.tokens_per_expert, routes.indices, probs, **others)  # type: ignore[no-any-return]
+
+    def _may_lose_rows(self, routes: Dispatched | None) -> bool:
         """Whether the schedule frees these rows, which the backward reads, after this forward. It
         does that where the stock modules have a copy: of a permutation, or of a quantisation.
         """
         config = self.config
         if not getattr(config, "overlap_moe_expert_parallel_comm", False):
             return False
+        if routes is not None:
+            return routes.x_scale is None
         quantised = config.fp8 and config.moe_token_dispatcher_type == "flex"
-        return bool(routes is not None or self.num_local_experts == 1 or quantised)
+        return bool(self.num_local_experts == 1 or quantised)
 
     def _biases(self) -> tuple[Tensor, Tensor]:
         """b1 `[E, N1]` and b2 `[E, H]`."""
@@ -177,7 +185,7 @@ class SonicExperts(TEGroupedMLP):  # type: ignore[misc]
         return made
 
 
-def _weigh(rows: Tensor, probs: Tensor, routes: Routes | None) -> Tensor:
+def _weigh(rows: Tensor, probs: Tensor, routes: Dispatched | None) -> Tensor:
     """Rows times their one probability, in their dtype."""
     if routes is not None:
         probs = torch.where(routes.indices >= 0, probs, 0.0).sum(1)
