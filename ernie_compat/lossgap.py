@@ -17,6 +17,8 @@ from sonicmoe.diagnostics.json_data import plain
 from sonicmoe.plotting import new_figure, save_figure
 
 from .gap_runs import GapRun, GapSummary, Interval, read_run, summarise
+from .metrics import smoothed
+from .model_config import smoothing_window
 
 Rows = Iterable[Sequence[str]]
 
@@ -137,7 +139,8 @@ def plot_gaps(runs: Sequence[GapRun], path: Path) -> Path:
         # Runs of unequal length are compared as far as all of them go.
         length = min(run.steps for run in own)
         curves = 100 * np.stack([run.curve[:length] for run in own])
-        steps = np.arange(1, length + 1)
+        # The middle of the steps that each smoothed loss is the mean of.
+        steps = smoothed(range(1, length + 1), smoothing_window(own[0].steps))
         colour = f"C{number % 10}"
         for curve in curves:
             axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.7)

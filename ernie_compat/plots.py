@@ -8,6 +8,7 @@ from pathlib import Path
 from sonicmoe.plotting import new_figure, save_figure
 
 from .metrics import StepRecord, smoothed
+from .model_config import smoothing_window
 
 
 def plot_loss(
@@ -27,11 +28,14 @@ def plot_loss(
     figure = new_figure((8, 6.5 if compared else 5))
     axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     axes[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes[0].plot(steps, smoothed(losses), color="tab:blue", label=label)
+    # Each mean stands in the middle of its steps. At the last of them the curve would lag.
+    window, middles = smoothing_window(len(steps)), smoothed(steps)
+    label = f"{label}, mean of {window} steps"
+    axes[0].plot(middles, smoothed(losses), color="tab:blue", label=label)
     if compared:
-        axes[0].plot(steps, smoothed(references), color="tab:orange", linestyle="--", label=twin)
+        axes[0].plot(middles, smoothed(references), color="tab:orange", linestyle="--", label=twin)
         gap_percent = 100 * (smoothed(losses) / smoothed(references) - 1)
-        axes[1].plot(steps, gap_percent, color="tab:red")
+        axes[1].plot(middles, gap_percent, color="tab:red")
         axes[1].axhline(0, color="black", linewidth=0.6)
         axes[1].set_ylabel("smoothed gap, %")
     axes[0].set_ylabel("cross entropy, nats per byte")

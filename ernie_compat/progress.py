@@ -81,18 +81,28 @@ class TrainingDisplay:
         if waited or record.step % every == 0 or record.step in (1, self._total):
             self._printed = time.monotonic()
             status = status_line(self._recent)
-            self._console.print(f"step {record.step}/{self._total}  {status}", soft_wrap=True)
+            took = [one.seconds + (one.full_precision_seconds or 0.0) for one in self._recent]
+            left = (self._total - record.step) * sum(took) / len(took)
+            told = f", {_short(left)} left" if record.step < self._total else ""
+            self._console.print(f"step {record.step}/{self._total} {status}{told}")
+
+
+def _short(seconds: float) -> str:
+    """`45 s`, `12 min`, `1.6 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def status_line(recent: Sequence[StepRecord]) -> str:
-    """The last step in words: loss, full-precision loss, tokens/s over the recent steps, and the
-    load of the busiest expert over the mean.
+    """The last step in few words, because a terminal has 80 columns: loss, full-precision loss,
+    tokens/s over the recent steps, and the load of the busiest expert over the mean.
     """
     last = recent[-1]
     exact = last.full_precision_loss
-    reference = "" if exact is None else f" (full precision {exact:.4f})"
+    reference = "" if exact is None else f" (full {exact:.4f})"
     # The mean of the rates would count short steps as much as long ones.
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
     rate = tokens / sum(record.seconds for record in recent)
     loss = f"loss {last.loss:.4f}{reference}"
-    return f"{loss}  {rate:,.0f} tokens/s  busiest expert {last.load_imbalance:.2f}x"
+    return f"{loss}, {rate / 1000:.1f}k tok/s, load {last.load_imbalance:.1f}x"

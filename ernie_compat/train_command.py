@@ -204,7 +204,7 @@ def _run(
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
     launch = read_launch()
-    console = progress_console(highlight=False, markup=False, quiet=launch.rank != 0)
+    console = progress_console(quiet=launch.rank != 0)
     log_to(console)
     _refuse_contradictions(out, resume, overwrite, given)
     saved = None
@@ -234,7 +234,7 @@ def _run(
         if overwrite and trainer.writes:
             run_directory.clear(directory)
         if choice is not None:
-            console.print(choice, soft_wrap=True)
+            console.print(choice)
         code = _train(trainer, console, resume, as_json)
         parallel.close()
     return code
@@ -276,7 +276,7 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
             left = "this run writes no checkpoint, so it cannot be continued"
             if saves:
                 left = f"checkpoint saved. Continue with: --resume --out {trainer.directory}"
-            console.print(f"interrupted at step {trainer.step}; {left}", soft_wrap=True)
+            console.print(f"interrupted at step {trainer.step}; {left}")
             # Ranks may have received different signals, or none; they agree on one exit code.
             return EXIT_SIGNAL_BASE + trainer.parallel.largest(guard.received)
     summary = trainer.summary()

@@ -19,7 +19,7 @@ from ..routing.backends import arch_of
 from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
-from .steady import Stack, profile_steps, sustain, time_steps
+from .steady import SETTLE_S, Stack, profile_steps, sustain, time_steps
 from .timing import Phases, measure_memory, profile_phases
 from .trace import total_us
 from .workload import Batch, Call, Layer, Variant, rotating_batches
@@ -36,10 +36,13 @@ Figure = TypeVar("Figure")
 
 @dataclass
 class NodeRun:
-    """A node on rotating batches. `time_all` takes anything else that has these two methods too."""
+    """A node on rotating batches. `time_all` takes anything else that has these two methods too.
+    call_s: seconds of the host in the last call of its warm-up.
+    """
 
     node: SonicMoEMlpNode
     batches: Sequence[Batch]
+    call_s: float = 0.0
 
     def phases(self, number: int) -> Phases:
         # Another batch in every call, so that none comes out of the L2 cache.
@@ -54,9 +57,15 @@ def find_device() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0) -> list[Result]:
+def measure(
+    shape: Shape,
+    variants: Sequence[Variant],
+    sustained_s: float = 0.0,
+    expect_s: Callable[[float], None] = lambda seconds: None,
+) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that
-    says so. sustained_s: seconds of each sustained row; 0 leaves it out.
+    says so. sustained_s: seconds of each sustained row; 0 leaves it out. expect_s: is told, once all
+    are warm, about how many seconds the rest will take.
     """
     device = find_device()
     layer = Layer(shape, device)
@@ -70,6 +79,7 @@ def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0)
             runs[index] = warmed_up(layer, variant, batches)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             results[index].refusal = " ".join(str(error).split())
+    expect_s(sum(_expected_s(run, shape, device, sustained_s) for run in runs.values()))
     time_all(runs, results, device, sustained_s)
     for index, run in runs.items():
         # On one batch, because memory does not depend on the values.
@@ -92,9 +102,18 @@ def warmed_up(layer: Layer, variant: Variant, batches: Sequence[Batch]) -> NodeR
     """The variant behind a few calls: the first compiles and quantises weights."""
     run = NodeRun(layer.node(variant), batches)
     for number in range(WARM_UPS):
+        began = time.monotonic()
         for _, phase in run.phases(number):
             phase()
+        run.call_s = time.monotonic() - began
     return run
+
+
+def _expected_s(run: NodeRun, shape: Shape, device: str, sustained_s: float) -> float:
+    """Seconds of `time_all` and of the call that measures memory."""
+    rounds = STEADY_ROUNDS if device != "cpu" else HOST_ROUNDS
+    calls = 1 + rounds * (STEADY_STEPS + 1) * shape.stack_layers
+    return calls * run.call_s + (sustained_s + TURNS * SETTLE_S if sustained_s else 0.0)
 
 
 def time_all(

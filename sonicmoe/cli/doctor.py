@@ -16,7 +16,7 @@ from ..diagnostics.doctor_report import COMPILE_COMMAND, PRECISIONS, CacheState,
 from ..diagnostics.json_data import plain
 from .framework import framework_option
 from .refusals import OneLineCommand
-from .screen import Activity
+from .screen import Activity, WordConsole
 
 # Who runs the doctor suspects that something hangs, and silence would look like a hang too.
 PATIENCE_S = 1.0
@@ -51,7 +51,7 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2, allow_nan=False))
     else:
-        show(report, Console(markup=False, highlight=False, emoji=False))
+        show(report, WordConsole())
     ctx.exit(0 if report.healthy else 1)
 
 
@@ -62,7 +62,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the screen."""
+    """Print the screen: the verdict, what is wrong, then what was found."""
     # A grid folds long paths inside their own column, so that the headings stay readable.
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
@@ -70,16 +70,15 @@ def show(report: Report, console: Console) -> None:
     for name, text in fact_lines(report):
         facts.add_row(name, text)
     title = f"sonicmoe {report.versions.get('sonicmoe')} from {report.package_path}"
-    console.print(title, style="bold", soft_wrap=True)
-    console.print(facts)
-    console.print(flag_table(report))
-    if report.self_test:
-        console.print(self_test_table(report))
+    console.print(title, style="bold")
+    console.print(verdict(report), style="bold green" if report.healthy else "bold red")
     for problem in report.problems:
         style = "red" if problem.severity is Severity.ERROR else "yellow"
         console.print(f"{problem.severity.value}: {problem.what}", style=style)
         console.print(f"  -> {problem.remedy}")
-    console.print(verdict(report), style="bold green" if report.healthy else "bold red")
+    console.print(facts)
+    if report.self_test:
+        console.print(self_test_table(report))
 
 
 def fact_lines(report: Report) -> list[tuple[str, str]]:
@@ -94,13 +93,24 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         ("framework", framework),
         ("device", device_line(report)),
         ("engine", f"{report.engine}: {report.engine_reason}" if report.engine else "none"),
-        *((f"  {name}", able) for name, able in report.engines.items()),
+        *engine_lines(report),
         *((state.role.replace("_", " "), cache_line(state)) for state in report.caches),
         *(("warmed", line) for state in report.caches for line in state.warmed),
         *(("carried", line) for line in report.carried),
         *kernel_lines(report),
         *((name, value) for name, value in report.honoured.items() if value),
+        *((flag.name, flag.value) for flag in report.flags if flag.source != "default"),
+        ("other flags", "at their defaults (docs/env.md; --json lists them)"),
     ]
+
+
+def engine_lines(report: Report) -> list[tuple[str, str]]:
+    """Which engines this machine can run, and why not the others; those of one reason on one line."""
+    groups: dict[str, list[str]] = {}
+    for name, able in report.engines.items():
+        # The engines' record (docs/engines.md) has the list of architectures.
+        groups.setdefault(able.partition(", and its kernels are for")[0], []).append(name)
+    return [("engines", f"{', '.join(names)}: {reason}") for reason, names in groups.items()]
 
 
 def device_line(report: Report) -> str:
@@ -137,15 +147,6 @@ def mebibytes(size: int) -> str:
     return f"{size / (1 << 20):,.1f} MiB"
 
 
-def flag_table(report: Report) -> Table:
-    """Flags in force; those set in the environment stand out."""
-    table = Table("flag", "value", "source", box=None, padding=(0, 2, 0, 0))
-    for flag in report.flags:
-        style = "bold" if flag.source == "environment" else None
-        table.add_row(flag.name, flag.value, flag.source, style=style)
-    return table
-
-
 def self_test_table(report: Report) -> Table:
     """One row per tensor; cosine, relative RMSE and verdict per precision."""
     headings = [text for name in PRECISIONS for text in (f"{name} cosine", "rel. RMSE", "")]
@@ -163,7 +164,7 @@ def self_test_table(report: Report) -> Table:
 
 
 def verdict(report: Report) -> str:
-    """The last line: healthy or not, and how many findings there are of each kind."""
+    """Healthy or not, and how many findings there are of each kind."""
     warnings = sum(problem.severity is Severity.WARNING for problem in report.problems)
     errors = len(report.problems) - warnings
     counts = f"{errors} failed checks, {warnings} warnings"

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..frameworks import AUTO, FRAMEWORKS, RULE, FrameworkChoice, choose, load
-from .screen import Activity, plain_console
+from .screen import Activity, progress_console
 
 CHOICES = (AUTO, *FRAMEWORKS)
 AUTO_HELP = f"auto: {RULE}."
@@ -32,7 +32,7 @@ def load_framework(requested: str) -> None:
     choice = choose(requested)
     line = choice_line(choice)
     if line is not None:
-        plain_console().print(line, soft_wrap=True)
+        progress_console().print(line)
     with Activity(f"importing {choice.name}"):
         load(choice.name)
 

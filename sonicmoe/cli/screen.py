@@ -41,6 +41,19 @@ class SteadyStream:
         return getattr(self._stream, name)
 
 
+class WordConsole(Console):
+    """On a terminal lines break between words, and in a pipe, where programs read them, nowhere.
+    Characters of a text mean themselves.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        told = all(isinstance(each, str) for each in objects)
+        super().print(*objects, **{"soft_wrap": told and not self.is_terminal, **options})
+
+
 def progress_console(**options: Any) -> Console:
     """A console on stderr, so that stdout holds the result alone; options as of rich's.
 
@@ -49,15 +62,10 @@ def progress_console(**options: Any) -> Console:
     """
     # A process may have been started without stderr. rich takes that for silence.
     if sys.stderr is None:
-        return Console(stderr=True, **options)
+        return WordConsole(stderr=True, **options)
     if not _is_terminal(sys.stderr):
         options = {"force_terminal": False, "force_interactive": False, **options}
-    return Console(file=cast(IO[str], SteadyStream(sys.stderr)), stderr=True, **options)
-
-
-def plain_console() -> Console:
-    """A progress console that prints lines as they are, whatever characters are in them."""
-    return progress_console(markup=False, highlight=False, emoji=False)
+    return WordConsole(file=cast(IO[str], SteadyStream(sys.stderr)), stderr=True, **options)
 
 
 def _is_terminal(stream: IO[str]) -> bool:
@@ -69,16 +77,24 @@ def _is_terminal(stream: IO[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A part of the work. `total`: how many of `done` there will be; None where nobody knows."""
+    """A part of the work. `total`: how many of `done` there will be; None where nobody knows.
+    `began`, `ends`: when it did and when it is thought to, on the monotonic clock.
+    """
 
     name: str
     total: int | None = None
     done: int = 0
     detail: str = ""
+    began: float = 0.0
+    ends: float | None = None
 
     def line(self, seconds: float) -> str:
-        """`measuring normal: 3 of 12, 40 s so far`."""
+        """`measuring normal: 3 of 12, about 2 min left, 40 s so far`."""
         words = [] if self.total is None else [f"{self.done} of {self.total}"]
+        now, ends = time.monotonic(), self.ends
+        if ends is None and self.total and self.done:
+            ends = now + (now - self.began) / self.done * (self.total - self.done)
+        words += [] if ends is None else [f"about {duration(max(ends - now, 0))} left"]
         title = f"{self.name} {self.detail}".rstrip()
         return f"{title}: {', '.join([*words, f'{duration(seconds)} so far'])}"
 
@@ -100,7 +116,7 @@ class Activity:
     ) -> None:
         """Nothing is said before the work begins; `name`: of the work, as the last line has it."""
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
-        self.console = plain_console() if console is None else console
+        self.console = progress_console() if console is None else console
         self._name, self._started, self._stage = name, time.monotonic(), _Stage(name)
         self._ended = threading.Event()
         # A thread, because one step of the work may itself take minutes.
@@ -110,7 +126,11 @@ class Activity:
 
     def begin(self, name: str, total: int | None = None) -> None:
         """A new stage; the count starts again."""
-        self._stage = _Stage(name, total)
+        self._stage = _Stage(name, total, began=time.monotonic())
+
+    def expect(self, seconds: float) -> None:
+        """Tell how long the stage will take from now on."""
+        self._stage = replace(self._stage, ends=time.monotonic() + seconds)
 
     def at(self, detail: str) -> None:
         """Tell which part of the stage comes now."""
@@ -122,7 +142,7 @@ class Activity:
 
     def say(self, line: str) -> None:
         """Print a line at once."""
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line)
 
     def __enter__(self) -> Activity:
         self._started = time.monotonic()
@@ -158,7 +178,7 @@ def say_duration(name: str, started: float, console: Console) -> None:
     """`bench took 3 min 5 s`, where it took longer than somebody waits gladly."""
     seconds = time.monotonic() - started
     if seconds >= PATIENCE_S:
-        console.print(f"{name} took {duration(seconds)}", soft_wrap=True)
+        console.print(f"{name} took {duration(seconds)}")
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..architectures import DEFAULT_ARCH, chosen_arch
 from ..config import current_config
-from ..engine.compile_plan import require_precision, warm_up_plan
+from ..engine.compile_plan import require_precision, warm_up_plan, without_kernels
 from ..host import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
 from ..jit.errors import PackError
@@ -25,11 +25,12 @@ from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .activation import activation_options
-from .refusals import Location, OneLineCommand, refuse_beside
-from .screen import Activity
+from .refusals import FailureLine, Location, OneLineCommand, refuse_beside
+from .screen import Activity, WordConsole
 
 # Sizes are 32-bit numbers in the kernels.
 MOST = 2**31 - 1
+EXAMPLE = {"--E": "8", "--H": "3072", "--I": "1536"}
 
 
 @click.command(cls=OneLineCommand)
@@ -102,20 +103,22 @@ def warmup(
     settings = current_config()
     cache = default_cache(settings.replace(cache_dir=cache_dir) if cache_dir else settings)
     # With --json, stdout holds the object alone.
-    console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
+    console = WordConsole(stderr=as_json)
     sizes = {"--E": experts, "--H": hidden, "--I": intermediate}
     if unpack_file is not None:
         refuse_beside("--unpack", ("unpack_file", "arch", "cache_dir", "as_json"))
         ctx.exit(_unpack(unpack_file, cache, arch, console, as_json))
-    for name, size in sizes.items():
-        if size is None:
-            raise click.UsageError(f"Missing option '{name}'.")
+    if missing := [name for name, size in sizes.items() if size is None]:
+        example = f"for example: sonicmoe warmup {' '.join(map(' '.join, EXAMPLE.items()))}"
+        raise click.UsageError(f"Missing options {', '.join(missing)}; {example}")
     arch = chosen_arch(arch, capabilities_of_host())
     shape = experts or 0, hidden or 0, intermediate or 0
     spec = ModelSpec(*shape, dtype, activation, arch, parameters, adapters)
     # A precision that was asked for alone and has no kernels is an error; as one of two it is left
     # out with its reason.
     planned = require_precision(warm_up_plan(spec, precision, settings), precision)
+    if precision == BOTH and (problem := without_kernels(spec, planned, settings)):
+        raise FailureLine(problem)
     report = check(spec, cache, planned) if check_only else _compile(spec, cache, planned, jobs)
     if as_json:
         click.echo(json.dumps(to_json(report), indent=2))
@@ -124,7 +127,7 @@ def warmup(
         if lacking := _missing(report):
             # The architecture is named, because another host has another default.
             words = f"the same command without --check, and with --arch {arch}, compiles them"
-            console.print(f"{lacking} kernels are missing: {words}", soft_wrap=True)
+            console.print(f"{lacking} kernels are missing: {words}")
     # A pack that lacks a kernel would make its user compile, which he cannot, or would rather not.
     if pack_file is not None and report.complete:
         found = [cache.try_load(job.key()) for job in planned.jobs]
@@ -144,7 +147,7 @@ def _unpack(
         raise PackError(f"{path} is not for this installation: {reason}")
     _told(path, lambda: unpack(path, cache))
     count, archs = len(pack.artefacts), ", ".join(pack.architectures)
-    console.print(f"{count} kernels for {archs} from {path} in {cache.root}", soft_wrap=True)
+    console.print(f"{count} kernels for {archs} from {path} in {cache.root}")
     precision = pack.precision if pack.precision in PRECISIONS else BOTH
     # What the pack was made for may not be what the settings in force here need.
     planned = warm_up_plan(pack.model, precision)
@@ -156,8 +159,7 @@ def _unpack(
     elif not report.complete:
         console.print(
             f"{_missing(report)} kernels that this model needs under the settings in force are not in "
-            "the pack: pack them under these settings",
-            soft_wrap=True,
+            "the pack: pack them under these settings"
         )
     return 0 if report.complete else 1
 
@@ -167,9 +169,7 @@ def _pack(
 ) -> None:
     pack = _told(path, lambda: write_pack(path, artefacts, spec, precision))
     size = path.stat().st_size / (1 << 20)
-    console.print(
-        f"{len(pack.artefacts)} kernels packed into {path}, {size:.1f} MiB", soft_wrap=True
-    )
+    console.print(f"{len(pack.artefacts)} kernels packed into {path}, {size:.1f} MiB")
 
 
 def _missing(report: WarmUpReport) -> int:
@@ -190,10 +190,11 @@ def _compile(
     with Activity("warmup") as doing:
         places = HostSlots(cache.local_root, jobs or AUTO).count
         workers = min(places, max(len(planned.jobs), 1))
-        doing.begin(f"compiling for {spec.arch} in {workers} processes,", total=len(planned.jobs))
+        noun = "process" if workers == 1 else "processes"
+        doing.begin(f"compiling for {spec.arch} in {workers} {noun}", total=len(planned.jobs))
 
         def advance(outcome: KernelOutcome) -> None:
-            doing.at(f"last {outcome.kernel}")
+            doing.at(f"(last {outcome.kernel})")
             doing.advance()
 
         return warm_up(spec, cache, jobs=jobs, progress=advance, compile_jobs=planned)
@@ -228,7 +229,7 @@ def show(report: WarmUpReport, console: Console) -> None:
         if outcome.state == FAILED:
             console.print(outcome.message)
     for line in report.left_out:
-        console.print(f"left out, {line}", soft_wrap=True)
+        console.print(f"left out, {line}")
     ready = sum(outcome.state in {BUILT, CACHED} for outcome in report.kernels)
     record = f"; recorded in {report.record}" if report.record else ""
     where = f"in {report.cache_dir}"
@@ -243,7 +244,7 @@ def show(report: WarmUpReport, console: Console) -> None:
         all_inside = report.carried == ready
         where = inside if all_inside else f"{where}, {report.carried} of them {inside}"
     summary = f"{report.precision}: {ready} of {len(report.kernels)} kernels {where}, {report.seconds:.1f} s{record}"
-    console.print(summary, soft_wrap=True)
+    console.print(summary)
 
 
 if __name__ == "__main__":

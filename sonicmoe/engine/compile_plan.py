@@ -91,6 +91,28 @@ def require_precision(planned: WarmUpPlan, precision: str) -> WarmUpPlan:
     return planned
 
 
+def without_kernels(spec: ModelSpec, planned: WarmUpPlan, config: ResolvedConfig) -> str | None:
+    """Why a plan of "both" has no kernels but those of every run, and the nearest sizes that an engine
+    takes; None where it has some, or other sizes would not help.
+    """
+    if planned.precision != NEITHER:
+        return None
+    takes: dict[str, dict[str, None]] = {}  # sizes: engines, each once
+    for settings in (config.replace(**_SETTINGS[part]) for part in _parts(BOTH, config)):
+        for record in _engines(settings):
+            hidden = _nearest(spec.H, record.hidden_multiple)
+            near = replace(spec, H=hidden, I=_nearest(spec.I, record.intermediate_multiple))
+            if _reason(record, _workload(near, settings), spec.arch) is None:
+                takes.setdefault(f"H={near.H} I={near.I}", {})[record.name.value] = None
+    told = "; ".join(f"{sizes} ({', '.join(engines)})" for sizes, engines in takes.items())
+    words = f"no engine has kernels for this model: {'; '.join(planned.left_out)}"
+    return f"{words}; the nearest sizes that one takes: {told}" if told else None
+
+
+def _nearest(size: int, multiple: int) -> int:
+    return max(1, round(size / multiple)) * multiple
+
+
 def _parts(precision: str, config: ResolvedConfig) -> tuple[str, ...]:
     # Unquantised weight gradients need GEMMs that plain FP8 does not.
     parts = _PARTS[precision]

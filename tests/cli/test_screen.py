@@ -1,5 +1,6 @@
 """What commands say while somebody waits."""
 
+import io
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ import importlib
 for name in ("screen", "doctor"):
     importlib.import_module(f"sonicmoe.cli.{name}").PATIENCE_S = 0.02
 """
-SO_FAR = r": (\d+ of \d+, )?\d+ s so far"
+SO_FAR = r": (\d+ of \d+, )?(about \d+ s left, )?\d+ s so far"
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_in_a_pipe_lines_without_control_characters(capsys, monkeypatch, variabl
     *lines, last = err.splitlines()
     assert out == "" and err.isascii() and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
     assert len(lines) >= 4 and all(re.fullmatch("measuring( case .)?" + SO_FAR, x) for x in lines)
-    assert re.search(r"^measuring case 3: 3 of 4, 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^measuring case 3: 3 of 4, about 0 s left, 0 s so far$", err, re.MULTILINE)
     assert re.fullmatch(r"bench took \d s", last)
 
 
@@ -97,6 +98,45 @@ def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, t
         assert (found["framework"], found["framework_reason"]) == ("torch", words)
     else:
         assert f"framework: torch ({words})\n" in stderr
+
+
+def test_time_left_is_that_of_the_rest_or_what_the_work_expects(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    doing = Activity("bench")
+    doing.begin("compiling", total=4)
+    now[0] += 60
+    assert doing._stage.line(60) == "compiling: 0 of 4, 1 min 0 s so far"
+    doing.advance()
+    assert doing._stage.line(60) == "compiling: 1 of 4, about 3 min 0 s left, 1 min 0 s so far"
+    doing.begin("T=64")
+    doing.expect(90)
+    now[0] += 60
+    assert doing._stage.line(120) == "T=64: about 30 s left, 2 min 0 s so far"
+    now[0] += 60
+    assert doing._stage.line(180) == "T=64: about 0 s left, 3 min 0 s so far"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_only_on_a_terminal_lines_break_and_then_between_words(terminal):
+    stream = io.StringIO()
+    console = screen.WordConsole(file=stream, width=80, force_terminal=terminal, no_color=True)
+    line = "engine reference on cpu: " + ", ".join(["not hopper: tokens are float32"] * 5)
+    console.print(line)
+    said = stream.getvalue().splitlines()
+    assert " ".join(each.strip() for each in said) == line
+    assert (len(said) > 1 and max(map(len, said)) <= 80) == terminal
+
+
+def test_a_step_of_a_comparison_fits_80_columns(capsys):
+    from ernie_compat.metrics import StepRecord
+    from ernie_compat.progress import TrainingDisplay
+
+    figures = (5.54512, 0.0, 0.0, 1.0, 1e-3, 123456.0, 1.1, 3.21, ((0.5, 0.5),), 5.54321, 1.25)
+    TrainingDisplay(screen.progress_console(), 3000).update(StepRecord(1500, *figures))
+    (line,) = capsys.readouterr().err.splitlines()
+    told = "step 1500/3000 loss 5.5451 (full 5.5432), 123.5k tok/s, load 3.2x, 59 min left"
+    assert line == told and len(told) <= 80
 
 
 def test_training_prints_a_line_of_every_slow_step(capsys, monkeypatch):

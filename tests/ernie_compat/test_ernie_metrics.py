@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from ernie_compat import plots
 from ernie_compat.metrics import (
     MetricsError,
     MetricsFile,
@@ -76,3 +77,20 @@ def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path, ca
     path.write_text("{}\n" + whole)
     with pytest.raises(MetricsError, match="line 1"):
         read_metrics(path)
+
+
+def test_drawn_means_lag_behind_nothing(monkeypatch, tmp_path):
+    """A loss that falls by the same in every step: a mean that stands in the middle of its steps is
+    on the line. At the last of them it would lie half a window behind.
+    """
+    drawn = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    losses = np.linspace(6, 2, 300)
+    records = [record(step, loss, loss) for step, loss in enumerate(losses, start=1)]
+    plots.plot_loss(records, tmp_path / "loss.png", "fp8")
+    lines = [line for axes in drawn[0].axes[:1] for line in axes.lines]
+    assert [line.get_label() for line in lines[1:]] == ["fp8, mean of 25 steps", "full precision"]
+    for line in lines:
+        np.testing.assert_allclose(
+            line.get_ydata(), np.interp(line.get_xdata(), range(1, 301), losses)
+        )

@@ -81,7 +81,10 @@ def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(whole):
     assert read_header(out / "checkpoint.npz")["step"] == 30
     content = (out / "loss.png").read_bytes()
     assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
-    assert "step 30/30" in result.stderr and "tokens/s" in result.stderr
+    assert "step 30/30" in result.stderr and "k tok/s, load " in result.stderr
+    assert "%  (normal: up to 0.2% of the default model)" in result.stdout
+    told = [line for line in result.stderr.splitlines() if line.startswith("step ")]
+    assert all(line.endswith(" s left") for line in told[:-1]) and "left" not in told[-1]
     assert "Warning" not in result.stderr
     assert_captured(out)
 

@@ -364,6 +364,31 @@ def test_parameters_of_the_activation_are_warmed(tmp_path, monkeypatch):
 ODD = ["--E", "8", "--H", "3080", "--I", "1536", "--check"]
 
 
+@pytest.mark.parametrize(("changed", "nearest"), [
+    ({"--H": 3071}, "H=3072 I=1536 (hopper, bf16, triton)"),
+    ({"--I": 1530}, "H=3072 I=1536 (hopper); H=3072 I=1528 (bf16, triton)"),
+    ({"--arch": "sm_100a", "--H": 3001}, "H=3000 I=1536 (bf16, triton)"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [[], ["--check"]])
+def test_sizes_that_no_engine_takes_are_refused_with_the_nearest(
+    own_caches, changed, nearest, more
+):
+    """It compiled the kernels of every run, ended well, and left a record that the doctor showed."""
+    sizes = {"--E": 8, "--H": 3072, "--I": 1536, **changed}
+    said = command(*(word for pair in sizes.items() for word in pair), *more)
+    assert said.exit_code == 1 and said.stdout == ""
+    (line,) = said.stderr.splitlines()
+    assert "not hopper: " in line and line.endswith(f"the nearest sizes that one takes: {nearest}")
+    assert not own_caches.root.exists() or read_records(own_caches.root) == []
+
+
+def test_all_missing_options_are_named_at_once():
+    words = "sonicmoe warmup --E 8 --H 3072 --I 1536"
+    said = command("--E", 4)
+    assert said.output == f"Error: Missing options --H, --I; for example: {words}\n"
+    assert said.exit_code == 2
+
+
 @pytest.mark.usefixtures("own_caches")
 @pytest.mark.parametrize(("asked", "code", "words"), [
     (ODD, 1, "left out, fp8: not hopper: H is 3080 and I is 1536, and it needs multiples"),

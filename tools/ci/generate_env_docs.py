@@ -24,7 +24,7 @@ HEADER = f"""\
 
 Each flag is also a field of `SonicMoEConfig`. An explicit field beats the environment, which beats
 the default; `with cfg.activate():` puts a configuration in force for everything that was given none
-of its own. `sonicmoe doctor` prints the values in force.
+of its own. `sonicmoe doctor` prints those that are set, and with `--json` all in force.
 
 A value that is not understood is refused by every command, and by the first call that needs a
 configuration. A set `{PREFIX}*` name that is not listed here, in any case, is ignored with a
