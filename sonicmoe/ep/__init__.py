@@ -1,6 +1,6 @@
 """Expert parallelism: carry tokens to the ranks that hold their experts, and the results back.
 
-    dispatcher = make_dispatcher(num_experts, group)          # DeepEP, collectives, or one rank
+    dispatcher = make_dispatcher(num_experts, group)          # the fastest that serves the group
     tokens = dispatcher.dispatch(x, topk_idx, topk_weights)   # global expert ids in, local ids out
     out = node(tokens.x, tokens.tokens_per_expert, tokens.indices, tokens.probs)
     y = dispatcher.combine(out, tokens.handle)                # [T, H], the sum over ranks

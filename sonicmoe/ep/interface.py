@@ -81,7 +81,7 @@ class Transport(ABC):
         world_size, rank: of the group.
 
     Attributes:
-        exact_rows: whether a delivery has no rows but the real ones.
+        exact_rows: whether rows of `dispatch_cached` need no mask: every one is real, or zeros.
         moves: whether rows leave this process. Where they do not, a combine without quantised
             gradients is the experts' output itself.
     """

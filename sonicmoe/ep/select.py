@@ -20,6 +20,8 @@ from .deepep import (
 from .dispatcher import Dispatcher, LocalDispatcher
 from .fixed_size import FixedSizeTransport, RowLimit, check_max_tokens
 from .fp8_rows import check_forms
+from .peer_memory import memory_of, peers_problem
+from .symmetric import SymmetricTransport
 
 if IS_PADDLE:
     from .exchange_paddle import PaddleExchange as GroupExchange
@@ -28,7 +30,7 @@ else:
     from .exchange_torch import TorchExchange as GroupExchange  # type: ignore[assignment]
     from .exchange_torch import is_gpu_group
 
-KINDS = ("auto", "local", "collective", "deepep")
+KINDS = ("auto", "local", "symmetric", "deepep", "collective")
 
 
 def make_dispatcher(
@@ -48,8 +50,10 @@ def make_dispatcher(
         group: process group (torch) or communication group (Paddle); None is one rank without a
             group.
         kind: "auto": local without a group or in a group of one, collectives over a CPU group, else
-            DeepEP where it is installed and serves the group, else collectives. Or one of "local",
-            "collective", "deepep".
+            symmetric memory where the ranks can map each other's, else DeepEP where it is installed
+            and serves the group, else collectives. Or one of "local", "symmetric", "deepep",
+            "collective". With "auto" and "symmetric" the first call for a GPU group is a collective,
+            which tries the mapping.
         max_tokens: the most tokens that a rank dispatches at once, the same on all ranks. Needed
             without waiting for counts, and else without effect.
         wait_for_counts: let the host of every dispatch wait until it knows how many rows arrive. If
@@ -109,8 +113,18 @@ def _chosen(kind: str, num_experts: int, group: Any, bound: int | None) -> tuple
     if kind == "auto" and group_shape(group)[0] == 1:
         return LocalDispatcher(num_experts), "a group of one"
     library, why = None, "as asked for"
+    if kind == "auto" and not is_gpu_group(group):
+        return _collective(num_experts, group, bound), "the group has no NCCL, so no GPUs"
+    if kind in ("auto", "symmetric"):
+        problem = peers_problem(group)
+        if not problem:
+            why = why if kind == "symmetric" else "the ranks map each other's memory"
+            return _symmetric(num_experts, group, bound), why
+        if kind == "symmetric":
+            raise EngineUnavailableError(f"symmetric memory cannot be used: {problem}")
     if kind == "auto":
         library, why = _usable_library(group, bound)
+        why = f"{why}; no symmetric memory: {problem}"
     elif kind == "deepep":
         library = _required_library(group)
     made = _collective if library is None else partial(_deepep, library)
@@ -123,8 +137,6 @@ def _usable_library(group: Any, bound: int | None) -> tuple[Any, str]:
     The reason comes with either, because the log line must tell a user why the fast library was not
     taken.
     """
-    if not is_gpu_group(group):
-        return None, "the group has no NCCL, which DeepEP needs"
     library, missing = find_library()
     if library is None:
         return None, f"no DeepEP: {missing}"
@@ -149,6 +161,12 @@ def _collective(num_experts: int, group: Any, bound: int | None) -> Dispatcher:
     if bound is None:
         return Dispatcher(CollectiveTransport(num_experts, exchange))
     return Dispatcher(FixedSizeTransport(num_experts, exchange, bound))
+
+
+def _symmetric(num_experts: int, group: Any, bound: int | None) -> Dispatcher:
+    limit = None if bound is None else RowLimit(bound, partial(GroupExchange, group))
+    memory = partial(memory_of, group)
+    return Dispatcher(SymmetricTransport(num_experts, group_shape(group), memory, limit=limit))
 
 
 def _deepep(library: Any, num_experts: int, group: Any, bound: int | None) -> Dispatcher:

@@ -34,9 +34,16 @@ def aggregate_source(arch: str) -> CudaSource:
     return CudaSource.make("aggregate", _CUDA / "aggregate.cu", arch=arch)
 
 
+def peer_rows_source(arch: str) -> CudaSource:
+    """Exports `half_bytes`, `send`, `take`, `again`, `back`: rows between the GPUs of one host. One
+    artefact serves every model.
+    """
+    return CudaSource.make("peer_rows", _CUDA / "peer_rows.cu", arch=arch)
+
+
 def cuda_sources(arch: str) -> tuple[CudaSource, ...]:
-    """Every CUDA source of routing and aggregation, for warm-up and for the spill check."""
-    return routing_metadata_source(arch), aggregate_source(arch)
+    """Every CUDA source of routing, aggregation and exchange, for warm-up and for the spill check."""
+    return routing_metadata_source(arch), aggregate_source(arch), peer_rows_source(arch)
 
 
 # From an architecture to a source.
@@ -44,4 +51,5 @@ EVERY_RUN: tuple[Callable[[str], CudaSource], ...] = (
     routing_metadata_source,
     aggregate_source,
     flush_source,
+    peer_rows_source,
 )

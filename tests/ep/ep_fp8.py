@@ -98,7 +98,7 @@ def run_fp8(dispatcher, source, rank, form, says=True, grads=False):
     }
 
 
-def results_in_fp8(exchange):
+def results_in_fp8(exchange, symmetric):
     """What one of two ranks sees through every dispatcher, by name."""
     rank, arrays = exchange.rank, {}
     transports = {
@@ -106,7 +106,7 @@ def results_in_fp8(exchange):
         "fixed size": poisoned_fixed_size(exchange),
     }
     if not IS_PADDLE:
-        transports |= deepep_transports()
+        transports |= deepep_transports() | symmetric
     for case in CASES:
         for form, grads in BOTH:
             for name, transport in transports.items():

@@ -22,7 +22,8 @@ import framework
 import numpy as np
 from ep_cases import EXPERTS, cases, precision_of, source
 from ep_fp8 import results_in_fp8
-from ep_layer import deepep_transports, poisoned_fixed_size, run_layer, start
+from ep_layer import MOST_TOKENS, deepep_transports, poisoned_fixed_size, run_layer, start
+from kernels.needs import can_load_kernels
 
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
@@ -70,7 +71,7 @@ def refused_bounds(exchange):
     return said
 
 
-def results(exchange):
+def results(exchange, directory):
     """Everything that this rank sees, by name."""
     world, rank = exchange.world_size, exchange.rank
     collective = Dispatcher(CollectiveTransport(EXPERTS, exchange))
@@ -82,15 +83,19 @@ def results(exchange):
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
             runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
+    symmetric = peers_of(exchange, directory)
     found = {}
     for case, sources in cases(world).items():
-        runs["fixed"] = fixed, precisions[precision_of(case)]
+        for name, dispatcher in {"fixed": fixed, **symmetric}.items():
+            runs[name] = dispatcher, precisions[precision_of(case)]
         for name, (dispatcher, options) in runs.items():
             for key, array in run_layer(dispatcher, sources[rank], rank, **options).items():
                 found[f"{name}/{case}/{key}"] = array
     if world == 2:
         found |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
-        found |= {f"in fp8/{name}": array for name, array in results_in_fp8(exchange).items()}
+        transports = {name: dispatcher.transport for name, dispatcher in symmetric.items()}
+        named = results_in_fp8(exchange, transports)
+        found |= {f"in fp8/{name}": array for name, array in named.items()}
         found["bounds"] = np.array(refused_bounds(exchange))
     if world == 2 and not framework.IS_PADDLE:
         from ep_upstream import upstream_results
@@ -102,6 +107,16 @@ def results(exchange):
 
         found |= {f"main_grad/{name}": a for name, a in main_grad_worker.results(rank).items()}
     return found
+
+
+def peers_of(exchange, directory):
+    """Dispatchers over emulated symmetric memory, where its kernels can be compiled."""
+    if framework.IS_PADDLE or not can_load_kernels():
+        return {}
+    import emulated_peers
+
+    made = emulated_peers.transports(directory, exchange, MOST_TOKENS)
+    return {name: Dispatcher(transport) for name, transport in made.items()}
 
 
 def dies(exchange, fatal):
@@ -137,7 +152,7 @@ def main(world, rank, directory, what="", fatal=""):
     if what == "dies":
         dies(exchange, int(fatal))
         return
-    found = results(exchange)
+    found = results(exchange, directory)
     if world == "2":
         found["exceeded"] = np.array(exceeded(exchange))
     np.savez(Path(directory) / f"{rank}.npz", **found)

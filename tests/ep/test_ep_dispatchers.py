@@ -16,11 +16,12 @@ import torch.distributed as dist
 from ep_cases import EXPERTS, source
 from torch.autograd import forward_ad
 
-from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher, select
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher, peer_memory, select
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import DeepEPTransport, find_library
 from sonicmoe.ep.dispatcher import LocalTransport, Route
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
+from sonicmoe.ep.symmetric import SymmetricTransport
 from sonicmoe.errors import (
     ConfigError,
     DTypeError,
@@ -165,18 +166,26 @@ class Exchange:
         self.name, self.world_size, self.rank = "exchange", group.size(), group.rank()
 
 
+APART = "no symmetric memory: the ranks are on 2 hosts"
+
+
 @pytest.mark.parametrize(
-    ("gpu", "installed", "options", "transport", "why"),
+    ("gpu", "peers", "installed", "options", "transport", "why"),
     [
-        (False, True, {}, CollectiveTransport, "the group has no NCCL, which DeepEP needs"),
-        (True, False, {}, CollectiveTransport, "no DeepEP: not built"),
-        (True, True, {}, DeepEPTransport, "DeepEP is installed"),
-        (True, True, {"kind": "collective"}, CollectiveTransport, "as asked for"),
+        (False, True, True, {}, CollectiveTransport, "the group has no NCCL, so no GPUs"),
+        (True, True, True, {}, SymmetricTransport, "the ranks map each other's memory"),
+        (True, False, False, {}, CollectiveTransport, f"no DeepEP: not built; {APART}"),
+        (True, False, True, {}, DeepEPTransport, f"DeepEP is installed; {APART}"),
+        (True, True, True, {"kind": "symmetric"}, SymmetricTransport, "as asked for"),
+        (True, True, True, {"kind": "deepep"}, DeepEPTransport, "as asked for"),
+        (True, True, True, {"kind": "collective"}, CollectiveTransport, "as asked for"),
     ],
 )  # fmt: skip
 def test_the_choice_and_its_reason_are_one_log_line(
-    gpu, installed, options, transport, why, monkeypatch, caplog
+    gpu, peers, installed, options, transport, why, monkeypatch, caplog
 ):
+    problem = "" if peers else "the ranks are on 2 hosts"
+    monkeypatch.setattr(select, "peers_problem", lambda group: problem)
     found = (emulated.LIBRARY, "") if installed else (None, "not built")
     monkeypatch.setattr(select, "is_gpu_group", lambda group: gpu)
     monkeypatch.setattr(select, "find_library", lambda: found)
@@ -186,6 +195,37 @@ def test_the_choice_and_its_reason_are_one_log_line(
     assert isinstance(dispatcher.transport, transport)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"expert parallelism over {dispatcher.name}: 8 experts, 4 here ({why})"
+
+
+def test_symmetric_memory_by_name_where_ranks_are_apart(monkeypatch):
+    monkeypatch.setattr(select, "peers_problem", lambda group: "the ranks are on 2 hosts")
+    words = "symmetric memory cannot be used: the ranks are on 2 hosts"
+    with pytest.raises(EngineUnavailableError, match=words):
+        make_dispatcher(8, Group(), kind="symmetric")
+
+
+def test_ranks_say_together_why_they_cannot_map_each_others_memory(monkeypatch):
+    """The first reason that any rank has; and before any of them maps anything."""
+    said = []
+
+    def from_all(group, value):
+        said.append(value)
+        return [value, ("another", "")] if isinstance(value, tuple) else [value, "no peer access"]
+
+    monkeypatch.setattr(peer_memory, "_from_all", from_all)
+    monkeypatch.setattr(peer_memory, "_own_problem", lambda group: "")
+    named = lambda size, name: SimpleNamespace(size=lambda: size, group_name=name)  # noqa: E731
+    assert "the group has 16" in peer_memory.peers_problem(named(16, "large")) and not said
+    group = named(2, "apart")
+    assert peer_memory.peers_problem(group) == "the ranks are on 2 hosts" and len(said) == 1
+    assert peer_memory.peers_problem(group) == "the ranks are on 2 hosts" and len(said) == 1
+    monkeypatch.setattr(peer_memory.platform, "node", lambda: "another")
+    monkeypatch.setattr(peer_memory.torch.cuda, "current_device", lambda: 0)
+    mapped = SimpleNamespace(map=said.append)
+    monkeypatch.setattr(peer_memory, "TorchPeers", lambda group, device: mapped)
+    # Another group of the same name, as after `destroy_process_group`.
+    assert peer_memory.peers_problem(named(2, "apart")) == "no peer access"
+    assert said[2:] == [peer_memory.HEAD, ""]
 
 
 def test_the_library_is_found_by_what_it_offers(monkeypatch):
@@ -224,6 +264,7 @@ def without_nvshmem():
 def gpu_world(monkeypatch, library):
     monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "find_library", lambda: (library, ""))
+    monkeypatch.setattr(select, "peers_problem", lambda group: "no peers")
     made = SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
     monkeypatch.setattr(select, "_collective", lambda num_experts, group, bound: made)
 

@@ -11,6 +11,7 @@ import torch
 from ep_cases import EXPERTS, joined
 from ep_fp8 import BOTH, CASES, Spy, node_of, run_fp8, sources
 from framework import relative_rmse
+from kernels.needs import can_load_kernels
 from test_ep_dispatchers import Group
 
 from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
@@ -21,8 +22,9 @@ from sonicmoe.quant.reference import quantize
 from sonicmoe.quant.tokens import quantize_tokens
 
 FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
+SYMMETRIC = ("symmetric", "symmetric fixed") if can_load_kernels() else ()
 TRANSPORTS = {
-    "torch": ("collective", "fixed size", "deepep", "deepep worst case"),
+    "torch": ("collective", "fixed size", "deepep", "deepep worst case", *SYMMETRIC),
     "paddle": ("collective", "fixed size"),
 }
 BOUND = 5e-3  # of bf16 roundings of partial sums
@@ -59,7 +61,8 @@ def test_equals_one_process_and_unknown_counts_change_no_bit(world, case, form, 
             assert got.shape == wanted[key].shape and np.isfinite(got).all(), (name, key)
             assert relative_rmse(got, wanted[key]) <= BOUND, (name, key)
         for rank in results:
-            assert rank[f"fixed size/{path}"].tobytes() == rank[f"collective/{path}"].tobytes(), key
+            for name in ("fixed size", *(SYMMETRIC if framework == "torch" else ())):
+                assert rank[f"{name}/{path}"].tobytes() == rank[f"collective/{path}"].tobytes(), key
 
 
 @WAYS

@@ -21,6 +21,7 @@ FP32_BOUND = 2e-6
 FP8_BOUND = 5e-3
 DEEPEP_MODES = ("deepep", "deepep worst case")
 KEYS = ("y", "dx", "dweights", *MATRICES)
+RECEIVED = ("recv_x", "recv_idx", "recv_probs")
 PADDLE = pytest.param("paddle", marks=pytest.mark.paddle)
 each_case = pytest.mark.parametrize("case", list(cases(2)))
 
@@ -139,6 +140,31 @@ def test_deepep_gives_the_bits_of_the_collectives(world_results, world, mode, ca
         assert mode != "deepep worst case" or len(ids) == world * 41
         assert np.array_equal(ids[:real], wanted["recv_idx"]) and (ids[real:] == -1).all()
         assert np.array_equal(probs[:real], wanted["recv_probs"]) and not probs[real:].any()
+
+
+@each_case
+@pytest.mark.parametrize("mode", ["symmetric", "symmetric fixed"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_symmetric_memory_gives_the_bits_of_the_collectives(world_results, world, mode, case):
+    """And the same rows in the same places; without counts nobody's rows stand behind them."""
+    for result in world_results("torch", world):
+        if f"{mode}/{case}/y" not in result:
+            pytest.skip("its kernels cannot be compiled here")
+        found, wanted = (
+            {key: result[f"{run}/{case}/{key}"] for key in (*KEYS, *RECEIVED)}
+            for run in (mode, precision_of(case))
+        )
+        for key in KEYS:
+            assert found[key].tobytes() == wanted[key].tobytes(), key
+        real = len(wanted["recv_idx"])
+        for key in RECEIVED:
+            assert np.array_equal(found[key][:real], wanted[key]), key
+        ids, probs = found["recv_idx"], found["recv_probs"]
+        assert len(ids) == (world * 41 if "fixed" in mode else real)
+        assert (ids[real:] == -1).all() and not probs[real:].any()
+        counts = result[f"{precision_of(case)}/{case}/counts"]
+        known = np.full_like(counts, -1) if "fixed" in mode else counts
+        assert np.array_equal(result[f"{mode}/{case}/counts"], known)
 
 
 @pytest.mark.parametrize("mode", MODES)

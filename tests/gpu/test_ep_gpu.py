@@ -16,6 +16,7 @@ import torch
 from gpu import hopper_step
 from gpu.device import start_two_ranks
 from gpu.lost_rank_gpu_worker import METHODS, TIMEOUT_S
+from gpu.symmetric_gpu_worker import CASES
 from node.direct_layers import assert_same_bits
 from worlds import ROOT, TESTS, finish
 
@@ -28,13 +29,15 @@ OPTIONS = [
     *("--json", "--device=cuda", "--no-wait", "--tokens=4096", "--hidden=1024"),
     *("--intermediate=512", "--experts=16", "--topk=4", "--steps=20"),
 ]
+# What PyTorch's symmetric memory would map besides, and nobody here uses.
+SYMMETRIC_VARIABLES = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 # NCCL's watchdog looks every few seconds and may write a report before it ends the process. DeepEP
 # waits 100 s on the host and about as long on the device.
-BOUND_S = {"collective": TIMEOUT_S + 100, "deepep": 280}
+BOUND_S = {"collective": TIMEOUT_S + 100, "deepep": 280, "symmetric": TIMEOUT_S + 60}
 # What the surviving rank says: our sentence, or that of the library that ended the process.
 SAID = ("lost another rank", "remote process exited", "watchdog", "timeout", "timed out")
 
@@ -88,7 +91,8 @@ def test_the_other_rank_ends_and_says_why(kind, place, tmp_path):
         pytest.skip(f"DeepEP did NOT run: {no_deepep()}")
     worker = TESTS / "gpu" / "lost_rank_gpu_worker.py"
     started = time.monotonic()
-    processes = start_two_ranks(worker, tmp_path, kind, place, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **SYMMETRIC_VARIABLES}
+    processes = start_two_ranks(worker, tmp_path, kind, place, **variables)
     with pytest.MonkeyPatch.context() as patch:
         # `finish` gives the others half a minute after a failure, and NCCL takes longer.
         patch.setattr("worlds.GRACE_S", BOUND_S[kind])
@@ -101,6 +105,28 @@ def test_the_other_rank_ends_and_says_why(kind, place, tmp_path):
     assert survivor[0] not in (0, -9), f"had to be stopped after {seconds:.0f} s"
     assert any(words in survivor[2].lower() for words in SAID), survivor[2][-3000:]
     print(f"{kind}, {place}: ended with {survivor[0]} after {seconds:.0f} s")
+
+
+@pytest.fixture(scope="module")
+def symmetric(tmp_path_factory):
+    """Output of each rank of `symmetric_gpu_worker.py`."""
+    worker = TESTS / "gpu" / "symmetric_gpu_worker.py"
+    folder = tmp_path_factory.mktemp("symmetric")
+    ended = finish(start_two_ranks(worker, folder, **SYMMETRIC_VARIABLES), 400)
+    assert [code for code, _, _ in ended] == [0, 0], [errors[-3000:] for _, _, errors in ended]
+    return [said for _, said, _ in ended]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_symmetric_memory_gives_the_bits_of_the_collectives(symmetric, case):
+    for said in symmetric:
+        for precision in ("bf16", "fp8"):
+            assert f"{precision}, {case}: equal" in said, said[-3000:]
+
+
+def test_symmetric_memory_is_what_auto_takes(symmetric):
+    for said in symmetric:
+        assert "auto takes symmetric memory" in said and "captured: equal" in said, said[-3000:]
 
 
 @pytest.mark.parametrize("engine", ["hopper", "bf16"])

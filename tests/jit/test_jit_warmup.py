@@ -160,7 +160,7 @@ FP8_KERNELS = {
     "bias_gradients",
 }
 BF16_KERNELS = {f"bf16_{name}" for name in ("gemm", "dgated", "wgrad")}
-EVERY_RUN = {"routing_metadata", "aggregate", "flush"}
+EVERY_RUN = {"routing_metadata", "aggregate", "flush", "peer_rows"}
 BLACKWELL = replace(SPEC, arch="sm_100a")
 MISSING = missing_package(BF16.jobs(None, "sm_100a"))
 

@@ -5,7 +5,9 @@
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <sched.h>
 #include <setjmp.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -17,6 +19,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 namespace host_cuda {
@@ -24,7 +27,7 @@ namespace host_cuda {
 struct Index {
   unsigned x;
 };
-inline Index thread, block, grid;
+inline Index thread, block, grid, cta_size;
 
 struct Barrier {
   unsigned size, arrived = 0, generation = 0;
@@ -45,11 +48,24 @@ inline std::vector<Barrier> warps;
 inline std::vector<uint32_t> shuffled;
 inline std::function<void()> body;
 inline jmp_buf scheduler;
+inline bool trapped = false;
 
 inline void enter() {
   body();
   fibres[thread.x].ended = true;
   _longjmp(scheduler, 1);
+}
+
+// Ends the launch, which throws then.
+inline void trap() {
+  trapped = true;
+  _longjmp(scheduler, 1);
+}
+
+inline int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
 }
 
 inline void go_on(Fibre& fibre) {
@@ -86,6 +102,7 @@ inline void run_cta(unsigned threads) {
       Fibre& fibre = fibres[thread.x];
       if (fibre.ended || (fibre.barrier && fibre.barrier->generation == fibre.generation)) continue;
       go_on(fibre);
+      if (trapped) return;
       moved = true;
       ended += fibre.ended;
     }
@@ -100,6 +117,7 @@ template <typename Kernel>
 auto launch(Kernel kernel, unsigned blocks, unsigned threads, int, cudaStream_t) {
   return [=](auto... arguments) {
     grid.x = blocks;
+    cta_size.x = threads;
     cta = {threads};
     warps.assign(threads / 32, {32});
     shuffled.assign(threads, 0);
@@ -108,6 +126,9 @@ auto launch(Kernel kernel, unsigned blocks, unsigned threads, int, cudaStream_t)
     for (block.x = 0; block.x < blocks; ++block.x) {
       for (Fibre& fibre : fibres) fibre.started = fibre.ended = false;
       run_cta(threads);
+      if (!trapped) continue;
+      trapped = false;
+      throw std::runtime_error("unspecified launch failure");
     }
   };
 }
@@ -172,6 +193,7 @@ struct CUDADeviceGuard {
 #define threadIdx host_cuda::thread
 #define blockIdx host_cuda::block
 #define gridDim host_cuda::grid
+#define blockDim host_cuda::cta_size
 #define fmaxf host_cuda::larger_number
 #undef __shared__
 #undef __launch_bounds__
@@ -201,11 +223,25 @@ template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
+template <typename T>
+T __ldcv(const T* address) {
+  return *static_cast<const volatile T*>(address);
+}
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __nanosleep(unsigned) { sched_yield(); }  // to the other ranks
+inline uint32_t atomicOr(uint32_t* address, uint32_t bits) {
+  return __atomic_fetch_or(address, bits, __ATOMIC_SEQ_CST);
+}
 inline int atomicAdd(int* address, int value) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline cudaError_t cuda_success() { return cudaSuccess; }

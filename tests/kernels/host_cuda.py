@@ -17,12 +17,19 @@ from filelock import FileLock
 from sonicmoe.jit.toolchain import find_toolkit
 
 OPTIMISED = "-O0"  # the tests are done sooner than with -O1
+ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("host_cuda.h")
 NUM_SMS = 2
 
 REWRITES = (
     (r"([\w:]+(?:<[^<>;]*>)?)\s*<<<(.*?)>>>\(", r"host_cuda::launch([](auto... a) { \1(a...); }, \2)("),
     (r'asm volatile\("ld\.global\.nc\..*?: "l"\(address\)\);', "host_cuda::load16(word, address);"),
+    (r'asm volatile\("ld\.acquire\.sys[^;]*;" : "=r"\((\w+)\) : "l"\((\w+)\) : "memory"\);',
+     r"\1 = __atomic_load_n(\2, __ATOMIC_ACQUIRE);"),
+    (r'asm volatile\("st\.release\.sys[^;]*;" ::"l"\((\w+)\), "r"\((\w+)\) : "memory"\);',
+     r"__atomic_store_n(\1, \2, __ATOMIC_RELEASE);"),
+    (r'asm volatile\("mov\.u64 %0, %globaltimer;" : "=l"\((\w+)\)\);', r"\1 = host_cuda::nanoseconds();"),
+    (r'asm volatile\("trap;"\);', "host_cuda::trap();"),
     (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 [^;]*;" : "=h"\((\w+)\) : "f"\((\w)\), "f"\((\w)\)\);',
      r"\1 = host_cuda::e4m3x2(\2, \3);"),
     (r'asm\("cvt\.rn\.f16x2\.e4m3x2 [^;]*;" : "=r"\((\w+)\) : "h"\((.*?)\)\);',

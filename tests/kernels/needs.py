@@ -18,3 +18,8 @@ _GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NVCC = [_CUDA, _FFI]  # kernels are compiled, and loaded
 HOST_COMPILER = [_CUDA, _GXX]  # their text is compiled for the host
 HOST_MODULE = [_CUDA, _GXX, _FFI]  # and loaded as a module
+
+
+def can_load_kernels() -> bool:
+    """Whether nothing that `HOST_MODULE` names is missing."""
+    return not any(mark.args[0] for mark in HOST_MODULE)

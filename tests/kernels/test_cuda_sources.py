@@ -144,6 +144,9 @@ WANTED = {
     ),
     # 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
     "aggregate": Wanted(21, "aggregate_rows"),
+    # Four ways of a row, each in words of 16 bytes, 4 and 1; two barriers; sums of 3 dtypes, by
+    # vectors and by elements.
+    "peer_rows": Wanted(23, "half_bytes send take again back", 128),
     # Rows and weights of 3 dtypes each, both again with steady scales, whose weights take two
     # kernels; transposition, guard, addresses.
     "quantize": Wanted(
