@@ -17,7 +17,7 @@ from .enums import ActivationType, KernelBackendMoE, layer_parameters, member_of
 from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, LayoutError, ShapeError, expect
 from .functional import softmax_topk_layer
-from .functional.border import check_router_dtype, need_values
+from .functional.border import WHOLE, check_router_dtype, need_values, need_whole
 from .functional.peft_pairs import low_rank_of
 from .functional.plan import check_use_fp8
 from .interop import current_stream
@@ -205,11 +205,14 @@ class MoE(nn.Module):
             )
             use_fp8 = True
         if fp8_only or backend == KernelBackendMoE.sonicmoe.value:
+            weights = self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
+            if type(weights[0]) not in WHOLE:  # before the router, which may be a part too
+                need_whole("c_fc.weight", weights[0], self)
             logits = self._logits(hidden_states.reshape(-1, self.hidden_size))
             out, counts = softmax_topk_layer(
                 hidden_states,
                 logits,
-                (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias),
+                weights,
                 self.top_k,
                 self.activation_function,
                 parameters=self.activation_parameters,
@@ -275,6 +278,10 @@ class MoE(nn.Module):
             needed = f"target_parameters with {name}.weight, or adapters on the router or merged"
             is_known = wraps_weight or not hasattr(found, "base_layer")
             expect(is_known, LayoutError, f"{words}; needed: {needed}")
+            words = f"{name} is {type(found).__name__}, whose forward would not be called"
+            is_fsdp = hasattr(found, "_fsdp_wrapped_module")  # that of FullyShardedDataParallel
+            has_weight = not is_fsdp and isinstance(getattr(found, "weight", None), Tensor)
+            expect(has_weight, LayoutError, f"{words}; needed: one around the whole MoE")
             pairs.append(low_rank_of(found) if wraps_weight else None)
         if pairs == [None, None]:
             return given

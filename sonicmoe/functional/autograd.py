@@ -66,7 +66,7 @@ def expert_mlp(
     """
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     flat = flat_weights(weights)
-    check_stored(x, flat, FACES[face])
+    check_stored(x, flat, FACES[face], module)
     check_switch("is_inference_mode", inference)  # both names of the argument begin so
     low_rank, adapters = adapters is not None, (adapters or NO_ADAPTERS).native(layout)
     save = not inference and _is_differentiated(x, probs, flat, adapters)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
 from ..interop import dtype_name, require_framework_tensor, require_same_device
 from ..layouts import GateUp
 from ..observe import Face
@@ -19,11 +19,15 @@ Tensor = torch.Tensor
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def need_values(name: str, tensor: Any) -> None:
-    """Refuse what is no dense tensor in memory: sparse, nested, or on the meta device."""
+def need_values(name: str, tensor: Any, module: object = None) -> None:
+    """Refuse what is no dense tensor in memory: sparse, nested, or on the meta device. module: whose
+    forward reads it, where its parts may be offloaded.
+    """
     require_framework_tensor(tensor, name)
     if tensor.device.type == "meta":
-        raise DeviceError(f"{name} is on meta, where there are no values; needed: a CPU or a GPU")
+        words = f"{name} is on meta, where there are no values; needed: a CPU or a GPU"
+        offloads = f"; accelerate offloads with preload_module_classes=[{type(module).__name__!r}]"
+        raise DeviceError(words if module is None else words + offloads)
 
 
 def check_switch(name: str, value: object) -> None:
@@ -96,24 +100,50 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 
-def check_stored(x: Tensor, flat: tuple[Tensor | None, ...], face: Face) -> None:
-    """Refuse weights and biases that are not dense, are elsewhere than x, or in a dtype of which no
-    engine reads values: the codes of a checkpoint in FP8 would pass for numbers. flat: see
-    `flat_weights`.
+def need_whole(name: str, tensor: Any, module: object) -> None:
+    """Refuse a part of a tensor, which is what a rank has of it outside the forward of the unit that
+    FSDP2 or ZeRO-3 gathers. module: whose forward reads it; None where unknown.
+    """
+    unit = "the module that calls this function" if module is None else type(module).__name__
+    if hasattr(tensor, "to_local"):
+        way = f"is a DTensor, of which this rank has a part; needed: fully_shard({unit})"
+    elif tensor.shape == _GONE:
+        way = f"is empty, as ZeRO-3 leaves parts; needed: set_z3_leaf_modules(model, [{unit}])"
+    else:
+        return
+    words = "or of a module around it, and of none inside it, and calls by way of that one"
+    raise LayoutError(f"{name} {way}, {words}")
+
+
+_GONE = torch.Size([0])
+WHOLE = frozenset((Tensor, torch.nn.Parameter))
+
+
+def check_stored(
+    x: Tensor, flat: tuple[Tensor | None, ...], face: Face, module: object = None
+) -> None:
+    """Refuse weights and biases that are not dense or not whole, are elsewhere than x, or in a dtype
+    of which no engine reads values: the codes of a checkpoint in FP8 would pass for numbers. flat:
+    see `flat_weights`.
     """
     # Asked in every forward, so the usual case is comparisons alone.
     device = x.device
+    if type(x) not in WHOLE:
+        need_whole(face.x, x, module)
     for index, weight in enumerate(flat):
         if weight is not None and not (
             weight.dtype in WEIGHT_DTYPES
             and weight.device == device
             and weight.layout == torch.strided
             and device.type != "meta"
+            and type(weight) in WHOLE
+            and weight.shape != _GONE
         ):
             first = face.w1 if flat[1] is None else f"{face.w1}[0]"
             name = (first, f"{face.w1}[1]", face.w2, face.b1, face.b2)[index]
             need_values(face.x, x)
-            need_values(name, weight)
+            need_values(name, weight, module)
+            need_whole(name, weight, module)
             need_dtype(name, weight, *WEIGHT_DTYPES)
             require_same_device([(face.x, x), (name, weight)])
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..engine.low_rank import LowRank
+from .border import need_whole
 
 
 def low_rank_of(wrapper: Any) -> LowRank | None:
@@ -29,6 +30,10 @@ def _pair(wrapper: Any, name: str) -> LowRank:
     """
     experts = wrapper.num_experts
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    for factor, given in (("lora_A", a), ("lora_B", b)):
+        base = wrapper.get_base_layer()
+        owner = f"{wrapper.parameter_name} in {type(base).__name__}"
+        need_whole(f"{factor}[{name!r}].weight of {owner}", given, base)
     a = a.reshape(experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     # peft reads a weight as `[E, out, in]` where it has exchanged the two, else as `[E, in, out]`.

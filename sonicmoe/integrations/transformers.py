@@ -257,6 +257,8 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {form}")
         names, layout, (activation, parameters) = form
         up, down, *biases = [_local(weight) for weight in given]
+        if up is not given[0]:
+            _check_part(self, names[0], int(up.shape[0]), int(given[0].shape[0]))
         up_bias, down_bias = biases or (None, None)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
         tokens = _local(hidden_states)
@@ -312,6 +314,18 @@ def _local(tensor: Tensor) -> Tensor:
     """
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()[:]
+
+
+def _check_part(experts: nn.Module, name: str, held: int, whole: int) -> None:
+    """Refuse a part of a DTensor that does not have the experts that the module believes in."""
+    # Expert parallelism sets the number to that of its own part.
+    believed = getattr(experts, "num_experts", whole)
+    kind = type(experts).__name__
+    words = (
+        f"{name} of {kind} has {held} of its {believed} experts on this rank: FSDP has sharded it"
+    )
+    needed = "a call by way of the module that was given to fully_shard, whose forward gathers it"
+    expect(held == believed, LayoutError, f"{words}; needed: {needed}")
 
 
 def _moe_module() -> Any:

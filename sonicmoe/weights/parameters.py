@@ -279,6 +279,11 @@ def check_memory(parameters: Sequence[Tensor]) -> None:
             "made real before the forward, and a node of stacked parameters given them as (module, "
             "name), or made after that, because it keeps the tensors it was given"
         )
+    if not IS_PADDLE and any(hasattr(parameter, "to_local") for parameter in parameters):
+        raise LayoutError(
+            "the experts' weights are DTensors, of which this rank has parts; needed: fully_shard of "
+            "the module whose forward calls the node, and of none inside it, and calls by way of it"
+        )
     # Paddle's sharding frees the memory of a weight and keeps the tensor. Nothing else may be asked
     # of such a tensor, not even its device.
     if all(map(holds_memory, parameters)):
