@@ -59,6 +59,9 @@ class ExpertParameters(ABC):
     def parameters(self) -> list[Tensor]:
         """Every parameter, in a fixed order."""
 
+    def look_again(self) -> None:  # noqa: B027  most keep their layout
+        """A backward begins, and the parameters may have changed their layout since its forward."""
+
     def native(self) -> tuple[Tensor, Tensor]:
         """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype; `LayoutError`
         where they hold no memory.

@@ -13,6 +13,7 @@ from fleet.fleet_calls import (
     each_layout,
     overwrite,
     to_grouped,
+    to_sonic,
     zeros,
 )
 from framework import IS_PADDLE, numpy, torch
@@ -58,6 +59,30 @@ class TestMainGradInTheOtherLayout:
         assert all(w.main_grad is b for w, b in zip(experts.weights, buffers, strict=True))
         assert tuple(buffers[1].shape) == (4, inner, hidden)
         assert_same([to_grouped(0, numpy(buffers[0])), numpy(buffers[1])], expected)
+
+    @each_size
+    @each_layout
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_weights_that_change_between_a_forward_and_its_backward(
+        self, layout, hidden, inner, fp8
+    ):
+        """The gradient of w1 has the layout that the weight has when it is added."""
+        p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
+        experts = Experts(p, layout, main_grad="none", fp8=fp8)
+        of = lambda: self.grouped(experts)  # noqa: E731
+        experts.call().backward()
+        once, call = of(), experts.call()
+        experts.convert("sonic" if layout == "grouped" else "grouped")
+        moved = once[0] if experts.layout == "grouped" else to_sonic(0, once[0])
+        overwrite(experts.weights[0].main_grad, moved)
+        assert_same(of(), once)
+        call.backward()
+        assert_same(of(), [2 * array for array in once])
+
+    def grouped(self, experts):
+        """`main_grad` that was made here, which has the layout of w1, or for w2 is grouped."""
+        first, second = (numpy(weight.main_grad) for weight in experts.weights)
+        return [to_grouped(0, first) if experts.layout == "sonic" else first, second]
 
     @each_size
     @each_layout
