@@ -7,7 +7,7 @@ WHEEL_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 PADDLE_PYTEST_ARGS ?= -n 1
 # Suites that run a second time through Paddle's torch proxy: everything below the PyTorch face.
-PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/kernels/test_triton_launches.py tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py)
+PADDLE_TESTS := $(wildcard tests/paddle tests/autograd tests/routing tests/quant tests/engine tests/weights tests/gradients tests/node tests/fleet tests/kernels/test_triton_launches.py tests/diagnostics/test_nonfinite.py tests/diagnostics/test_caller_names.py tests/diagnostics/test_who_is_named.py)
 PADDLE_PYTEST = $(PY) -m pytest $(PADDLE_PYTEST_ARGS) $(PADDLE_TESTS)
 FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_main.py
 

@@ -21,14 +21,14 @@ class Borrowed:
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Pairs of the caller's name for a tensor, and the tensor; names may repeat."""
-        self._named = tuple(named)
+        self.named = tuple(named)
         self._writes = self._versions()
 
     def check(self, between: str = "a forward and its backward") -> None:
         """RuntimeError where one was written or freed between these two."""
-        if self._versions() == self._writes and not any(_is_freed(t) for _, t in self._named):
+        if self._versions() == self._writes and not any(_is_freed(t) for _, t in self.named):
             return
-        for (name, tensor), writes in zip(self._named, self._writes, strict=True):
+        for (name, tensor), writes in zip(self.named, self._writes, strict=True):
             freed = _is_freed(tensor)
             if freed or versions_of([tensor]) != (writes,):
                 raise RuntimeError(
@@ -37,7 +37,7 @@ class Borrowed:
                 )
 
     def _versions(self) -> tuple[int, ...]:
-        return versions_of([tensor for _, tensor in self._named])
+        return versions_of([tensor for _, tensor in self.named])
 
 
 def _is_freed(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -228,6 +228,8 @@ class ExpertCall:
     face: a key of `FACES`.
     layer: the state that all calls of a node have in common; None for other faces, whose layers are
         told by their weights.
+    factors: the caller's of low-rank adapters, by `low_rank.NAMES_OF_FACTORS`; the native weights
+        have them merged.
     module: whose attributes the weights are, under the names that the face has for them; None where
         unknown. Adapters and parametrizations compute a weight from parameters of other names.
     """
@@ -241,6 +243,7 @@ class ExpertCall:
     face: str
     layer: object = None
     module: object = None
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,13 @@ def parameters_behind(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.{name}".lstrip("."), _local(parameter)
 
 
+def names_of_factors(call: ExpertCall) -> Iterator[tuple[str, Tensor]]:
+    """Of the low-rank adapters of a call: the parameter where a module holds one, else the argument."""
+    owners = _Owners(list(call.factors.values()))
+    for name, factor in call.factors.items():
+        yield next(iter(owners.names([factor])), f"adapters.{name}"), factor
+
+
 def shares_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same tensor, or views of the same memory."""
     if one is other:
@@ -64,7 +71,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 def _arguments(call: ExpertCall, name: str, module: str) -> tuple[str, ...]:
     """A weight that no module holds: by its argument, or by the attribute of `module`."""
     prefix = f"{module}." if module else ""
-    if call.face != NODE:
+    if call.face != NODE or name in ("b1", "b2"):
         return (prefix + str(getattr(FACES[call.face], name)),)
     count, is_up = len(call.weights[name]), name == "w1"
     if count == 1:

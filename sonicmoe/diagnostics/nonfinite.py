@@ -28,7 +28,7 @@ from ..quant.tokens import anchor_of
 from .bisect import Report, bisect
 from .bisect_report import text_of
 from .capture import step_of_backward, step_of_forward
-from .module_names import parameters_behind
+from .module_names import names_of_factors, parameters_behind
 from .step_dump import StepDump, save_dump
 
 Tensor = torch.Tensor
@@ -106,7 +106,8 @@ class _Watcher:
         self.calls += 1
         if not all_finite(event.out):
             self._fail_in_forward("out", event)
-        for name, weights in event.call.weights.items():
+        factors = {name: (factor,) for name, factor in event.call.factors.items()}
+        for name, weights in {**event.call.weights, **factors}.items():
             if not _are_finite(weights):
                 self._fail_in_forward(name, event)
 
@@ -182,10 +183,12 @@ def _about_adapters(report: Report, call: ExpertCall) -> list[str]:
     parameter under its own name may be sound.
     """
     stage = "" if report.fault is None else report.fault.stage
-    if IS_PADDLE or call.module is None or stage not in call.weights:
+    if stage not in call.weights:
         return []
-    behind = parameters_behind(call.module)
+    behind = () if IS_PADDLE or call.module is None else parameters_behind(call.module)
     bad = [name for name, parameter in behind if not all_finite(parameter)]
+    # Those of peft are among the parameters behind, under its own names.
+    bad = bad or [name for name, factor in names_of_factors(call) if not all_finite(factor)]
     own = str(getattr(FACES[call.face], stage))
     if not bad or any(f".{name}".endswith(f".{own}") for name in bad):
         return []

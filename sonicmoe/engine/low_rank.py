@@ -14,7 +14,7 @@ Legend: r rank of a pair; other letters as in `interface`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -88,6 +88,13 @@ class Adapters(NamedTuple):
     def factors(self) -> tuple[Tensor | None, ...]:
         """As `NAMES_OF_FACTORS` has them; None where a projection has no pair."""
         return tuple([factor for pair in self for factor in (pair or (None, None))[:2]])
+
+    @property
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The factors that there are, behind their names."""
+        for name, factor in zip(NAMES_OF_FACTORS, self.factors, strict=True):
+            if factor is not None:
+                yield name, factor
 
     @property
     def scales(self) -> tuple[float, ...]:

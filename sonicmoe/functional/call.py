@@ -294,6 +294,7 @@ def _described(
         },
         plan.face,
         module=origin.module,
+        factors=dict(origin.adapters.named),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from ..engine.capabilities import format_problem
 from ..engine.interface import Engine, EngineSettings, Tokens, token_format
-from ..engine.low_rank import NAMES_OF_FACTORS, Adapters
+from ..engine.low_rank import Adapters
 from ..engine.select import announce_gradients
 from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
@@ -135,9 +135,7 @@ class Arrivals(NamedTuple):
     def borrowed(self) -> Iterator[tuple[str, Tensor]]:
         """What stands beside the weights, by name: the backward reads it where it lies."""
         yield from zip(("b1", "b2"), self.biases or (), strict=False)
-        factors = () if self.adapters is None else self.adapters.factors
-        named = zip(NAMES_OF_FACTORS, factors, strict=False)
-        yield from ((name, factor) for name, factor in named if factor is not None)
+        yield from () if self.adapters is None else self.adapters.named
 
     def _tokens(self, x: Any) -> tuple[Tensor, ...]:
         if self.is_sorted and self.probs is None:

@@ -14,7 +14,7 @@ from ..engine.interface import Engine, EngineSettings
 from ..engine.select import announce, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType
-from ..interop import device_name, dtype_name, is_cuda
+from ..interop import device_name, dtype_name
 
 _KEPT = 4  # engine choices
 
@@ -100,8 +100,10 @@ class Choices:
 
     def engine_for_weights(self, weight: torch.Tensor) -> Chosen:
         """The same before any tokens came."""
-        # Tokens of fp32 master weights are bfloat16 on a GPU.
-        is_master = is_cuda(weight) and weight.dtype == torch.float32
         with self.scope():
-            dtype = "bfloat16" if is_master else dtype_name(weight.dtype)
-            return self.engine(device_name(weight), dtype)
+            return self.engine(device_name(weight), tokens_beside(weight))
+
+
+def tokens_beside(weight: torch.Tensor) -> str:
+    """The dtype that tokens will have as a rule: bfloat16 beside fp32 master weights."""
+    return "bfloat16" if weight.dtype == torch.float32 else dtype_name(weight.dtype)

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from ..enums import ActivationParameters, ActivationType
-from ..interop import device_name, dtype_name, is_cuda
+from ..interop import device_name, is_cuda
 from ..jit_warmup import warmup_jit
 from ..observe import stage
 from ..out_of_memory import advising
 from ..routing.backends import arch_of
 from ..weights.copies import WeightCopies
 from ..weights.parameters import check_memory
-from .choices import Choices
+from .choices import Choices, tokens_beside
 from .layer_state import LayerState
 
 Tensor = torch.Tensor
@@ -149,7 +149,7 @@ class NodeUpkeep:
             self.hidden_size,
             self.intermediate_size,
             device,
-            dtype=dtype_name(weight.dtype),
+            dtype=tokens_beside(weight),
             activation=self.activation_type,
             activation_parameters=self.activation_parameters,
             arch=arch_of(device) if is_cuda(weight) else None,
