@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +113,8 @@ class MetricsFile:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # `append` has flushed, or has said why it cannot
+            self._file.close()
 
 
 def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:

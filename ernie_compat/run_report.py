@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sonicmoe.errors import writing
+
 from .model_config import smoothing_window
 
 # Eight seeds of the default model gave 0.09 to 0.17 % (docs/performance.md, loss gap).
@@ -123,8 +125,9 @@ def report(
     path = trainer.directory / SUMMARY_NAME
     # Renamed into place, because a reader takes a run with a whole summary for a finished one.
     partial = partial_of(path)
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, path)
     if as_json:
         click.echo(json.dumps(summary, indent=2))
         return

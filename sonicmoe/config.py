@@ -205,8 +205,8 @@ class SonicMoEConfig(Settings):
         FirstBackward.ADD,
         "`overwrite`: the first backward since `node.step()` or `discard_grads()` writes weight "
         "gradients into `main_grad`, later ones add, and `step()` zeroes those that none of them "
-        'wrote: nobody has to clear `main_grad`. Nodes with `flush="auto"`; refused by the others '
-        "and by PaddleFleet's face (docs/gradients.md)",
+        'wrote: nobody has to clear `main_grad`. Nodes with `flush="auto"`; refused by the '
+        "others and by every other face (docs/gradients.md)",
     )
     validate_dispatch: Flag[bool] = Flag(
         "SONIC_MOE_VALIDATE_DISPATCH",

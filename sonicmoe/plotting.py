@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .errors import SonicMoEError
+from .errors import SonicMoEError, writing
 
 DPI = 130
 
@@ -40,5 +40,6 @@ def new_figure(size: tuple[float, float]) -> Any:
 def save_figure(figure: Any, path: Path) -> Path:
     """Write the file, and its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    with writing(path):
+        figure.savefig(path, dpi=DPI)
     return path

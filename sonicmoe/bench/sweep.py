@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from ..errors import SonicMoEError
+from ..errors import SonicMoEError, writing
 from ..node.mlp_node import SonicMoEMlpNode
 from .points import Point, cut_line, read_points
 from .runner import find_device, machine
@@ -69,10 +69,11 @@ def sweep(
     with path.open("a") as file:
         for shape, us, refusal in _measured(missing, variant, notify):
             names = str(variant), variant.fp8, facts["device"]
-            file.write(Point(shape, *names, us, facts["date"], refusal).line())
-            file.flush()
-            # A point may have taken a minute; it must survive a kill of the machine behind it.
-            os.fsync(file.fileno())
+            with writing(path):
+                file.write(Point(shape, *names, us, facts["date"], refusal).line())
+                file.flush()
+                # A point may have taken a minute; it must survive a kill of the machine behind it.
+                os.fsync(file.fileno())
     return len(missing)
 
 

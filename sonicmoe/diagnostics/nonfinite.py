@@ -135,7 +135,6 @@ class _Watcher:
         path = None
         if self._dump_dir is not None:
             path = _unused(self._dump_dir / f"nonfinite-{step.name.replace(' ', '-')}.npz")
-            save_dump(path, step)
         called = (None if step.caller is None else step.caller.called(result)) or result
         called = "output" if called == "out" else called
         # The name of a weight has that of its layer.
@@ -152,7 +151,12 @@ class _Watcher:
                 "result, or memory was overwritten"
             )
         if path is not None:
-            lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
+            try:
+                save_dump(path, step)
+                lines.append(f"inputs written to {path}: sonicmoe bisect {path}")
+            except OSError as error:  # the finding counts for more
+                lines.append(f"the inputs cannot be written: {error}")
+                path = None
         self.failure = NonFiniteError("\n".join(lines), report, path)
         raise self.failure
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import FLAGS, ResolvedConfig
 from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
-from ..errors import ConfigError, ShapeError, SonicMoEError, expect
+from ..errors import ConfigError, ShapeError, SonicMoEError, expect, writing
 from ..flags import spelling
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
 from ..quant.recipes import RECIPES, Fp8Recipe
@@ -210,7 +210,10 @@ def save_dump(path: str | Path, step: StepDump) -> None:
     arrays |= {name: array for name, array in held.items() if array is not None}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # np.savez would add a suffix to a name without one
+    with (
+        writing(path),
+        path.open("wb") as file,
+    ):  # np.savez would add a suffix to a name without one
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 

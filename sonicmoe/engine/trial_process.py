@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import writing
 from ..interop import FRAMEWORK
 from ..jit.child import search_path
 from .trial import DONE, EVENTS, REQUEST
@@ -56,7 +57,8 @@ def run_trial(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str
     program = _PROGRAM.format(framework=FRAMEWORK)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as printed:
         folder = Path(directory)
-        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        with writing(folder):
+            (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", program, directory],
             env={**os.environ, "PYTHONPATH": search_path()},

@@ -15,8 +15,8 @@ from ..config import ResolvedConfig, SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights
 from ..engine.select import announce, ready_engine
 from ..engine.settings import Workload
-from ..enums import ActivationParameters, ActivationType, EngineName
-from ..errors import ConfigError
+from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
+from ..errors import ConfigError, expect
 from ..interop import device_name, dtype_name
 from ..layouts import WeightLayout
 from ..observe import STACKED
@@ -114,6 +114,12 @@ def make_plan(
         if use_fp8 is not None and use_fp8 != resolved.fp8:
             config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
             of_call = config.resolve()
+        expect(
+            of_call.first_backward is FirstBackward.ADD,
+            ConfigError,
+            "first_backward='overwrite' writes main_grad, and here autograd adds the gradients of "
+            "the weights to .grad; needed: 'add', or a SonicMoEMlpNode",
+        )
         settings = EngineSettings.from_config(of_call, activation, parameters)
         decided = of_call.engine, of_call.validate_dispatch
         plan = Plan(config, settings, layout, use_fp8, *decided, face, low_rank=low_rank)

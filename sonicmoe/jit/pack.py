@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .. import __version__
-from ..errors import ConfigError
+from ..errors import ConfigError, writing
 from .cache import CompileCache
 from .errors import PackError
 from .files import FileFacts
@@ -326,7 +326,7 @@ def _appearing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the name `path` when the block ends well, and none when it does not."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "xb") as out:
+        with writing(path), open(partial, "xb") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())

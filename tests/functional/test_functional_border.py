@@ -12,6 +12,7 @@ from sonicmoe import (
     moe_general_routing_inputs,
     moe_TC_softmax_topk_layer,
 )
+from sonicmoe.config import SonicMoEConfig
 from sonicmoe.distributed_utils import CombineMode, NetworkProfiler, RuntimeEPConfig
 from sonicmoe.errors import ConfigError, EngineUnavailableError, RoutingError, SonicMoEError
 
@@ -81,3 +82,14 @@ def test_options_of_expert_parallelism_are_refused_by_name():
     assert RuntimeEPConfig(1, 2).combine_mode is CombineMode.A2A_COMBINE_TRITON
     with pytest.raises(EngineUnavailableError, match="leave ep_config out"):
         NetworkProfiler(T_local=6, H=32, K=2, dtype=torch.float32).profile()
+
+
+@FUNCTIONS
+def test_gradients_that_are_to_be_written_are_refused(function):
+    """Autograd adds those of every function here, and of `MoE`."""
+    refused = "first_backward='overwrite' writes main_grad, and here autograd"
+    with SonicMoEConfig(first_backward="overwrite").activate():
+        with pytest.raises(ConfigError, match=refused):
+            function(**arguments(function))
+        with pytest.raises(ConfigError, match=refused):
+            make_layer()(make_tokens(6, 32))
