@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,10 +12,11 @@ from ..enums import FlushMode, member_of
 from ..errors import ConfigError
 from ..gradients.batch import Batch, has_main_grad
 from ..gradients.sink import GradientSink
-from ..interop import requires_grad
+from ..interop import grad_enabled, requires_grad
 from ..log import log_once
 from ..observe import NODE
 from ..refusals import need_type
+from ..weights.changes import OPTIMIZER_STEPPED, change_watchers
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
 from .late_wgrad import WgradOffer, WgradQueue, WgradStore
@@ -73,6 +74,8 @@ class LayerState:
         these, are handed over first: each set is for the parameters that its backward was for.
         """
         waiting = self.gradients.waiting
+        if waiting == 1:
+            change_watchers.add(self)
         if not self.gradients.accepts(parameters, trained):
             self.finish_wgrad()
             self.gradients.flush()
@@ -89,7 +92,7 @@ class LayerState:
         runs_without: the backward runs also where the weights are no inputs of an autograd node.
         """
         offer = None if self.offers is None else self.offers()
-        if offer is None or not runs_without:
+        if offer is None or not runs_without or not grad_enabled():
             return None
         trained = filter(requires_grad, parameters)
         if all(map(has_main_grad, trained)):
@@ -100,6 +103,16 @@ class LayerState:
             "to add them to later",
         )
         return None
+
+    def note_change(self, written: set[int], event: str) -> None:
+        """Somebody has written weights with these ids (`weights.changes`)."""
+        waiting = self.gradients.waiting if event == OPTIMIZER_STEPPED else 0
+        if waiting and not written.isdisjoint(map(id, self.parameters.parameters())):
+            self.questions.at_optimizer(waiting)
+
+    def trained(self) -> Iterator[Tensor]:
+        """The parameters that want a gradient, looked up when the first is asked for."""
+        yield from filter(requires_grad, self.parameters.parameters())
 
     def finish_wgrad(self) -> None:
         """Have every weight gradient that was put off added, in stream order."""

@@ -240,15 +240,16 @@ class MlpCall(DifferentiableCall):
         indices = ids_of_sorted(self.indices, rows) if self.is_sorted else self.indices
         # Half of them are of the up-projection, whether there are two or two of every expert.
         half = len(self.parameters) // 2
+        weights = {"w1": self.parameters[:half], "w2": self.parameters[half:]}
         beside = {} if self.borrowed is None else dict(self.borrowed.named)
-        biases = {name: (beside.pop(name),) for name in ("b1", "b2") if name in beside}
+        weights |= {name: [beside.pop(name)] for name in ("b1", "b2") if name in beside}
         return ExpertCall(
             self.engine.name,
             self.settings,
             indices,
             self._native_weights,
             self.reading.values,
-            {"w1": self.parameters[:half], "w2": self.parameters[half:], **biases},
+            weights,
             self.state.face,
             layer=self.state,
             factors=beside,

@@ -6,32 +6,57 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from ..interop import IS_PADDLE, is_cuda
+from ..interop import IS_PADDLE, is_cuda, writes_of
 from ..log import log_once
 
-BACKWARDS, STEPS = 64, 8  # no usual loop has so many
+# No loop has so many micro-batches. Where an optimizer announces its steps nobody waits for them.
+BACKWARDS = 4096
+STEPS = 8
 
 
 class Questions:
-    """Of one layer. steps: how often `step()` came. uncleared: so often `main_grad` was full when
-    the next step began; below 0 once it was not.
+    """Of one layer. steps: how often `step()` came. uncleared: how many steps in a row have begun with
+    the `main_grad` that the last one left; below 0 where that is not asked. left: what identifies it.
     """
 
     steps = uncleared = seen = 0
+    left: tuple[Any, ...] = ()
 
     def at_backward(self, trained: Iterable[Any], waiting: int) -> None:
         """One begins for weights that train; the gradients of so many others wait."""
-        if waiting == BACKWARDS and not self.steps:
-            _ask(f"step() never came, and no optimizer gets the gradients of {waiting} backwards")
+        if waiting == BACKWARDS:
+            self.at_optimizer(waiting)
         if not IS_PADDLE or self.uncleared < 0 or self.seen == self.steps:
             return
-        # Reading a value on a GPU would wait for it, so nobody is asked there.
-        main_grads = (getattr(weight, "main_grad", None) for weight in trained)
-        held = next((held for held in main_grads if held is not None), None)
-        is_full = held is not None and not is_cuda(held) and bool((held != 0).any())
-        self.seen, self.uncleared = self.steps, self.uncleared + 1 if is_full else -1
+        # Others may have added to it, or put something there, before this backward: another node of
+        # the same experts, or a trainer that starts it with the weight decay.
+        self.seen, found = self.steps, _state_of(trained)
+        self.uncleared = self.uncleared + 1 if found and found == self.left else -1
         if self.uncleared == STEPS:
             _ask("no optimizer clears main_grad of the expert weights: does it read .grad alone?")
+
+    def at_optimizer(self, waiting: int) -> None:
+        """One that holds the weights stepped, while the gradients of so many backwards wait."""
+        if waiting and not self.steps:
+            _ask(f"step() never came, and no optimizer gets the gradients of {waiting} backwards")
+
+    def at_step(self, parameters: Iterable[Any]) -> None:
+        """`step()` came; parameters: of the layer, which are looked at only where that is asked."""
+        self.steps += 1
+        if IS_PADDLE and self.uncleared >= 0:
+            self.left = _state_of(parameters)
+
+
+def _state_of(weights: Iterable[Any]) -> tuple[Any, ...]:
+    """What identifies the contents of one `main_grad`; empty where there is none, it is zero, or lies on
+    a GPU, which reading a value would wait for.
+    """
+    main_grads = (getattr(weight, "main_grad", None) for weight in weights)
+    held = next((held for held in main_grads if held is not None), None)
+    if held is None or is_cuda(held) or not bool((held != 0).any()):
+        return ()
+    # Writes too, because equal gradients may come again, and a sum, because Paddle does not count all.
+    return id(held), writes_of(held), float(held.sum())
 
 
 def _ask(question: str) -> None:

@@ -53,7 +53,7 @@ class NodeUpkeep:
         """
         self.flush_grads()
         self._state.gradients.end_step()
-        self._state.questions.steps += 1
+        self._state.questions.at_step(self._state.trained())
         # The optimizer writes the weights next, and no trace of that is relied on.
         self._state.weights.invalidate("node.step() announced an optimizer step")
 

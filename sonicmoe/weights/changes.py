@@ -34,6 +34,7 @@ def announce_change(parameters: Sequence[Tensor], event: str) -> None:
         watcher.note_change(written, event)
 
 
+OPTIMIZER_STEPPED = "an optimizer stepped"
 _optimizer_steps = 0
 
 
@@ -44,7 +45,7 @@ def _optimizer_stepped(optimizer: Any, *_: Any) -> None:
     if change_watchers:
         groups = optimizer.param_groups
         held = [parameter for group in groups for parameter in group["params"]]
-        announce_change(held, "an optimizer stepped")
+        announce_change(held, OPTIMIZER_STEPPED)
 
 
 if not IS_PADDLE:  # its proxy has no such hook

@@ -195,3 +195,17 @@ class TestParametersByName:
         node, module = copy.deepcopy((layer.node, layer.module))
         self.replace(layer, 3.0)
         assert node._state.parameters.parameters()[0] is module.weight1
+
+
+def test_fp32_weights_are_warmed_up_for_the_tokens_of_mixed_precision(monkeypatch):
+    """On a GPU tokens in fp32 have no kernels, so nothing would be compiled."""
+    asked = {}
+
+    def warmup_jit(*_sizes, **given):
+        asked.update(given)
+        return SimpleNamespace(kernels=())
+
+    monkeypatch.setattr("sonicmoe.node.upkeep.warmup_jit", warmup_jit)
+    for dtype, tokens in ((torch.float32, "bfloat16"), (torch.float16, "float16")):
+        Layer(dtype=dtype).node.warmup()
+        assert asked["dtype"] == tokens

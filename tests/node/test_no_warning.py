@@ -1,0 +1,222 @@
+"""Correct loops read no warning: every file of the library that can log one has here the correct loops
+that come near it, or says why no loop on a host does.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine.moe_golden import make_problem
+from fleet.fleet_calls import Experts
+from framework import IS_PADDLE, tensor, torch
+from node.node_harness import FP8, Layer, counts_of, problems, want_gradient
+from node.test_node_step import CLEARINGS, optimizer_of
+
+import sonicmoe
+from sonicmoe import SonicMoEConfig
+from sonicmoe.ep import LocalDispatcher
+from sonicmoe.fleet import deferral
+from sonicmoe.fleet.configuration import refresh_fp8_config
+from sonicmoe.node import questions
+
+STEPS = questions.STEPS + 2
+SMALL = problems(1, hidden=8, intermediate=8)[0]
+ROOT = Path(sonicmoe.__file__).parent
+
+
+def shared_experts(clear, flush="auto"):
+    """Two layers of a model have the same experts, and each its step()."""
+    layer = Layer(SMALL, main_grad=0.0, flush=flush)
+    second = layer.another_node()
+    for _ in range(STEPS):
+        call = layer.run()
+        second(*call.arguments).backward(call.dout)
+        layer.node.step()
+        second.step()
+        clear(layer)
+
+
+def shared_experts_that_wait(clear):
+    shared_experts(clear, "step")
+
+
+def started_with_weight_decay(clear):
+    """A trainer that puts the decay into `main_grad` in place of zeros."""
+    layer = Layer(SMALL, main_grad=0.0)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for weight in layer.weights:
+                weight.main_grad = (weight.detach() * 0.1).to(torch.float32)
+        layer.step()
+
+
+def decay_in_the_same_memory(clear):
+    layer = Layer(SMALL, main_grad=0.0)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for weight in layer.weights:
+                weight.main_grad.copy_(weight.detach().to(torch.float32) * 0.1)
+        layer.step()
+
+
+def many_micro_batches(clear):
+    layer = Layer(SMALL, flush="step", main_grad=0.0)
+    for _ in range(2):
+        layer.step(*[None] * 70)
+        clear(layer)
+
+
+def an_optimizer_that_is_set_up_first(clear):
+    """A step without gradients makes its state; those of a skipped batch are dropped before one."""
+    layer = Layer(SMALL, flush="step", dtype=torch.float32)
+    optimizer = optimizer_of(layer.weights)
+    optimizer.step()
+    layer.run()
+    layer.run()
+    layer.node.discard_grads()
+    optimizer.step()
+    for _ in range(3):
+        layer.step(None, None)
+        optimizer.step()
+        optimizer.clear_grad() if IS_PADDLE else optimizer.zero_grad()
+
+
+def another_models_optimizer(clear):
+    """It steps while gradients wait here."""
+    layer, other = Layer(SMALL, flush="step", main_grad=0.0), Layer(SMALL)
+    optimizer = optimizer_of(other.weights)
+    for _ in range(STEPS):
+        layer.run()
+        other.run()
+        optimizer.step()
+    layer.node.step()
+
+
+def written_by_the_first_backward(clear):
+    layer = Layer(
+        SMALL, main_grad=0.0, config=SonicMoEConfig(engine="reference", first_backward="overwrite")
+    )
+    for _ in range(STEPS):
+        layer.step(None, None)
+
+
+def gradients_put_off(clear):
+    """Evaluated before the trainer made `main_grad`, with a frozen weight, then trained."""
+    layer = Layer(SMALL)
+    layer.node._state.offers = lambda: lambda position, weight, run: False
+    with torch.no_grad():
+        layer.call()
+    want_gradient(layer.weights[0], False)
+    for weight in layer.weights[1:]:
+        weight.main_grad = None
+    layer.step()
+
+
+def ids_that_are_not_here(clear):
+    """Batches of which nothing is here, in the two spellings, and without tokens."""
+    layer = Layer(SMALL, config=SonicMoEConfig(engine="reference", validate_dispatch=True))
+    for ids in (np.full_like(SMALL.indices, -1), np.full_like(SMALL.indices, SMALL.num_experts)):
+        layer.run(SMALL.but(indices=ids))
+    rows = {name: getattr(SMALL, name)[:0] for name in ("x", "indices", "probs", "dout")}
+    layer.run(SMALL.but(**rows))
+
+
+def prepared_ahead_of_mixed_precision(clear):
+    """fp32 master weights, tokens in bfloat16."""
+    problem = make_problem(hidden=128, intermediate=64, topk=2)
+    layer = Layer(problem, main_grad=0.0, config=SonicMoEConfig(fp8_mode="perf"))
+    layer.node.prequantize_weights()
+    x = tensor(problem.x, torch.float32).to(torch.bfloat16)
+    indices, probs = tensor(problem.indices), tensor(problem.probs, torch.float32)
+    layer.node(x, counts_of(problem), indices, probs).sum().backward()
+    layer.node.step()
+
+
+def one_rank(clear):
+    x, probs = tensor(SMALL.x, torch.float32), tensor(SMALL.probs, torch.float32)
+    dispatcher = LocalDispatcher(SMALL.num_experts)
+    received = dispatcher.dispatch(x, tensor(SMALL.indices), probs)
+    dispatcher.combine(received.x, received.handle)
+
+
+def fleets_defaults(clear):
+    problem = make_problem(hidden=128, intermediate=64, topk=2, dtype=torch.bfloat16)
+    for fp8 in (False, True):
+        Experts(problem, fp8=fp8, fp8_config=refresh_fp8_config()).call().backward()
+
+
+def fleets_hook(clear):
+    if IS_PADDLE:
+        deferral.set_wgrad_deferral_hook(lambda point, weight, run: False)
+    try:
+        fleets_defaults(clear)
+    finally:
+        if IS_PADDLE:
+            deferral.set_wgrad_deferral_hook(None)
+
+
+def observed(clear):
+    from sonicmoe.diagnostics.nonfinite import detect_nonfinite
+
+    layer = Layer(SMALL, config=FP8)
+    call = layer.call()
+    with detect_nonfinite():  # a forward before the block counts too
+        call.backward()
+
+
+def dumped(clear, path="step.npz"):
+    layer = Layer(SMALL)
+    layer.node.dump(path)
+    layer.run()
+
+
+LATE = (
+    shared_experts,
+    shared_experts_that_wait,
+    started_with_weight_decay,
+    decay_in_the_same_memory,
+)
+NEAR = {
+    "node/questions.py": (
+        *LATE, many_micro_batches, an_optimizer_that_is_set_up_first, another_models_optimizer,
+        written_by_the_first_backward,
+    ),
+    "node/layer_state.py": (gradients_put_off,),
+    "routing/build.py": (ids_that_are_not_here,),
+    "routing/validation.py": (ids_that_are_not_here,),
+    "engine/select.py": (prepared_ahead_of_mixed_precision,),
+    "ep/select.py": (one_rank,),
+    "fleet/configuration.py": (fleets_defaults, fleets_hook),
+    "diagnostics/nonfinite.py": (observed,),
+    "diagnostics/capture.py": (dumped,),
+    "config.py": (prepared_ahead_of_mixed_precision,),
+}  # fmt: skip
+ELSEWHERE = {
+    "a GPU, or its compiler, is not as it should be": (
+        "engine/cold_start.py", "engine/plain_engine.py", "engine/trust.py",
+        "gradients/destinations.py", "jit/cache.py", "jit/lock.py", "jit/slots.py",
+        "jit/store.py", "routing/backends.py",
+    ),
+    "has its own suite: tests/integrations": ("integrations/torchtitan.py", "integrations/transformers.py"),
+}  # fmt: skip
+LOGS = re.compile(r"logging\.WARNING|logger\.warning\(|warnings\.warn\(")
+
+
+def test_every_file_that_can_warn_is_listed():
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if LOGS.search(path.read_text())
+    }
+    assert found == {*NEAR, *(name for names in ELSEWHERE.values() for name in names)}
+
+
+@pytest.mark.parametrize("clear", CLEARINGS)
+@pytest.mark.parametrize("loop", dict.fromkeys(loop for loops in NEAR.values() for loop in loops))
+def test_a_correct_loop_reads_no_warning(loop, clear, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loop(clear)
+    assert [line for line in said() if "paddle" not in line.lower() and "ccache" not in line] == []
