@@ -10,12 +10,14 @@ import one_thread  # noqa: F401
 # isort: split
 import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import results
 
 # A worker that tests Paddle leaves out of its imports what the processes that it starts leave out.
 if os.environ.get("SONICMOE_TEST_FRAMEWORK") == "paddle":
@@ -48,10 +50,6 @@ def hopper_gpu() -> bool:
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9
 
-
-# They take kernels that other tests compile: in the middle of a run they would wait for the other
-# worker's compiler.
-LAST = {"test_every_real_kernel_takes_what_a_pass_gives_it"}
 
 # The files that take longest begin first: one that begins last would leave a worker idle until it
 # ends. They come one after the other on one worker, so that none waits for another's compiler.
@@ -130,19 +128,19 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def artefacts(session_folder: Path) -> CompileCache:
-    """The compiled kernels of this run: each is compiled once, whichever worker and test asks
-    first. Their host halves are not optimised. Never damage them.
+    """The compiled kernels: each is compiled once, whichever run, worker and test asks first. Their
+    host halves are not optimised. Never damage them.
     """
-    os.environ["NVCC_CCBIN"] = str(TESTS / "kernels" / "host_compiler.sh")
-    return CompileCache(session_folder / "artefacts", session_folder / "local")
+    import kept  # not before the framework is known
+
+    return kept.open_cache(session_folder / "local")
 
 
-def place_in_the_run(item: pytest.Item) -> tuple[bool, int]:
+def place_in_the_run(item: pytest.Item) -> int:
     """What tests are sorted by; those of equal places keep their order."""
     path = item.path
     name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
-    first = FIRST.index(name) if name in FIRST else len(FIRST)
-    return getattr(item, "originalname", None) in LAST, first
+    return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -167,21 +165,33 @@ def pytest_collection_finish() -> None:
 
 # The trainers of tests/doors, which have an environment of their own.
 TRAINERS = ("torchtitan", "megatron")
+STARTED = time.monotonic()
+
+
+def not_run(config: pytest.Config, skipped: Counter[str]) -> Iterator[str]:
+    """What this run left out, and who runs it."""
+    missing = ", ".join(name for name in TRAINERS if not is_importable(name))
+    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        yield f"NOT RUN here, but by `make doors`: tests of {missing}"
+    if config.option.markexpr == "not kernels":
+        yield "NOT RUN here, but by `make kernels`: compiles of kernels that no test executes"
+    for reason in NEEDS.values():
+        if skipped[f"Skipped: {reason}"]:
+            count = skipped[f"Skipped: {reason}"]
+            yield f"NOT RUN on this machine: {count} tests, {reason}"
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    missing = ", ".join(name for name in TRAINERS if not is_importable(name))
-    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        terminalreporter.write_line(f"NOT RUN here, but by `make pytest-doors`: tests of {missing}")
-    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
-    for reason in NEEDS.values():
-        count = reasons[f"Skipped: {reason}"]
-        if count:
-            terminalreporter.write_line(
-                f"NOT RUN on this machine: {count} tests, {reason}", yellow=True, bold=True
-            )
+    stats = terminalreporter.stats
+    skipped = Counter(report.longrepr[2] for report in stats.get("skipped", []))
+    left_out = list(not_run(config, skipped))
+    for line in left_out:
+        terminalreporter.write_line(line, yellow=True, bold=True)
+    counted = ("failed", "error", "passed", "skipped", "xfailed")
+    counts = {name: len(stats.get(name, [])) for name in counted}
+    results.write_down(counts, time.monotonic() - STARTED, left_out)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from processes import ROOT, TESTS
 # change what is tested.
 WHITELIST = (
     *("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES"),
-    "VIRTUAL_ENV",
+    *("VIRTUAL_ENV", "XDG_CACHE_HOME", "SONICMOE_TEST_CACHE"),
     # Which instructions the libraries may use: a world computes as the process that starts it.
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
 )

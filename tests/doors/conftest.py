@@ -1,4 +1,4 @@
-"""The suites of the trainers run where the trainer is installed: `make pytest-doors`."""
+"""The suites of the trainers run where the trainer is installed: `make doors`."""
 
 from __future__ import annotations
 

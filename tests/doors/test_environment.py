@@ -18,5 +18,5 @@ def test_has_what_is_pinned(pinned):
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{name} is not installed here; `make pytest-doors` runs this")
+        pytest.skip(f"{name} is not installed here; `make doors` runs this")
     assert found.split("+")[0] == version

@@ -259,6 +259,7 @@ def test_a_failing_launch_or_listener_is_the_callers_error(use):
         case.run(OURS, FP8)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", REAL)
 def test_every_real_kernel_takes_what_a_pass_gives_it(kernel, artefacts, use):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""

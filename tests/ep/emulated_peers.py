@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import kept
 import torch
 from ep_cases import EXPERTS
 from kernels import host_cuda
@@ -51,7 +52,7 @@ class FilePeers(Peers):
 
 def kernels(folder):
     """The module; `folder` is shared by all worlds of a run."""
-    return host_cuda.load((SOURCE,), Path(folder) / "host_peer_rows")
+    return host_cuda.load("host_peer_rows", (SOURCE,), kept.open_cache(Path(folder) / "local"))
 
 
 def transports(folder, exchange, most_tokens):

@@ -8,15 +8,16 @@ become functions of the same meaning. A source that uses anything else does not 
 from __future__ import annotations
 
 import re
-import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+import kept
 
+from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.toolchain import find_toolkit
 
-OPTIMISED = "-O0"  # the tests are done sooner than with -O1
+OPTIMISED = "-O1"
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("host_cuda.h")
 NUM_SMS = 2
@@ -58,40 +59,34 @@ def cuda_include() -> Path:
     return toolkit.home / "include"
 
 
-def load(sources: tuple[Path, ...], folder: Path) -> Any:
-    """The `tvm_ffi.Module` of CUDA sources and the headers beside them, built in `folder` by the
-    first process; streams are ignored.
-    """
+def load(name: str, sources: tuple[Path, ...], artefacts: CompileCache) -> Any:
+    """The `tvm_ffi.Module` of CUDA sources and the headers beside them; streams are ignored."""
     import tvm_ffi
 
-    folder.mkdir(exist_ok=True)
-    library = folder / "host.so"
-    with FileLock(folder / "lock"):
-        if not library.exists():
-            build(sources, folder, library)
-    return tvm_ffi.load_module(str(library))
+    key = kept.key_of(name, [*sources, *_headers(sources), HEADER, Path(__file__)])
+    found = artefacts.build(key, lambda folder: build(sources, folder / "host.so"))
+    return tvm_ffi.load_module(str(found.file("host.so")))
 
 
-def build(sources: tuple[Path, ...], folder: Path, library: Path) -> None:
-    """Rewrite and compile the sources; `library` appears when it is whole."""
+def _headers(sources: tuple[Path, ...]) -> list[Path]:
+    own, kernels = sources[0].parent, sources[0].parent.parent
+    return [*own.glob("*.cuh"), *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp")]
+
+
+def build(sources: tuple[Path, ...], library: Path) -> None:
+    """Rewrite and compile the sources."""
     import tvm_ffi
 
-    kernels = sources[0].parent.parent
-    headers_of_ours = (
-        *sources[0].parent.glob("*.cuh"), *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp"),
-    )  # fmt: skip
-    for file in (*sources, *headers_of_ours):
-        renamed = file.with_suffix(".cpp") if file.suffix == ".cu" else file
-        target = folder / renamed.name
-        target.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")
-    # One translation unit: headers of tvm-ffi take longer than the kernels.
-    whole = folder / "whole.cpp"
-    units = [folder / file.with_suffix(".cpp").name for file in sources]
-    whole.write_text("".join(f'#include "{unit}"\n' for unit in units), encoding="utf-8")
-    unfinished = folder / "unfinished.so"
     found = tvm_ffi.libinfo
     include = found.find_include_path(), found.find_dlpack_include_path(), cuda_include()
-    command = ["g++", "-std=c++20", OPTIMISED, "-fPIC", "-shared", "-w", "-ffp-contract=off"]
-    command += [*(f"-I{path}" for path in include), "-o", str(unfinished), str(whole)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    unfinished.rename(library)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in (*sources, *_headers(sources)):
+            renamed = file.with_suffix(".cpp") if file.suffix == ".cu" else file
+            text = rewritten(file.read_text(encoding="utf-8"))
+            (folder / renamed.name).write_text(text, encoding="utf-8")
+        # One translation unit: headers of tvm-ffi take longer than the kernels.
+        units = [folder / file.with_suffix(".cpp").name for file in sources]
+        whole = "".join(f'#include "{unit}"\n' for unit in units)
+        flags = *(f"-I{path}" for path in include), "-std=c++20", OPTIMISED, "-ffp-contract=off"
+        kept.compile_shared(library, whole, *flags)

@@ -21,8 +21,8 @@ E, H, N1 = 5, 272, 640  # columns that are no multiple of 128, nor of a scale's 
 
 
 @pytest.fixture(scope="module")
-def module(session_folder):
-    return host_cuda.load(bias_gradients_source("sm_90a").files, session_folder / "host_biases")
+def module(artefacts):
+    return host_cuda.load("host_biases", bias_gradients_source("sm_90a").files, artefacts)
 
 
 @pytest.fixture(params=["some", "one expert", "none"])

@@ -238,22 +238,19 @@ EVERY_SOURCE = (
 )
 
 
-def report_of(source: CudaSource, artefacts: CompileCache, folder: Path) -> str:
+def report_of(source: CudaSource, artefacts: CompileCache) -> str:
     """What ptxas said of it."""
     if source in WHOLE:
         # Several threads of nvcc take more CPU time for the same machine code.
-        return (
-            replace(source, split=False)
-            .compile(artefacts)
-            .file(BUILD_LOG)
-            .read_text(encoding="utf-8")
-        )
-    return device_report(source, folder)
+        log = replace(source, split=False).compile(artefacts).file(BUILD_LOG)
+        return log.read_text(encoding="utf-8")
+    return device_report(source, artefacts)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("source", EVERY_SOURCE, ids=label)
-def test_compiles_without_spills(source, artefacts: CompileCache, tmp_path: Path) -> None:
-    wanted, report = WANTED[source.name], report_of(source, artefacts, tmp_path)
+def test_compiles_without_spills(source, artefacts: CompileCache) -> None:
+    wanted, report = WANTED[source.name], report_of(source, artefacts)
     resources = parse_ptxas(report)
     assert len(resources) == kernels_in(source)
     assert {item.arch for item in resources} == {source.arch}
@@ -264,15 +261,14 @@ def test_compiles_without_spills(source, artefacts: CompileCache, tmp_path: Path
     assert max(usual) <= wanted.registers
 
 
-def test_the_device_half_alone_has_the_report_of_the_whole(
-    artefacts: CompileCache, tmp_path: Path
-) -> None:
+@pytest.mark.kernels
+def test_the_device_half_alone_has_the_report_of_the_whole(artefacts: CompileCache) -> None:
     source = flush_source("sm_90a")
-    assert parse_ptxas(device_report(source, tmp_path)) == parse_ptxas(
-        report_of(source, artefacts, tmp_path)
-    )
+    alone, whole = device_report(source, artefacts), report_of(source, artefacts)
+    assert parse_ptxas(alone) == parse_ptxas(whole)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("source", WHOLE, ids=label)
 def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
     module = source.load(artefacts)
@@ -290,9 +286,8 @@ def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
     assert int(module.scratch_bytes(0, 3, 0)) == int(module.scratch_bytes(1 << 20, 3, 1)) == 12
 
 
-def test_routing_fits_the_shared_memory_of_every_architecture(
-    artefacts: CompileCache, tmp_path: Path
-) -> None:
+@pytest.mark.kernels
+def test_routing_fits_the_shared_memory_of_every_architecture(artefacts: CompileCache) -> None:
     """The source asserts that the metadata of the most experts fits into what it is told. A GPU that
     gives a block less would refuse the launch, whatever the number of experts.
     """
@@ -301,9 +296,10 @@ def test_routing_fits_the_shared_memory_of_every_architecture(
     assert told == {arch: {"SHARED_KIB": known.shared_kib} for arch, known in ARCHITECTURES.items()}
     small = {arch for arch, known in ARCHITECTURES.items() if known.shared_kib == 99}
     assert small == {"sm_86", "sm_89", "sm_120a", "sm_121a"}
-    test_compiles_without_spills(routing_metadata_source("sm_120a"), artefacts, tmp_path)
+    test_compiles_without_spills(routing_metadata_source("sm_120a"), artefacts)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "source", gemm_sources("sm_90a", SWIGLU)[:2], ids=lambda source: source.name
 )

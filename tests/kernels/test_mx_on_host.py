@@ -108,8 +108,8 @@ def assert_rows(found, wanted, routing):
 
 
 @pytest.fixture(scope="module")
-def module(session_folder):
-    return host_cuda.load(mx_quantize_source("sm_90a").files, session_folder / "host_mx")
+def module(artefacts):
+    return host_cuda.load("host_mx", mx_quantize_source("sm_90a").files, artefacts)
 
 
 def unwritten(rows, width, down):

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
+from kept import key_of
 from kernels import ptx_report
 from kernels.gemm_matrix import (
     ALSO_GATES,
@@ -24,7 +26,8 @@ from kernels.gemm_matrix import (
     few_variants,
     shape_for,
 )
-from kernels.mx_matrix import few_mx_variants
+from kernels.mx_matrix import ARCHS as MX_ARCHS
+from kernels.mx_matrix import every_mx_variant, few_mx_variants
 from kernels.ptx_report import Traffic
 from kernels.ptxas_report import parse_ptxas, require_no_spills, resource_usage
 from worlds import ROOT, environment
@@ -32,6 +35,7 @@ from worlds import ROOT, environment
 from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
+from sonicmoe.jit import CompileCache, CompileKey
 from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels.quack_gemm import (
@@ -56,27 +60,52 @@ needs_quack = pytest.mark.skipif(
 )
 
 
-def compiled(variants: Sequence[CuteKernel]) -> list[tuple[CuteKernel, str, Traffic]]:
-    """Each with its report of ptxas and what its PTX moves, from one process."""
+WORKER = Path(__file__).with_name("quack_variants.py")
+FOUND = "found.json"
+
+
+def compiled(
+    variants: Sequence[CuteKernel], artefacts: CompileCache
+) -> list[tuple[CuteKernel, str, Traffic]]:
+    """Each with its report of ptxas and what its PTX moves. One process compiles all that nobody has
+    compiled.
+    """
+    assert variants
+    keys = {kernel: key_of_report(kernel) for kernel in variants}
+    missing = [kernel for kernel, key in keys.items() if artefacts.try_load(key) is None]
+    for kernel, found in zip(missing, answers(missing), strict=True):
+        text = json.dumps(found)
+        artefacts.build(keys[kernel], lambda to, text=text: (to / FOUND).write_text(text))
+    kept = {kernel: artefacts.try_load(key) for kernel, key in keys.items()}
+    found = {kernel: json.loads(of.file(FOUND).read_text()) for kernel, of in kept.items()}
+    return [(kernel, report, Traffic(**moved)) for kernel, (_, report, moved) in found.items()]
+
+
+def key_of_report(kernel: CuteKernel) -> CompileKey:
+    made_of, readers = kernel.key(), (WORKER, Path(ptx_report.__file__))
+    facts = made_of.statics, made_of.fingerprint, made_of.toolchain
+    return key_of(f"{kernel.name}_report", readers, *facts, arch=kernel.arch)
+
+
+def answers(variants: Sequence[CuteKernel]) -> list[list[Any]]:
     toolkit = find_toolkit()
-    assert toolkit is not None and variants
+    assert toolkit is not None
+    if not variants:
+        return []
     asked = ((kernel.arch, kernel.entry, dict(kernel.statics)) for kernel in variants)
     requests = [[number, *one] for number, one in enumerate(asked)]
     # Not `-P`: the program imports from its own folder.
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("quack_variants.py")), str(toolkit.home / "bin" / "ptxas")],
+        [sys.executable, str(WORKER), str(toolkit.home / "bin" / "ptxas")],
         input="\n".join(map(json.dumps, requests)), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    answers = {number: found for number, *found in map(json.loads, done.stdout.splitlines())}
-    assert len(answers) == len(variants)
-    refused = {variants[number]: found for number, found in answers.items() if len(found) == 1}
+    found = {number: answer for number, *answer in map(json.loads, done.stdout.splitlines())}
+    assert len(found) == len(variants)
+    refused = {variants[number]: words for number, words in found.items() if len(words) == 1}
     assert not refused, refused
-    return [
-        (kernel, answers[number][1], Traffic(**answers[number][2]))
-        for number, kernel in enumerate(variants)
-    ]
+    return [found[number] for number in range(len(variants))]
 
 
 def require_sound(kernel: CuteKernel, report: str, moved: Traffic) -> None:
@@ -93,22 +122,31 @@ def require_sound(kernel: CuteKernel, report: str, moved: Traffic) -> None:
 
 
 @needs_quack
-@pytest.mark.slow
-def test_variants_compile_without_spills_and_load_every_operand():
-    """A few for each target, and every formula of an activation, whose text is one for all targets; all
-    of them with `tools/ci/compile_matrix.py --every`.
-    """
+@pytest.mark.kernels
+def test_variants_compile_without_spills_and_load_every_operand(artefacts):
+    """A few for each target, and every formula of an activation, whose text is one for all targets."""
     few = [kernel for target in TARGETS for kernel in few_variants(*target)]
     assert {(kernel.arch, dict(kernel.statics)["family"]) for kernel in few} == set(TARGETS)
     few = dict.fromkeys([*few, *dgated_of_every_formula("sm_120a")])
     activations = {dict(kernel.statics).get("activation") for kernel in few}
     assert activations >= {kind.value for kind in ActivationType} - {k.value for k in ALSO_GATES}
     # MXFP8's come along, because importing CuTe DSL takes as long as three variants.
-    for kernel, report, moved in compiled([*few, *few_mx_variants()]):
+    for kernel, report, moved in compiled([*few, *few_mx_variants()], artefacts):
         require_sound(kernel, report, moved)
 
 
 @needs_quack
+@pytest.mark.kernels
+@pytest.mark.every_variant
+@pytest.mark.parametrize(("arch", "family"), [*TARGETS, *((arch, "mx") for arch in MX_ARCHS)])
+def test_every_variant_is_sound(arch, family, artefacts):
+    every = every_mx_variant(arch) if family == "mx" else every_variant(shape_for(arch, family))
+    for kernel, report, moved in compiled(every, artefacts):
+        require_sound(kernel, report, moved)
+
+
+@needs_quack
+@pytest.mark.kernels
 def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts):
     kernel = down_kernel(replace(SHAPE, bias=True))
     artefact = kernel.compile(artefacts)

@@ -34,8 +34,8 @@ pytestmark = HOST_MODULE
 
 
 @pytest.fixture(scope="module")
-def module(session_folder):
-    return host_cuda.load(quantize_source("sm_90a").files, session_folder / "host_cuda")
+def module(artefacts):
+    return host_cuda.load("host_quantize", quantize_source("sm_90a").files, artefacts)
 
 
 def values(shape, dtype, seed=0):

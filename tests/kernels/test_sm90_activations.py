@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 
+import kept
 import numpy as np
 import pytest
 from engine.moe_golden import base_of, slope, up_factor, value
@@ -88,16 +88,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
+def case(request, artefacts):
     """`(activation, parameters, evaluate(code, up, scale) -> y1, value, slope, factor, its slope)`."""
     activation, gate, own = CASES[request.param]
     text = HEADER.read_text(encoding="utf-8")
     (structs,) = re.findall(r"^namespace sonicmoe::sm90 \{\n(.*?)^\}  // ", text, re.M | re.S)
-    folder = tmp_path_factory.mktemp("gate")
-    source, library = folder / "gate.cpp", folder / "gate.so"
-    source.write_text(SHIM + structs + EVALUATE, encoding="utf-8")
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-DGATE={gate}"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    flags = "-std=c++17", "-O1", f"-DGATE={gate}"
+    library = kept.shared_object(artefacts, "gate", SHIM + structs + EVALUATE, *flags)
     loaded = ctypes.CDLL(str(library))
     loaded.parameters.restype = ctypes.c_char_p
     exported = [f"{activation.value} {loaded.parameters().decode()}"]

@@ -18,10 +18,10 @@ pytestmark = HOST_MODULE
 
 
 @pytest.fixture(scope="module")
-def build_sorted(session_folder):
+def build_sorted(artefacts):
     # The other file of the module asks for a barrier of the grid, which the host does not have.
     source = routing_metadata_source("sm_90a").files[1]
-    return host_cuda.load((source,), session_folder / "host_sorted_rows").build_sorted
+    return host_cuda.load("host_sorted_rows", (source,), artefacts).build_sorted
 
 
 def placed(build_sorted, counts, probs, like):

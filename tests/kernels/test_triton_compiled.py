@@ -50,13 +50,11 @@ def requests(num_slots, experts, ids=I64):
     )
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("experts", [8, 512])
-def test_compiles_for_hopper(experts, tmp_path):
-    from sonicmoe.jit.cache import CompileCache
-
-    cache = CompileCache(tmp_path / "shared", tmp_path / "local")
+def test_compiles_for_hopper(experts, artefacts):
     for request in requests(65536, experts):
-        artefact = request.compile(cache)
+        artefact = request.compile(artefacts)
         assert any(name.endswith(".cubin") for name in artefact.manifest["files"])
 
 

@@ -63,24 +63,23 @@ def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
     assert set(listed[0]) == set(listed[1]) == set(listed[2])
 
 
-def check(job, folder):
-    folder.mkdir(exist_ok=True)
-    wrong = problems(job, compiled(job, folder))
+def check(job, artefacts):
+    wrong = problems(job, compiled(job, artefacts))
     assert not wrong, (job.name, job.arch, wrong)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("arch", "product", "choices"), FEW, ids=[f"{arch} {name}" for arch, name, _ in FEW]
 )
-def test_compiles_without_spills(arch, product, choices, tmp_path):
-    check(variant(product, shape(arch), **choices), tmp_path)
+def test_compiles_without_spills(arch, product, choices, artefacts):
+    check(variant(product, shape(arch), **choices), artefacts)
 
 
-@pytest.mark.slow
+@pytest.mark.kernels
+@pytest.mark.every_variant
 @pytest.mark.parametrize("arch", TILINGS)
-def test_every_variant_compiles_without_spills(arch, tmp_path, request):
-    if not request.config.getoption("--every-variant"):
-        pytest.skip("asked for with --every-variant")
+def test_every_variant_compiles_without_spills(arch, artefacts):
     jobs = []
     for activation in ActivationType:
         jobs += all_variants(shape(arch, activation, bias=True), recompute_z=True)
@@ -89,8 +88,8 @@ def test_every_variant_compiles_without_spills(arch, tmp_path, request):
     # Where no tile divides H and I, and where the table's narrow tiles are chosen.
     for sizes in ((200, 72), (2880, 2880), (2048, 640)):
         jobs += all_variants(ExpertShape(*sizes, SWIGLU, arch=arch))
-    for number, job in enumerate(dict.fromkeys(jobs)):
-        check(job, tmp_path / str(number))
+    for job in dict.fromkeys(jobs):
+        check(job, artefacts)
 
 
 def test_the_tables_cover_every_product():

@@ -5,12 +5,11 @@ to once, by the product it stands for, and nothing beside it. The last test has 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
+import kept
 import pytest
 import torch
-from filelock import FileLock
 from kernels.host_cuda import cuda_include
 from kernels.needs import HOST_COMPILER
 from worlds import ROOT
@@ -26,12 +25,9 @@ SIZES = [(256, 128), (272, 320), (144, 64), (16, 192)]
 
 
 @pytest.fixture(scope="module")
-def walk(session_folder):
-    library = session_folder / "wgrad_walk.so"
-    with FileLock(f"{library}.lock"):
-        if not library.exists():
-            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-I{cuda_include()}"]
-            subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
+def walk(artefacts):
+    flags = "-std=c++20", "-O1", f"-I{cuda_include()}"
+    library = kept.shared_object(artefacts, "wgrad_walk", SOURCE, *flags)
     function = ctypes.CDLL(str(library)).walk
     number, array = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [number, number, ctypes.c_bool, *[number] * 5, ctypes.c_int, *[array] * 3]
@@ -112,13 +108,10 @@ extern "C" bool fetches(int output, int rows, bool half, int device) {
 """
 
 
-def test_faster_memory_has_a_lower_bound_and_is_asked_for_once(tmp_path):
-    source, library = tmp_path / "rule.cpp", tmp_path / "rule.so"
+def test_faster_memory_has_a_lower_bound_and_is_asked_for_once(artefacts):
     text = RULE.read_text(encoding="utf-8").replace('#include "../host/border.hpp"', SHIM)
-    source.write_text(text + DRIVER, encoding="utf-8")
-    folders = f"-I{cuda_include()}", f"-I{RULE.parent}"
-    command = ["g++", "-std=c++20", "-fPIC", "-shared", "-w", *folders, source, "-o", library]
-    subprocess.run(command, check=True)
+    flags = "-std=c++20", f"-I{cuda_include()}", f"-I{RULE.parent}"
+    library = kept.shared_object(artefacts, "fetched_sums", text + DRIVER, *flags, headers=[RULE])
     loaded = ctypes.CDLL(str(library))
     fetches = loaded.fetches
     fetches.restype = ctypes.c_bool

@@ -6,11 +6,11 @@ import json
 import re
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from triton import knobs
 
+from sonicmoe.jit.cache import CompileCache
 from sonicmoe.kernels.triton.tilings import PRODUCTS
 
 # What ptxas may keep in local memory, in bytes, by kernel and architecture.
@@ -29,9 +29,9 @@ class Compiled:
     shared: int
 
 
-def compiled(job: Any, folder: Path) -> Compiled:
-    """Compile a job into an empty folder."""
-    job._request().build_into(folder)
+def compiled(job: Any, cache: CompileCache) -> Compiled:
+    """A job, compiled where `cache` does not have it."""
+    folder = job._request().compile(cache).path
     (cubin,) = folder.glob("*.cubin")
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
     report = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -41,7 +41,7 @@ def compiled(job: Any, folder: Path) -> Compiled:
     assert usage, report
     registers, stack, local = map(int, usage.groups())
     (ptx,) = folder.glob("*.ptx")
-    (metadata,) = folder.glob(f"{ptx.stem}.json")
+    metadata = folder / f"{ptx.stem}.json"
     shared = json.loads(metadata.read_text(encoding="utf-8"))["shared"]
     return Compiled(ptx.read_text(encoding="utf-8"), registers, stack + local, shared)
 

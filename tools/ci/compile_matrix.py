@@ -193,7 +193,7 @@ def triton_rows(archs: Iterable[str], cells: Cells) -> Iterator[tuple[str, str |
             words = ", ".join(f"{name}={value}" for name, value in chosen.items())
             with tempfile.TemporaryDirectory() as folder:
                 began = time.monotonic()
-                found = compiled(job, Path(folder))
+                found = compiled(job, CompileCache(Path(folder) / "cache", Path(folder) / "local"))
                 seconds = time.monotonic() - began
             name = f"{job.name.removeprefix('triton_')} {words}".strip()
             cell = f"{seconds:.1f}, {found.registers}, {found.spilled}"
