@@ -93,23 +93,28 @@ def world_size(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-# By group, experts and whether the host waits: the dispatcher, and the most tokens it has room for.
-_kept: dict[tuple[Any, int, bool], tuple[Dispatcher, int]] = {}
+# By group, experts, whether the host waits, and options: the dispatcher, and the most tokens it has
+# room for.
+_kept: dict[tuple[Any, ...], tuple[Dispatcher, int]] = {}
 
 
-def dispatcher_of(num_experts: int, group: Any, max_tokens: int | None) -> Dispatcher:
-    """One for all layers of these experts; `max_tokens` where the host must not wait for counts.
+def dispatcher_of(
+    num_experts: int, group: Any, max_tokens: int | None, **options: Any
+) -> Dispatcher:
+    """One for all layers of these experts; `max_tokens` where the host must not wait for counts;
+    options: others of `make_dispatcher`.
 
     Raises:
         RoutingError: the experts cannot be split evenly over the ranks.
+        ConfigError, EngineUnavailableError: as of `make_dispatcher`.
     """
-    key = group, num_experts, max_tokens is None
+    key = group, num_experts, max_tokens is None, *sorted(options.items())
     dispatcher, room = _kept.get(key, (None, 0))
     if dispatcher is None or room < (max_tokens or 0):
         room = max_tokens or 0
         # A rank without tokens has no bound, and every rank has as many as it.
         waits = {} if not room else {"wait_for_counts": False, "max_tokens": room}
-        dispatcher = make_dispatcher(num_experts, group, **waits)  # type: ignore[arg-type]
+        dispatcher = make_dispatcher(num_experts, group, **waits, **options)  # type: ignore[arg-type]
         _kept[key] = dispatcher, room
     return dispatcher
 

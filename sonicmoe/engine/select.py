@@ -232,9 +232,9 @@ def announce(choice: EngineChoice, device: str) -> None:
         log_once(severity, words, choice.engine.name, device, reason)
 
 
-def announce_gradients(engine: str, device: str, reason: str) -> None:
-    """Log once that gradients which arrive in FP8 are dequantised for an engine."""
-    log_once(logging.WARNING, _values_are_read("gradients"), engine, device, reason)
+def announce_values(what: str, engine: str, device: str, reason: str) -> None:
+    """Log once that tokens or gradients which arrive in FP8 are dequantised for an engine."""
+    log_once(logging.WARNING, _values_are_read(what), engine, device, reason)
 
 
 def _values_are_read(what: str) -> str:

@@ -69,7 +69,7 @@ def expert_mlp(
     check_stored(x, flat, FACES[face], module)
     check_switch("is_inference_mode", inference)  # both names of the argument begin so
     low_rank, adapters = adapters is not None, (adapters or NO_ADAPTERS).native(layout)
-    save = not inference and _is_differentiated(x, probs, flat, adapters)
+    save = not inference and is_differentiated(x, probs, flat, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it.
     if torch.compiler.is_compiling():
@@ -103,7 +103,7 @@ def planned_mlp(
     himself. Rows beyond the sum of the counts are not read; their output and gradient are zeros.
     """
     flat = flat_weights(weights)
-    save = _is_differentiated(x, probs, flat)
+    save = is_differentiated(x, probs, flat)
     # Selective checkpointing keeps the outputs of operators that it knows by name. It is a dispatch
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
@@ -111,11 +111,10 @@ def planned_mlp(
     return _run(plan, x, probs, flat, Origin(routes, module), save)
 
 
-def _is_differentiated(
+def is_differentiated(
     x: Tensor, probs: Tensor | None, flat: tuple[Any, ...], adapters: Adapters = NO_ADAPTERS
 ) -> bool:
-    # Under `no_grad`, and where nothing requires a gradient, nothing is kept: neither z nor the
-    # tokens.
+    """Whether anything must be kept for a backward."""
     if torch.is_grad_enabled():
         for given in (x, probs, *flat, *adapters.factors):
             if given is not None and given.requires_grad:
@@ -138,7 +137,7 @@ def _run(
     return out
 
 
-def _keeps_graph() -> bool:
+def keeps_graph() -> bool:
     """Whether the backward that runs may be repeated (`retain_graph`, `create_graph`)."""
     return _graph_is_kept is None or bool(_graph_is_kept())
 
@@ -202,7 +201,7 @@ class _ExpertMlp(torch.autograd.Function):
         saved = ctx.spec.unpack(tensors)
         # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
         is_watched = ctx.observed is not None or is_awaited() or is_heard()
-        saved.donated = not is_watched and not _keeps_graph()
+        saved.donated = not is_watched and not keeps_graph()
         dx, dprobs, gradients = backward(
             ctx.plan,
             dout,

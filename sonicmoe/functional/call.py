@@ -17,7 +17,7 @@ from ..engine.interface import (
     FreshTargets,
     PendingWgrad,
     Saved,
-    plain_tokens,
+    Tokens,
 )
 from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
@@ -34,6 +34,8 @@ from ..observe import (
     is_awaited,
 )
 from ..out_of_memory import raise_with_advice
+from ..quant.format import BlockScaledTensor
+from ..quant.tokens import anchor_of
 from ..refusals import need_shape
 from ..routing.build import build_routing, build_sorted_routing
 from ..routing.ids import ids_of_sorted
@@ -58,11 +60,13 @@ class Origin:
         was made of them stands for them.
     module: whose attributes the weights are, for those who observe the call; None where unknown.
     adapters: beside the weights, in native order.
+    tokens_per_expert: as of `build_routing`; None where the host does not know them.
     """
 
     indices: Tensor | None = None
     module: object = None
     adapters: Adapters = NO_ADAPTERS
+    tokens_per_expert: list[int] | None = None
 
 
 NOWHERE = Origin()
@@ -71,6 +75,12 @@ NOWHERE = Origin()
 def rows_of(x: Tensor) -> Tensor:
     """The caller's tokens, `[..., H]`, as the experts read them: contiguous `[T, H]`."""
     return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+
+
+def dtype_of(tokens: Tokens | None) -> torch.dtype:
+    """Of the values that they stand for: senders quantise bf16."""
+    assert tokens is not None
+    return torch.bfloat16 if isinstance(tokens, BlockScaledTensor) else tokens.dtype
 
 
 def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
@@ -88,7 +98,7 @@ def in_shape_of(x: Tensor, out: Tensor) -> Tensor:
 
 def forward(
     plan: Plan,
-    x: Tensor,
+    x: Tokens,
     probs: Tensor | None,
     weights: Weights,
     origin: Origin,
@@ -97,18 +107,19 @@ def forward(
     static_rows: bool = False,
 ) -> tuple[Tensor, Saved | None, Reading]:
     """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
-    needs, and the weights as the engine read them, without the adapters.
+    needs, and the weights as the engine read them, without the adapters. Quantised tokens are
+    `[T, H]`, of a format that the plan's engine reads.
 
     static_rows, and probs of None: see `route`.
     """
-    rows = rows_of(x)
+    rows = x if isinstance(x, BlockScaledTensor) else rows_of(x)
     # The configuration of the call, because a graph or a thread of autograd has no other.
     with plan.config.activate():
         try:
             sizes = int(rows.shape[0]), int(weights[1].shape[0])
             routing = route(plan, origin, probs, sizes, static_rows=static_rows)
             engine = plan.choose()
-            given = weights, plan.settings, plan.layout, x.dtype
+            given = weights, plan.settings, plan.layout, dtype_of(x)
             reading = read_weights(engine, *given, alone=not save or is_recomputed())
             read = reading.weights.with_adapters(origin.adapters)
             out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
@@ -118,9 +129,9 @@ def forward(
                 call = _described(plan, engine, reading, weights, origin)
                 emit(ForwardDone(call, rows, probs, out, saved))
         except Exception as error:
-            raise_with_advice(error, "forward", plan.settings, rows)
+            raise_with_advice(error, "forward", plan.settings, anchor_of(rows))
             raise
-    return in_shape_of(x, out), saved, reading
+    return out if isinstance(x, BlockScaledTensor) else in_shape_of(x, out), saved, reading
 
 
 def route(
@@ -151,6 +162,7 @@ def route(
         routes,
         probs,
         experts,
+        origin.tokens_per_expert,
         alignment=alignment,
         validate=validate,
         static_rows=static_rows,
@@ -173,7 +185,7 @@ def _in_slots(origin: Origin, probs: Tensor | None, tokens: int) -> tuple[Origin
 
 def backward(
     plan: Plan,
-    dout: Tensor,
+    dout: Tokens,
     saved: Saved,
     reading: Reading | None,
     dtypes: tuple[torch.dtype | None, ...],
@@ -190,13 +202,14 @@ def backward(
     given: the caller's weights. Where `reading` is there they are for those who observe the call,
         and what the engine made of them may stand for them.
     """
-    dout, tokens = rows_of(dout), plain_tokens(saved.x)
+    dout = dout if isinstance(dout, BlockScaledTensor) else rows_of(dout)
     with plan.config.activate():
         try:
             engine, call = plan.choose(), None
             if reading is None:
                 assert given is not None
-                reading = read_weights(engine, given, plan.settings, plan.layout, tokens.dtype)
+                dtype = dtype_of(saved.x)
+                reading = read_weights(engine, given, plan.settings, plan.layout, dtype)
             else:
                 reading.check_current()
             if is_awaited():
@@ -218,7 +231,7 @@ def backward(
                 left = [(name, gradient) for name, gradient in named if gradient is not None]
                 emit(BackwardDone(call, dx, dprobs, lambda: left))
         except Exception as error:
-            raise_with_advice(error, "backward", plan.settings, dout)
+            raise_with_advice(error, "backward", plan.settings, anchor_of(dout))
             raise
     return dx, dprobs, gradients
 
@@ -226,13 +239,13 @@ def backward(
 def _differentiate(
     plan: Plan,
     engine: Engine,
-    dout: Tensor,
+    dout: Tokens,
     saved: Saved,
     weights: EngineWeights,
     dtypes: tuple[torch.dtype | None, ...],
     trained: Sequence[bool],
 ) -> tuple[Tensor, Tensor, PendingWgrad, tuple[Tensor | None, ...]]:
-    nothing = (None,) * len(dtypes)
+    nothing, place = (None,) * len(dtypes), anchor_of(dout)
     saved.wants_weights, saved.wants_biases = any(trained), any(trained[2:])
     # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
     if not saved.wants_weights:
@@ -244,24 +257,24 @@ def _differentiate(
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
     if not any(trained[:2]):  # no product is computed, whatever the engine writes
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
-        alone = targets_of_each(passed, parameters, wanted, dout)
+        alone = targets_of_each(passed, parameters, wanted, place)
         alone.add_biases(*engine.bias_gradients(pending), split_half=pending.split_half)
         return dx, dprobs, pending, (*alone.of_parameters(len(parameters)), *rest)
     # Asked before `backward_dx`, which runs once: it may free what it reads.
-    writes = engine.writes_gradients(plan.settings, device_name(dout))
+    writes = engine.writes_gradients(plan.settings, device_name(place))
     if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
         late = engine.frees_dw1_first and _is_long(pending.routing, passed)
         make = late_targets if late else targets_of_each
-        targets = make(passed, parameters, wanted, dout)
+        targets = make(passed, parameters, wanted, place)
         # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
         engine.backward_dw(pending, targets)
         return dx, dprobs, pending, (*targets.of_parameters(len(parameters)), *rest)
     # A sink of this backward alone, because autograd adds the gradients of several calls.
     sink = GradientSink(passed)
-    batch = sink.open(engine, plan.settings, parameters, wanted, dout)
+    batch = sink.open(engine, plan.settings, parameters, wanted, place)
     dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
     sink.add(engine, pending, batch)
     return dx, dprobs, pending, (*sink.close(batch), *rest)

@@ -11,8 +11,9 @@ rank, D model dimension, F expert dimension.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+    MinimalAsyncEPTokenDispatcher,
+)
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.tools.utils import device_type
 
@@ -30,9 +35,12 @@ from ..config import SonicMoEConfig
 from ..engine.select import choose_engine
 from ..engine.settings import Workload
 from ..enums import ActivationType, EngineName, layer_parameters
+from ..ep import make_dispatcher
+from ..ep.interface import check_num_experts
 from ..errors import ConfigError, EngineUnavailableError, LayoutError, did_you_mean, expect
 from ..functional.autograd import planned_mlp
 from ..functional.plan import Plan, make_plan, number_of
+from ..functional.routed import ExpertGroup, routed_mlp
 from ..layouts import NATIVE
 from ..log import log_once
 from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS
@@ -41,6 +49,14 @@ from ..weights.stacked_cache import Weights
 
 Tensor = torch.Tensor
 Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
+# Under expert parallelism these are replaced as a whole, and no class that does more.
+REPLACED = AllToAllTokenDispatcher, MinimalAsyncEPTokenDispatcher
+# Arguments of `make_dispatcher` that a job may give; the number of tokens is the trainer's.
+TRANSPORT = [
+    name
+    for name, parameter in inspect.signature(make_dispatcher).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "max_tokens"
+]
 
 
 class _OnEngine(nn.Module):
@@ -67,17 +83,27 @@ class _OnEngine(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, x_RD: Tensor, num_tokens_per_expert_E: Tensor, topk: Topk | None = None
+        self,
+        x_RD: Tensor,
+        num_tokens_per_expert_E: Tensor,
+        topk: Topk | None = None,
+        group: str | None = None,
     ) -> Tensor:
         """Rows in expert order and their counts, which are not multiplied with scores; or tokens
         `[T, D]` and, as `topk`, where they go: then the output is the sum over K.
+
+        group: the name of the `ExpertGroup` whose experts the ids of `topk` count; None: this rank.
         """
         routes, probs = num_tokens_per_expert_E, None
         if topk is not None:
             routes, probs = topk[0], topk[1].float()
         # The stock module multiplies in bfloat16, whatever it is given.
-        of_plan = self._plan, self._number
-        out = planned_mlp(*of_plan, x_RD.bfloat16(), routes, probs, self._weights(), self)
+        x, weights = x_RD.bfloat16(), self._weights()
+        if group is None:
+            out = planned_mlp(self._plan, self._number, x, routes, probs, weights, self)
+        else:
+            assert probs is not None
+            out = routed_mlp(self._number, group, x, routes, probs, weights)
         return out.type_as(x_RD)
 
 
@@ -131,11 +157,41 @@ class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
 
 
 class SonicRoutedExperts(RoutedExperts):
-    """`RoutedExperts` that sorts no token where all experts are on this rank."""
+    """`RoutedExperts` that sorts no token: where all experts are on this rank, and under expert
+    parallelism in place of a stock dispatcher.
+    """
+
+    _group: str | None = None  # the ranks of the experts, where their dispatcher is replaced
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """The same fields."""
+        """transport: arguments of `make_dispatcher`."""
+
+        transport: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._transport = config.transport
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """As the stock module, which would wire a dispatcher that is not called, and take memory for
+        its buffers.
+        """
+        mesh = parallel_dims.get_optional_mesh("ep")
+        kind = type(self.token_dispatcher)
+        if mesh is None or kind not in REPLACED:
+            words = f"transport is for {' and '.join(each.__qualname__ for each in REPLACED)}; the job has"
+            unused = mesh is not None and bool(self._transport)
+            expect(not unused, ConfigError, f"{words} {kind.__qualname__}, which stays as it is")
+            super().parallelize(parallel_dims)
+            return
+        super(RoutedExperts, self).parallelize(parallel_dims)
+        self.token_dispatcher.ep_mesh = mesh
+        # MinimalAsyncEP waits for nothing, so that a step may become a CUDA graph.
+        options = {"wait_for_counts": kind is AllToAllTokenDispatcher, **self._transport}
+        experts = self.token_dispatcher.num_experts
+        check_num_experts(experts, mesh.size())
+        self._group = ExpertGroup(experts, mesh.get_group(), options).name
 
     def forward(
         self,
@@ -144,12 +200,12 @@ class SonicRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        if not self._is_local():
+        if self._group is None and not self._is_local():
             given = topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             return super().forward(x_BLD, *given)
         topk = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
-        x_TD = x_BLD.flatten(0, 1)
-        return self.inner_experts(x_TD, num_local_tokens_per_expert_E, topk).view(x_BLD.shape)
+        x_TD, counts_E = x_BLD.flatten(0, 1), num_local_tokens_per_expert_E
+        return self.inner_experts(x_TD, counts_E, topk, self._group).view(x_BLD.shape)
 
     def _is_local(self) -> bool:
         # Any other dispatcher may do something of its own on one rank too, such as padding.
@@ -166,18 +222,26 @@ class SonicSelectiveAC(SelectiveAC):
         """The same fields."""
 
     def get_save_ops(self) -> set[Any]:
-        return {*super().get_save_ops(), torch.ops.sonicmoe.expert_mlp.default}
+        ours = torch.ops.sonicmoe.expert_mlp.default, torch.ops.sonicmoe.routed_mlp.default
+        return {*super().get_save_ops(), *ours}
 
 
-@override(target=RoutedExperts.Config, description="sonicmoe engine; tokens sorted only under EP")
-def routed_experts(config: Any, **options: Any) -> Any:
-    """Replace experts, and with them the way to them where EP is 1."""
+@override(target=RoutedExperts.Config, description="sonicmoe engine, and the way to the experts")
+def routed_experts(
+    config: Any, *, transport: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """Replace experts, and with them the way to them where their dispatcher is a stock one.
+
+    transport: arguments of `make_dispatcher` but `max_tokens`, under expert parallelism.
+    """
+    transport = dict(transport or {})
+    _check_names(transport, TRANSPORT, "transport", "argument of make_dispatcher")
     inner = _on_engine(config.inner_experts, options)
     if inner is config.inner_experts:
         return config
     if type(config) is not RoutedExperts.Config:
         return dataclasses.replace(config, inner_experts=inner)
-    return derive(config, SonicRoutedExperts.Config, inner_experts=inner)
+    return derive(config, SonicRoutedExperts.Config, inner_experts=inner, transport=transport)
 
 
 @override(target=GroupedExperts.Config, description="sonicmoe engine; any dispatcher")
@@ -196,7 +260,8 @@ def _on_engine(config: Any, options: Mapping[str, Any]) -> Any:
     """The configuration of the same experts on the engine; those of classes that it does not know
     stay as they are.
     """
-    _check_options(options)
+    known = [flag.name for flag in dataclasses.fields(SonicMoEConfig)]
+    _check_names(options, known, "option", "field of SonicMoEConfig")
     kind = type(config)
     if kind is GptOssGroupedExperts.Config:
         return derive(config, SonicGptOssGroupedExperts.Config, options=dict(options))
@@ -212,10 +277,9 @@ def _on_engine(config: Any, options: Mapping[str, Any]) -> Any:
     return config
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = [flag.name for flag in dataclasses.fields(SonicMoEConfig)]
-    for name in options:
-        words = f"option {name!r} of the sonicmoe override is no field of SonicMoEConfig"
+def _check_names(given: Mapping[str, Any], known: Sequence[str], what: str, of: str) -> None:
+    for name in given:
+        words = f"{what} {name!r} of the sonicmoe override is no {of}"
         expect(name in known, ConfigError, words + did_you_mean(name, known))
 
 

@@ -22,7 +22,7 @@ import torch
 from ..engine.capabilities import format_problem
 from ..engine.interface import Engine, EngineSettings, Tokens, token_format
 from ..engine.low_rank import Adapters
-from ..engine.select import announce_gradients
+from ..engine.select import announce_values
 from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import (
@@ -212,5 +212,5 @@ def gradient_from(
     if reason is None:
         return dout
     # The engine cannot read this format. It gets the values, and the log says so once.
-    announce_gradients(engine.name, device_name(dout.codes), reason)
+    announce_values("gradients", engine.name, device_name(dout.codes), reason)
     return to_bfloat16(dout)

@@ -19,13 +19,23 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    MinimalAsyncEPTokenDispatcher,
+)
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.errors import ConfigError, EngineUnavailableError, LayoutError, ShapeError
+from sonicmoe.errors import (
+    ConfigError,
+    EngineUnavailableError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+)
+from sonicmoe.functional import routed
 from sonicmoe.integrations import torchtitan as door
 
 EXPERTS, TOPK, DIM, HIDDEN, TOKENS = 6, 2, 256, 128, 96
@@ -68,6 +78,8 @@ class Model(Module):
 
 
 def overridden(config, override="routed_experts", **options):
+    """override: "ranks" is `routed_experts` under expert parallelism, here of one rank."""
+    override = "routed_experts" if override == "ranks" else override
     tree = Model.Config(experts=copy.deepcopy(config), policy=SelectiveAC.Config())
     apply_overrides(OverrideConfig(imports=[(f"{DOOR}.{override}", options)]), tree)
     return tree
@@ -80,6 +92,8 @@ def pair(kind=GroupedExperts, override="routed_experts", **options):
     stock.init_states()
     ours = overridden(stock_config(kind), override, **options).experts.build()
     ours.load_state_dict(stock.state_dict())
+    if override == "ranks":
+        ours._group = routed.ExpertGroup(EXPERTS, None).name
     return stock, ours
 
 
@@ -117,7 +131,7 @@ KINDS = pytest.mark.parametrize("kind", [GroupedExperts, GptOssGroupedExperts])
 
 
 @KINDS
-@pytest.mark.parametrize("override", ["routed_experts", "grouped_experts"])
+@pytest.mark.parametrize("override", ["routed_experts", "ranks", "grouped_experts"])
 @pytest.mark.parametrize(("mode", "bar"), [("off", 0.02), ("perf", 0.1)])
 def test_computes_what_the_stock_module_does(kind, override, mode, bar):
     """In bf16 within its rounding, which the stock module does after every product. FP8 has its exact
@@ -126,7 +140,7 @@ def test_computes_what_the_stock_module_does(kind, override, mode, bar):
     (stock, ours), (given, dout) = pair(kind, override, fp8_mode=mode), batch()
     wanted = run(stock, given, dout)
     # The stock module sorts tokens, and so does ours where only its experts are replaced.
-    assert isinstance(ours, door.SonicRoutedExperts) == (override == "routed_experts")
+    assert isinstance(ours, door.SonicRoutedExperts) == (override != "grouped_experts")
     # Rounding moves a value over the limit of its clamp, which then has no gradient.
     bar += 0.04 if kind is GptOssGroupedExperts else 0
     assert_close(run(ours, given, dout), wanted, bar)
@@ -177,6 +191,45 @@ def test_a_dispatcher_that_does_more_is_used():
     assert_close(run(ours, given, dout), wanted, 0.02)
 
 
+def under_ranks(dispatcher, ranks, **options):
+    """Routed experts that were parallelised over a mesh of so many ranks, which nobody asks."""
+    mesh = SimpleNamespace(size=lambda: ranks, get_group=lambda: SimpleNamespace(group_name="7"))
+    config = stock_config()
+    config.token_dispatcher = dispatcher.Config(num_experts=EXPERTS, top_k=TOPK)
+    experts = overridden(config, **options).experts.build()
+    dims = SimpleNamespace(ep_enabled=True, tp=1, get_optional_mesh=lambda name: mesh)
+    experts.parallelize(dims)
+    return experts, mesh
+
+
+def test_a_stock_dispatcher_is_replaced_and_takes_no_memory():
+    """Not even that of MinimalAsyncEP, which a CPU does not have; and that one waits for nothing."""
+    for kind, waits in ((AllToAllTokenDispatcher, True), (MinimalAsyncEPTokenDispatcher, False)):
+        experts, mesh = under_ranks(kind, 2)
+        assert experts.token_dispatcher.ep_mesh is mesh
+        group = routed._groups[experts._group]
+        assert group.num_experts == EXPERTS and group.group.group_name == "7"
+        assert group.options == {"wait_for_counts": waits}
+    given = {"wait_for_counts": True, "kind": "collective"}
+    experts, _ = under_ranks(MinimalAsyncEPTokenDispatcher, 2, transport=given)
+    assert routed._groups[experts._group].options == given
+    with pytest.raises(RoutingError, match="num_experts is 6; 4 ranks need a positive multiple"):
+        under_ranks(AllToAllTokenDispatcher, 4)
+
+
+def test_another_dispatcher_stays_and_takes_no_transport():
+    class Other(AllToAllTokenDispatcher):
+        @dataclass(kw_only=True, slots=True)
+        class Config(AllToAllTokenDispatcher.Config):
+            pass
+
+    experts, mesh = under_ranks(Other, 2)
+    assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
+    words = "transport is for AllToAllTokenDispatcher and Min.* the job has .*Other, which stays"
+    with pytest.raises(ConfigError, match=words):
+        under_ranks(Other, 2, transport={"kind": "collective"})
+
+
 def test_other_classes_stay_and_overrides_are_idempotent(caplog):
     class Other(GroupedExperts):
         @dataclass(kw_only=True, slots=True)
@@ -197,9 +250,13 @@ def test_other_classes_stay_and_overrides_are_idempotent(caplog):
 def test_the_page_switches_it_on(monkeypatch):
     page = (ROOT / "docs" / "torchtitan.md").read_text(encoding="utf-8")
     command = page.split("-m torchtitan.train ")[1].split("\n\n")[0].replace("\\\n", " ")
-    job, own = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    job, own, transport = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     given, overrides = {}, ModuleType("my_overrides")
     exec(job, given)
+    exec(transport, given)
+    name, options = given["routed"]
+    assert name == f"{DOOR}.routed_experts"
+    assert overridden(stock_config(), **options).experts.transport == options["transport"]
     exec(own, overrides.__dict__)
     monkeypatch.setitem(sys.modules, "my_overrides", overrides)
     some = deepseek_v3_debugmodel()
@@ -217,6 +274,8 @@ def test_the_page_switches_it_on(monkeypatch):
 def test_unknown_options_and_sizes_that_no_engine_takes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"option 'fp8_mod' .* did you mean 'fp8_mode'"):
         overridden(stock_config(), fp8_mod="perf")
+    with pytest.raises(ConfigError, match=r"transport 'max_tokens' .* is no argument of make_disp"):
+        overridden(stock_config(), transport={"max_tokens": 7})
     with pytest.raises(ConfigError, match="fp8_mode='prf' is not understood"):
         overridden(stock_config(), fp8_mode="prf").experts.build()
     with pytest.raises(EngineUnavailableError, match="engine 'hopper' cannot run"):
@@ -253,10 +312,11 @@ def test_checkpoints_that_do_not_fit_are_named():
     assert torch.equal(ours.state_dict()["inner_experts.w1_EFD"], 2 * state["inner_experts.w1_EFD"])
 
 
+@pytest.mark.parametrize("path", ["routed_experts", "ranks"])
 @pytest.mark.parametrize(("override", "forwards"), [("selective_ac", 1), ("routed_experts", 2)])
-def test_selective_checkpointing_keeps_the_experts(override, forwards, monkeypatch):
+def test_selective_checkpointing_keeps_the_experts(override, forwards, path, monkeypatch):
     """Under the stock policy they are computed again."""
-    (_, ours), (given, dout) = pair(), batch()
+    (_, ours), (given, dout) = pair(override=path), batch()
     policy = overridden(stock_config(), override).policy.build()
     calls, forward = [], ReferenceEngine.forward
     monkeypatch.setattr(
@@ -272,7 +332,7 @@ def test_selective_checkpointing_keeps_the_experts(override, forwards, monkeypat
     assert_close(named, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("override", ["routed_experts", "grouped_experts"])
+@pytest.mark.parametrize("override", ["routed_experts", "ranks", "grouped_experts"])
 def test_compiles_into_one_graph(override):
     (_, ours), (given, dout) = pair(GptOssGroupedExperts, override), batch()
     wanted = run(ours, given, dout)

@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 import worlds
 
-JOBS = 9
+JOBS = 15
 # Relative to the stock loss, at every step. bf16 sums in another order, and steps of Adam multiply
 # that: 0.04 % was seen after twenty. FP8's own bar over a training is 0.25 % (docs/numerics.md).
 BARS = {
     "bf16": ("stock", 2e-3),
     "fp8": ("stock", 2.5e-3),
     "compiled": ("stock", 2e-3),
+    "experts alone": ("stock", 2e-3),
     "FSDP2 alone": ("stock", 2e-3),
+    "not waiting, full": ("stock", 2e-3),
     "TP": ("TP, stock", 2e-3),
+    "EP + TP": ("EP + TP, stock", 2e-3),
     # From its own initialisation: the parameters are the stock ones, and so are the random numbers.
     "gpt-oss, TP": ("gpt-oss, TP, stock", 4e-3),
+    "gpt-oss, EP": ("gpt-oss, EP, stock", 4e-3),
 }
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from doors import torchtitan_on_cpu as on_cpu
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.token_dispatcher import MinimalAsyncEPTokenDispatcher
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.trainer import Trainer
@@ -28,11 +30,17 @@ JOBS = {
     "bf16": (BF16, 5, EP),
     "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 5, EP),
     "compiled": (BF16, 2, EP),
+    "not waiting, full": (BF16, 2, EP),
+    "experts alone": ([f"{DOOR}.grouped_experts"], 2, EP),
     "FSDP2 alone": (BF16, 2, {}),
     "TP, stock": ([], 2, TP),
     "TP": (BF16, 2, TP),
+    "EP + TP, stock": ([], 2, EP | TP),
+    "EP + TP": (BF16, 2, EP | TP),
     "gpt-oss, TP, stock": ([], 2, TP),
     "gpt-oss, TP": (BF16, 2, TP),
+    "gpt-oss, EP, stock": ([], 2, EP),
+    "gpt-oss, EP": (BF16, 2, EP),
 }
 
 
@@ -45,7 +53,15 @@ def trainer_of(name, folder, start=None):
         # DTensor remembers a shape of the other model's, whose tokens choose as many.
         for layer in config.model_spec.model.layers:
             layer.moe.router.top_k = layer.moe.routed_experts.token_dispatcher.top_k = 3
-    if name == "compiled":
+    if "not waiting" in name:
+        # MinimalAsyncEP needs symmetric memory, and asks for full recompute. The engine needs none.
+        config.activation_checkpoint = FullAC.Config()
+        for layer in config.model_spec.model.layers:
+            if (moe := getattr(layer, "moe", None)) is not None:
+                sizes = {"num_experts": moe.num_experts, "top_k": moe.router.top_k}
+                asked = MinimalAsyncEPTokenDispatcher.Config(**sizes)
+                moe.routed_experts.token_dispatcher = asked
+    if name in ("compiled", "not waiting, full"):
         config.compile.enable, config.compile.components = True, ["model"]
         config.compile.backend = "aot_eager"
     # torchtitan's default backend asks FSDP2 for more than PyTorch 2.13 has, on more than one rank.
@@ -73,6 +89,12 @@ def state_of(trainer):
 
 def equal(ours, stock):
     return set(ours) == set(stock) and all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+def replaces_dispatchers(trainer):
+    """Whether the engine takes the way to the experts too, over all ranks."""
+    modules = trainer.model_parts[0].modules()
+    return any(getattr(module, "_group", None) is not None for module in modules)
 
 
 def spreads(trainer):
@@ -110,6 +132,9 @@ def main(folder, ports):
         elif "gpt-oss" not in name:
             assert trainer.checkpointer.load(-1)
         found[name] = on_cpu.losses(trainer)
+        imports, _, parallel = JOBS[name]
+        takes_all = "expert_parallel_degree" in parallel and imports and name != "experts alone"
+        assert replaces_dispatchers(trainer) == bool(takes_all), name
         if name == "bf16":
             found["held once"] = is_held_once(trainer)
             ours, saved = whole(state_of(trainer)), checkpoint_of(trainer, 5)

@@ -1,13 +1,21 @@
-"""One rank's part of a layer through upstream's functions for expert parallelism; PyTorch only."""
+"""One rank's part of a layer through upstream's functions for expert parallelism, and through the
+operator of compiled graphs; PyTorch only.
+"""
 
 from __future__ import annotations
+
+import gc
+from dataclasses import replace
 
 import numpy as np
 import torch
 from ep_cases import EXPERTS, HIDDEN, TOPK, cases, expert_weights
 
 from sonicmoe import moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward
-from sonicmoe.distributed_utils import DispatchMode, RuntimeEPConfig
+from sonicmoe.distributed_utils import DispatchMode, RuntimeEPConfig, default_group
+from sonicmoe.enums import ActivationType
+from sonicmoe.functional import layout_of, routed
+from sonicmoe.functional.plan import make_plan, number_of
 
 MODES = (None, "AG_DISPATCH_TRITON", "RANK_DEDUP_DISPATCH_TRITON")
 
@@ -39,10 +47,38 @@ def run_upstream(source, mode=None, rank=0, world=1):
     return found
 
 
+def run_routed(source, rank, world, **options):
+    """The first of the two through `routed_mlp`, by the same names."""
+    mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+    up, down = (torch.from_numpy(values[mine]).float() for values in expert_weights())
+    activation = ActivationType.SWIGLU
+    plan = replace(make_plan(activation, layout_of(activation, True), None), is_own=True)
+    group = routed.ExpertGroup(EXPERTS, default_group(), options).name
+    x, probs = (torch.from_numpy(values).clone() for values in (source.x, source.weights))
+    leaves = [
+        leaf.requires_grad_() for leaf in (x, probs, up.mT.contiguous(), down.mT.contiguous())
+    ]
+    given = leaves[0], torch.from_numpy(source.ids).long(), leaves[1], (*leaves[2:], None, None)
+    y = routed.routed_mlp(number_of(plan), group, *given)
+    y.backward(torch.from_numpy(source.dout))
+    gc.collect()
+    assert not routed._kept
+    dx, dweights, up, down = (leaf.grad for leaf in leaves)
+    found = {"y": y.detach(), "dx": dx, "dweights": dweights, "up_gate": up.mT, "down": down.mT}
+    return {name: value.numpy() for name, value in found.items()}
+
+
 def upstream_results(rank, world):
-    """`run_upstream` by mode."""
+    """`run_upstream` by mode, and `run_routed`, waiting for counts and not."""
     sources = cases(world)
+    waits = {True: "uneven", False: "an expert without tokens"}
     return {
+        f"routed, {waiting}/{name}": array
+        for waiting, case in waits.items()
+        for name, array in run_routed(
+            sources[case][rank], rank, world, wait_for_counts=waiting
+        ).items()
+    } | {
         f"{mode}/{name}": array
         for mode in MODES
         for name, array in run_upstream(

@@ -184,6 +184,14 @@ def test_upstreams_functions_equal_one_process(world_results, mode):
             assert relative_rmse(array, whole) <= FP32_BOUND, name
 
 
+@pytest.mark.parametrize(("waits", "mode"), [(True, MODES[0]), (False, MODES[1])])
+def test_the_operator_gives_the_bits_of_upstreams_function(world_results, waits, mode):
+    for result in world_results("torch", 2):
+        for key in KEYS:
+            wanted = result[f"upstream/{mode}/moe_ep_general_routing_forward/{key}"]
+            assert np.array_equal(result[f"upstream/routed, {waits}/{key}"], wanted), key
+
+
 @pytest.mark.parametrize("framework", ["torch", PADDLE])
 def test_collectives_deliver_what_deepep_delivered(world_results, framework):
     """Bit for bit, order included, on the inputs of a dispatch recorded on two GPUs."""

@@ -1,0 +1,279 @@
+"""The routed path over ranks as two `torch.library` operators: dispatch, experts and combine, and
+their backward. A graph that holds them sees tokens go in and tokens come out.
+
+How many rows a rank receives depends on data, and no graph can hold a tensor of such a size. So the
+forward keeps what its backward needs by itself, and returns a *ticket* beside its output: one number
+on the host, in memory that owns what was kept. Whoever may run the backward holds the ticket:
+autograd, a compiled graph between its two halves, selective checkpointing. Where it is dropped, as by
+full activation checkpointing, everything that was kept goes with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..autograd import refuse_second_derivative
+from ..distributed_utils import dispatcher_of
+from ..engine.capabilities import format_problem
+from ..engine.interface import Saved, Tokens, token_format
+from ..engine.select import announce_values
+from ..ep import Dispatched, Dispatcher
+from ..ep.interface import Transport
+from ..errors import ConfigError, SonicMoEError, expect
+from ..interop import device_name, in_backward
+from ..layouts import flat_weights, weights_of
+from ..node.arrivals import gradient_from
+from ..observe import is_awaited, is_heard
+from ..quant.tokens import checked_tokens, to_bfloat16
+from ..weights.cache import Reading
+from ..weights.stacked_cache import Weights
+from .autograd import is_differentiated, keeps_graph
+from .call import NOWHERE, Origin, backward, forward
+from .plan import Plan, plan_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertGroup:
+    """The ranks that hold the experts of a layer, and how rows travel between them.
+
+    num_experts: of the whole group. group: process group; None is one rank. options: of
+    `make_dispatcher`. Where the host does not wait for counts, all ranks dispatch as many tokens.
+    """
+
+    num_experts: int
+    group: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Stands for these in compiled graphs, which may come from another process's cache."""
+        ranks = "" if self.group is None else self.group.group_name
+        found = f"{self.num_experts} experts, group {ranks!r}, {sorted(self.options.items())}"
+        _groups[found] = self
+        return found
+
+    def dispatcher(self, tokens: int) -> Dispatcher:
+        """Made once for all layers, with room for so many tokens of every rank."""
+        waits = self.options.get("wait_for_counts", True)
+        options = {name: value for name, value in self.options.items() if name != "wait_for_counts"}
+        return dispatcher_of(self.num_experts, self.group, None if waits else tokens, **options)
+
+
+_groups: dict[str, ExpertGroup] = {}
+
+
+def routed_mlp(
+    plan_number: int, group: str, x: Tensor, indices: Tensor, probs: Tensor, weights: Weights
+) -> Tensor:
+    """Every token of this rank through its experts, wherever they are. All ranks of the group call
+    it, in one order, and all run its backward or none.
+
+    Args:
+        plan_number: of the plan, which must be the layer's own.
+        group: `ExpertGroup.name`.
+        x: `[T, H]`.
+        indices: int64 `[T, K]`, ids of the whole group (docs/design.md, "Routing contract").
+        probs: fp32 `[T, K]`.
+        weights: of this rank's experts, in native layout.
+
+    Returns:
+        `[T, H]`, the weighted sum over the experts of all ranks, differentiable in all but indices.
+    """
+    w1, w1_up, w2, b1, b2 = flat_weights(weights)
+    assert w1_up is None
+    save = is_differentiated(x, probs, (w1, w2, b1, b2))
+    given = x, indices, probs, w1, w2, b1, b2
+    out: Tensor = _routed_mlp(*given, plan_number, group, save)[0]
+    return out if save else out.detach()  # the operator is differentiable, whatever it saved
+
+
+class _Kept(bytearray):
+    """What one forward keeps. It is the memory of its ticket, and lives as long."""
+
+    plan: Plan
+    tokens: Dispatched  # without rows and probabilities
+    transport: Transport
+    saved: Saved
+    reading: Reading | None
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number.to_bytes(8, "little"))
+
+
+_numbers = itertools.count()
+_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+
+
+def _ticket(kept: _Kept, number: int) -> Tensor:
+    """int64 `[1]`, the number."""
+    _kept[number] = kept
+    return torch.frombuffer(kept, dtype=torch.int64)
+
+
+def _kept_of(ticket: Tensor) -> _Kept:
+    kept = _kept.get(int(ticket))
+    words = (
+        "a routed path's backward found nothing of its forward: the ticket, whose memory owns it, "
+    )
+    expect(kept is not None, ConfigError, f"{words}was copied or moved, and the original is gone")
+    assert kept is not None
+    return kept
+
+
+@torch.library.custom_op("sonicmoe::routed_mlp", mutates_args=())
+def _routed_mlp(
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    plan_number: int,
+    group: str,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """`(out [T, H], ticket)`; the ticket is empty where backward needs none."""
+    weights, expert_group = weights_of((w1, None, w2, b1, b2)), _groups.get(group)
+    words = (
+        f"no group of experts {group!r} in this process; needed: a model that was parallelised here"
+    )
+    expect(expert_group is not None, ConfigError, words)
+    assert expert_group is not None
+    with torch.no_grad():
+        dispatcher = expert_group.dispatcher(int(x.shape[0]))
+        tokens = dispatcher.dispatch(x.contiguous(), indices, probs)
+        plan = plan_of(plan_number).fitted(x, weights)
+        origin = Origin(tokens.indices, tokens_per_expert=tokens.tokens_per_expert)
+        rows = _rows(tokens, plan)
+        out, saved, reading = forward(plan, rows, tokens.probs, weights, origin, save=save)
+        y = dispatcher.combine(out, tokens.handle)
+    if saved is None:
+        return y, torch.empty(0, dtype=torch.int64)
+    number = next(_numbers)
+    kept = _Kept(number)
+    kept.plan, kept.transport, kept.saved = plan, dispatcher.transport, saved
+    kept.tokens = tokens._replace(x=None, probs=None)  # type: ignore[arg-type]
+    # A forward inside a backward runs for the second time, and its own backward is the next to come.
+    # Codes of the weights are kept until then. Others would live as long as a pass.
+    is_next = plan.settings.recipe is not None and in_backward()
+    kept.reading = reading if is_next else None
+    return y, _ticket(kept, number)
+
+
+def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
+    """What the engine reads of the tokens that came."""
+    if tokens.x_scale is None:
+        return tokens.x
+    rows, engine = checked_tokens(tokens.x, tokens.x_scale), plan.choose()
+    reason = format_problem(engine.record, plan.settings, token_format(rows))
+    if reason is None:
+        return rows
+    announce_values("tokens", engine.name, device_name(rows.codes), reason)
+    return to_bfloat16(rows)
+
+
+@_routed_mlp.register_fake
+def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, torch.empty(int(arguments[-1]), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("sonicmoe::routed_mlp_backward", mutates_args=())
+def _routed_mlp_backward(
+    dout: Tensor,
+    ticket: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    topk: int,
+    trains_weights: bool,
+    trains_biases: bool,
+) -> list[Tensor]:
+    """`dx, dprobs [T, topk], dw1, dw2, db1, db2`; empty where not wanted."""
+    kept, given = _kept_of(ticket), (w1, w2, b1, b2)
+    trained = [trains_weights] * 2 + [trains_biases] * 2
+    trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
+    # The memory of z is the engine's, unless somebody looks at it afterwards, or runs this again.
+    donated = not (is_awaited() or is_heard() or keeps_graph())
+    saved = kept.saved if donated else copy.copy(kept.saved)
+    saved.donated = donated
+    route, source = kept.tokens.handle, kept.tokens.dout_source
+    with torch.no_grad(), _explaining(kept.transport):
+        rows: Tokens = route.combine_backward(dout)
+        if source is not None:
+            assert isinstance(rows, torch.Tensor)
+            rows = gradient_from(source, rows, kept.plan.choose(), kept.plan.settings)
+        dx, dprobs, gradients = backward(
+            kept.plan,
+            rows,
+            saved,
+            kept.reading,
+            tuple(None if weight is None else weight.dtype for weight in given),
+            trained=trained,
+            given=weights_of((w1, None, w2, b1, b2)),
+            origin=NOWHERE,
+        )
+        dx, dprobs = route.dispatch_backward(dx, dprobs)
+    nothing = dout.new_empty(0)
+    pairs = zip(gradients, given, strict=True)
+    left = [
+        nothing.clone() if g is None or w is None else g.to(w.dtype).contiguous() for g, w in pairs
+    ]
+    return [dx.to(dout.dtype), dprobs, *left]
+
+
+@_routed_mlp_backward.register_fake
+def _(dout: Tensor, ticket: Tensor, *arguments: Any) -> list[Tensor]:
+    *given, topk, trains_weights, trains_biases = arguments
+    wanted = [trains_weights] * 2 + [trains_biases] * 2
+    pairs = zip(given, wanted, strict=True)
+    left = [
+        w.new_empty(w.shape) if trains and w is not None else dout.new_empty(0)
+        for w, trains in pairs
+    ]
+    dprobs = dout.new_empty((dout.shape[0], topk), dtype=torch.float32)
+    return [dout.new_empty(dout.shape), dprobs, *left]
+
+
+@contextmanager
+def _explaining(transport: Transport) -> Iterator[None]:
+    """Name the operation in which a rank was lost."""
+    try:
+        yield
+    except SonicMoEError:
+        raise
+    except Exception as error:
+        transport.explain(error, "backward of the routed path")
+        raise
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.topk = inputs[2].shape[1]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], *inputs[3:7])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    # A gradient that did not arrive counts as zeros: collectives run on every rank or on none.
+    refuse_second_derivative()
+    wanted = ctx.needs_input_grad[:7]
+    trained = any(wanted[3:5]), any(wanted[5:])
+    dx, dprobs, *others = _routed_mlp_backward(dout, *ctx.saved_tensors, ctx.topk, *trained)
+    gradients = dx, None, dprobs, *others
+    kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+    return *kept, None, None, None
+
+
+_routed_mlp.register_autograd(_differentiate, setup_context=_setup_context)

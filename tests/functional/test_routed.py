@@ -1,0 +1,167 @@
+"""The routed path as one operator: what it computes, and what becomes of what a forward keeps. One
+rank; tests/ep has worlds.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from framework import torch
+from functional.test_sorted_rows import MODES, plan_of
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from sonicmoe.errors import ConfigError, EngineUnavailableError
+from sonicmoe.functional import routed
+from sonicmoe.functional.autograd import planned_mlp
+from sonicmoe.functional.plan import number_of
+from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+
+EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 24, 32, 16
+
+
+class Layer:
+    """Leaves of a layer with biases, whose tokens choose also experts that are nowhere."""
+
+    def __init__(self, fp8_mode, **options):
+        torch.manual_seed(0)
+        self.plan = plan_of(fp8_mode)
+        self.number, self.group = number_of(self.plan), ExpertGroup(EXPERTS, None, options).name
+        scores, self.ids = torch.rand(TOKENS, EXPERTS).topk(TOPK)
+        self.ids[3] = -1
+        shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+        shapes = *shapes, (EXPERTS, 2 * INNER), (EXPERTS, HIDDEN)
+        weights = [torch.randn(shape).mul_(0.3) for shape in shapes]
+        x, self.dout = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
+        given = [tensor.bfloat16() for tensor in (x, *weights)]
+        self.leaves = [leaf.requires_grad_() for leaf in (given[0], scores, *given[1:])]
+        self.dout = self.dout.bfloat16()
+
+    def routed(self, x, probs, *weights):
+        return routed_mlp(self.number, self.group, x, self.ids, probs, weights)
+
+    def experts(self, x, probs, *weights):
+        return planned_mlp(self.plan, self.number, x, self.ids, probs, weights, None)
+
+    def results(self, call):
+        """Output and gradients."""
+        out = call(*self.leaves)
+        return [out.detach().clone(), *torch.autograd.grad(out, self.leaves, self.dout)]
+
+
+def again(call):
+    return lambda *leaves: checkpoint(call, *leaves, use_reentrant=False)
+
+
+def kept(call):
+    """Under selective checkpointing that names the operator."""
+
+    def policy(context, operator, *_, **__):
+        is_ours = operator == torch.ops.sonicmoe.routed_mlp.default
+        return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    return lambda *leaves: checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
+
+
+def compiled(call):
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+WAYS = {
+    "eager": (lambda call: call, 1),
+    "again": (again, 2),
+    "kept": (kept, 1),
+    "compiled": (compiled, 1),
+    "compiled again": (lambda call: compiled(again(call)), 2),
+    "compiled kept": (lambda call: compiled(kept(call)), 1),
+}
+
+
+def assert_same(found, wanted):
+    assert all(map(torch.equal, found, wanted)) and all(t.abs().max() > 0 for t in wanted)
+
+
+@MODES
+@pytest.mark.parametrize("way", WAYS)
+def test_gives_the_bits_of_the_experts_and_keeps_nothing(way, fp8_mode, saves, fresh_compiler):
+    layer, (around, forwards) = Layer(fp8_mode), WAYS[way]
+    wanted = layer.results(layer.experts)
+    saves.clear()
+    found = layer.results(around(layer.routed))
+    assert_same(found, wanted)
+    gc.collect()
+    assert saves == [True] * forwards and not routed._kept
+
+
+def test_what_a_forward_keeps_goes_with_its_output():
+    layer = Layer("off")
+    out = layer.routed(*layer.leaves)
+    assert len(routed._kept) == 1
+    del out
+    gc.collect()
+    assert not routed._kept
+
+
+def test_nothing_is_kept_without_gradients(saves):
+    layer = Layer("off")
+    with torch.no_grad():
+        layer.routed(*layer.leaves)
+    frozen = [leaf.detach() for leaf in layer.leaves]
+    assert not layer.routed(*frozen).requires_grad
+    assert saves == [False, False] and not routed._kept
+
+
+@pytest.mark.parametrize("around", [lambda call: call, compiled])
+def test_the_two_halves_of_a_backward(around, fresh_compiler):
+    """As schedules of pipelines ask for them: gradients of tokens first, those of weights later."""
+    layer = Layer("perf")
+    wanted = layer.results(layer.experts)
+    out = around(layer.routed)(*layer.leaves)
+    first = torch.autograd.grad(out, layer.leaves[:2], layer.dout, retain_graph=True)
+    second = torch.autograd.grad(out, layer.leaves[2:], layer.dout)
+    assert_same([out, *first, *second], wanted)
+
+
+def test_frozen_weights_get_no_gradients():
+    layer = Layer("off")
+    wanted = layer.results(layer.experts)
+    layer.leaves[2:] = [leaf.detach() for leaf in layer.leaves[2:]]
+    out = layer.routed(*layer.leaves)
+    assert_same(torch.autograd.grad(out, layer.leaves[:2], layer.dout), wanted[1:3])
+
+
+def test_rows_that_travel_in_fp8():
+    """They are what an FP8 engine makes of them itself; weight gradients round them twice, and what
+    meets a bias sees the gradient that has travelled.
+    """
+    layer = Layer("perf", fp8=True, fp8_grad=True)
+    wanted, found = layer.results(layer.experts), layer.results(layer.routed)
+    is_exact = True, True, False, False, False, True, False
+    for exact, one, other in zip(is_exact, found, wanted, strict=True):
+        distance = (one.float() - other.float()).norm() / other.float().norm()
+        assert distance == 0 if exact else 0 < distance < 0.1
+
+
+def test_a_ticket_that_was_copied_is_refused():
+    layer = Layer("off")
+    x, probs, *weights = layer.leaves
+    given = x, layer.ids, probs, *weights, layer.number, layer.group, True
+    ticket = torch.ops.sonicmoe.routed_mlp(*given)[1].clone()
+    rest = layer.dout, ticket, *weights, TOPK, True, True
+    with pytest.raises(ConfigError, match="the ticket, whose memory owns it, was copied or moved"):
+        torch.ops.sonicmoe.routed_mlp_backward(*rest)
+
+
+def test_groups_of_another_process_and_transports_that_are_not_there_are_named():
+    layer = Layer("off")
+    layer.group = "8 experts, group 'gone', []"
+    with pytest.raises(ConfigError, match="no group of experts \"8 experts, group 'gone', "):
+        layer.routed(*layer.leaves)
+    layer = Layer("off", kind="deepep")
+    with pytest.raises((ConfigError, EngineUnavailableError), match="deepep"):
+        layer.routed(*layer.leaves)
