@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
 from sonicmoe.errors import ConfigError
 from sonicmoe.integrations.megatron import TokenDispatcher, use_sonicmoe
@@ -58,7 +58,9 @@ SAME = {
     "top 1 on input": {
         "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True,
     },
-    "more slots than experts": {"moe_router_topk": 4},
+    "all experts": {"moe_router_topk": 4},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "latent": {"moe_latent_size": 16},
     "biases": {"add_bias_linear": True},
     "router in fp64": {"moe_router_dtype": "fp64"},
     "router in bf16": {"moe_router_dtype": None, "params_dtype": torch.bfloat16, "bf16": True},
@@ -72,7 +74,11 @@ PLACED = {
     for dispatcher in ("alltoall", "allgather")
 }
 # Set afterwards, where the configuration itself refuses what Transformer Engine is missing for.
-LATE = ("moe_router_padding_for_quantization", "overlap_moe_expert_parallel_comm")
+LATE = (
+    "moe_latent_size",
+    "moe_router_padding_for_quantization",
+    "overlap_moe_expert_parallel_comm",
+)
 REFUSED = {
     "unexpected keyword argument 'topk'": ({}, {"topk": 2}),
     "needed: one of": ({}, {"kind": "nccl"}),
@@ -88,6 +94,19 @@ REFUSED = {
     ),
     "cuda_graph_impl and its scope": ({"cuda_graph_impl": "local"}, True),
 }
+
+
+class Linear(torch.nn.Linear):
+    """In the place of Transformer Engine's, which project tokens to `moe_latent_size`."""
+
+    def __init__(self, rows, columns, **_):
+        super().__init__(rows, columns, bias=False)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
 
 
 def layers_of(config_of, changes, dispatch=True):
@@ -133,11 +152,11 @@ def nothing_permuted():
         yield
 
 
-def results_of(layer, parameters):
+def results_of(layer, parameters, length):
     """Output and gradients for one batch of this rank."""
     torch.manual_seed(10 + torch.distributed.get_rank())
     dtype = layer.config.params_dtype
-    x = torch.randn(LENGTH, BATCH, HIDDEN).to(dtype).requires_grad_()
+    x = torch.randn(length, BATCH, HIDDEN).to(dtype).requires_grad_()
     out, bias = layer(x)
     assert bias is None
     out.backward(torch.randn(out.shape).to(out.dtype))
@@ -146,7 +165,7 @@ def results_of(layer, parameters):
     return [out, x.grad, *(p.grad if p.grad is not None else p for p in missing)]
 
 
-def difference(config_of, changes, dispatch=True):
+def difference(config_of, changes, dispatch=True, length=LENGTH):
     """The largest relative difference of any result."""
     stock, ours = layers_of(config_of, changes, dispatch)
     assert type(ours.token_dispatcher) is TokenDispatcher
@@ -156,9 +175,9 @@ def difference(config_of, changes, dispatch=True):
             mine.copy_(its.normal_(std=0.1))
     # Of a recipe of Transformer Engine's.
     with mock.patch.object(token_dispatcher, "get_align_size_for_quantization", lambda _: 16):
-        wanted = results_of(stock, both[0])
+        wanted = results_of(stock, both[0], length)
     with nothing_permuted():
-        found = results_of(ours, both[1])
+        found = results_of(ours, both[1], length)
     return max(
         float((one - other).detach().norm() / other.detach().norm().clamp(min=1e-6))
         for one, other in zip(found, wanted, strict=True)
@@ -180,6 +199,8 @@ def compared(config_of):
         kind = "allgather" if "allgather" in name else "alltoall"
         found[name] = difference(config_of, {"moe_token_dispatcher_type": kind, **changes})
     refused = {words: refusal(config_of, *given) for words, given in REFUSED.items()}
+    fewer = LENGTH - 7 * torch.distributed.get_rank()
+    found["fewer tokens on one rank"] = difference(config_of, {}, length=fewer)
     # The ways of make_dispatcher, in the place of its own choice.
     found["no wait"] = difference(
         config_of, {}, {"wait_for_counts": False, "max_tokens": LENGTH * BATCH}
