@@ -186,8 +186,10 @@ class TorchPeers(Peers):
         torch.cuda.synchronize(self._device)
         # Ranks come together in it, so that behind it the memory of all is zeroed.
         handle = symmetric.rendezvous(memory, self._group)
-        first = int(getattr(handle, "offset", 0))
-        return [int(address) + first for address in handle.buffer_ptrs], (memory, handle)
+        # It knows allocations, in each of which the memory may begin later.
+        addresses = [int(address) for address in handle.buffer_ptrs]
+        first = memory.data_ptr() - addresses[self.rank]
+        return [address + first for address in addresses], (memory, handle)
 
     def words(self, count: int) -> Tensor:
         # Pinned memory has one address for the host and for every GPU.

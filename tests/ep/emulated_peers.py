@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class FilePeers(Peers):
-    name = "files"
+    name = "symmetric memory"
 
     def __init__(self, folder, world_size, rank, timeout_s=TIMEOUT_S):
         self.folder, self.world_size, self.rank = Path(folder), world_size, rank
@@ -55,17 +55,18 @@ def kernels(folder):
     return host_cuda.load("host_peer_rows", (SOURCE,), kept.open_cache(Path(folder) / "local"))
 
 
-def transports(folder, exchange, most_tokens):
+def made(peers, module, limit=None, memory=None):
+    """The transport of one rank."""
+    memory = memory or PeerMemory(peers)
+    ranks = peers.world_size, peers.rank
+    return SymmetricTransport(EXPERTS, ranks, lambda like: memory, limit=limit, kernels=module)
+
+
+def transports(folder, exchange, most_tokens, module):
     """`{name: SymmetricTransport}`: with counts and without, over one memory."""
-    world, rank = exchange.world_size, exchange.rank
-    memory = PeerMemory(FilePeers(folder, world, rank))
+    peers = FilePeers(folder, exchange.world_size, exchange.rank)
+    memory = PeerMemory(peers)
     memory.most_tokens = 32  # less than some ranks send
-    module = kernels(Path(folder).parent)
-
-    def made(limit):
-        return SymmetricTransport(
-            EXPERTS, (world, rank), lambda like: memory, limit=limit, kernels=module
-        )
-
     limit = RowLimit(most_tokens, lambda: exchange)
-    return {"symmetric": made(None), "symmetric fixed": made(limit)}
+    fixed = made(peers, module, limit, memory)
+    return {"symmetric": made(peers, module, None, memory), "symmetric fixed": fixed}

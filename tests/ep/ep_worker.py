@@ -115,7 +115,8 @@ def peers_of(exchange, directory):
         return {}
     import emulated_peers
 
-    made = emulated_peers.transports(directory, exchange, MOST_TOKENS)
+    module = emulated_peers.kernels(Path(directory).parent)
+    made = emulated_peers.transports(directory, exchange, MOST_TOKENS, module)
     return {name: Dispatcher(transport) for name, transport in made.items()}
 
 

@@ -1,0 +1,115 @@
+"""`symmetric_worker.py WORLD DIRECTORY KERNELS WHAT`: a world of ranks that are children of this
+process, over emulated symmetric memory.
+
+    equals    every kind of row, through symmetric memory and through gloo, with ranks that are slow at
+              random; prints nothing unless bits differ
+    dies N    the last rank ends before its exchange number N of two layers
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import traceback
+
+import emulated_peers
+import torch
+import torch.distributed as dist
+from ep_cases import EXPERTS, source
+from ep_layer import run_layer
+
+from sonicmoe.ep import Dispatcher
+from sonicmoe.ep.collective import CollectiveTransport
+from sonicmoe.ep.exchange_torch import TorchExchange
+from sonicmoe.quant.format import BlockScaledTensor
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.tokens import quantize_tokens
+from sonicmoe.routing.ids import in_one_spelling
+
+MOST = 70
+# (columns, dtype): rows of vectors, of words and of bytes.
+WIDTHS = ((64, "bfloat16"), (6, "float32"), (7, "bfloat16"), (16, "float16"), (136, "fp8"))
+
+
+def exchanged(transport, x, ids, weights, dout):
+    """All four exchanges of a layer whose experts multiply; by name."""
+    received = transport.dispatch(x, ids, weights)
+    real = (received.topk_idx >= 0).any(1)
+    rows = received.x
+    plain = dequantize(rows).to(torch.bfloat16) if isinstance(rows, BlockScaledTensor) else rows
+    y, _ = transport.combine(plain * 3, received.handle)
+    gradient = transport.dispatch_cached(dout, received.handle)
+    assert not gradient[~real].any(), "gradients of nobody"
+    share = torch.where(received.topk_idx >= 0, received.topk_weights, 0.0)
+    dx, dweights = transport.combine(gradient, received.handle, share)
+    found = {"ids": received.topk_idx[real], "weights": share[real], "x": plain[real], "y": y}
+    return found | {"dx": dx, "dweights": dweights, "counts": received.tokens_per_expert}
+
+
+def compare(rank, world, folder, module):
+    exchange = TorchExchange()
+    transports = emulated_peers.transports(folder, exchange, MOST, module)
+    collective, slow = CollectiveTransport(EXPERTS, exchange), random.Random(rank)
+    for turn in range(4):
+        for width, dtype in WIDTHS:
+            sizes = random.Random(10 * turn + width)
+            tokens = [sizes.choice((0, 1, 33, MOST)) for _ in range(world)][rank]
+            given = source(tokens, 5 + rank)
+            ids = in_one_spelling(torch.from_numpy(given.ids), EXPERTS)
+            plain = torch.randn(2, tokens, width).to(getattr(torch, dtype, torch.bfloat16))
+            x = quantize_tokens(plain[0]) if dtype == "fp8" else plain[0]
+            arguments = x, ids, torch.from_numpy(given.weights), plain[1]
+            wanted = exchanged(collective, *arguments)
+            for name, transport in transports.items():
+                time.sleep(slow.random() * 0.004)
+                found = exchanged(transport, *arguments)
+                counts, known = found.pop("counts"), wanted["counts"]
+                assert counts == (None if "fixed" in name else known), (name, counts, known)
+                for key, tensor in found.items():
+                    assert tensor.dtype == wanted[key].dtype
+                    assert torch.equal(tensor, wanted[key]), (name, turn, width, dtype, key)
+
+
+def dies(rank, world, folder, module, fatal):
+    peers = emulated_peers.FilePeers(folder, world, rank, timeout_s=2.0)
+    transport = emulated_peers.made(peers, module)
+    if rank == world - 1:
+        calls = iter(range(fatal))
+        for name in ("dispatch", "combine", "dispatch_cached"):
+            setattr(transport, name, dying(getattr(transport, name), calls))
+    for _ in range(2):
+        run_layer(Dispatcher(transport), source(12, rank), rank)
+
+
+def dying(original, calls):
+    return lambda *given: original(*given) if next(calls, None) is not None else os._exit(9)
+
+
+def main(world, folder, kernels, what, fatal="0"):
+    torch.set_num_threads(1)
+    module = emulated_peers.kernels(kernels)
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            if what == "dies":
+                dies(rank, world, folder, module, int(fatal))
+            else:
+                store = f"file://{folder}/store"
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+                compare(rank, world, folder, module)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(codes)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
