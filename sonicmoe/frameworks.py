@@ -35,6 +35,10 @@ class FrameworkMissingError(FrameworkError):
         super().__init__(f"{what}; {remedy}")
         self.what, self.remedy = what, remedy
 
+    def __reduce__(self) -> tuple[type[FrameworkMissingError], tuple[str, str]]:
+        """Processes hand exceptions to each other."""
+        return type(self), (self.what, self.remedy)
+
 
 @dataclass(frozen=True)
 class FrameworkChoice:

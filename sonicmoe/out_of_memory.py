@@ -25,6 +25,14 @@ class _DeviceOutOfMemoryError(
 ):
     """Of every class that callers of either framework catch."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Processes hand exceptions to each other, and the public name is of another class."""
+        return _raised_elsewhere, self.args
+
+
+def _raised_elsewhere(*arguments: Any) -> OutOfMemoryError:
+    return _DeviceOutOfMemoryError(*arguments)
+
 
 # A traceback shows the public name, which a caller can import.
 _DeviceOutOfMemoryError.__name__ = _DeviceOutOfMemoryError.__qualname__ = "OutOfMemoryError"

@@ -43,6 +43,10 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
         super().__init__(message)
         self.report, self.dump = report, dump
 
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, Report, Path | None]]:
+        """Processes hand exceptions to each other."""
+        return type(self), (str(self), self.report, self.dump)
+
 
 @contextmanager
 def detect_nonfinite(dump_dir: str | Path | None = None) -> Iterator[None]:

@@ -75,6 +75,10 @@ class EngineRecord:
     by_name_only: bool = False
     jobs: Jobs = field(default=lambda workload, arch: (), repr=False)
 
+    def __reduce__(self) -> str:
+        """The one of this file."""
+        return self.name.name
+
     def quantises(self, fp8: bool) -> bool:
         """Whether it computes with FP8 operands, or (False) with unquantised ones."""
         return any((recipe is not None) == fp8 for recipe in self.recipes)

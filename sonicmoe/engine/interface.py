@@ -169,6 +169,10 @@ class Engine(ABC):
     name: str
     frees_dw1_first = False
 
+    def __reduce__(self) -> tuple[type[Engine], tuple[()]]:
+        """A copy finds its kernels by itself."""
+        return type(self), ()
+
     @functools.cached_property
     def record(self) -> EngineRecord:
         """What this engine can compute, and into which kinds of targets it adds."""

@@ -302,6 +302,10 @@ class LocalTransport(Transport):
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts, world_size=1, rank=0)
 
+    def __reduce__(self) -> tuple[type[LocalTransport], tuple[int]]:
+        """It has no group."""
+        return type(self), (self.num_experts,)
+
     def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
         counts = None
         # Counting waits for a GPU; the routing metadata then counts on the device. Without tokens

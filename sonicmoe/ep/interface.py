@@ -94,6 +94,16 @@ class Transport(ABC):
         check_num_experts(num_experts, world_size)
         self.num_experts, self.world_size, self.rank = num_experts, world_size, rank
 
+    def __deepcopy__(self, memo: Any) -> Transport:
+        """Copies of a layer share the group, and the library's buffers with it."""
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            f"the dispatcher over {self.name} belongs to a group of processes, which no file can "
+            "hold; needed: the state_dict of the layer, or a new dispatcher where it is loaded"
+        )
+
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.world_size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,11 @@ class Plan:
     _passed: dict[Any, PassedParameters] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
+        """What it was made of: a copy chooses its engine, and is known by its number, where it is."""
+        fields = (f.name for f in dataclasses.fields(self) if f.init)
+        return _known, tuple(getattr(self, name) for name in fields)
 
     def fitted(self, x: Tensor, weights: Weights) -> Plan:
         """The plan with settings that the engine for these tokens and experts can compute: `auto`
@@ -143,6 +149,12 @@ def number_of(plan: Plan) -> int:
     number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
     _plans[number] = plan
     return number
+
+
+def _known(*fields: Any) -> Plan:
+    plan = Plan(*fields)
+    number_of(plan)
+    return plan
 
 
 def plan_of(number: int) -> Plan:

@@ -54,6 +54,10 @@ class Choices:
         self._meaning: tuple[Any, ...] = (None,)
         self._engines: list[tuple[Any, Chosen]] = []
 
+    def __reduce__(self) -> tuple[type[Choices], tuple[Any, ...]]:
+        """A copy chooses by itself: it may be loaded where other engines can run."""
+        return Choices, (self.config, *self._layer, *self._sizes, self._separate)
+
     def settings(self) -> tuple[ResolvedConfig, EngineSettings]:
         """The configuration in force for the node, and what it means."""
         config = current_config(self.config)

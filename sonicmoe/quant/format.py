@@ -94,6 +94,12 @@ class BlockScaledTensor:
                 f"{tuple(self.codes.shape)} in {self._stored_block()} blocks need {wanted}"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the bytes, because PyTorch unpickles no tensor of 8-bit floats."""
+        held = {"bytes": self.bytes, **self.__dict__}
+        held.pop("codes", None)
+        return object.__new__, (type(self),), held
+
     def _stored_block(self) -> BlockShape:
         return self.block if self.orientation is Orientation.ROWS else self.block.transposed
 

@@ -1,0 +1,311 @@
+"""Every public object in every state of its life: pickled, saved, copied, and of use afterwards; or one
+sentence says why not.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine.fp8_arrivals import quantised
+from engine.moe_golden import make_problem
+from framework import IS_PADDLE, numpy, tensor, torch
+from node.node_harness import FP8, FULL, Layer
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.architectures import ARCHITECTURES
+from sonicmoe.diagnostics.bisect import bisect
+from sonicmoe.diagnostics.nonfinite import NonFiniteError
+from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
+from sonicmoe.engine.capabilities import RECORDS
+from sonicmoe.engine.interface import EngineSettings
+from sonicmoe.engine.low_rank import Adapters, LowRank
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import ActivationType
+from sonicmoe.ep import Dispatcher, LocalDispatcher
+from sonicmoe.ep.collective import CollectiveTransport
+from sonicmoe.ep.fixed_size import FixedSizeTransport
+from sonicmoe.errors import OutOfMemoryError
+from sonicmoe.fleet.configuration import FP8Config
+from sonicmoe.frameworks import FrameworkMissingError
+from sonicmoe.out_of_memory import raise_with_advice
+from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.routing.build import deepep_topk_to_sonic_metadata
+
+PROBLEM = make_problem(hidden=32, intermediate=24, topk=2)
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {"pickle": pickled, "deepcopy": copy.deepcopy}
+if not IS_PADDLE:
+    WAYS["torch.save"] = saved
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+class Subject:
+    """An object that computes, and the states that it goes through."""
+
+    def forward(self):
+        """What the original computes in any state."""
+        return self.run(self.held)
+
+    def of_use(self, other, expected):
+        """The copy computes the same, and trains."""
+        np.testing.assert_array_equal(self.run(other), expected)
+
+
+class NodeSubject(Subject):
+    def __init__(self, arrangement, config, main_grad, **options):
+        self.layer = Layer(
+            PROBLEM, arrangement=arrangement, config=config, main_grad=main_grad, **options
+        )
+        self.held = self.layer.node
+
+    def states(self):
+        node = self.held
+        yield "fresh"
+        node.prequantize_weights()
+        yield "prequantised"
+        with torch.no_grad():
+            self.layer.call()
+        yield "after inference"
+        call = self.layer.call()
+        yield "after a forward"
+        call.backward()
+        yield "after the first backward"
+        node.finish_wgrad()
+        node.flush_grads()
+        node.step()
+        yield "after a step"
+        self.layer.run()
+        waiting = self.layer.call()
+        yield "in the second step"
+        waiting.backward()
+
+    def run(self, node):
+        call = self.layer.call()
+        out = node(*call.arguments)
+        (out * call.dout).sum().backward()
+        node.step()
+        return numpy(out)
+
+
+class ModuleSubject(Subject):
+    """A module of PyTorch's face."""
+
+    def __init__(self, module, *arguments):
+        self.held, self.arguments = module, arguments
+
+    def states(self):
+        yield "fresh"
+        with torch.no_grad():
+            self.run(self.held, trains=False)
+        yield "after inference"
+        out = self.call(self.held)
+        yield "after a forward"
+        out.sum().backward()
+        yield "after the first backward"
+        torch.optim.SGD(self.held.parameters(), 1e-3).step()
+        yield "after a step"
+
+    def call(self, module):
+        out = module(*self.arguments)
+        return out[0] if isinstance(out, tuple) else out
+
+    def run(self, module, trains=True):
+        out = self.call(module)
+        if trains:
+            out.sum().backward()
+        return numpy(out)
+
+
+def moe(**options):
+    from sonicmoe import MoE
+
+    class Configured(torch.nn.Module):
+        """A layer as a model holds it, in FP8 and with a dispatcher of one rank beside it."""
+
+        def __init__(self):
+            super().__init__()
+            self.moe, self.dispatcher = MoE(4, 2, 32, 24), LocalDispatcher(4)
+
+        def forward(self, x):
+            return self.moe(x, **options)[0]
+
+    globals()["Configured"] = Configured
+    Configured.__qualname__ = "Configured"
+    return ModuleSubject(Configured(), torch.from_numpy(PROBLEM.x).float())
+
+
+def hub_experts(implementation):
+    pytest.importorskip("transformers")
+    from integrations.hf_models import FAMILIES, build
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    model = build(FAMILIES["qwen3-moe"](1), implementation)
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(7, 64)
+    return ModuleSubject(experts, x, torch.randint(0, 6, (7, 2)), torch.rand(7, 2))
+
+
+SUBJECTS = {
+    "node": lambda: NodeSubject("per_expert", FP8, None),
+    "node, fused": lambda: NodeSubject("fused", FULL, 0.0),
+    "node, through autograd": lambda: NodeSubject(
+        "native", SonicMoEConfig(fp8_mode="mem"), "absent"
+    ),
+    "node, step": lambda: NodeSubject("fused", FP8, 0.0, flush="step"),
+    "node, split": lambda: NodeSubject("per_expert", None, 0.0, split_wgrad=True),
+}
+if not IS_PADDLE:
+    SUBJECTS |= {
+        "MoE": moe,
+        "MoE, FP8": lambda: moe(use_fp8=True),
+        "transformers": lambda: hub_experts("sonicmoe"),
+        "transformers, FP8": lambda: hub_experts("sonicmoe_fp8"),
+    }
+
+
+@each_way
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_computes_does_so_in_every_state(name, way):
+    subject, copies = SUBJECTS[name](), {}
+    for state in subject.states():
+        copies[state] = way(subject.held)
+    assert len(copies) >= 5
+    fresh, *others = copies.items()
+    expected = subject.run(fresh[1])
+    for state, other in others:
+        if state in ("after a step", "in the second step"):
+            subject.run(other)  # of other weights
+        else:
+            np.testing.assert_array_equal(subject.run(other), expected, err_msg=state)
+
+
+def metadata():
+    ids, probs = tensor(PROBLEM.indices), tensor(PROBLEM.probs, torch.float32)
+    return deepep_topk_to_sonic_metadata(ids, probs, PROBLEM.num_experts)
+
+
+def step_dump():
+    p = PROBLEM.but(indices=np.abs(PROBLEM.indices) % 4)
+    fp32 = {name: getattr(p, name).astype(np.float32) for name in ("x", "probs", "dout")}
+    w1, w2 = (w.transpose(0, 2, 1).astype(np.float32) for w in (p.up_gate, p.down))
+    return StepDump("a step", StepSettings(), indices=p.indices, w1=w1, w2=w2, **fp32)
+
+
+def fp8_config():
+    made = FP8Config()
+    made.fp8_wgrad = False
+    made.node_config()
+    return made
+
+
+def out_of_memory():
+    try:
+        raise_with_advice(MemoryError("no memory"), "forward", None)
+    except OutOfMemoryError as error:
+        return error
+
+
+VALUES = {
+    "SonicMoEConfig": lambda: SonicMoEConfig(fp8_mode="perf", engine="reference"),
+    "SonicMoEConfig, resolved": lambda: SonicMoEConfig(fp8_mode="perf").resolve(),
+    "FP8Config": fp8_config,
+    "EngineSettings": lambda: EngineSettings(recipe=RECIPES["iso128"]),
+    "recipe": lambda: RECIPES["dx256"],
+    "activation": lambda: ActivationType.SITU_GLU,
+    "record": lambda: RECORDS[next(iter(RECORDS))],
+    "architecture": lambda: next(iter(ARCHITECTURES.values())),
+    "Adapters": lambda: Adapters(
+        LowRank(tensor(np.ones((2, 1, 3))), tensor(np.ones((2, 4, 1))), 0.5)
+    ),
+    "RoutingMetadata": metadata,
+    "BlockScaledTensor": lambda: quantised(make_problem(hidden=256).x),
+    "StepDump": step_dump,
+    "report": lambda: bisect(step_dump(), "reference"),
+    "NonFiniteError": lambda: NonFiniteError("bad", bisect(step_dump(), "reference"), None),
+    "OutOfMemoryError": out_of_memory,
+    "FrameworkMissingError": lambda: FrameworkMissingError("none", "install it"),
+}
+
+
+@each_way
+@pytest.mark.parametrize("name", VALUES)
+def test_what_is_a_value_stays_one(name, way):
+    value = VALUES[name]()
+    other = way(value)
+    assert type(other) is type(value) and str(other) == str(value)
+
+
+@each_way
+def test_an_engine_is_found_again(way):
+    engine = ReferenceEngine()
+    assert engine.record.biases
+    assert way(engine).record is engine.record
+
+
+class Group:
+    """What no file can hold, as a process group."""
+
+    world_size, rank, name = 1, 0, "a group"
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle 'ProcessGroup'")
+
+
+def over_a_group(make):
+    return SimpleNamespace(
+        node=Layer(PROBLEM, config=FULL).node, dispatcher=Dispatcher(make(Group()))
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda group: CollectiveTransport(4, group), lambda group: FixedSizeTransport(4, group, 40)],
+    ids=["collective", "fixed size"],
+)
+@each_way
+def test_a_dispatcher_over_a_group_is_shared_or_says_why_not(make, way):
+    layer = over_a_group(make)
+    if way is not copy.deepcopy:
+        with pytest.raises(
+            TypeError, match=r"the dispatcher over .* belongs to a group of processes"
+        ):
+            way(layer)
+        return
+    other = way(layer)
+    assert other.node is not layer.node and other.dispatcher is not layer.dispatcher
+    assert other.dispatcher.transport is layer.dispatcher.transport
+
+
+@each_way
+def test_a_dispatcher_of_one_rank_is_copied(way):
+    other = way(LocalDispatcher(PROBLEM.num_experts, fp8=True))
+    assert other.num_experts == PROBLEM.num_experts and other.fp8
+    x, probs = tensor(PROBLEM.x, torch.float32), tensor(PROBLEM.probs, torch.float32)
+    received = other.dispatch(x, tensor(PROBLEM.indices), probs, fp8=False)
+    np.testing.assert_array_equal(numpy(other.combine(received.x, received.handle)), numpy(x))
+
+
+@each_way
+def test_copies_of_weights_are_nobodys_to_save(way):
+    copies = Layer(PROBLEM, config=FP8).node.make_copies()
+    with pytest.raises(TypeError, match="FP8 copies of weights belong to this process"):
+        way(copies)
