@@ -97,6 +97,9 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
         experts, source = int(weights[1].shape[2]), "the last axis of w2"
     for name, weight, axes in shaped:
         needed = f"{experts} experts ({source})"
+        firsts = shaped[0][1].shape[0], shaped[1][1].shape[0]
+        if weight.shape[0] == experts or firsts[0] == firsts[1]:  # as modules have them
+            needed += f"; experts first are passed as {name}.permute(1, 2, 0)"
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
 
 

@@ -6,17 +6,44 @@ from typing import Any
 
 import torch
 
-from ..engine.low_rank import LowRank
+from ..engine.low_rank import MAX_RANK, LowRank
+from ..errors import ConfigError, expect
 from .border import need_whole
 
 
-def low_rank_of(wrapper: Any) -> LowRank | None:
-    """The pair of a wrapper's active adapters, or None where none is active, or they are disabled
-    or merged. Several make one pair, whose rank is the sum of theirs.
+def active_of(wrapper: Any) -> list[str]:
+    """Names of the adapters of a wrapper that count: active ones, neither disabled nor merged."""
+    if wrapper.disable_adapters or wrapper.merged:
+        return []
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def too_high(wrapper: Any) -> str | None:
+    """Why no engine computes a wrapper's active adapters as a pair, in peft's words; None where it
+    can.
     """
-    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-    if wrapper.disable_adapters or wrapper.merged or not names:
+    names = active_of(wrapper)
+    ranks = sum([wrapper.r[name] for name in names])
+    if ranks <= MAX_RANK:
         return None
+    weight = wrapper.parameter_name
+    return f"active adapters {names} of {weight} have ranks (r) of {ranks} in all, above {MAX_RANK}"
+
+
+def low_rank_of(wrapper: Any) -> LowRank | None:
+    """The pair of a wrapper's active adapters, or None where none counts. Several make one pair,
+    whose rank is the sum of theirs.
+
+    Raises:
+        ConfigError: the rank is above what an engine takes.
+    """
+    names = active_of(wrapper)
+    if not names:
+        return None
+    problem = too_high(wrapper)
+    expect(
+        problem is None, ConfigError, f"{problem}; needed: lower ranks, or fewer active adapters"
+    )
     pairs = [_pair(wrapper, name) for name in names]
     if len(pairs) == 1:
         return pairs[0]

@@ -14,7 +14,7 @@ import torch
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights
-from ..engine.select import announce, ready_engine
+from ..engine.select import announce, choose_engine, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
 from ..errors import ConfigError, expect
@@ -68,8 +68,7 @@ class Plan:
         found = self._fits.get(kind)
         if found is None:
             device = device_name(x)
-            sizes = hidden, inner, dtype_name(x.dtype), bias
-            workload = Workload(self.settings, *sizes, low_rank=self.low_rank)
+            workload = self._workload(hidden, inner, dtype_name(x.dtype), bias)
             with self.config.activate():
                 choice = ready_engine(device, self.engine, workload)
                 announce(choice, device)
@@ -78,6 +77,16 @@ class Plan:
             # A fitted plan may be fitted again, to calls of another kind too.
             self._fits[kind] = found._fits[kind] = found
         return found
+
+    def foretell(self, device: str, *workload: Any) -> None:
+        """Log what `fitted` logs, and raise what it raises, but compile nothing. workload: H, I, the
+        name of the tokens' dtype, and whether there are biases.
+        """
+        with self.config.activate():
+            announce(choose_engine(device, self.engine, self._workload(*workload)), device)
+
+    def _workload(self, hidden: int, inner: int, dtype: str, bias: bool) -> Workload:
+        return Workload(self.settings, hidden, inner, dtype, bias, low_rank=self.low_rank)
 
     def choose(self) -> Engine:
         """The engine of a fitted plan."""

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from logging import WARNING
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..functional.peft_pairs import low_rank_of
+from ..functional.peft_pairs import low_rank_of, too_high
+from ..log import log_once
 from ..weights.stacked_cache import forget
 
 Tensor = torch.Tensor
 _HANDS_OVER = "_sonicmoe_hands_over"
+LEFT_TO_PEFT = "peft computes them, by weights and gradients of full size"
 
 
 def hand_over(takes: Callable[[nn.Module, str], bool]) -> None:
@@ -43,6 +46,12 @@ def hand_over(takes: Callable[[nn.Module, str], bool]) -> None:
         asked = options.get("adapter_names") is not None  # peft refuses it by name
         if asked or self.merged or not takes(self.get_base_layer(), self.parameter_name):
             return parametrizes(self, x, *arguments, **options)
+        problem = too_high(self)
+        if problem is not None:
+            # torch.compile traces this, and cannot write.
+            if not torch.compiler.is_compiling():
+                log_once(WARNING, "%s", f"{problem}: {LEFT_TO_PEFT}")
+            return parametrizes(self, x, *arguments, **options)
         self._check_forward_args(x, *arguments, **options)
         pair = low_rank_of(self)
         if pair is not None:
@@ -54,6 +63,16 @@ def hand_over(takes: Callable[[nn.Module, str], bool]) -> None:
     ParamWrapper.forward = forward
     for name in ("merge", "unmerge"):
         setattr(ParamWrapper, name, _announcing(getattr(ParamWrapper, name)))
+
+
+def left_to_peft(model: nn.Module, takes: Callable[[nn.Module, str], bool]) -> set[str]:
+    """Whose adapters peft computes itself though these experts run on the engine, and why. takes: as
+    of `hand_over`.
+    """
+    # A wrapper of one weight has its name.
+    wrappers: list[Any] = [part for part in model.modules() if hasattr(part, "parameter_name")]
+    taken = [w for w in wrappers if takes(w.get_base_layer(), w.parameter_name)]
+    return {f"{problem}: {LEFT_TO_PEFT}" for problem in map(too_high, taken) if problem}
 
 
 def _announcing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ from ..errors import FrameworkError, LayoutError, expect
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
-from ..interop import parse_version
+from ..functional.plan import make_plan
+from ..interop import device_name, dtype_name, parse_version
 from ..layouts import WeightLayout
 from ..log import logger
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
@@ -69,7 +70,9 @@ def register() -> None:
 def check_model(model: nn.Module) -> None:
     """Raise for a model whose experts the engine cannot compute; the first forward raises the same.
 
-    Logs a warning where the engine could compute them, but another implementation is in force.
+    Logs a warning where the engine could compute them, but another implementation is in force;
+    where a forward would warn, as of sizes that no kernel takes; and where peft has to compute
+    adapters, whose ranks are too high. Models in fp32 are taken for ones that run under autocast.
 
     Raises:
         LayoutError: names every such class of experts and the reason; or the model has no experts
@@ -87,6 +90,25 @@ def check_model(model: nn.Module) -> None:
         problem = _not_in_force(name)
         if problem is not None:
             logger.warning("%s does not run on sonicmoe: %s", kind, problem)
+    for module in found.values():
+        if _not_in_force(str(_implementation(module))) is None:
+            _foretell(module)
+    for words in sorted(peft.left_to_peft(model, _takes_adapters)):
+        logger.warning("%s", words)
+
+
+def _foretell(experts: nn.Module) -> None:
+    """Say which engine will compute these experts, which are supported, and what is lost by that."""
+    weights = [getattr(experts, name) for name in _weight_names(experts)]
+    found, _ = activation_of(experts, _moe_module()._default_apply_gate)
+    assert not isinstance(found, str)
+    (activation, parameters), layout, down = found, _layout(experts), weights[1]
+    use_fp8 = IMPLEMENTATIONS[str(_implementation(experts))]
+    plan = make_plan(activation, layout, use_fp8, parameters)
+    dtype = torch.bfloat16 if down.dtype == torch.float32 else down.dtype
+    hidden = down.shape[2 if layout.transposed else 1]
+    sizes = int(hidden), layout.intermediate_size(down), dtype_name(dtype), len(weights) > 2
+    plan.foretell("cpu" if down.is_meta else device_name(down), *sizes)
 
 
 def invalidate_caches(model: nn.Module) -> None:

@@ -222,6 +222,7 @@ REFUSED = [
     ("expert_indices", zeros(3), DTypeError, "expert_indices is float32"),
     ("E", 4, ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts"),
     ("w1", zeros(48, 32, 4), ShapeError, "w1 .* needed: 5 experts"),
+    ("w1", zeros(5, 48, 32), ShapeError, r"w1 .* needed: 5 experts .* w1.permute\(1, 2, 0\)"),
     ("w1", zeros(48, 5), ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]"),
     ("w1", zeros(46, 32, 5), ShapeError, "w1 has 46 rows per expert"),
     ("w2", zeros(16, 24, 5), ShapeError, "w2 has shape"),

@@ -116,6 +116,14 @@ class TestOfPeft:
         with pytest.raises(ConfigError, match="adapters came as an argument, and peft has some"):
             moe(make_tokens(19, H), adapters=pairs(make_layer()))
 
+    def test_of_too_high_a_rank_are_refused_in_the_words_of_peft(self):
+        moe = self.adapted(r=129).get_base_model()
+        words = (
+            r"^active adapters \['default'\] of weight have ranks \(r\) of 129 in all, above 128"
+        )
+        with pytest.raises(ConfigError, match=words):
+            moe(make_tokens(19, H))
+
     def test_on_a_bias_are_refused(self):
         moe = self.adapted(["c_fc.bias"]).get_base_model()
         with pytest.raises(LayoutError, match="c_fc is ParamWrapper, an adapter that would do"):

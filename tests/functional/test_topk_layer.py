@@ -107,6 +107,14 @@ REFUSED = [
     ({"router_w": zeros(32)}, r"router_w has shape \(32,\)"),
     ({"router_w": zeros(6, 32)}, r"w1 .*needed: 6 experts \(the rows of router_w\)"),
     ({"w2": zeros(32, 24, 6)}, "w2 .*needed: 5 experts"),
+    (
+        {"w1": zeros(5, 48, 32)},
+        r"w1 .*needed: 5 experts .*first are passed as w1.permute\(1, 2, 0\)",
+    ),
+    (
+        {"w2": zeros(5, 32, 24)},
+        r"w2 .*needed: 5 experts .*first are passed as w2.permute\(1, 2, 0\)",
+    ),
     ({"b2": zeros(5, 32)}, "both or neither"),
     ({"b1": zeros(5, 24), "b2": zeros(5, 32)}, "b1 has shape"),
     ({"x": zeros(2, 4, 32)}, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),

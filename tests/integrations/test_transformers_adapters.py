@@ -4,6 +4,7 @@ beside peft alone, which adds them to the weights. test_finetuning_page.py has t
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -23,9 +24,8 @@ peft = pytest.importorskip("peft", minversion="0.17")
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 
 from sonicmoe.engine.reference import ReferenceEngine  # noqa: E402
-from sonicmoe.errors import ShapeError  # noqa: E402
 from sonicmoe.functional import call  # noqa: E402
-from sonicmoe.integrations.transformers import register  # noqa: E402
+from sonicmoe.integrations.transformers import check_model, register  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -197,10 +197,38 @@ def test_dropout_is_refused_by_name():
         adapted(lora_dropout=0.1)
 
 
-def test_a_rank_that_no_engine_takes_is_refused_by_name():
-    model = adapted("mixtral", r=129).get_base_model()
-    with pytest.raises(ShapeError, match=r"^up\.a has shape .* 1 to 128"):
-        run(model, "sonicmoe")
+def several_adapters():
+    model = adapted("mixtral", layers=2, r=100)
+    model.add_adapter("other", config_of(r=29))
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+TOO_HIGH = {
+    "one rank": (lambda: adapted("mixtral", layers=2, r=129), r"\['default'\] of (gate_up|down)_proj"),
+    "one weight's": (lambda: adapted("gpt-oss", r=4, rank_pattern={UP: 130}), r"\['default'\] of gate_up_proj"),
+    "a sum": (several_adapters, r"\['default', 'other'\] of (gate_up|down)_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
+@pytest.mark.parametrize("case", TOO_HIGH)
+def test_ranks_that_no_engine_takes_are_left_to_peft_and_said(case, caplog):
+    make, words = TOO_HIGH[case]
+    model = make().get_base_model()
+    expected = run(model, "eager")
+    said = 1 if case == "one weight's" else 2  # a line for each kind of weight
+    caplog.set_level("WARNING", "sonicmoe")
+    for act in (lambda: check_model(model), lambda: [run(model, "sonicmoe") for _ in range(2)]):
+        caplog.clear()
+        model.set_experts_implementation("sonicmoe")
+        act()
+        lines = [record.getMessage() for record in caplog.records]
+        about = [
+            line for line in lines if re.search(f"^active adapters {words}.* above 128: peft", line)
+        ]
+        assert len(about) == said, lines
+    assert max(errors(run(model, "sonicmoe"), expected).values()) < 5e-6
 
 
 def test_adapters_of_older_versions_of_peft(narrow):

@@ -181,6 +181,17 @@ def test_the_check_warns_where_nothing_was_registered(theirs, caplog, monkeypatc
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("inner", "said"), [(100, "H is 64 and I is 100, and it needs multiples"), (64, "")]
+)
+def test_the_check_warns_of_sizes_that_no_kernel_takes(inner, said, caplog):
+    """As the first forward does; fp32 parameters may be trained under autocast."""
+    config = FAMILIES["qwen3-moe"](1)
+    config.moe_intermediate_size = inner
+    check_model(build(config, "sonicmoe_fp8"))
+    assert (said in caplog.text) if said else not caplog.records, caplog.text
+
+
 def test_a_model_without_experts_is_refused():
     with pytest.raises(LayoutError, match="Linear has no experts"):
         check_model(torch.nn.Linear(2, 2))
