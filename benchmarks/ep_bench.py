@@ -12,6 +12,7 @@ package does, in turn within one process group.
 | MinimalAsyncEP | torchtitan's dispatcher over symmetric memory with the same experts, where torchtitan is installed |
 | KIND, waiting | `make_dispatcher(kind=KIND)`, `SonicMoEMlpNode` with fp32 `main_grad`; the host waits for counts |
 | KIND, no wait | the same with `wait_for_counts=False`; with `max_load` where a line says "load" |
+| operator, KIND, ... | the same path as one operator in a compiled graph, as torchtitan's blocks have it (`--operator`); bf16 `.grad` |
 | experts alone | rows are there already |
 | bytes alone | all tokens to all ranks once: a layer has four such exchanges, two there and two back |
 
@@ -37,6 +38,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,19 +56,22 @@ from ep_contestants import (
     OurExperts,
     Shape,
     all_to_all,
-    dispatchers,
     gather_alone,
     minimal_async_ep,
     our_layer,
+    our_operator,
     ours_alone,
     push_alone,
     stock_alone,
+    ways,
 )
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.bench.runner import machine
 from sonicmoe.bench.timing import trace_of
 from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
+from sonicmoe.distributed_utils import clear_ep_cache
+from sonicmoe.ep import make_dispatcher
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit_warmup import warmup_jit
 
@@ -185,8 +190,8 @@ class Ranks:
 
 
 def contestants(
-    layer: Layer, ranks: Ranks, precisions: tuple[str, ...], split: bool, accumulate: int,
-    max_load: float,
+    layer: Layer, ranks: Ranks, precisions: tuple[str, ...], split: bool, operator: bool,
+    accumulate: int, max_load: float,
 ) -> Iterator[Contestant]:  # fmt: skip
     """All that can be made here, warmed up."""
 
@@ -204,8 +209,9 @@ def contestants(
         for name in precisions
         for late in (False, True)[: 1 + split]
     }
-    for name, make in dispatchers(layer, max_load):
-        before = ranks.taken_outside()
+    for name, options in ways(max_load):
+        before, given = ranks.taken_outside(), {**options, "max_tokens": layer.shape.T}
+        make = partial(make_dispatcher, layer.shape.E, dist.group.WORLD, **given)
         dispatcher = ranks.tried(name, make)
         if dispatcher is None:
             continue
@@ -216,6 +222,9 @@ def contestants(
             before = ranks.taken_outside()
             if name == "collective, waiting" and not late and precision != "fp8-rows":
                 yield ranks.warmed_up(ours_alone(layer, *given), before)
+        for precision in precisions if operator else ():
+            before, whole = ranks.taken_outside(), f"operator, {name}, {precision}"
+            yield ranks.warmed_up(our_operator(layer, whole, options, precision), before)
     yield from made("bytes alone, all-gather", lambda: gather_alone(layer))
     yield from made("bytes alone, push and barrier", lambda: push_alone(layer))
 
@@ -313,6 +322,7 @@ def run_rank(
             figures = {"machine": machine(), "ranks": size, "options": options, "shapes": written}
             json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         del found
+        clear_ep_cache()
         torch._dynamo.reset()
         gc.collect()
         ranks.skipped = {}
@@ -348,6 +358,7 @@ def sizes_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--accumulate", type=click.Choice((1, 2, CALLS)), default=1, show_default=True,
               help="Calls between two optimizer steps.")  # fmt: skip
 @click.option("--split", is_flag=True, help="Also with split_wgrad.")
+@click.option("--operator", is_flag=True, help="Also the operator of torchtitan's blocks.")
 @click.option("--max-load", default=1.5, show_default=True, help="Of the ways with a bound.")
 @click.option("--trace", "with_trace", is_flag=True, help="Kernels, and time without any.")
 @click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.enums import ActivationType
 from sonicmoe.ep import Dispatched, Dispatcher, make_dispatcher
 from sonicmoe.ep.select import KINDS
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.functional.plan import make_plan, number_of
+from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+from sonicmoe.layouts import NATIVE
 
 Tensor = torch.Tensor
 # FP8 mode, the engine that a GPU must run it on, and whether rows travel in FP8 to the experts.
@@ -197,23 +200,33 @@ def minimal_async_ep(layer: Layer) -> Contestant:
 # -- ours ---------------------------------------------------------------------------------------
 
 
+def config_of(precision: str, device: torch.device) -> SonicMoEConfig:
+    """With the engine by name, because another one in its place would be timed unnoticed."""
+    mode, engine, _ = PRECISIONS[precision]
+    return SonicMoEConfig(fp8_mode=mode, engine=engine if device.type == "cuda" else "reference")
+
+
+def native_copies(layer: Layer) -> tuple[Tensor, Tensor]:
+    """The layer's weights, gate and up rows in turns."""
+    up, down = (weight.detach() for weight in layer.weights)
+    return up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous(), down.clone()
+
+
+def gate_first(dw1: Tensor) -> Tensor:
+    """Of rows in turns."""
+    return dw1.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 class OurExperts:
     """The node on copies of the layer's weights, with fp32 `main_grad`."""
 
     def __init__(self, layer: Layer, precision: str, split_wgrad: bool, accumulate: int) -> None:
         """accumulate: calls between two optimizer steps."""
-        mode, engine, _ = PRECISIONS[precision]
-        up, down = (weight.detach() for weight in layer.weights)
-        turns = up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # gate and up rows in turns
-        self.weights = [torch.nn.Parameter(weight.clone()) for weight in (turns, down)]
+        self.weights = [torch.nn.Parameter(weight) for weight in native_copies(layer)]
         for weight in self.weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        # By name, because another engine in its place would be timed unnoticed.
-        engine = engine if layer.device.type == "cuda" else "reference"
-        config = SonicMoEConfig(fp8_mode=mode, engine=engine)
-        self._node = SonicMoEMlpNode.from_native(
-            *self.weights, config=config, split_wgrad=split_wgrad
-        )
+        options = {"config": config_of(precision, layer.device), "split_wgrad": split_wgrad}
+        self._node = SonicMoEMlpNode.from_native(*self.weights, **options)
         self._accumulate, self._calls = accumulate, 0
 
     def __call__(self, tokens: Dispatched) -> Tensor:
@@ -238,7 +251,7 @@ class OurExperts:
         """dw1 `[L, 2I, H]` (gate first) and dw2."""
         self._node.step()
         up, down = (weight.main_grad for weight in self.weights)
-        return up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), down
+        return gate_first(up), down
 
 
 def our_layer(
@@ -265,22 +278,46 @@ def our_layer(
     return Contestant(name, call, results)
 
 
-def dispatchers(layer: Layer, max_load: float) -> Iterator[tuple[str, Callable[[], Dispatcher]]]:
-    """Every transport that `make_dispatcher` offers, waiting for counts and not: its name, and how to
-    make it.
+def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: str) -> Contestant:
+    """The operator that compiled blocks of torchtitan have, with bf16 `.grad`. It quantises the
+    weights in both passes.
     """
-    ways: dict[str, dict[str, Any]] = {"waiting": {}, "no wait": {"wait_for_counts": False}}
+    with config_of(precision, layer.device).activate():
+        plan = replace(make_plan(ActivationType.SWIGLU, NATIVE, None), is_own=True)
+    in_fp8 = PRECISIONS[precision][2]
+    travel = {**options, "fp8": in_fp8, "fp8_grad": in_fp8}
+    place = number_of(plan), ExpertGroup(layer.shape.E, dist.group.WORLD, travel).name
+    weights = [weight.requires_grad_() for weight in native_copies(layer)]
+
+    def routed(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        return routed_mlp(*place, x, ids, probs, (*weights, None, None))
+
+    backend = "inductor" if layer.device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(routed, backend=backend, fullgraph=True)
+
+    def call() -> None:
+        for weight in weights:
+            weight.grad = None
+        layer.run(lambda: compiled(layer.x, layer.ids, layer.probs))
+
+    def results() -> dict[str, Tensor]:
+        dw1, dw2 = (weight.grad for weight in weights)
+        return layer.results(None if dw1 is None else gate_first(dw1), dw2)
+
+    return Contestant(name, call, results)
+
+
+def ways(max_load: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every transport that `make_dispatcher` offers, waiting for counts and not: its name, and
+    options.
+    """
+    found: dict[str, dict[str, Any]] = {"waiting": {}, "no wait": {"wait_for_counts": False}}
     if "max_load" in inspect.signature(make_dispatcher).parameters:
-        ways[f"load {max_load:g}"] = {"wait_for_counts": False, "max_load": max_load}
+        found[f"load {max_load:g}"] = {"wait_for_counts": False, "max_load": max_load}
     for kind in KINDS:
-        for way, options in ways.items():
-            if kind in ("auto", "local"):
-                continue
-            given = {"kind": kind, "max_tokens": layer.shape.T, **options}
-            yield (
-                f"{kind}, {way}",
-                partial(make_dispatcher, layer.shape.E, dist.group.WORLD, **given),
-            )
+        for way, options in found.items():
+            if kind not in ("auto", "local"):
+                yield f"{kind}, {way}", {"kind": kind, **options}
 
 
 # -- parts of it --------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ SKIPPED = {
 def measured(tmp_path_factory):
     """What was printed, and the figures of the one shape."""
     file = tmp_path_factory.mktemp("ep") / "figures.json"
-    options = ["--quick", "--rounds=1", "--T=16", "--precision=fp8-rows", "--precision=bf16"]
+    precisions = "--precision=fp8-rows", "--precision=bf16"
+    options = ["--quick", "--operator", "--rounds=1", "--T=16", *precisions]
     done = processes.run([BENCH, *options, f"--json={file}"], environment(), ROOT, timeout=400)
     assert done.returncode == 0, done.stderr
     (shape,) = json.loads(file.read_text())["shapes"]
@@ -34,7 +35,7 @@ def test_every_way_that_a_cpu_has_is_measured(measured):
         f"collective, {way}, {p}" for way in ("waiting", "no wait") for p in ("fp8-rows", "bf16")
     ]
     alone = "experts alone, grouped_mm", "experts alone, bf16", "bytes alone, all-gather"
-    assert set(rows) >= {"all-to-all", *ours, *alone}
+    assert set(rows) >= {"all-to-all", *ours, *(f"operator, {name}" for name in ours), *alone}
     for name, row in rows.items():
         assert len(row["walls"]) == 1 and row["ms"] > 0 and f"| {name} | {row['ms']:.2f} |" in said
     # Others may come; each is measured or named, and these cannot run here.
@@ -51,6 +52,8 @@ def test_they_compute_alike(measured):
         assert set(waiting["errors"]) == {"y", "dx", "dprobs", "dw1", "dw2"}
         assert waiting["errors"] == blind["errors"]
         assert all(least < error < most for error in waiting["errors"].values())
+        operator = rows[f"operator, collective, waiting, {precision}"]["errors"]
+        assert all(operator[name] == waiting["errors"][name] for name in ("y", "dx", "dprobs"))
 
 
 @pytest.mark.parametrize(
