@@ -1,10 +1,18 @@
 #!/usr/bin/env python3
 """A training step of Qwen3-30B-A3B through torchtitan, with FSDP2 and expert parallelism: its stock
-experts in BF16, and this engine's in BF16 and in FP8, in turn within one job.
+experts in BF16 behind two of its dispatchers, and this engine's in BF16 and in FP8, in turn within
+one job.
 
     torchrun --nproc-per-node 8 benchmarks/torchtitan_bench.py                   # eight GPUs, all 48 layers
-    torchrun --nproc-per-node 1 benchmarks/torchtitan_bench.py --layers 4        # any number of GPUs
+    torchrun --nproc-per-node 2 benchmarks/torchtitan_bench.py --layers 6        # any number of GPUs
     torchrun --nproc-per-node 2 benchmarks/torchtitan_bench.py --quick --steps 3 # tiny, on CPUs: is it right?
+
+| experts | what |
+|---|---|
+| stock | behind all-to-all |
+| minimal | stock experts behind MinimalAsyncEP, which needs GPUs, several ranks and full recompute |
+| bf16, fp8 | the whole routed path; the host waits for counts, or does not with `--no-wait` |
+| fp8-rows | the same as fp8, and tokens and gradients travel to the experts in FP8 |
 
 | figure | what |
 |---|---|
@@ -18,8 +26,9 @@ A token takes 6 N + 12 L h d s operations: N parameters multiply it (no embeddin
 K), in L layers with h heads of d, and s is the length of a sequence. The formula is that of PaLM
 (arXiv:2204.02311, appendix B) as torchtitan counts: attention without a mask, nothing recomputed.
 
-The exchange is NCCL's all-to-all in one further step under the profiler, mean of the ranks; sorting
-rows is no part of it. Each turn makes its model and frees it, because three would not fit. All
+The exchange is in one further step under the profiler, mean of the ranks: all-to-all of NCCL, copies
+of MinimalAsyncEP, or our kernels over symmetric memory. Sorting rows is no part of it, and neither
+are all-gathers, which FSDP2 has too. Each turn makes its model and frees it, because three would not fit. All
 begin with the same weights, which wait in host memory, and read the same tokens.
 """
 
@@ -41,7 +50,8 @@ import torch
 from sonicmoe.bench.runner import machine
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-EXPERTS = ("stock", "bf16", "fp8")
+EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-rows")
+USUAL = EXPERTS[:4]
 # Layers, experts and tokens of a sequence, of the model and of the tiny one.
 SIZES, TINY = (48, 128, 4096), (4, 8, 64)
 GIB = 1 << 30
@@ -81,12 +91,13 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
 
 @click.command(help=__doc__)
 @click.option("--layers", type=click.IntRange(1, SIZES[0]), help="48, or 4 tiny ones.")
-@click.option("--sequences", "counts", type=click.IntRange(1), multiple=True, default=(1, 2, 4),
+@click.option("--sequences", "counts", type=click.IntRange(1), multiple=True, default=(1, 4),
               show_default=True, help="Of a GPU; may be repeated.")  # fmt: skip
 @click.option("--length", type=click.IntRange(8, 40960), help="Of a sequence: 4096, or 64 tiny.")
 @click.option("--steps", type=click.IntRange(2), default=50, show_default=True)
-@click.option("--experts", "names", type=click.Choice(EXPERTS), multiple=True, default=EXPERTS,
-              show_default=True, help="May be repeated.")  # fmt: skip
+@click.option("--experts", "names", type=click.Choice(EXPERTS), multiple=True,
+              help=f"May be repeated: {', '.join(USUAL)}, those that can run.")  # fmt: skip
+@click.option("--no-wait", is_flag=True, help="Our host does not wait for counts.")
 @click.option("--expert-parallel", type=click.IntRange(1), help="8, or all ranks if fewer.")
 @click.option("--checkpoint", type=click.Choice(("full", "selective", "none")), default="full",
               show_default=True, help="Activation checkpointing.")  # fmt: skip
@@ -96,8 +107,8 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
 def main(
     layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
-    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str,
-    quick: bool, json_file: Path | None,
+    names: tuple[str, ...], no_wait: bool, expert_parallel: int | None, checkpoint: str,
+    backend: str, quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure; the first rank prints."""
     if not quick and not torch.cuda.is_available():
@@ -108,6 +119,10 @@ def main(
         raise click.ClickException("this is started by torchrun, also for one GPU")
     depth, experts, tokens = TINY if quick else SIZES
     size = expert_parallel_of(expert_parallel, experts)
+    has_minimal = not quick and size > 1 and checkpoint == "full"
+    if "minimal" in names and not has_minimal:
+        raise click.UsageError("minimal needs GPUs, several ranks and --checkpoint full")
+    names = names or tuple(name for name in USUAL if name != "minimal" or has_minimal)
     if quick:
         # Before anything of torchtitan, which asks for a GPU while it is imported.
         sys.path.insert(0, str(TESTS))
@@ -119,7 +134,8 @@ def main(
     import torchtitan_turn
 
     depth, tokens = layers or depth, length or tokens
-    job = torchtitan_turn.Job(depth, tokens, steps, size, checkpoint, backend, quick)
+    settings = size, checkpoint, backend, quick, not no_wait
+    job = torchtitan_turn.Job(depth, tokens, steps, *settings)
     is_first = os.environ["RANK"] == "0"
     say = click.echo if is_first else lambda _: None
     said = {"machine": machine(), "ranks": int(os.environ["WORLD_SIZE"]), "job": vars(job)}

@@ -7,6 +7,7 @@ Imported when it is known whether torchtitan runs on a CPU.
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import tempfile
 import time
@@ -19,6 +20,8 @@ from torch.profiler import ProfilerActivity
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.minimal_async_ep import api
+from torchtitan.models.common.token_dispatcher import MinimalAsyncEPTokenDispatcher
 from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_moe_debug
 from torchtitan.tools.utils import device_module, device_type
 from torchtitan.trainer import Trainer
@@ -26,12 +29,25 @@ from torchtitan_tokens import NoTokenizer, OurTokens
 
 from sonicmoe.bench.timing import trace_of
 from sonicmoe.bench.trace import Kernel, covered_us
+from sonicmoe.distributed_utils import clear_ep_cache
 
 DOOR = "sonicmoe.integrations.torchtitan"
 POLICIES = {"full": FullAC.Config, "selective": SelectiveAC.Config, "none": lambda: None}
 VOCABULARY = 4096  # tokens that occur, so few that fifty steps teach something
-# An all-to-all in a trace: NCCL's kernel, which no collective of FSDP2 uses, or gloo's call.
-EXCHANGES = ("ncclDevKernel_SendRecv", "gloo:all_to_all")
+# An exchange of rows in a trace: NCCL's all-to-all, which no collective of FSDP2 uses, gloo's, the
+# copies of MinimalAsyncEP, and our kernels over symmetric memory.
+EXCHANGES = re.compile(
+    r"ncclDevKernel_SendRecv|gloo:all_to_all|_copy_(rows|full_counts)_to_peer"
+    r"|sonicmoe::.*::(arrive(_with_tokens)?|(send|take)_(tokens|again)|(send|sum)_back)\b"
+)
+# What computes, and whether torchtitan's dispatcher is MinimalAsyncEP.
+CONTESTANTS = {
+    "stock": (None, False),
+    "minimal": (None, True),
+    "bf16": ({"fp8_mode": "off"}, False),
+    "fp8": ({"fp8_mode": "perf"}, False),
+    "fp8-rows": ({"fp8_mode": "perf"}, False),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Job:
     checkpoint: str
     backend: str  # of torch.compile, or "none"
     quick: bool
+    waits: bool  # whether the host of our dispatch waits for counts
 
     def config(self, experts: str, sequences: int, folder: str) -> Trainer.Config:
         """torchtitan's own job of this model, with these experts in it."""
@@ -53,6 +70,9 @@ class Job:
         model.layers = model.layers[: self.layers]
         if self.quick:
             shrink(model.layers)
+        options, is_minimal = CONTESTANTS[experts]
+        if is_minimal:
+            ask_for_minimal(model.layers)
         config.dump_folder, config.debug.seed, config.metrics.log_freq = folder, 0, 1
         config.dataloader = OurTokens.Config(vocabulary=min(VOCABULARY, model.vocab_size))
         config.tokenizer = NoTokenizer.Config()
@@ -71,9 +91,10 @@ class Job:
             config.compile = CompileConfig(enable=True, backend=self.backend)
         config.activation_checkpoint = POLICIES[self.checkpoint]()
         config.checkpoint.enable = False
-        if experts != "stock":
-            options = {"fp8_mode": "perf" if experts == "fp8" else "off"}
-            config.override.imports = [(f"{DOOR}.routed_experts", options)]
+        if options is not None:
+            in_fp8 = experts == "fp8-rows"
+            rows = {"wait_for_counts": self.waits, "fp8": in_fp8, "fp8_grad": in_fp8}
+            config.override.imports = [(f"{DOOR}.routed_experts", {**options, "transport": rows})]
             if self.checkpoint == "selective":
                 config.override.imports.append(f"{DOOR}.selective_ac")
         return config
@@ -87,6 +108,15 @@ def shrink(layers: list[Any], experts: int = 8) -> None:
             config.num_experts = experts
         moe.router.gate.out_features, routed.inner_experts.hidden_dim = experts, 128
         moe.router.top_k = routed.token_dispatcher.top_k = 2
+
+
+def ask_for_minimal(layers: list[Any]) -> None:
+    """Their stock dispatcher becomes MinimalAsyncEP."""
+    api._buffer_state = api._buffer_key = None  # one in a process, of another turn's sizes before
+    for routed in (layer.moe.routed_experts for layer in layers):
+        stock = routed.token_dispatcher
+        sizes = {"num_experts": stock.num_experts, "top_k": stock.top_k}
+        routed.token_dispatcher = MinimalAsyncEPTokenDispatcher.Config(**sizes)
 
 
 @dataclass
@@ -174,6 +204,7 @@ def run_turn(job: Job, experts: str, sequences: int) -> Figures:
         found = trainer.measure(job.quick)
         trainer.close()
     del trainer
+    clear_ep_cache()
     torch._dynamo.reset()  # compiled blocks know their parameters
     gc.collect()
     device_module.empty_cache()
@@ -183,6 +214,6 @@ def run_turn(job: Job, experts: str, sequences: int) -> Figures:
 def exchange_us(trace: dict[str, Any]) -> float:
     """Microseconds of a trace in which rows travelled between ranks, or one waited for another."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    found = [e for e in events if e["name"].startswith(EXCHANGES)]
+    found = [e for e in events if EXCHANGES.search(e["name"])]
     kernels = [Kernel(e["name"], e["ts"], e["dur"], "", "") for e in found]
     return covered_us(sorted(kernels, key=lambda kernel: kernel.start))

@@ -10,11 +10,20 @@ from torchtitan_turn import exchange_us
 
 
 def test_exchanges_are_counted_once():
-    names = "ncclDevKernel_SendRecv(", "ncclDevKernel_AllGather_RING_LL(", "gloo:all_to_all"
-    times = (0, 10), (0, 90), (8, 12)
-    pairs = zip(names, times, strict=True)
-    events = [{"ph": "X", "name": name, "ts": ts, "dur": dur} for name, (ts, dur) in pairs]
-    assert exchange_us({"traceEvents": [{"ph": "M", "name": "gloo:all_to_all"}, *events]}) == 20
+    ours = "void sonicmoe::(anonymous namespace)::"
+    names = {
+        "ncclDevKernel_SendRecv(": (0, 10),
+        "gloo:all_to_all": (8, 12),
+        "_copy_rows_to_peer_ptrs_kernel": (30, 1),
+        f"{ours}send_tokens(sonicmoe::Peers)": (40, 2),
+        f"{ours}arrive(sonicmoe::Peers)": (50, 4),
+        f"{ours}sum_back<__nv_bfloat16>(": (60, 8),
+        # Neither of these is one.
+        "ncclDevKernel_AllGather_RING_LL(": (0, 90),
+        f"{ours}gemm<sum>(": (80, 90),
+    }
+    events = [{"ph": "X", "name": n, "ts": ts, "dur": dur} for n, (ts, dur) in names.items()]
+    assert exchange_us({"traceEvents": [{"ph": "M", "name": "gloo:all_to_all"}, *events]}) == 35
 
 
 @pytest.mark.parametrize(
@@ -26,6 +35,7 @@ def test_exchanges_are_counted_once():
         ("1", ("--layers=0",), "0 is not in the range"),
         ("1", ("--experts=triton",), "'triton' is not one of"),
         ("1", ("--quick", "--layers=9"), "--layers 9: the tiny model has 8 layers at most"),
+        ("2", ("--quick", "--experts=minimal"), "minimal needs GPUs, several ranks and"),
         ("3", ("--quick",), "--expert-parallel 3 does not divide the 8 experts"),
         (
             "3",
