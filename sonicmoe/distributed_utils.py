@@ -99,7 +99,7 @@ _kept: dict[tuple[Any, ...], tuple[Dispatcher, int]] = {}
 
 
 def dispatcher_of(
-    num_experts: int, group: Any, max_tokens: int | None, **options: Any
+    num_experts: int, group: Any, max_tokens: int | None, /, **options: Any
 ) -> Dispatcher:
     """One for all layers of these experts; `max_tokens` where the host must not wait for counts;
     options: others of `make_dispatcher`.

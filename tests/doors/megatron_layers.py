@@ -88,7 +88,7 @@ REFUSED = {
         {"overlap_moe_expert_parallel_comm": True},
         {"fp8_grad": True},
     ),
-    "dispatch is {'fp8': True} with moe_token_dispatcher_type 'flex'": (
+    "transport is {'fp8': True} with moe_token_dispatcher_type 'flex'": (
         {"moe_token_dispatcher_type": "flex"},
         {"fp8": True},
     ),
@@ -109,7 +109,7 @@ class Linear(torch.nn.Linear):
 moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
 
 
-def layers_of(config_of, changes, dispatch=True):
+def layers_of(config_of, changes, transport=True):
     """A stock layer, and ours with its parameters."""
     late = {name: value for name, value in changes.items() if name in LATE}
     given = {name: value for name, value in changes.items() if name not in LATE}
@@ -120,7 +120,7 @@ def layers_of(config_of, changes, dispatch=True):
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False).submodules.mlp
     torch.manual_seed(3 + parallel_state.get_expert_model_parallel_rank())
     stock = spec(config=config, layer_number=1)
-    ours = use_sonicmoe(spec, dispatch=dispatch)(config=config, layer_number=1)
+    ours = use_sonicmoe(spec, transport=transport)(config=config, layer_number=1)
     return stock, ours
 
 
@@ -165,9 +165,9 @@ def results_of(layer, parameters, length):
     return [out, x.grad, *(p.grad if p.grad is not None else p for p in missing)]
 
 
-def difference(config_of, changes, dispatch=True, length=LENGTH):
+def difference(config_of, changes, transport=True, length=LENGTH):
     """The largest relative difference of any result."""
-    stock, ours = layers_of(config_of, changes, dispatch)
+    stock, ours = layers_of(config_of, changes, transport)
     assert type(ours.token_dispatcher) is TokenDispatcher
     both = [*zip(*pairs(stock, ours), strict=True)]
     with torch.no_grad():
@@ -184,9 +184,9 @@ def difference(config_of, changes, dispatch=True, length=LENGTH):
     )
 
 
-def refusal(config_of, changes, dispatch):
+def refusal(config_of, changes, transport):
     try:
-        layers_of(config_of, changes, dispatch)
+        layers_of(config_of, changes, transport)
     except (ConfigError, TypeError) as error:
         return str(error)
     return "built"

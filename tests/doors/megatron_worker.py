@@ -174,8 +174,8 @@ def main(root):
         ("fp8", {}, {"fp8_mode": "perf"}),
         ("late", {}, {}),
         ("late flex", {"moe_token_dispatcher_type": "flex"}, {}),
-        ("late sorted", {}, {"dispatch": False}),
-        ("late fp8", {}, {"fp8_mode": "perf", "dispatch": {"fp8": True}}),
+        ("late sorted", {}, {"transport": False}),
+        ("late fp8", {}, {"fp8_mode": "perf", "transport": {"fp8": True}}),
     ):
         config = config_of("alltoall", **changes)
         late = name.startswith("late")

@@ -446,12 +446,12 @@ def test_specs_of_both_kinds_are_copied():
     experts = made.submodules.experts
     assert made.module is SonicMoELayer
     assert (experts.module, experts.params) == (SonicExperts, {"fp8_mode": "perf"})
-    assert made.params == {"dispatch": True}
+    assert made.params == {"transport": True}
     assert layer.submodules.experts is SequentialMLP
     builder = functools.partial(MoELayer, submodules=MoESubmodules(experts=SequentialMLP))
-    made = use_sonicmoe(builder, fp8_mode="perf", dispatch=False)
-    assert made.func is SonicMoELayer and made.keywords["dispatch"] is False
-    assert use_sonicmoe(made, dispatch={"fp8": True}).keywords["dispatch"] == {"fp8": True}
+    made = use_sonicmoe(builder, fp8_mode="perf", transport=False)
+    assert made.func is SonicMoELayer and made.keywords["transport"] is False
+    assert use_sonicmoe(made, transport={"fp8": True}).keywords["transport"] == {"fp8": True}
     assert made.keywords["submodules"].experts.func is SonicExperts
     assert builder.func is MoELayer
     below = [get_gpt_layer_local_spec(), [spec], TransformerBlockSubmodules(layer_specs=[spec])]
@@ -461,8 +461,10 @@ def test_specs_of_both_kinds_are_copied():
         assert kind is SonicMoELayer
     own = ModuleSpec(type("Own", (MoELayer,), {}), submodules=layer.submodules)
     assert use_sonicmoe(own).module is own.module
-    with pytest.raises(LayoutError, match="dispatch is False, and Own has a dispatcher of its own"):
-        use_sonicmoe(own, dispatch=False)
+    with pytest.raises(
+        LayoutError, match="transport is False, and Own has a dispatcher of its own"
+    ):
+        use_sonicmoe(own, transport=False)
     with pytest.raises(LayoutError, match="spec of a MoELayer has no submodules"):
         use_sonicmoe(ModuleSpec(MoELayer))
     with pytest.raises(LayoutError, match="no MoE layer is in it"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -19,13 +18,12 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 
-from ...ep import Dispatched, Dispatcher, make_dispatcher
+from ...distributed_utils import dispatcher_of
+from ...ep import Dispatched, Dispatcher
 from ...errors import ConfigError, expect
 
 Tensor = torch.Tensor
 _REPLACED = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
-# One dispatcher serves all layers of a model, because a transport has buffers of its own.
-_SHARED: WeakValueDictionary[tuple[Any, ...], Dispatcher] = WeakValueDictionary()
 
 
 class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
@@ -41,7 +39,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def take_over(cls, stock: MoETokenDispatcher, options: Mapping[str, Any]) -> None:
         """Make `stock`, to which the layer has given its groups, one of this class."""
         group = stock.tp_ep_group if stock.tp_size * stock.ep_size > 1 else None
-        over = _shared(stock.config.num_moe_experts * stock.tp_size, group, options)
+        experts = stock.config.num_moe_experts * stock.tp_size
+        over = dispatcher_of(experts, group, None, **options)
         _check(stock.config, over)
         stock.__class__, stock.over = cls, over
         # What a CUDA graph of the router and of `dispatch_preprocess` has to hand over.
@@ -114,26 +113,21 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return output + shared.get_output()
 
 
-def _shared(num_experts: int, group: Any, options: Mapping[str, Any]) -> Dispatcher:
-    key = (num_experts, group, *sorted(options.items()))
-    return _SHARED.setdefault(key, _SHARED.get(key) or make_dispatcher(*key[:2], **options))
-
-
 def _check(config: Any, over: Dispatcher) -> None:
     """Refuse options of the configuration that `over` cannot serve as it was made."""
     words = (
-        "dispatch has fp8=True with moe_apply_probs_on_input True: nobody can weigh rows that are"
+        "transport has fp8=True with moe_apply_probs_on_input True: nobody can weigh rows that are"
     )
     refused = over.fp8 and config.moe_apply_probs_on_input
     expect(not refused, ConfigError, f"{words} codes; needed: one of them False")
-    words = "dispatch has fp8_grad=True with overlap_moe_expert_parallel_comm True, whose schedule"
+    words = "transport has fp8_grad=True with overlap_moe_expert_parallel_comm True, whose schedule"
     refused, needed = over.fp8_grad and _overlaps(config), "needed: fp8_grad=False"
     expect(not refused, ConfigError, f"{words} copies gradients between its steps; {needed}")
     words = (
         "cuda_graph_impl and its scope put the dispatch into a CUDA graph, where the host cannot"
     )
     needed = (
-        "dispatch={'wait_for_counts': False, 'max_tokens': ...}, or graphs of attn, moe_router and"
+        "transport={'wait_for_counts': False, 'max_tokens': ...}, or graphs of attn, moe_router and"
     )
     refused = over.transport.moves and over.transport.exact_rows and _is_captured(config)
     expect(not refused, ConfigError, f"{words} wait for counts; needed: {needed} moe_preprocess")
@@ -178,17 +172,17 @@ class _EqualToStock(type(MoELayer)):  # type: ignore[misc]
 
 
 class SonicMoELayer(MoELayer, metaclass=_EqualToStock):  # type: ignore[misc]
-    """Megatron's MoE layer with the dispatchers above; dispatch: as in `use_sonicmoe`."""
+    """Megatron's MoE layer with the dispatchers above; transport: as in `use_sonicmoe`."""
 
     def __init__(
-        self, config: Any, *arguments: Any, dispatch: Mapping[str, Any] | bool = True, **named: Any
+        self, config: Any, *arguments: Any, transport: Mapping[str, Any] | bool = True, **named: Any
     ) -> None:
         super().__init__(config, *arguments, **named)
-        dispatcher, options = self.token_dispatcher, {} if dispatch is True else dispatch
+        dispatcher, options = self.token_dispatcher, {} if transport is True else transport
         if type(dispatcher) in _REPLACED and options is not False:
             TokenDispatcher.take_over(dispatcher, options)
             return
-        words = f"dispatch is {dispatch} with moe_token_dispatcher_type"
+        words = f"transport is {transport} with moe_token_dispatcher_type"
         kind, needed = config.moe_token_dispatcher_type, "'alltoall' or 'allgather'"
         expect(not options, ConfigError, f"{words} {kind!r}; needed: {needed}, or no such argument")
         is_flex = type(dispatcher) is MoEFlexTokenDispatcher
