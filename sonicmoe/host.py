@@ -27,7 +27,8 @@ NVIDIA_DRIVER = Path("/dev/nvidiactl")
 UNKNOWN = "unknown"
 _PADDLE_GPU = (
     "install paddlepaddle-gpu >= 3.3 for your CUDA version from Paddle's own package index, then "
-    "pip install 'sonicmoe[cuda]' (not [paddle]: its CPU build would overwrite the GPU build)"
+    "pip install 'sonicmoe[hopper]', on Blackwell 'sonicmoe[cuda]' (not [paddle]: its CPU build would "
+    "overwrite the GPU build)"
 )
 # On a machine with a GPU the CPU packages would be the wrong answer.
 _ON_GPU = {"torch": "pip install 'sonicmoe[torch,cuda]'", "paddle": _PADDLE_GPU}

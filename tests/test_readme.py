@@ -138,6 +138,10 @@ def test_the_requirements_are_those_of_the_project() -> None:
     extras = project["optional-dependencies"]
     assert extras["torch"] == ["torch>=2.9"] and "PyTorch >= 2.9" in needs
     assert extras["paddle"] == ["paddlepaddle>=3.3.0,<3.4"] and "Paddle 3.3." in needs
+    # An extra that Paddle on Hopper takes brings no PyTorch, and no package that requires it.
+    beside_paddle = {re.split("[=>]", each)[0] for each in extras["hopper"]}
+    assert beside_paddle == {HOPPER.loads_with, "nvidia-ml-py"}
+    assert "sonicmoe[hopper]" in extras["cuda"] and '`pip install ".[hopper]"`' in README
     versions = dict(BF16.packages)
     assert f"quack-kernels {versions['quack-kernels']}" in needs
     assert f"CuTe DSL {versions['nvidia-cutlass-dsl']}" in needs

@@ -152,6 +152,9 @@ def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
             report.warning(
                 f"{name}={value} does not exist", f"point it at an existing path, or unset {name}"
             )
+        elif value and name == "CUDA_HOME" and not Path(value, "bin", "nvcc").exists():
+            what = f"{name}={value} has no bin/nvcc, so it is ignored"
+            report.warning(what, f"point it at a CUDA toolkit, or unset {name}")
 
 
 def examine_caches(report: Report, config: ResolvedConfig) -> None:

@@ -1,14 +1,17 @@
-"""Finds nvcc and its version. Standard library only; runs nvcc once a process."""
+"""Finds nvcc and its version. Runs nvcc once a process."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..log import log_once
 
 # Of NVIDIA's installer, of conda, and of the packages on PyPI.
 _LIBRARIES = ("lib64", "lib", "targets/x86_64-linux/lib")
@@ -37,7 +40,7 @@ class CudaToolkit:
 
 def find_toolkit() -> CudaToolkit | None:
     """The toolkit of CUDA_HOME, else of CUDA_PATH, else of the `nvcc` on PATH, else in the
-    customary place, or None.
+    customary place, or None. A warning tells where a variable names another place.
     """
     return _find_toolkit(
         os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), os.environ.get("PATH", "")
@@ -58,6 +61,10 @@ def _find_toolkit(cuda_home: str | None, cuda_path: str | None, path: str) -> Cu
         nvcc = home / "bin" / "nvcc"
         version = _version_of(nvcc) if os.access(nvcc, os.X_OK) else None
         if version:
+            named = cuda_home or cuda_path
+            if named and home != Path(named):
+                words = "CUDA_HOME or CUDA_PATH is %s, which has no nvcc that answers; that of %s compiles"
+                log_once(logging.WARNING, words, named, str(home))
             return CudaToolkit(home, nvcc, version)
     return None
 

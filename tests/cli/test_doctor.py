@@ -335,6 +335,8 @@ def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
          "SONIC_MOE_FP8_MOD is not a flag of this package and is ignored", "did you mean SONIC_MOE_FP8_MODE?"),
         ({"CUDA_HOME": "TMP/none", "TRITON_PTXAS_PATH": sys.executable, "TRITON_CACHE_DIR": "TMP/on demand"},
          "warning", "CUDA_HOME=TMP/none does not exist", "point it at an existing path"),
+        ({"CUDA_HOME": "TMP"}, "warning", "CUDA_HOME=TMP has no bin/nvcc, so it is ignored",
+         "point it at a CUDA toolkit, or unset CUDA_HOME"),
         ({"SONIC_MOE_CACHE_DIR": "TMP/file/cache"}, "error", "cache TMP/file/cache: TMP/file is not a directory",
          "set SONIC_MOE_CACHE_DIR to a directory"),
     ],

@@ -143,3 +143,18 @@ def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(no_toolk
     assert toolchain_probe("sm_90a").load(warm_cache).threads() == 256
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
         toolchain_probe("sm_90a", threads=128).load(warm_cache)
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_home_without_a_compiler_is_said(variable, monkeypatch, tmp_path, caplog):
+    """It was ignored in silence, and another version compiled."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    found = find_toolkit()
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert find_toolkit() == found
+    (line,) = caplog.messages
+    assert f" is {tmp_path}, which has no nvcc that answers; that of {found.home} compiles" in line
+    caplog.clear()
+    monkeypatch.setenv(variable, str(found.home))
+    assert find_toolkit() == found and caplog.messages == []
