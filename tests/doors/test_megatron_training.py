@@ -5,6 +5,7 @@ against stock ones, under each dispatcher, and checkpoints that one saves and th
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import processes
@@ -84,3 +85,15 @@ def test_the_benchmark_runs_and_its_contestants_compute_alike():
     errors = {line.split()[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[1:]}
     assert list(errors) == ["SequentialMLP", "bf16", "fp8"]
     assert errors["bf16"] <= errors["SequentialMLP"] < 0.01 < errors["fp8"] < 0.1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_of_the_page_trains_by_one_command(ranks):
+    command = ["examples/train_megatron.py", f"--ep={ranks}", "--steps=6"]
+    if ranks > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        command = [*launcher, *command]
+    done = processes.of_checkout(*command)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step .*: loss ([\d.]+)$", done.stdout, re.M)]
+    assert len(losses) == 2 and losses[-1] < losses[0] - 0.5

@@ -5,8 +5,10 @@ the same checkpoint.
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
+import processes
 import pytest
 import worlds
 
@@ -61,3 +63,11 @@ def test_weights_begin_as_the_stock_ones(found):
 
 def test_checkpoints_are_the_stock_ones_and_no_copy_is_held_for_them(found):
     assert found["exchanged"] and found["held once"]
+
+
+def test_the_example_of_the_page_trains_by_one_command():
+    done = processes.of_checkout("examples/train_torchtitan.py", "--steps=4")
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss: +([\d.]+)", done.stderr + done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
+    assert "FP8 emulated exactly" in done.stdout + done.stderr

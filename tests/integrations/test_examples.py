@@ -14,9 +14,12 @@ from worlds import ROOT, environment
 
 EXAMPLES = ROOT / "examples"
 IN_TURN = Path(__file__).with_name("in_turn.py")
-PAGES = ("docs/pytorch.md", "docs/finetuning.md", "docs/verify.md", "ernie_compat/README.md")
-# Scripts that print one error at the beginning and three later on. All others have a test below, and
-# train_ddp.py in test_finetuning_page.py.
+PAGES = (
+    *("docs/pytorch.md", "docs/finetuning.md", "docs/verify.md", "ernie_compat/README.md"),
+    *("docs/torchtitan.md", "docs/megatron.md"),
+)
+# Scripts that print one error at the beginning and three later on. All others have a test below,
+# train_ddp.py in test_finetuning_page.py, and those of other trainers in tests/doors.
 LEARN_A_FUNCTION = ("train_moe.py", "train_node_main_grad.py")
 
 
