@@ -71,8 +71,8 @@ def expert_mlp(
     low_rank, adapters = adapters is not None, (adapters or NO_ADAPTERS).native(layout)
     save = not inference and is_differentiated(x, probs, flat, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
-    # becomes a constant of it.
-    if torch.compiler.is_compiling():
+    # becomes a constant of it. Tensors without values (`FakeTensorMode`) get their shapes from it.
+    if torch.compiler.is_compiling() or type(x).__name__ == "FakeTensor":
         # Imported here, because that module loads the compiler, which takes a second or more.
         from .graph_constants import plan_number
 

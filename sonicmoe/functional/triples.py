@@ -89,10 +89,9 @@ def _check_token_indices(
     most = per_token.max() if num_tokens else torch.zeros_like(strays)
     unsorted = (tokens[1:] < tokens[:-1]).any()
     # On a host reading a value waits for nothing, and with `validate_dispatch` the user accepts the
-    # wait. Inside a graph no value can be read at all.
-    may_wait = not torch.compiler.is_compiling() and (
-        current_config().validate_dispatch or not is_cuda(tokens)
-    )
+    # wait. Inside a graph no value can be read at all, and under FakeTensorMode there is none.
+    has_values = not torch.compiler.is_compiling() and type(tokens).__name__ != "FakeTensor"
+    may_wait = has_values and (current_config().validate_dispatch or not is_cuda(tokens))
     if topk is not None and not may_wait:
         torch._assert_async(
             ~unsorted & (strays == 0) & (most <= topk),

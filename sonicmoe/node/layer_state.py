@@ -9,13 +9,14 @@ import torch
 
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode, member_of
-from ..errors import ConfigError
+from ..errors import ConfigError, expect
 from ..gradients.batch import Batch, has_main_grad
 from ..gradients.sink import GradientSink
 from ..interop import grad_enabled, requires_grad
 from ..log import log_once
 from ..observe import NODE
 from ..refusals import need_type
+from ..routing.metadata import RoutingMetadata
 from ..weights.changes import OPTIMIZER_STEPPED, change_watchers
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
@@ -41,8 +42,9 @@ class LayerState:
         parameters: ExpertParameters,
         flush: FlushMode | str = FlushMode.AUTO,
         split_wgrad: bool = False,
+        idle_grads: bool = True,
     ) -> None:
-        """Wrap the parameters, and check the other two; reads and allocates nothing."""
+        """Wrap the parameters, and check the others; reads and allocates nothing."""
         way = member_of(FlushMode, flush, "flush")
         need_type("split_wgrad", split_wgrad, bool, "True or False", ConfigError)
         if split_wgrad and flush == "backward":
@@ -50,6 +52,11 @@ class LayerState:
                 "split_wgrad with flush='backward': gradients must be complete when a backward "
                 "returns; needed: flush='step', or 'auto', which then means 'step'"
             )
+        need_type("idle_grads", idle_grads, bool, "True or False", ConfigError)
+        waits = split_wgrad or way is FlushMode.STEP
+        words = "idle_grads is False and gradients wait for step(), which adds all of them"
+        expect(idle_grads or not waits, ConfigError, f"{words}; needed: flush='auto'")
+        self.idle_grads = idle_grads
         self.parameters = parameters
         (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
         self.sizes = experts, hidden, inner
@@ -82,6 +89,22 @@ class LayerState:
         batch = self.gradients.open(engine, settings, parameters, trained, dout)
         self.questions.at_backward(batch.added, waiting)
         return batch
+
+    def close(
+        self, batch: Batch, parameters: Sequence[Tensor], routing: RoutingMetadata
+    ) -> list[Tensor | None]:
+        """See `GradientSink.close`. Without `idle_grads`, None for weights whose experts have no row
+        in `routing`.
+        """
+        returned = self.gradients.close(batch)
+        if self.idle_grads:
+            return returned
+        rows = routing.host_counts or routing.expert_counts.tolist()  # waits for a GPU
+        # Experts may share a parameter, whose gradient is then the sum of theirs.
+        experts = len(rows)
+        busy = {id(weight) for index, weight in enumerate(parameters) if rows[index % experts]}
+        pairs = zip(returned, parameters, strict=True)
+        return [gradient if id(weight) in busy else None for gradient, weight in pairs]
 
     def offer_for(
         self, parameters: Sequence[Tensor], runs_without: bool

@@ -221,7 +221,7 @@ class MlpCall(DifferentiableCall):
             else:
                 # Queued, so that dx need not wait for them.
                 state.wgrad_queue.submit(self._work(), pending, batch)
-            returned = state.gradients.close(batch)
+            returned = state.close(batch, self.parameters, pending.routing)
         elif self.wgrad_offer is not None:
             self._work().offer(self.wgrad_offer, trained, pending)
         return dx, dprobs, behind, returned, batch

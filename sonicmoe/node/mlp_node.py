@@ -81,6 +81,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         split_wgrad: a backward returns dx before the weight gradients are computed, so that the
             combine of dx need not wait: a side stream of the GPU computes them. Needs flush
             "step", which "auto" then means.
+        idle_grads: what an expert without a row in a batch gets where its gradients go to autograd:
+            True: zeros, by which an optimizer with weight decay or momentum still moves it. False:
+            none, so that `.grad` stays as it is. Each backward then waits for the GPU, to read the
+            counts where the caller gave none. Not with a wrapper that reduces every gradient (DDP).
 
     A backward to other inputs alone (`torch.autograd.grad(loss, x)`, `paddle.grad(loss, x)`) adds
     no weight gradients, and `loss.backward(inputs=[weight])` those of that weight. A backward that
@@ -105,6 +109,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         activation_parameters: Parameters = None,
         flush: FlushMode | str = "auto",
         split_wgrad: bool = False,
+        idle_grads: bool = True,
     ) -> None:
         activation = member_of(ActivationType, activation_type, "activation_type")
         if not hasattr(experts, "__getitem__"):  # ModuleList and LayerList are no Sequence
@@ -114,7 +119,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         parameters = PerExpertParameters(
             experts, n_experts, hidden_size, intermediate_size, activation
         )
-        state = LayerState(parameters, flush, split_wgrad)
+        state = LayerState(parameters, flush, split_wgrad, idle_grads)
         self._init(state, activation, config, activation_parameters)
 
     @classmethod

@@ -20,7 +20,7 @@ from functional.layer_golden import (
     run_layer,
 )
 
-from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig
+from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import (
     ConfigError,
@@ -444,3 +444,71 @@ def test_an_unknown_argument_is_named_before_a_missing_one():
         MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         MoE(4, 2, 32)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("face", ["MoE", "triples", "transformers"])
+def test_estimators_get_shapes_from_tensors_without_values(face, use_fp8):
+    """`FakeTensorMode`, in which memory estimators run a step."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kind = experts_of_transformers(use_fp8) if face == "transformers" else None
+    with FakeTensorMode():
+        layer = MoE(4, 2, 32, 48, add_bias=True) if kind is None else kind()
+        x = torch.randn(10, 32, requires_grad=True)
+        slots = torch.arange(20)
+        if face == "MoE":
+            out, aux = layer(x, use_fp8=use_fp8)
+            out = out + aux
+        elif face == "triples":
+            w1, w2 = layer.c_fc.weight.permute(1, 2, 0), layer.c_proj.weight.permute(1, 2, 0)
+            weights = w1, layer.c_fc.bias, w2, layer.c_proj.bias
+            given = torch.rand(20), slots // 2, slots % layer.num_experts
+            options = {"use_fp8": use_fp8, "max_experts_per_token": 2}
+            out, counts = moe_general_routing_inputs(x, *given, *weights, **options)
+            assert counts.shape == (layer.num_experts,)
+        else:
+            out = layer(x, slots.reshape(10, 2) % 4, torch.rand(10, 2))
+        out.sum().backward()
+    assert out.shape == x.grad.shape == (10, 32)
+    for name, parameter in layer.named_parameters():
+        # Of triples nobody asks the router.
+        if "router" not in name or face == "MoE":
+            assert parameter.grad.shape == parameter.shape, name
+
+
+def experts_of_transformers(use_fp8):
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=4)
+    config._experts_implementation = "sonicmoe_fp8" if use_fp8 else "sonicmoe"
+    return lambda: MixtralExperts(config)
+
+
+def test_every_optimizer_of_pytorch_takes_a_layer_but_those_that_the_page_names():
+    """Stacked weights have three axes."""
+    found = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    refused = set()
+    for name, kind in found.items():
+        if not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
+            continue
+        layer = MoE(4, 2, 32, 48)
+        before = layer.c_fc.weight.detach().clone()
+
+        def loss(layer=layer):
+            layer.zero_grad()
+            value = layer(torch.ones(10, 32))[0].square().sum()
+            value.backward()
+            return value
+
+        try:
+            kind(layer.parameters(), lr=0.1).step(loss)
+        except (ValueError, RuntimeError):
+            refused.add(name)
+            continue
+        assert not torch.equal(layer.c_fc.weight, before), name
+    assert refused == {"Muon", "SparseAdam"} & set(found)
