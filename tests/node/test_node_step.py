@@ -285,16 +285,26 @@ class TestQuestions:
         assert "step() never came" in line
 
     @pytest.mark.skipif(not IS_PADDLE, reason="Paddle's models have main_grad by themselves")
+    @pytest.mark.parametrize("gpu", [False, True])
     @each_flush
-    def test_an_optimizer_that_reads_grad_alone_is_asked_about(self, said, flush):
-        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush, main_grad=None)
-        optimizer = optimizer_of(layer.weights)
-        for _ in range(questions.STEPS + 2):
-            layer.step()
-            optimizer.step()
-            optimizer.clear_grad()
+    def test_an_optimizer_that_reads_grad_alone_is_asked_about(self, said, flush, gpu, monkeypatch):
+        """On a GPU, which only is made up here, one layer of a process looks, and its last step reads
+        the one value.
+        """
+        monkeypatch.setattr(questions, "is_cuda", lambda held: gpu)
+        one = problems(1, hidden=8, intermediate=8)[0]
+        layers = [Layer(one, flush=flush, main_grad=None) for _ in range(2)]
+        optimizers = [optimizer_of(layer.weights) for layer in layers]
+        for step in range(questions.STEPS + 2):
+            for layer, optimizer in zip(layers, optimizers, strict=True):
+                layer.step()
+                optimizer.step()
+                optimizer.clear_grad()
+            assert bool(said()) == (step >= questions.STEPS)
         (line,) = said()
         assert "no optimizer clears main_grad" in line
+        looked = [layer.node._state.questions.same is not None for layer in layers]
+        assert looked == [True, not gpu]
 
     @each_clearing
     @each_flush
