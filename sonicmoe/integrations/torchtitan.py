@@ -51,8 +51,8 @@ Tensor = torch.Tensor
 Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
 # Under expert parallelism these are replaced as a whole, and no class that does more.
 REPLACED = AllToAllTokenDispatcher, MinimalAsyncEPTokenDispatcher
-# Arguments of `make_dispatcher` that a job may give; the number of tokens is the trainer's.
-TRANSPORT = [
+# Options of `make_dispatcher` that a job may give; the number of tokens is the trainer's.
+DISPATCH = [
     name
     for name, parameter in inspect.signature(make_dispatcher).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name != "max_tokens"
@@ -165,30 +165,32 @@ class SonicRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """transport: arguments of `make_dispatcher`."""
+        """dispatch: as in `routed_experts`."""
 
-        transport: dict[str, Any] = field(default_factory=dict)
+        dispatch: dict[str, Any] | bool = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._transport = config.transport
+        self._dispatch = config.dispatch
 
     def parallelize(self, parallel_dims: Any) -> None:
         """As the stock module, which would wire a dispatcher that is not called, and take memory for
         its buffers.
         """
         mesh = parallel_dims.get_optional_mesh("ep")
-        kind = type(self.token_dispatcher)
-        if mesh is None or kind not in REPLACED:
-            words = f"transport is for {' and '.join(each.__qualname__ for each in REPLACED)}; the job has"
-            unused = mesh is not None and bool(self._transport)
-            expect(not unused, ConfigError, f"{words} {kind.__qualname__}, which stays as it is")
+        kind, options = type(self.token_dispatcher), self._dispatch
+        if mesh is None or kind not in REPLACED or options is False:
+            fits = mesh is None or kind in REPLACED or options in (True, False)
+            words = f"dispatch is {options} with {kind.__qualname__}, which stays as it is; needed:"
+            names = " or ".join(each.__qualname__ for each in REPLACED)
+            expect(fits, ConfigError, f"{words} no such argument, or {names}")
             super().parallelize(parallel_dims)
             return
         super(RoutedExperts, self).parallelize(parallel_dims)
         self.token_dispatcher.ep_mesh = mesh
         # MinimalAsyncEP waits for nothing, so that a step may become a CUDA graph.
-        options = {"wait_for_counts": kind is AllToAllTokenDispatcher, **self._transport}
+        given = {} if options is True else options
+        options = {"wait_for_counts": kind is AllToAllTokenDispatcher, **given}
         experts = self.token_dispatcher.num_experts
         check_num_experts(experts, mesh.size())
         self._group = ExpertGroup(experts, mesh.get_group(), options).name
@@ -228,20 +230,22 @@ class SonicSelectiveAC(SelectiveAC):
 
 @override(target=RoutedExperts.Config, description="sonicmoe engine, and the way to the experts")
 def routed_experts(
-    config: Any, *, transport: Mapping[str, Any] | None = None, **options: Any
+    config: Any, *, dispatch: Mapping[str, Any] | bool = True, **options: Any
 ) -> Any:
     """Replace experts, and with them the way to them where their dispatcher is a stock one.
 
-    transport: arguments of `make_dispatcher` but `max_tokens`, under expert parallelism.
+    dispatch: options of `make_dispatcher` but `max_tokens`, under expert parallelism; False:
+        torchtitan's dispatcher stays there.
     """
-    transport = dict(transport or {})
-    _check_names(transport, TRANSPORT, "transport", "argument of make_dispatcher")
+    if not isinstance(dispatch, bool):
+        dispatch = dict(dispatch)
+        _check_names(dispatch, DISPATCH, "dispatch", "option of make_dispatcher")
     inner = _on_engine(config.inner_experts, options)
     if inner is config.inner_experts:
         return config
     if type(config) is not RoutedExperts.Config:
         return dataclasses.replace(config, inner_experts=inner)
-    return derive(config, SonicRoutedExperts.Config, inner_experts=inner, transport=transport)
+    return derive(config, SonicRoutedExperts.Config, inner_experts=inner, dispatch=dispatch)
 
 
 @override(target=GroupedExperts.Config, description="sonicmoe engine; any dispatcher")

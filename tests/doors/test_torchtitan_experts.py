@@ -211,13 +211,13 @@ def test_a_stock_dispatcher_is_replaced_and_takes_no_memory():
         assert group.num_experts == EXPERTS and group.group.group_name == "7"
         assert group.options == {"wait_for_counts": waits}
     given = {"wait_for_counts": True, "kind": "collective"}
-    experts, _ = under_ranks(MinimalAsyncEPTokenDispatcher, 2, transport=given)
+    experts, _ = under_ranks(MinimalAsyncEPTokenDispatcher, 2, dispatch=given)
     assert routed._groups[experts._group].options == given
     with pytest.raises(RoutingError, match="num_experts is 6; 4 ranks need a positive multiple"):
         under_ranks(AllToAllTokenDispatcher, 4)
 
 
-def test_another_dispatcher_stays_and_takes_no_transport():
+def test_a_dispatcher_that_stays():
     class Other(AllToAllTokenDispatcher):
         @dataclass(kw_only=True, slots=True)
         class Config(AllToAllTokenDispatcher.Config):
@@ -225,9 +225,13 @@ def test_another_dispatcher_stays_and_takes_no_transport():
 
     experts, mesh = under_ranks(Other, 2)
     assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
-    words = "transport is for AllToAllTokenDispatcher and Min.* the job has .*Other, which stays"
+    words = (
+        "dispatch is .*'collective'.* with .*Other, which stays .* AllToAllTokenDispatcher or Min"
+    )
     with pytest.raises(ConfigError, match=words):
-        under_ranks(Other, 2, transport={"kind": "collective"})
+        under_ranks(Other, 2, dispatch={"kind": "collective"})
+    experts, mesh = under_ranks(AllToAllTokenDispatcher, 2, dispatch=False)
+    assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
 
 
 def test_other_classes_stay_and_overrides_are_idempotent(caplog):
@@ -250,13 +254,13 @@ def test_other_classes_stay_and_overrides_are_idempotent(caplog):
 def test_the_page_switches_it_on(monkeypatch):
     page = (ROOT / "docs" / "torchtitan.md").read_text(encoding="utf-8")
     command = page.split("-m torchtitan.train ")[1].split("\n\n")[0].replace("\\\n", " ")
-    job, own, transport = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    job, own, way = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     given, overrides = {}, ModuleType("my_overrides")
     exec(job, given)
-    exec(transport, given)
+    exec(way, given)
     name, options = given["routed"]
     assert name == f"{DOOR}.routed_experts"
-    assert overridden(stock_config(), **options).experts.transport == options["transport"]
+    assert overridden(stock_config(), **options).experts.dispatch == options["dispatch"]
     exec(own, overrides.__dict__)
     monkeypatch.setitem(sys.modules, "my_overrides", overrides)
     some = deepseek_v3_debugmodel()
@@ -274,8 +278,8 @@ def test_the_page_switches_it_on(monkeypatch):
 def test_unknown_options_and_sizes_that_no_engine_takes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"option 'fp8_mod' .* did you mean 'fp8_mode'"):
         overridden(stock_config(), fp8_mod="perf")
-    with pytest.raises(ConfigError, match=r"transport 'max_tokens' .* is no argument of make_disp"):
-        overridden(stock_config(), transport={"max_tokens": 7})
+    with pytest.raises(ConfigError, match=r"dispatch 'max_tokens' .* is no option of make_disp"):
+        overridden(stock_config(), dispatch={"max_tokens": 7})
     with pytest.raises(ConfigError, match="fp8_mode='prf' is not understood"):
         overridden(stock_config(), fp8_mode="prf").experts.build()
     with pytest.raises(EngineUnavailableError, match="engine 'hopper' cannot run"):
