@@ -5,11 +5,13 @@ operator of compiled graphs; PyTorch only.
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 
 import numpy as np
 import torch
 from ep_cases import EXPERTS, HIDDEN, TOPK, cases, expert_weights
+from processes import ROOT
 
 from sonicmoe import moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward
 from sonicmoe.distributed_utils import DispatchMode, RuntimeEPConfig, default_group
@@ -68,23 +70,42 @@ def run_routed(source, rank, world, **options):
     return {name: value.numpy() for name, value in found.items()}
 
 
+def run_page(rank):
+    """The layer of docs/parallel.md on this rank: the norm of every gradient, by name, and how many
+    experts are here.
+    """
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (snippet,) = (s for s in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Ex" in s)
+    names = {}
+    torch.manual_seed(rank)
+    exec(snippet, names)
+    layer = names["layer"]
+    leaves = {"x": names["x"], "up": layer.up, "down": layer.down}
+    norms = {name: leaf.grad.float().norm().numpy() for name, leaf in leaves.items()}
+    return norms | {"experts": np.array(layer.up.shape[0])}
+
+
 def upstream_results(rank, world):
-    """`run_upstream` by mode, and `run_routed`, waiting for counts and not."""
+    """`run_upstream` by mode, `run_routed`, waiting for counts and not, and `run_page`."""
     sources = cases(world)
     waits = {True: "uneven", False: "an expert without tokens"}
-    return {
-        f"routed, {waiting}/{name}": array
-        for waiting, case in waits.items()
-        for name, array in run_routed(
-            sources[case][rank], rank, world, wait_for_counts=waiting
-        ).items()
-    } | {
-        f"{mode}/{name}": array
-        for mode in MODES
-        for name, array in run_upstream(
-            sources[case_of(mode)][rank], mode, rank=rank, world=world
-        ).items()
-    }
+    return (
+        {f"page/{name}": array for name, array in run_page(rank).items()}
+        | {
+            f"routed, {waiting}/{name}": array
+            for waiting, case in waits.items()
+            for name, array in run_routed(
+                sources[case][rank], rank, world, wait_for_counts=waiting
+            ).items()
+        }
+        | {
+            f"{mode}/{name}": array
+            for mode in MODES
+            for name, array in run_upstream(
+                sources[case_of(mode)][rank], mode, rank=rank, world=world
+            ).items()
+        }
+    )
 
 
 def case_of(mode):

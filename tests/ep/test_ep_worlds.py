@@ -192,6 +192,13 @@ def test_the_operator_gives_the_bits_of_upstreams_function(world_results, waits,
             assert np.array_equal(result[f"upstream/routed, {waits}/{key}"], wanted), key
 
 
+def test_the_layer_of_the_page_trains_on_two_ranks(world_results):
+    for result in world_results("torch", 2):
+        assert result["upstream/page/experts"] == 4
+        norms = [float(result[f"upstream/page/{name}"]) for name in ("x", "up", "down")]
+        assert np.isfinite(norms).all() and min(norms) > 0
+
+
 @pytest.mark.parametrize("framework", ["torch", PADDLE])
 def test_collectives_deliver_what_deepep_delivered(world_results, framework):
     """Bit for bit, order included, on the inputs of a dispatch recorded on two GPUs."""
