@@ -26,7 +26,7 @@ from sonicmoe.cli.framework import framework_option, load_framework
 from sonicmoe.cli.refusals import Location, OneLineCommand
 from sonicmoe.cli.screen import Activity, print_table
 from sonicmoe.cli.verify import size_options
-from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, load_case, make_case
+from sonicmoe.diagnostics.cases import DATA_KINDS, LONE_OUTLIERS, Sizes, load_case, make_case
 from sonicmoe.diagnostics.json_data import plain
 from sonicmoe.diagnostics.step_dump import StepSettings
 from sonicmoe.enums import ZCode
@@ -52,7 +52,13 @@ def _several(name: str, choices: Iterable[str], text: str) -> Any:
     "--recipe", RECIPES, "Blocks and scale format of the operands (sonicmoe/quant/recipes.py)"
 )
 @_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
-@_several("--data", DATA_KINDS, "Kind of generated inputs; none when only --captured is given")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Choice([*DATA_KINDS, *LONE_OUTLIERS]),
+    help="Kind of generated inputs; may be repeated.  [default: "
+    f"{', '.join(DATA_KINDS)}; none when only --captured is given]",
+)
 @click.option(
     "--dispatch",
     multiple=True,
@@ -122,7 +128,7 @@ def main(
     from_files = [load_case(path) for path in captured]
     load_framework(framework)
     with Activity("numerics") as doing:
-        kinds = [kind for kind in DATA_KINDS if kind in data or not (data or from_files)]
+        kinds = list(data) or ([] if from_files else list(DATA_KINDS))
         # A generator, so that one case at a time is in memory.
         cases = (make_case(kind, problem, seed, layer, biases) for kind in kinds)
         ways = [way for way in Dispatch if way.value in dispatch]

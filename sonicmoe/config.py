@@ -102,11 +102,13 @@ class SonicMoEConfig(Settings):
     save_z: Flag[ZCode] = Flag(
         "SONIC_MOE_FP8_SAVE_Z",
         members_of(ZCode),
-        ZCode.INT8,
+        ZCode.ADAPTIVE,
         "storage of the pre-activation `z` kept for backward in the FP8 modes; the 8-bit codes use "
-        "one scale per 128 columns. Engine `reference` has all three, `hopper` `int8` and `bf16`, "
-        "`mxfp8` `bf16` alone; "
-        "without FP8, z has the dtype of the tokens",
+        "one scale per 128 columns. `adaptive` is `int8`, and `e4m3` in the blocks where a large "
+        "value would leave its neighbours no bits. `int8` alone loses gradients there, also under "
+        "`recompute_z`, which codes z again. Engine `reference` has all four, `hopper` has "
+        "`adaptive`, `int8` and `bf16`, `mxfp8` has `bf16` alone; without FP8, z has the dtype of "
+        "the tokens",
         in_steps=True,
     )
     recompute_z: Flag[bool] = Flag(

@@ -223,9 +223,10 @@ def layer_parameters(
 
 class ZCode(Enum):
     """Storage of the pre-activation `z` kept for backward. It is no GEMM operand, so any 8-bit code
-    will do.
+    will do. ADAPTIVE is INT8, and E4M3 in blocks whose values lie far apart.
     """
 
+    ADAPTIVE = "adaptive"
     INT8 = "int8"
     E4M3 = "e4m3"
     BF16 = "bf16"

@@ -42,7 +42,12 @@ BOOLEANS = {
 # `test_every_flag_is_covered` until it is here.
 ACCEPTED = {
     "fp8_mode": {"perf": "perf", "MEM": "mem", "": "off", "0": "off", "off": "off", "none": "off"},
-    "save_z": {"int8": ZCode.INT8, "E4M3": ZCode.E4M3, " bf16 ": ZCode.BF16},
+    "save_z": {
+        "Adaptive": ZCode.ADAPTIVE,
+        "int8": ZCode.INT8,
+        "E4M3": ZCode.E4M3,
+        " bf16 ": ZCode.BF16,
+    },
     "recipe": {"1x128": "1x128", "iso256": "iso256", "iso128-pow2": "iso128-pow2"},
     "engine": {
         "auto": EngineName.AUTO,
@@ -171,7 +176,7 @@ def test_activations_nest_and_end_with_their_block() -> None:
         with inner.activate():
             assert current_config().save_z is ZCode.BF16
         assert current_config().save_z is ZCode.E4M3
-    assert current_config().save_z is ZCode.INT8
+    assert current_config().save_z is ZCode.ADAPTIVE
 
 
 def test_activation_ends_when_the_block_raises() -> None:

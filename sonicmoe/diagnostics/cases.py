@@ -27,6 +27,27 @@ DATA_KINDS: dict[str, str] = {
     "outliers": "normal, 1 % of the channels of x and of dout times 100",
 }
 
+# One row, column or element of one operand of every expert times `LONE_GAIN`, the rest normal. What
+# is large in z, y1 or dz follows from its inputs.
+LONE_OUTLIERS: dict[str, str] = {
+    "x-row": "a token of x, in every 16",
+    "x-column": "a channel of x",
+    "x-element": "an element of x, in every 16th token",
+    "w1-gate-row": "a gate row of w1: one unit's gate in z",
+    "w1-up-row": "an up row of w1: one unit's up in z",
+    "w1-both-rows": "both rows of a unit of w1: z, and y1",
+    "w1-column": "a column of w1",
+    "w1-element": "an element of w1",
+    "w2-row": "a row of w2: a column of y2",
+    "w2-column": "a column of w2: a column of dy1 and of dz",
+    "w2-element": "an element of w2",
+    "dout-row": "a token of dout, in every 16: rows of dz",
+    "dout-column": "a channel of dout",
+    "dout-element": "an element of dout, in every 16th token",
+    "z-element": "x along a gate row of w1, in every 16th token: an element of z",
+    "dz-element": "dout along a column of w2, in every 16th token: an element of dz",
+}
+LONE_GAIN, LONE_STEP = 300.0, 16
 
 OUTLIER_SHARE, OUTLIER_GAIN = 0.01, 100.0
 SPREAD_OCTAVES = 10.0
@@ -89,11 +110,12 @@ def make_case(
     settings: StepSettings = _DEFAULTS,
     biases: float = 0.0,
 ) -> StepDump:
-    """A case of one of `DATA_KINDS`, of experts with the activation of `settings`; the same bits for
-    the same arguments. Weights have variance 1 / fan_in before heavy tails, and normal biases this
-    standard deviation; 0: there are none. ConfigError for another kind.
+    """A case of one of `DATA_KINDS` or `LONE_OUTLIERS`, of experts with the activation of `settings`;
+    the same bits for the same arguments. Weights have variance 1 / fan_in before heavy tails, and
+    normal biases this standard deviation; 0: there are none. ConfigError for another kind.
     """
-    expect(kind in DATA_KINDS, ConfigError, f"data is {kind!r}; needed: one of {list(DATA_KINDS)}")
+    known = [*DATA_KINDS, *LONE_OUTLIERS]
+    expect(kind in known, ConfigError, f"data is {kind!r}; needed: one of {known}")
     # numpy's generator, so that both frameworks and every device get the same case.
     rng = np.random.default_rng(seed)
 
@@ -123,11 +145,40 @@ def make_case(
         w2=draw(sizes.experts, sizes.hidden, sizes.intermediate) / math.sqrt(sizes.intermediate),
         dout=dout,
     )
+    if kind in LONE_OUTLIERS:
+        _add_outlier(made, kind, rng)
     if biases:  # drawn last: the rest has the bits of a case without
         shapes = (sizes.experts, width), (sizes.experts, sizes.hidden)
         b1, b2 = ((biases * rng.standard_normal(s)).astype(np.float32) for s in shapes)
         made = replace(made, b1=b1, b2=b2)
     return as_case(made)
+
+
+def _add_outlier(made: StepDump, kind: str, rng: np.random.Generator) -> None:
+    """Scale what `kind` names, in place."""
+    operand, _, part = kind.partition("-")
+    tokens = np.arange(3, made.x.shape[0], LONE_STEP)
+    channels = rng.integers(made.x.shape[1], size=tokens.size)
+    unit, channel = (int(rng.integers(size)) for size in (made.w2.shape[2], made.x.shape[1]))
+    if operand in ("z", "dz"):
+        rows = made.x if operand == "z" else made.dout
+        weights = made.w1[:, 2 * unit] if operand == "z" else made.w2[:, :, unit]
+        assert rows is not None
+        along = weights[made.indices[tokens, 0]]
+        rows[tokens] += LONE_GAIN * along / np.linalg.norm(along, axis=1, keepdims=True)
+        return
+    values = getattr(made, operand)
+    if operand in ("x", "dout"):
+        place: Any = {"row": tokens, "column": (..., channel), "element": (tokens, channels)}[part]
+    else:
+        rows_of = {"gate-row": [2 * unit], "up-row": [2 * unit + 1], "row": [channel]}
+        rows_of["both-rows"] = [2 * unit, 2 * unit + 1]
+        columns = channel if operand == "w1" else unit
+        first = 2 * unit if operand == "w1" else channel
+        place = {"column": (..., columns), "element": (slice(None), first, columns)}.get(
+            part, (slice(None), rows_of.get(part, [0]))
+        )
+    values[place] *= LONE_GAIN
 
 
 def load_case(path: str | Path) -> StepDump:

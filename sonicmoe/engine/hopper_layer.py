@@ -115,7 +115,8 @@ class HopperLayer:
         shape = (self._routing.num_rows, 2 * self._prepared.inner)
         if self._settings.save_z is ZCode.BF16:
             return empty(shape, torch.bfloat16, self.device)  # type: ignore[no-any-return]
-        return BlockScaledTensor.empty(shape, Z_BLOCK, self.device, Code.INT8)
+        code = Code(self._settings.save_z.value)
+        return BlockScaledTensor.empty(shape, Z_BLOCK, self.device, code)
 
     def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
         """z as forward stored it, or computed again to the same bits."""

@@ -39,7 +39,7 @@ from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buf
 from .wgrad_destinations import ADDED, WRITTEN, Destinations, WgradOutput
 
 Tensor = torch.Tensor
-KeptZ = BlockScaledTensor | Tensor  # INT8 codes, or bf16
+KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
 RECIPE = RECIPES["dx256"]
 # `Passes` refuses kernels that were built for others.
 SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
@@ -299,7 +299,7 @@ def _check_numbers(built: Mapping[Any, Any]) -> None:
 def passes_on(
     device: str,
     activation: ActivationType,
-    z: ZCode = ZCode.INT8,
+    z: ZCode = ZCode.ADAPTIVE,
     steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,

@@ -16,7 +16,7 @@ from ..observe import tap
 from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
-from ..quant.reference import dequantize, quantize
+from ..quant.reference import dequantize, has_e4m3, quantize
 from ..routing.metadata import RoutingMetadata
 from .interface import EngineWeight
 from .settings import EngineSettings
@@ -130,7 +130,7 @@ def saved_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:
         return z.to(dtype)
     if settings.save_z is ZCode.BF16:
         return _on_its_side(z.to(torch.bfloat16), z, settings)
-    code = Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
+    code = Code(settings.save_z.value)
     kept = quantize(z, settings.recipe.z, code, settings.recipe.scale_format)
     return _on_its_side(kept, z, settings)
 
@@ -151,15 +151,15 @@ def _on_its_side(kept: Operand, z: Tensor, settings: EngineSettings) -> Operand:
     steps = outwards - inwards
     if not isinstance(kept, BlockScaledTensor):
         return (kept.view(torch.int16).to(torch.int32) + steps).to(torch.int16).view(torch.bfloat16)
-    if kept.code is Code.INT8:
-        signed = torch.where(z < 0.0, -steps, steps)
-        codes = (kept.codes.to(torch.int32) + signed).clamp(-127, 127).to(torch.int8)
-    else:
-        # Sign and magnitude, of which the largest is 0x7E.
-        byte = kept.bytes.to(torch.int32)
-        moved = torch.where((byte % 128 == 0x7E) & (steps > 0), byte, byte + steps)
-        codes = moved.to(torch.uint8).view(kept.codes.dtype)
-    return replace(kept, codes=codes)
+    byte = kept.bytes.to(torch.int32)
+    # Sign and magnitude, of which the largest is 0x7E.
+    as_e4m3 = torch.where((byte % 128 == 0x7E) & (steps > 0), byte, byte + steps)
+    if kept.code is Code.E4M3:
+        return replace(kept, codes=as_e4m3.to(torch.uint8).view(kept.codes.dtype))
+    codes = (kept.codes.to(torch.int32) + torch.where(z < 0.0, -steps, steps)).clamp(-127, 127)
+    if kept.code is Code.ADAPTIVE:
+        codes = torch.where(has_e4m3(kept), (as_e4m3 + 128) % 256 - 128, codes)
+    return replace(kept, codes=codes.to(torch.int8))
 
 
 def quantize_operand(values: Tensor, block: BlockShape, recipe: Fp8Recipe) -> BlockScaledTensor:

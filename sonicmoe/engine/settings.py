@@ -26,7 +26,7 @@ class EngineSettings:
     activation: ActivationType = ActivationType.SWIGLU
     recipe: Fp8Recipe | None = None
     fp8_wgrad: bool = True
-    save_z: ZCode = ZCode.INT8
+    save_z: ZCode = ZCode.ADAPTIVE
     recompute_z: bool = False
     frees_stagewise: bool = False
     iso_weight: bool = False

@@ -280,7 +280,7 @@ def _node_config(
         if given_z is None and code is ZCode.BF16 and not field["recompute_z"]:
             _say(
                 "z is kept in BF16 for backward, as save_z_fp8 is off, which is Fleet's default; "
-                "SONIC_MOE_FP8_SAVE_Z=int8 halves that memory",
+                "SONIC_MOE_FP8_SAVE_Z=adaptive halves that memory",
                 logging.INFO,
             )
     _say_what_has_no_effect(field)
@@ -291,7 +291,7 @@ def _z_code(in_fp8: bool, given: ZCode | None) -> ZCode:
     # The field says whether z has 8 bits, and the flag which 8-bit code it is.
     if given is not None and in_fp8 == (given is not ZCode.BF16):
         return given
-    return ZCode.INT8 if in_fp8 else ZCode.BF16
+    return ZCode.ADAPTIVE if in_fp8 else ZCode.BF16
 
 
 def _say_what_has_no_effect(field: Mapping[str, Any]) -> None:

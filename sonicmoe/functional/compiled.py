@@ -241,7 +241,7 @@ def _z_specs(
 
 
 def _code(settings: EngineSettings) -> Code:
-    return Code.INT8 if settings.save_z is ZCode.INT8 else Code.E4M3
+    return Code(settings.save_z.value)
 
 
 def _z_tensors(saved: Saved | None, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,14 @@ INT8_MAX = 127.0
 
 
 class Code(Enum):
-    """Element format: `E4M3` (OCP FP8, finite range +-448, NaN = 0x7F/0xFF) or symmetric `INT8`
-    (+-127).
+    """Element format: `E4M3` (OCP FP8, finite range +-448, NaN = 0x7F/0xFF), symmetric `INT8`
+    (+-127), or `ADAPTIVE`: each block has one of the two, E4M3 where its scale is negative, and the
+    scale's magnitude multiplies the codes.
     """
 
     E4M3 = "e4m3"
     INT8 = "int8"
+    ADAPTIVE = "adaptive"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,7 +39,7 @@ class Code(Enum):
 
     @property
     def max(self) -> float:
-        """Largest finite magnitude of a code."""
+        """Largest finite magnitude of a code; of ADAPTIVE where a block has INT8 codes."""
         return E4M3_MAX if self is Code.E4M3 else INT8_MAX
 
 
@@ -57,7 +59,7 @@ class BlockScaledTensor:
 
     Attributes:
         codes: `[..., R, C]` (`Orientation.ROWS`) or `[..., C, R]` (`Orientation.COLUMNS`),
-            contiguous, e4m3 or int8.
+            contiguous, e4m3 or int8 (ADAPTIVE: the bytes as int8).
         scale_inv: fp32 dequantisation multipliers, `[..., ceil(R/block.rows), ceil(C/block.cols)]`,
             transposed with the codes.
         block: block shape on the logical matrix.
@@ -65,7 +67,7 @@ class BlockScaledTensor:
         orientation: memory order of codes and scales.
 
     NaN: an E4M3 code NaN dequantises to NaN. INT8 has no NaN code; a non-finite element makes its
-    block's scale NaN.
+    block's scale NaN. An ADAPTIVE block with a non-finite element is one of INT8.
     The type is no tensor: arithmetic on it raises TypeError, so FP8 bytes can never be read as
     bf16. DTypeError or ShapeError where codes, scales and block do not belong together.
     """

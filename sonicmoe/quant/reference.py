@@ -18,6 +18,9 @@ without outliers then has one scale, bit for bit, and a GEMM that runs along it 
 Zeros keep the line's scale, so that padding channels cost no rescale. A block of x or dout never
 keeps the scale of another row, so tokens do not know each other.
 
+The adaptive code has INT8 in a block whose values lie close together and E4M3, with a negative scale,
+in one that `_is_wide` names: an outlier would leave its neighbours no bits of INT8.
+
 Infinity makes amax, and with it scale_inv, infinite: every value of the block dequantises to NaN,
 so a non-finite input is never laundered into a finite one. AMAX_FLOOR keeps both divisions finite;
 an all-zero block gets codes 0 and a finite scale. The block scaling is that of DeepSeek-V3
@@ -26,9 +29,11 @@ an all-zero block gets codes 0 and a finite scale. The block scaling is that of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from ..errors import DTypeError, expect
+from ..errors import DTypeError, ShapeError, expect
 from ..interop import dtype_name, is_cuda, numel
 from .format import E4M3_NAN, BlockScaledTensor, Code, Orientation, scale_shape
 from .recipes import BlockShape, Line, ScaleFormat, Steady
@@ -36,6 +41,8 @@ from .recipes import BlockShape, Line, ScaleFormat, Steady
 Tensor = torch.Tensor
 
 AMAX_FLOOR = 2.0**-100
+# Of the adaptive code: pairs whose maxima are compared, and how far below the block's they may lie.
+GROUP, SPREAD = 8, 8.0
 _MANTISSA_MASK = 0x007FFFFF
 
 
@@ -52,6 +59,8 @@ def quantize(
     """
     words = f"x is {dtype_name(x.dtype)}, needed: float32, bfloat16 or float16"
     expect(dtype_name(x.dtype) in {"float32", "bfloat16", "float16", "float64"}, DTypeError, words)
+    if code is Code.ADAPTIVE:
+        return _quantize_adaptive(x, block, scale_format)
     x = x.detach().to(torch.float32)
     shape = tuple(int(size) for size in x.shape)
     if numel(x) == 0:
@@ -80,6 +89,48 @@ def quantize(
     return BlockScaledTensor(
         _from_tiles(torch.round(finite).to(torch.int8), shape), scale_inv, block, code
     )
+
+
+def _quantize_adaptive(
+    x: Tensor, block: BlockShape, scale_format: ScaleFormat
+) -> BlockScaledTensor:
+    """INT8 codes, but E4M3 codes and a negative scale in the blocks that `_is_wide` names."""
+    as_int8 = quantize(x, block, Code.INT8, scale_format)
+    if numel(x) == 0:
+        return replace(as_int8, code=Code.ADAPTIVE)
+    as_e4m3 = quantize(x, block, Code.E4M3, scale_format)
+    wide = _is_wide(x, block)
+    scale_inv = torch.where(wide, -as_e4m3.scale_inv, as_int8.scale_inv)
+    # Paddle's CPU `where` knows no 8-bit integers.
+    small, large = (q.codes.view(torch.int8).to(torch.int32) for q in (as_int8, as_e4m3))
+    codes = torch.where(_per_element(wide, block, as_int8.shape), large, small)
+    return BlockScaledTensor(codes.to(torch.int8), scale_inv, block, Code.ADAPTIVE)
+
+
+def _is_wide(x: Tensor, block: BlockShape) -> Tensor:
+    """bool, one per block of one row: whether E4M3 keeps its values better than INT8.
+
+    The columns are (gate, up) pairs. A block is wide where the largest |gate| or the largest |up| of
+    some 8 neighbouring pairs lies below an eighth of the block's amax: INT8, whose step is amax /
+    127, would leave those values less than E4M3's 4 bits. Groups of zeros do not count, because both
+    codes keep them. Maxima and a power of two make the comparison exact in any order.
+    """
+    words = f"blocks are {block}; the adaptive code needs blocks of one row and of 16 n columns"
+    expect(block.rows == 1 and block.cols % (2 * GROUP) == 0, ShapeError, words)
+    tiles = _to_tiles(x.detach().to(torch.float32), block).abs().squeeze(-3)
+    groups = tiles.reshape([*tiles.shape[:-1], block.cols // (2 * GROUP), GROUP, 2]).amax(-2)
+    infinite = torch.full_like(groups, float("inf"))
+    least = torch.where(groups > 0.0, groups, infinite).flatten(-2).amin(-1)
+    amax = groups.flatten(-2).amax(-1)
+    return (least * SPREAD < amax) & (amax < float("inf"))
+
+
+def _per_element(of_blocks: Tensor, block: BlockShape, shape: tuple[int, ...]) -> Tensor:
+    """A bool for each block, as one for each element of `[..., R, C]`."""
+    ones = torch.ones(of_blocks.shape, dtype=torch.int32, device=of_blocks.device)
+    chosen = (ones * of_blocks.to(torch.int32)).unsqueeze(-1).unsqueeze(-3)
+    *lead, rows, _, cols, _ = (int(size) for size in chosen.shape)
+    return _from_tiles(chosen.expand([*lead, rows, block.rows, cols, block.cols]), shape) != 0
 
 
 def steady_amax(amax: Tensor, steady: Steady) -> Tensor:
@@ -150,8 +201,22 @@ def dequantize(q: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
     if any(size == 0 for size in shape):
         return torch.zeros(shape, dtype=dtype, device=q.codes.device)
     # One fp32 product an element, as the kernels have it: no other order could give their bits.
-    tiles = _to_tiles(q.codes.to(torch.float32), q.block) * q.scale_inv.unsqueeze(-1).unsqueeze(-3)
+    scales = q.scale_inv.abs() if q.code is Code.ADAPTIVE else q.scale_inv
+    tiles = _to_tiles(_code_values(q), q.block) * scales.unsqueeze(-1).unsqueeze(-3)
     return _from_tiles(tiles, shape).to(dtype)
+
+
+def _code_values(q: BlockScaledTensor) -> Tensor:
+    """fp32 values of the codes by rows, before their scales."""
+    if q.code is not Code.ADAPTIVE:
+        return q.codes.to(torch.float32)
+    as_e4m3 = q.codes.view(torch.float8_e4m3fn).to(torch.float32)
+    return torch.where(has_e4m3(q), as_e4m3, q.codes.to(torch.float32))
+
+
+def has_e4m3(q: BlockScaledTensor) -> Tensor:
+    """bool `[..., R, C]`: whether an element of an adaptive tensor lies in a block of E4M3 codes."""
+    return _per_element(q.scale_inv < 0.0, q.block, q.shape)
 
 
 def transpose_storage(q: BlockScaledTensor) -> BlockScaledTensor:

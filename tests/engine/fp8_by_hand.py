@@ -83,7 +83,7 @@ class Hand:
             return self.rounded(z)
         if self.settings.save_z is ZCode.BF16:
             return numpy(self.fp32(z).to(torch.bfloat16))
-        code = {ZCode.INT8: Code.INT8, ZCode.E4M3: Code.E4M3}[self.settings.save_z]
+        code = Code(self.settings.save_z.value)
         return numpy(dequantize(self.quantised(z, "z", code)))
 
 

@@ -206,7 +206,7 @@ def gather_gated_gemm(
     kind, own = launched_activation(OF_UP, activation, first, second)
     if store_z:
         wide = str(z.dtype) == "bfloat16"
-        code = ZCode.BF16 if wide else ZCode.INT8
+        code = ZCode.BF16 if wide else ZCode.ADAPTIVE
         settings = EngineSettings(kind, RECIPE, save_z=code, activation_parameters=own)
         q = saved_z(out, settings, torch.bfloat16)
     if store_z and wide:
@@ -254,7 +254,7 @@ def gather_dgated_gemm(
     if str(z.dtype) == "bfloat16":
         kept = at(z, "bfloat16", (r, 2 * inner)).to(torch.float32).clone()
     else:
-        kept = values(z, z_scale, BY_ROWS, Code.INT8)
+        kept = values(z, z_scale, BY_ROWS, Code.ADAPTIVE)
     kept[last:] = 0
     weighted = dy1 * torch.where(prob > 0, prob, 0.0)
     gate = launched_activation(OF_DGATED, activation, first, second)

@@ -73,7 +73,7 @@ CANNOT = (
     (HOPPER, {"activation": ActivationType.SILU}, ConfigError,
      "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_oai', "),
     (HOPPER, {"save_z": ZCode.E4M3}, ConfigError,
-     "z is saved as 'e4m3', and it stores 'int8' or 'bf16'"),
+     "z is saved as 'e4m3', and it stores 'adaptive' or 'int8' or 'bf16'"),
     (HOPPER, {"dtype": "float16"}, DTypeError, "tokens are float16, and it takes bfloat16"),
     (HOPPER, {"hidden_size": 2056}, ShapeError,
      "H is 2056 and I is 768, and it needs multiples of 16 and 64"),

@@ -77,7 +77,7 @@ ACTIVATIONS = {
 SIDES = {"plain": (), "x": ("x",), "dout": ("dout",), "both": ("x", "dout")}
 
 
-@pytest.mark.parametrize("z", list(ZCode)[::2], ids=str)
+@pytest.mark.parametrize("z", (ZCode.ADAPTIVE, ZCode.BF16), ids=str)
 def test_a_donated_z_is_freed_by_the_backward(z):
     """Whoever holds the tensors; the step has the bits of one that keeps it."""
     case, settings = Case(), replace(FP8, save_z=z)

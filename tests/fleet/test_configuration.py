@@ -174,21 +174,21 @@ class TestZ:
         for _ in range(2):
             assert FP8Config().node_config(fp8=True).save_z is ZCode.BF16
             configuration._node_config.cache_clear()
-        assert len(said()) == 1 and "SONIC_MOE_FP8_SAVE_Z=int8 halves" in said()[0]
+        assert len(said()) == 1 and "SONIC_MOE_FP8_SAVE_Z=adaptive halves" in said()[0]
 
     @pytest.mark.parametrize("given", [None, "int8", "e4m3"])
     def test_in_fp8_is_the_8_bit_code(self, given):
         with SonicMoEConfig(save_z=given).activate():
             made = with_fields(save_z_fp8=True).node_config(fp8=True)
-        assert made.save_z is ZCode(given or "int8")
+        assert made.save_z is ZCode(given or "adaptive")
 
-    @pytest.mark.parametrize("given", ["int8", "e4m3", "bf16"])
+    @pytest.mark.parametrize("given", ["adaptive", "int8", "e4m3", "bf16"])
     def test_is_what_the_flag_says_unless_the_field_is_set(self, given, monkeypatch, said):
         monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", given)
         assert FP8Config().node_config(fp8=True).save_z is ZCode(given)
         assert said() == []
         config = with_fields(save_z_fp8=given == "bf16")
-        other = ZCode.INT8 if given == "bf16" else ZCode.BF16
+        other = ZCode.ADAPTIVE if given == "bf16" else ZCode.BF16
         assert config.node_config(fp8=True).save_z is other
 
     def test_nothing_is_said_where_it_is_not_kept(self, said):

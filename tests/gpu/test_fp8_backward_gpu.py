@@ -62,7 +62,7 @@ def make_routing(shape, generator):
 class Backward:
     """Operands and poisoned outputs of one dgated launch."""
 
-    def __init__(self, shape, seed=0, z=torch.int8, folds=False):
+    def __init__(self, shape, seed=0, z=torch.int8, folds=False, outlier=1.0):
         tokens, hidden, inner, experts, _ = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         self.routing = make_routing(shape, generator)
@@ -72,7 +72,9 @@ class Backward:
         # native w2 [E, H, I]; dgrad reads it as [E, I, H]
         self.w2 = quantize(normal(generator, experts, inner, hidden) * hidden**-0.5, RECIPE.w2)
         values = normal(generator, r, 2 * inner) * (self.routing.row_token >= 0).unsqueeze(1)
-        q = quantize(values, rows(128), Code.INT8)
+        values[::3, 5] *= outlier  # of every third row, so that a warp meets both codes
+        q = quantize(values, rows(128), Code.ADAPTIVE)
+        assert outlier == 1.0 or bool((q.scale_inv[:, 0] < 0).any())
         self.z, self.z_scale = q.codes if z is torch.int8 else values.to(z), q.scale_inv
         self.z_values = dequantize(q) if z is torch.int8 else self.z
         self.dz, self.dz_t = (
@@ -162,13 +164,20 @@ def wide_outputs(case, shape):
 
 
 @pytest.mark.parametrize(
-    ("activation", "shape", "z"),
-    pairwise(HOPPER.activations, SHAPES, [torch.int8, torch.bfloat16]),
+    ("activation", "shape", "z", "outlier"),
+    [
+        *(
+            (*case, 1.0)
+            for case in pairwise(HOPPER.activations, SHAPES, [torch.int8, torch.bfloat16])
+        ),
+        *((*case, torch.int8, 20.0) for case in pairwise(HOPPER.activations, SHAPES)),
+    ],
     ids=lambda v: getattr(v, "value", str(v)),
 )
-def test_dgated(shape, activation, z):
-    code = ZCode.INT8 if z is torch.int8 else ZCode.BF16
-    case, module = Backward(shape, seed=10, z=z), fp8_dgated_source("sm_90a", z=code).load()
+def test_dgated(shape, activation, z, outlier):
+    code = ZCode.ADAPTIVE if z is torch.int8 else ZCode.BF16
+    case = Backward(shape, seed=10, z=z, outlier=outlier)
+    module = fp8_dgated_source("sm_90a", z=code).load()
     number = launched(activation, module)
     case.run(module.gather_dgated_gemm, number)
     dz, y1s, dprob = case.golden(activation)
@@ -193,7 +202,7 @@ def test_dgated_times_the_scales_of_tokens(shape, z):
     """Built for scales that stay along K: dz by rows as ever, and the operands of wgrad times a
     scale of their row each, in codes of their own. Its dprobs and dz are those of the usual build.
     """
-    code, swiglu = ZCode.INT8 if z is torch.int8 else ZCode.BF16, ActivationType.SWIGLU
+    code, swiglu = ZCode.ADAPTIVE if z is torch.int8 else ZCode.BF16, ActivationType.SWIGLU
     steady, usual = (
         fp8_dgated_source("sm_90a", swiglu, code, keeps).load().gather_dgated_gemm
         for keeps in (True, False)

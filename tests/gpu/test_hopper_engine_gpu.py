@@ -69,7 +69,7 @@ def compiled():
         jobs += engine_sources(ARCH, activation)
         jobs += engine_sources(ARCH, activation, z=ZCode.BF16)
         jobs += engine_sources(ARCH, activation, steady=True)
-        for z, steady in itertools.product((ZCode.INT8, ZCode.BF16), (False, True)):
+        for z, steady in itertools.product((ZCode.ADAPTIVE, ZCode.BF16), (False, True)):
             jobs += engine_sources(ARCH, activation, z, steady, bias=True)
     jobs += engine_sources(ARCH, FP8.activation, z=ZCode.BF16, steady=True)
     build(jobs)
@@ -96,7 +96,7 @@ class HopperContract(EngineContract):
 
     @pytest.mark.parametrize(
         ("activation", "z", "tokens"),
-        pairwise(GATES, (ZCode.INT8, ZCode.BF16), (600, 3000)),
+        pairwise(GATES, (ZCode.ADAPTIVE, ZCode.BF16), (600, 3000)),
         ids=lambda v: getattr(v, "value", str(v)),
     )
     def test_biases(self, activation, z, tokens):

@@ -47,7 +47,7 @@ SWIGLU, OAI, GELU = ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, Activation
 
 
 def variants(
-    activation: ActivationType, z: ZCode = ZCode.INT8, steady: bool = False
+    activation: ActivationType, z: ZCode = ZCode.ADAPTIVE, steady: bool = False
 ) -> tuple[CudaSource, ...]:
     """The gated GEMMs of one activation."""
     return gemm_sources("sm_90a", activation, z, steady)[:2]
@@ -59,7 +59,7 @@ def in_bf16(activation: ActivationType, **special: bool) -> tuple[CudaSource, ..
 
 
 def with_biases(
-    activation: ActivationType, z: ZCode = ZCode.INT8, steady: bool = False
+    activation: ActivationType, z: ZCode = ZCode.ADAPTIVE, steady: bool = False
 ) -> CudaSource:
     """The up projection and the plain GEMMs; dgated knows no bias."""
     return fp8_grouped_gemm_source("sm_90a", activation, z, steady, bias=True)
@@ -99,6 +99,7 @@ OTHERS = (
     *in_bf16(SWIGLU, rows_first=True),
     *in_bf16(SWIGLU, separate=True),
     *variants(OAI),
+    variants(OAI, ZCode.INT8)[0],
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
     *gemm_sources("sm_90a", steady=True)[:2],
@@ -113,7 +114,7 @@ OTHERS = (
     *(
         with_biases(activation, z, steady)
         for activation in HOPPER.activations
-        for z, steady in ((ZCode.INT8, False), (ZCode.BF16, True))
+        for z, steady in ((ZCode.ADAPTIVE, False), (ZCode.BF16, True))
     ),
     *(
         source
@@ -224,7 +225,8 @@ def kernels_in(source) -> int:
 def label(source) -> str:
     defines = dict(source.defines)
     parts = {
-        "Z_BF16": "z in bf16", "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
+        "Z_BF16": "z in bf16", "Z_INT8": "z in int8",
+        "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
     }  # fmt: skip
     shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))

@@ -163,7 +163,7 @@ def _cases_of_torch() -> list[Case]:
 
 
 def _step_settings() -> Iterator[tuple[tuple[str, Any], ...]]:
-    codes, switches = ("int8", "e4m3", "bf16"), (False, True)
+    codes, switches = ("adaptive", "int8", "e4m3", "bf16"), (False, True)
     for save_z, recompute_z, stagewise in itertools.product(codes, switches, switches):
         # Every third of them without FP8 weight gradients: pairs, and not the product.
         fp8_wgrad = (codes.index(save_z) + recompute_z + stagewise) % 3 != 0

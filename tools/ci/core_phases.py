@@ -208,6 +208,7 @@ def quantisers(fast: bool) -> dict[str, Any]:
         (Code.E4M3, rows(128)),
         (Code.E4M3, iso(128)),
         (Code.INT8, rows(128)),
+        (Code.ADAPTIVE, rows(128)),
         (Code.E4M3, RECIPES["dx256"].dz),
     ):
         for scales in ScaleFormat:

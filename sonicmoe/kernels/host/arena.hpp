@@ -31,7 +31,8 @@ struct Format {
 };
 
 constexpr Format kTokenFormat{"e4m3", 1, kScaleBlock, false};  // x, dout, y1: one scale a row
-constexpr Format kZFormat{"int8", 1, kScaleBlock, false};
+// What was built for INT8 alone writes codes that read as adaptive ones do.
+constexpr Format kZFormat{"adaptive", 1, kScaleBlock, false};
 constexpr Format kDzFormat{"e4m3", kScaleBlock, kGateUpBlock, false};
 // Operands of wgrad are token-major.
 constexpr Format kWgradDzFormat{"e4m3", kScaleBlock, kGateUpBlock, true};
@@ -119,8 +120,8 @@ struct DzScratch {
   DzScratch(Arena& arena, const Sizes& n)
       : dz(arena.quantized(n['R'], 2 * n['I'], kDzFormat)),
         dprob_parts(arena.matrix(ceil_of(n['I'], kDprobColumns), n['R'], kSingle)),
-        no_scales(arena.matrix(ceil_of(n['I'], kScaleBlock), ceil_of(n['R'], kRowAlignment),
-                               kSingle)) {}
+        no_scales(
+            arena.matrix(ceil_of(n['I'], kScaleBlock), ceil_of(n['R'], kRowAlignment), kSingle)) {}
 };
 
 // Apart from dz's, because nothing needs it behind dgated.

@@ -23,7 +23,7 @@
 // rows stands with the other operand (quant/folding.py). dgated then takes x too. Values that have
 // codes beside them are quantised into these, which outlive the pass.
 //
-// z is kept in INT8 codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
+// z is kept in 8-bit codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
 //
 // Biases lie in the weights' handle. dgated sums their gradients too, where it is given memory for
 // them (db1, db2): later there are no codes of dz by rows, nor always values of dout.

@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 def fp8_grouped_gemm_source(
     arch: str,
     activation: ActivationType | None = None,
-    z: ZCode = ZCode.INT8,
+    z: ZCode = ZCode.ADAPTIVE,
     steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
@@ -37,14 +37,16 @@ def fp8_grouped_gemm_source(
 def fp8_dgated_source(
     arch: str,
     activation: ActivationType | None = None,
-    z: ZCode = ZCode.INT8,
+    z: ZCode = ZCode.ADAPTIVE,
     steady: bool = False,
     low_rank: bool = False,
 ) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
     activation (None: of any, as a test has it), a form of z, and with or without low-rank adapters.
     """
-    return _gated_source("fp8_dgated", arch, activation, z, steady, low_rank=low_rank)
+    # The reader of the adaptive code reads INT8 too, so one artefact serves both.
+    kept = ZCode.ADAPTIVE if z is ZCode.INT8 else z
+    return _gated_source("fp8_dgated", arch, activation, kept, steady, low_rank=low_rank)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -117,7 +119,7 @@ def bf16_sources(
 def gemm_sources(
     arch: str,
     activation: ActivationType | None = None,
-    z: ZCode = ZCode.INT8,
+    z: ZCode = ZCode.ADAPTIVE,
     steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
@@ -133,7 +135,7 @@ def gemm_sources(
 def engine_sources(
     arch: str,
     activation: ActivationType,
-    z: ZCode = ZCode.INT8,
+    z: ZCode = ZCode.ADAPTIVE,
     steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
@@ -157,8 +159,10 @@ def _gated_source(
     bias: bool = False,
     low_rank: bool = False,
 ) -> CudaSource:
-    on = {"Z_BF16": z is ZCode.BF16, "STEADY_SCALES": steady, "BIAS": bias, "LOW_RANK": low_rank}
+    on = {"STEADY_SCALES": steady, "BIAS": bias, "LOW_RANK": low_rank}
     defines: dict[str, int | str] = {macro: 1 for macro, is_on in on.items() if is_on}
+    if z is not ZCode.ADAPTIVE:
+        defines[f"Z_{z.name}"] = 1
     # A model needs one activation, and compiling all of them takes three times as long.
     if activation is not None:
         defines["ACTIVATION"] = activation.value

@@ -23,19 +23,20 @@
 namespace sonicmoe::sm90 {
 
 struct DgatedParams {
-  const uint8_t* z;        // int8 or bf16 [R, 2I], gate and up interleaved
-  const float* z_scale;    // [R, I / 64], of int8
-  const float* row_prob;   // [R]
-  uint8_t* dz;             // e4m3 [R, 2I]
-  float* dz_scale;         // [R / 128, ceil(I / 128)]
-  float* dz_t_scale;       // [ceil(I / 128), R / 128]
-  float* y1s_t_scale;      // [ceil(I / 128), R / 128]
-  float* dprob_parts;      // [ceil(I / 256), R]: a row's sum over the columns of one tile
+  const uint8_t* z;       // codes or bf16 [R, 2I], gate and up interleaved
+  const float* z_scale;   // [R, I / 64], of codes: negative where they are E4M3, else they are INT8
+  const float* row_prob;  // [R]
+  uint8_t* dz;            // e4m3 [R, 2I]
+  float* dz_scale;        // [R / 128, ceil(I / 128)]
+  float* dz_t_scale;      // [ceil(I / 128), R / 128]
+  float* y1s_t_scale;     // [ceil(I / 128), R / 128]
+  float* dprob_parts;     // [ceil(I / 256), R]: a row's sum over the columns of one tile
   __nv_bfloat16* dz_wide;  // [R, 2I] and
   __nv_bfloat16*
       y1s_wide;  // [R, I]: operands of an unquantised wgrad, instead of the transposed codes
   int64_t rows;  // R
-  int dz_features, y1s_features;  // that leave transposed: 2I and I, or none, where nobody reads them
+  int dz_features,
+      y1s_features;         // that leave transposed: 2I and I, or none, where nobody reads them
   const float* row_scales;  // [R, 2], of x and of dout: what the transposed codes of dz and of y1s
                             // are multiplied by (kFolds; dz_t_scale is [I / 64, R / 128] then)
 };
@@ -142,10 +143,19 @@ __device__ __forceinline__ float biased_byte(uint32_t word) {
   return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + i)) - 8388736.f;  // 2^23 + 128
 }
 
+// byte `i` of a word of E4M3 codes as a float
+template <int i>
+__device__ __forceinline__ float e4m3_byte(uint32_t word) {
+  const uint32_t top = __byte_perm(word, 0, 0x0444 + (i << 12));
+  // The sign stays, and the other seven bits go to the exponent's low end and the mantissa's top.
+  return __uint_as_float((static_cast<uint32_t>(static_cast<int32_t>(top) >> 4)) & 0x87f00000u) *
+         0x1p120f;
+}
+
 template <class Activation, bool kWgradFp8>
 struct DgatedFp8 {
   struct Params : Activation, DgatedParams {};
-  // z of 64 columns of dy1: of each row, 32 columns at a time. In INT8 word j holds (gate, up) of
+  // z of 64 columns of dy1: of each row, 32 columns at a time. Of codes word j holds (gate, up) of
   // columns 8 (lane % 4) + 2 j and + 1, in bf16 of column 8 (lane % 4) + j.
   static constexpr int kZChunks = kZIsBf16 ? 2 : 1;  // of 16 bytes
   struct ZWords {
@@ -160,8 +170,7 @@ struct DgatedFp8 {
   // behind those of a side: it is loaded when they are done, from L2. Beside SiLU the left side has
   // them.
   template <int kSide>
-  static constexpr bool kLoadsZLate =
-      kFolds && (kSide == 1 || !std::is_same_v<Activation, Silu>);
+  static constexpr bool kLoadsZLate = kFolds && (kSide == 1 || !std::is_same_v<Activation, Silu>);
   // The z of a side's columns comes in two parts where registers do not suffice for all of it.
   static constexpr bool kLoadsZInParts = !kWgradFp8 && kZIsBf16 && Activation::kBoundsUp;
   const GemmParams& p;
@@ -302,8 +311,11 @@ struct DgatedFp8 {
       z.word[h][g][i] =
           load_early_16(e.z + kZChunks * chunk_offset(row + h, col + 32 * g) + 16 * i);
   }
-  // gate and up of columns 8 (lane % 4) + 2 (j % 4) and + 1 of 32, in units of z's scale.
-  __device__ __forceinline__ void decode(int h, int j, float (&gate)[2], float (&up)[2]) const {
+  // gate and up of columns 8 (lane % 4) + 2 (j % 4) and + 1 of 32, in units of z's scale. kMixed:
+  // the codes may be E4M3, and are where `wide` says so.
+  template <bool kMixed>
+  __device__ __forceinline__ void decode(int h, int j, bool wide, float (&gate)[2],
+                                         float (&up)[2]) const {
     if constexpr (kZIsBf16) {
       const uint4& words = z.word[h][j / 4][kZChunks * (j % 4) / 4];
       const uint32_t pair[2] = {j % 2 == 0 ? words.x : words.z, j % 2 == 0 ? words.y : words.w};
@@ -311,13 +323,19 @@ struct DgatedFp8 {
       for (int c = 0; c < 2; ++c) gate[c] = low_of(pair[c]), up[c] = high_of(pair[c]);
     } else {
       const uint4& words = z.word[h][j / 4][0];
-      const uint32_t word = (j % 4 == 0   ? words.x
+      const uint32_t codes = j % 4 == 0   ? words.x
                              : j % 4 == 1 ? words.y
                              : j % 4 == 2 ? words.z
-                                          : words.w) ^
-                            0x80808080u;
+                                          : words.w,
+                     word = codes ^ 0x80808080u;
       gate[0] = biased_byte<0>(word), gate[1] = biased_byte<2>(word);
       up[0] = biased_byte<1>(word), up[1] = biased_byte<3>(word);
+      if constexpr (kMixed) {
+        if (wide) {
+          gate[0] = e4m3_byte<0>(codes), gate[1] = e4m3_byte<2>(codes);
+          up[0] = e4m3_byte<1>(codes), up[1] = e4m3_byte<3>(codes);
+        }
+      }
     }
   }
   // Where this thread's 16 bytes of 32 columns lie in [R, 2I]; in units of 16 bytes 32 bits are
@@ -337,46 +355,14 @@ struct DgatedFp8 {
       // Not before where results are wide: registers would not suffice.
       if (!kWgradFp8 && !kLoadsZInParts && inside) load_row_of_z(h, row, col);
       if constexpr (kZIsBf16) z.scale[h] = 1.f;
-      // In units of z's scale, but for an activation with bounds: it decodes every element.
-      const float scale = Activation::kBoundsUp ? 1.f : z.scale[h],
-                  argument_scale = Activation::kArgument * scale;
-      out.z_scale[kSide][h] = scale;
-      float sum = 0.f;
-      uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float gate[2], up[2], y1[2];
-        if (kLoadsZInParts && j % 4 == 0 && inside) load_part_of_z(h, j / 4, row, col);
-        decode(h, j, gate, up);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float factor, factor_slope, value, slope;
-          e.up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor,
-                    factor_slope);
-          const float dy1 = acc[4 * (8 * kSide + j) + 2 * h + c], dy1_up = dy1 * factor;
-          e.both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale, argument_scale,
-                 value, slope);
-          y1[c] = value * factor;
-          sum = fmaf(dy1_up, value, sum);
-          uint32_t& dz = out.dz[kSide][h][j][c];
-          dz = bf16x2(dy1_up * slope, dy1 * value * factor_slope);
-          largest_dz = max_magnitudes(largest_dz, dz);
-        }
-        out.y1s[kSide][h][j] = bf16x2(y1[0], y1[1]);
-        largest_y1 = max_magnitudes(largest_y1, out.y1s[kSide][h][j]);
-        if constexpr (!kWgradFp8) {
-          if (inside) store_wide<kSide>(out, by, h, j, row, col);
-          __syncwarp();  // the compiler then does not mix columns: registers would not suffice
-        }
+      // Few blocks have E4M3 codes, so warps that meet none do not pay for decoding both.
+      if (!kZIsBf16 && __any_sync(~0u, z.scale[h] < 0.f)) {
+        const bool wide = z.scale[h] < 0.f;
+        z.scale[h] = fabsf(z.scale[h]);
+        compute_row<kSide, true>(h, wide, acc, out, by, dprob, row, col, inside);
+      } else {
+        compute_row<kSide, false>(h, false, acc, out, by, dprob, row, col, inside);
       }
-      dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
-      out.top_dz =
-          fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
-      if constexpr (kFolds)
-        out.top_folded[kSide] = fmaxf(out.top_folded[kSide],
-                                      larger_magnitude(largest_dz) *
-                                          fabsf(dz_by(out, kSide, h, by) * of_row(kXScale, h)));
-      out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
       if (kWgradFp8 && !kLoadsZLate<kSide> && next < end) {
         // The compiler then does not ask for z before the values of both rows have their places:
         // with GeLU registers would not suffice. Nor would they under a clamp for either row.
@@ -384,6 +370,50 @@ struct DgatedFp8 {
         load_row_of_z(h, row, next);
       }
     }
+  }
+  // One row of them.
+  template <int kSide, bool kMixed>
+  __device__ __forceinline__ void compute_row(int h, bool wide, const float (&acc)[64],
+                                              Gradients& out, const float (&by)[2],
+                                              float (&dprob)[2], int row, int col, bool inside) {
+    // In units of z's scale, but for an activation with bounds: it decodes every element.
+    const float scale = Activation::kBoundsUp ? 1.f : z.scale[h],
+                argument_scale = Activation::kArgument * scale;
+    out.z_scale[kSide][h] = scale;
+    float sum = 0.f;
+    uint32_t largest_dz = 0, largest_y1 = 0;  // pairs
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float gate[2], up[2], y1[2];
+      if (kLoadsZInParts && j % 4 == 0 && inside) load_part_of_z(h, j / 4, row, col);
+      decode<kMixed>(h, j, wide, gate, up);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float factor, factor_slope, value, slope;
+        e.up_both(Activation::kBoundsUp ? up[c] * z.scale[h] : up[c], factor, factor_slope);
+        const float dy1 = acc[4 * (8 * kSide + j) + 2 * h + c], dy1_up = dy1 * factor;
+        e.both(Activation::kBoundsUp ? gate[c] * z.scale[h] : gate[c], scale, argument_scale, value,
+               slope);
+        y1[c] = value * factor;
+        sum = fmaf(dy1_up, value, sum);
+        uint32_t& dz = out.dz[kSide][h][j][c];
+        dz = bf16x2(dy1_up * slope, dy1 * value * factor_slope);
+        largest_dz = max_magnitudes(largest_dz, dz);
+      }
+      out.y1s[kSide][h][j] = bf16x2(y1[0], y1[1]);
+      largest_y1 = max_magnitudes(largest_y1, out.y1s[kSide][h][j]);
+      if constexpr (!kWgradFp8) {
+        if (inside) store_wide<kSide>(out, by, h, j, row, col);
+        __syncwarp();  // the compiler then does not mix columns: registers would not suffice
+      }
+    }
+    dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
+    out.top_dz = fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
+    if constexpr (kFolds)
+      out.top_folded[kSide] =
+          fmaxf(out.top_folded[kSide], larger_magnitude(largest_dz) *
+                                           fabsf(dz_by(out, kSide, h, by) * of_row(kXScale, h)));
+    out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
   }
 
   // What a row of 64 columns is still to be multiplied by.

@@ -7,11 +7,19 @@
 
 namespace sonicmoe::sm90 {
 
-// How z is kept: INT8 codes with a scale for 128 columns of a row, or plain bf16.
+// How z is kept: 8-bit codes with a scale for 128 columns of a row, or plain bf16. The codes of a
+// block are INT8, or, where its scale is negative, E4M3.
 #ifdef Z_BF16
 constexpr bool kZIsBf16 = true;
 #else
 constexpr bool kZIsBf16 = false;
+#endif
+// How far below a block's amax the largest gate, or the largest up, of 8 neighbouring pairs may lie
+// before the block's codes are E4M3 (quant/reference.py, `_is_wide`). Built with Z_INT8 none are.
+#ifdef Z_INT8
+constexpr float kSpread = __builtin_huge_valf();
+#else
+constexpr float kSpread = 8.f;
 #endif
 // Whether both projections have biases.
 #ifdef BIAS
@@ -35,6 +43,10 @@ __device__ __forceinline__ uint32_t e4m3x2(float low, float high) {
   uint16_t r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
+}
+// The value of a byte without its sign. As fp32 bits its exponent is 120 too small.
+__device__ __forceinline__ float e4m3_value(uint32_t byte) {
+  return __uint_as_float(byte << 20) * 0x1p120f;
 }
 // The low byte is x * by rounded to the nearest even integer; |x * by| < 2^22.
 __device__ __forceinline__ uint32_t int8_bits(float x, float by) {
@@ -67,14 +79,25 @@ struct Sides {
     const uint32_t below = __float_as_uint(limit) & 0xffff0000u;
     return {limit, __uint_as_float(below), __uint_as_float(below + 0x10000u)};
   }
-  // The largest INT8 code within the bound, as dgated decodes and compares codes of this scale: 0 to
-  // 127; or kNoCode where the scale is not finite, because neither is what a code stands for.
+  // The largest INT8 code within the bound, as dgated decodes and compares codes of this scale: 0
+  // to 127; or kNoCode where the scale is not finite, because neither is what a code stands for.
   static constexpr uint32_t kNoCode = 255;
   __device__ static __forceinline__ uint32_t code_within(float limit, float scale) {
     float code = floorf(limit * reciprocal(scale));  // off by one at most
     if (code * scale > limit) code -= 1.f;
     if ((code + 1.f) * scale <= limit) code += 1.f;
     return scale < __builtin_huge_valf() ? static_cast<uint32_t>(fminf(code, 127.f)) : kNoCode;
+  }
+  // The same of E4M3: a byte without its sign, of the scale's magnitude.
+  __device__ static __forceinline__ uint32_t e4m3_within(float limit, float scale) {
+    uint32_t code = e4m3x2(limit * reciprocal(scale), 0.f) & 0xff;  // off by one at most
+    if (e4m3_value(code) * scale > limit) --code;
+    if (code < 0x7e && e4m3_value(code + 1) * scale <= limit) ++code;
+    return code;
+  }
+  __device__ static __forceinline__ Sides of_e4m3(float limit, uint32_t code, float multiply) {
+    const float scale = reciprocal(multiply);
+    return {limit, e4m3_value(code) * scale, e4m3_value(min(code + 1, 0x7eu)) * scale};
   }
   // Of codes that are x * multiply, rounded.
   __device__ static __forceinline__ Sides of_codes(float limit, uint32_t code, float multiply) {
@@ -164,8 +187,8 @@ struct StoreBf16 : PatchEpilogue {
 // z = (gate, up) pairs in neighbouring columns; y1 = act(gate) * up. A row's 128 y1 columns lie in
 // one quad's registers. `up`, and with it y1 until it is quantised, stays in units of the
 // accumulator's scale: maxima are scaled, not elements. Where the activation bounds `up`, the
-// accumulators are scaled first, because a bound is in units of z; where there is a bias; and where z
-// is kept in bf16.
+// accumulators are scaled first, because a bound is in units of z; where there is a bias; and where
+// z is kept in bf16.
 template <class Activation, bool kStoreZ>
 struct GatedFp8 : PatchEpilogue {
   static constexpr int kColumnGroup = 64;  // a thread's 16 columns of z, and 8 of y1, are
@@ -194,11 +217,12 @@ struct GatedFp8 : PatchEpilogue {
     }
     uint32_t y8[2][8], patch = 0;
     if constexpr (kWritesRowsOfY1) patch = way_out.acquire(lane);
-    float multiply_z[2][2];
-    uint32_t within_z = 0;  // of `Sides`: a byte for each of these
+    float multiply_z[2][2];  // negative where codes are E4M3
+    uint32_t within_z = 0;   // of `Sides`: a byte for each of these
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f};
+      float y[32], top_y[2] = {0.f, 0.f}, top_z[2] = {0.f, 0.f}, top_gate = 0.f, top_up = 0.f;
+      uint32_t least_z[2] = {kNoGroup, kNoGroup};
       const float unit[2] = {kInUnitsOfZ ? 1.f : acc_unit[h][0],
                              kInUnitsOfZ ? 1.f : acc_unit[h][1]};
 #pragma unroll
@@ -207,8 +231,14 @@ struct GatedFp8 : PatchEpilogue {
               &up = acc[j / 16][4 * (j % 16) + 2 * h + 1];
         if constexpr (kInUnitsOfZ && !kBiased)
           gate *= acc_unit[h][j / 16], up *= acc_unit[h][j / 16];
-        if constexpr (kQuantisesZ)
-          top_z[j / 16] = max_nan(top_z[j / 16], max_nan(fabsf(gate), fabsf(up)));
+        if constexpr (kQuantisesZ) {
+          top_gate = max_nan(j % 8 == 0 ? 0.f : top_gate, fabsf(gate));
+          top_up = max_nan(j % 8 == 0 ? 0.f : top_up, fabsf(up));
+          if (j % 8 == 7) {
+            top_z[j / 16] = max_nan(top_z[j / 16], max_nan(top_gate, top_up));
+            least_z[j / 16] = min(least_z[j / 16], min(group(top_gate), group(top_up)));
+          }
+        }
         y[j] = e.value(gate * unit[j / 16]) * e.up_value(up);
         if constexpr (kStoreZ && kZIsBf16 && Activation::kClamps) {
           const Sides sides = Sides::of_bf16(e.limit);
@@ -221,8 +251,11 @@ struct GatedFp8 : PatchEpilogue {
       }
       const float amax_y = quad_max(fmaxf(top_y[0] * unit[0], top_y[1] * unit[1]));
       const float amax_z[2] = {quad_max_nan(top_z[0] * unit[0]), quad_max_nan(top_z[1] * unit[1])};
-      const float multiply_y = scales_of_row(amax_y, amax_z, row0 + slab_row<false>(lane, h),
-                                             tile.col, multiply_z[h], within_z);
+      const bool wide_z[2] = {is_wide(least_z[0], unit[0], amax_z[0]),
+                              is_wide(least_z[1], unit[1], amax_z[1])};
+      const float multiply_y =
+          scales_of_row(amax_y, amax_z, wide_z, row0 + slab_row<false>(lane, h), tile.col,
+                        multiply_z[h], within_z);
       const float by[2] = {multiply_y * unit[0], multiply_y * unit[1]};
       multiply_z[h][0] *= unit[0];
       multiply_z[h][1] *= unit[1];
@@ -248,7 +281,8 @@ struct GatedFp8 : PatchEpilogue {
     const float* bias = e.b1 + static_cast<int64_t>(tile.expert) * p.n + 16 * (lane % 4);
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      // Columns behind the last one are zeroed afterwards, so it does not matter what is added there.
+      // Columns behind the last one are zeroed afterwards, so it does not matter what is added
+      // there.
       const float4* from = reinterpret_cast<const float4*>(bias + min(tile.col + 64 * g, p.n - 64));
       float4 b[4];
 #pragma unroll
@@ -266,13 +300,29 @@ struct GatedFp8 : PatchEpilogue {
     }
   }
 
+  // The amax of a group of 8 gates or ups, as an integer that is larger for zero than for infinity:
+  // a group of zeros decides nothing, because both codes keep it.
+  static constexpr uint32_t kNoGroup = 0x7f800000u - 1u;
+  __device__ static __forceinline__ uint32_t group(float amax) {
+    return __float_as_uint(amax) - 1u;
+  }
+  // Whether the codes of a block are E4M3, the same for all lanes of a quad. least: of this
+  // thread's groups; amax: of the block.
+  __device__ __forceinline__ bool is_wide(uint32_t least, float unit, float amax) const {
+    if constexpr (!kQuantisesZ || kSpread == __builtin_huge_valf()) return false;
+    const float smallest = __uint_as_float(least + 1u) * unit;
+    const bool here = smallest * kSpread < amax && amax < __builtin_huge_valf();
+    return (__ballot_sync(~0u, here) >> (lane & ~3) & 15u) != 0;
+  }
+
   // Divisions are dear and every lane of a quad needs the same three pairs: lane 0 makes y1's,
   // lanes 1 and 2 z's. Where the activation clamps, two bytes come into within_z, below the others.
   __device__ __forceinline__ float scales_of_row(float amax_y, const float (&amax_z)[2],
-                                                 int64_t row, int col, float (&multiply_z)[2],
-                                                 uint32_t& within_z) const {
+                                                 const bool (&wide_z)[2], int64_t row, int col,
+                                                 float (&multiply_z)[2], uint32_t& within_z) const {
     const int q = lane % 4;
-    const float limit = kQuantisesZ && q > 0 ? 127.f : kE4m3Max;
+    const bool wide = q == 1 ? wide_z[0] : wide_z[1];
+    const float limit = kQuantisesZ && q > 0 && !wide ? 127.f : kE4m3Max;
     const float amax = max_nan(!kQuantisesZ || q == 0 ? amax_y
                                : q == 1               ? amax_z[0]
                                                       : amax_z[1],
@@ -281,11 +331,14 @@ struct GatedFp8 : PatchEpilogue {
     if (q == 0) e.y1_scale[row * ((p.n + 255) / 256) + col / 256] = scale;
     if constexpr (kQuantisesZ) {
       const int block = col / 128 + q - 1;
-      if ((q == 1 || q == 2) && block < p.n / 128) e.z_scale[row * (p.n / 128) + block] = scale;
+      if ((q == 1 || q == 2) && block < p.n / 128)
+        e.z_scale[row * (p.n / 128) + block] = wide ? -scale : scale;
 #pragma unroll
-      for (int b = 0; b < 2; ++b) multiply_z[b] = __shfl_sync(~0u, multiply, (lane & ~3) + 1 + b);
+      for (int b = 0; b < 2; ++b)
+        multiply_z[b] = __shfl_sync(~0u, wide ? -multiply : multiply, (lane & ~3) + 1 + b);
       if constexpr (Activation::kClamps) {
-        const uint32_t code = Sides::code_within(e.limit, scale);
+        const uint32_t code =
+            wide ? Sides::e4m3_within(e.limit, scale) : Sides::code_within(e.limit, scale);
 #pragma unroll
         for (int b = 0; b < 2; ++b)
           within_z = within_z << 8 | __shfl_sync(~0u, code, (lane & ~3) + 1 + b);
@@ -318,29 +371,42 @@ struct GatedFp8 : PatchEpilogue {
       const uint32_t patch = way_out.acquire(lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        Sides sides;
-        if constexpr (Activation::kClamps)
-          sides = Sides::of_codes(e.limit, within >> (24 - 16 * h - 8 * half) & 255,
-                                  multiply[h][half]);
-        const auto bits = [&](float gate, float up, float by) {
-          if constexpr (Activation::kClamps) sides.gate(gate), sides.up(up);
-          return __byte_perm(int8_bits(gate, by), int8_bits(up, by), 0x0040);
-        };
-#pragma unroll
-        for (int g = 0; g < 2; ++g) {  // 64 columns, 16 a thread
-          uint32_t w[4];
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const float* v = &acc[half][4 * (8 * g + 2 * m) + 2 * h];
-            const float by = multiply[h][half];
-            w[m] = __byte_perm(bits(v[0], v[1], by), bits(v[4], v[5], by), 0x5410);
-          }
-          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[0], w[1], w[2],
-                          w[3]);
+        const float by = multiply[h][half];
+        const uint32_t code = within >> (24 - 16 * h - 8 * half) & 255;
+        uint32_t w[2][4];
+        if (by < 0.f) {
+          encode_z<true>(acc[half], h, -by, code, w);
+        } else {
+          encode_z<false>(acc[half], h, by, code, w);
         }
+#pragma unroll
+        for (int g = 0; g < 2; ++g)
+          store_shared_16(chunk_address(patch, lane / 4 + 8 * h, 4 * g + q), w[g][0], w[g][1],
+                          w[g][2], w[g][3]);
       }
       way_out.publish(&maps.d, col + 128 * half, row0, lane);
     }
+  }
+
+  // This thread's codes of a row's 128 columns, 16 neighbours of each 64. code: of `Sides`.
+  template <bool kWide>
+  __device__ __forceinline__ void encode_z(const float (&acc)[64], int h, float by, uint32_t code,
+                                           uint32_t (&w)[2][4]) const {
+    Sides sides;
+    if constexpr (Activation::kClamps)
+      sides = kWide ? Sides::of_e4m3(e.limit, code, by) : Sides::of_codes(e.limit, code, by);
+    const auto bits = [&](float gate, float up) {
+      if constexpr (Activation::kClamps) sides.gate(gate), sides.up(up);
+      if constexpr (kWide) return e4m3x2(gate * by, up * by);
+      return __byte_perm(int8_bits(gate, by), int8_bits(up, by), 0x0040);
+    };
+#pragma unroll
+    for (int g = 0; g < 2; ++g)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float* v = &acc[4 * (8 * g + 2 * m) + 2 * h];
+        w[g][m] = __byte_perm(bits(v[0], v[1]), bits(v[4], v[5]), 0x5410);
+      }
   }
 
   __device__ __forceinline__ void store_plain_z(const Accumulators& acc, int col, int row0) {
