@@ -82,6 +82,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=200,
         help="cases of every kind of attack on files and commands; a thorough run takes 20000",
     )
+    parser.addoption("--cases", type=int, default=0, help="further cases of tests/oracle, drawn")
+    parser.addoption("--seed", type=int, default=1, help="which further cases")
 
 
 @pytest.fixture

@@ -1,0 +1,207 @@
+"""A training step of one expert layer as a line of text: every axis that a face or an engine may read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+FP8_RECIPES = ("dx256", "iso128", "1x128", "iso32", "dx256-pow2")
+GATED = ("swiglu", "geglu", "reglu", "swiglu_oai", "swiglu_clamp", "situ_glu", "geglu_tanh")
+UNGATED = ("relu_sq", "relu", "gelu", "silu", "gelu_tanh")
+# Numbers that a layer sets for itself, of a size that its tokens reach.
+OWN = {
+    "swiglu_oai": (("alpha", 1.25), ("limit", 5.0)),
+    "swiglu_clamp": (("limit", 4.0),),
+    "situ_glu": (("beta", 4.0), ("linear_beta", 2.5)),
+}
+LOUD = 30.0
+# T, H, I, E, K
+SIZES = (
+    *((37, 80, 48, 4, 3), (37, 256, 64, 4, 2), (150, 128, 144, 3, 2), (9, 16, 8, 3, 2)),
+    *((1, 32, 16, 1, 1), (33, 136, 136, 5, 4), (0, 32, 16, 3, 2), (20, 16, 8, 12, 8)),
+)
+# The first value is the one that `shrink` prefers.
+AXES: dict[str, tuple[Any, ...]] = {
+    "face": ("node", "stacked", "triples", "moe", "transformers", "fleet", "sorted"),
+    "law": (
+        "repeat", "poison", "memory", "permuted", "recompute", "face", "arrangement", "split",
+    ),
+    "recipe": ("none", *FP8_RECIPES),
+    "activation": (*GATED, *UNGATED),
+    "own": (False, True),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "bias": (False, True),
+    "adapters": ("none", "up", "down", "both"),
+    "frozen": (False, True),
+    "arrangement": ("per_expert", "fused", "native", "halves"),
+    "gradients": ("autograd", "main_grad", "unset"),
+    "flush": ("auto", "step"),
+    "first": ("add", "overwrite"),
+    "arrivals": ("plain", "x", "dout", "both"),
+    "schedule": ("one", "two", "crossed", "checkpoint"),
+    "save_z": ("int8", "e4m3", "bf16"),
+    "recompute_z": (False, True),
+    "stagewise_memory": (False, True),
+    "fp8_wgrad": (True, False),
+    "iso_weight": (False, True),
+    "counts": ("none", "list", "tensor"),
+    "index": ("int64", "int32"),
+    "routing": ("full", "sentinels", "one", "nobody", "zero"),
+    "scene": (
+        "usual", "x element", "x column", "dout element", "dout row", "dout column",
+        "w1 unit", "w1 element", "w2 unit", "w2 column",
+    ),
+    "sizes": SIZES,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step. Its line names the fields that are not at their defaults.
+
+    recipe: "none", or of FP8. own: the layer has activation parameters of its own. adapters:
+    projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
+    `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
+    scene: which part of an operand is `LOUD` times as large as the rest. schedule: one micro-batch,
+    two, two whose backwards come in the other order, or one whose forward runs again. law: what is
+    compared besides the bars.
+    """
+
+    face: str = "node"
+    law: str = "repeat"
+    recipe: str = "none"
+    activation: str = "swiglu"
+    own: bool = False
+    dtype: str = "float32"
+    bias: bool = False
+    adapters: str = "none"
+    frozen: bool = False
+    arrangement: str = "per_expert"
+    gradients: str = "autograd"
+    flush: str = "auto"
+    first: str = "add"
+    arrivals: str = "plain"
+    schedule: str = "one"
+    save_z: str = "int8"
+    recompute_z: bool = False
+    stagewise_memory: bool = False
+    fp8_wgrad: bool = True
+    iso_weight: bool = False
+    counts: str = "none"
+    index: str = "int64"
+    routing: str = "full"
+    scene: str = "usual"
+    sizes: tuple[int, int, int, int, int] = SIZES[0]
+    seed: int = 0
+
+    # A line is split at blanks, of which the name of a scene has one.
+    def __str__(self) -> str:
+        given = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{f.name}={_text(getattr(self, f.name))}" for f in given) or "defaults"
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        """The case of a line; ValueError where it is none."""
+        defaults = {known.name: known.default for known in fields(cls)}
+        given: dict[str, Any] = {}
+        for word in line.split():
+            name, _, text = word.partition("=")
+            if word == "defaults":
+                continue
+            if name not in defaults:
+                raise ValueError(f"{name!r} is no axis; needed: one of {', '.join(defaults)}")
+            given[name] = _value(text, defaults[name])
+        return cls(**given)
+
+    @property
+    def fp8(self) -> bool:
+        return self.recipe != "none"
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+
+def _text(value: Any) -> str:
+    text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text.replace(" ", "-")
+
+
+def _value(text: str, like: Any) -> Any:
+    if isinstance(like, tuple):
+        return tuple(map(int, text.split("x")))
+    if isinstance(like, bool):
+        return {"True": True, "False": False}[text]
+    return type(like)(text).replace("-", " ") if like == "usual" else type(like)(text)
+
+
+def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """The smallest case that still fails, as far as one change after the other leads there."""
+    changed = True
+    while changed:
+        changed = False
+        for simpler in _simpler(case):
+            if fails(simpler):
+                case, changed = simpler, True
+                break
+    return case
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    for name, values in AXES.items():
+        if name != "sizes" and getattr(case, name) != values[0]:
+            yield replace(case, **{name: values[0]})
+    for place, size in enumerate(case.sizes):
+        least = case.sizes[4] if place == 3 else 1
+        for smaller in dict.fromkeys((least, size // 2, size - 1)):
+            if least <= smaller < size:
+                sizes = (*case.sizes[:place], smaller, *case.sizes[place + 1 :])
+                yield replace(case, sizes=sizes)
+
+
+Normal = Callable[[Case], Case]
+
+
+def drawn(count: int, seed: int, normal: Normal) -> Iterator[Case]:
+    """Cases of random values; `normal` puts what a face does not have to what it has."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield normal(_random(rng))
+
+
+def _random(rng: random.Random, **given: Any) -> Case:
+    values = {name: rng.choice(known) for name, known in AXES.items()}
+    return Case(**values | given, seed=rng.randrange(1000))
+
+
+def covering(normal: Normal, seed: int = 0, tries: int = 12) -> list[Case]:
+    """Cases in which every pair of values of two axes occurs that can occur at all, as far as a few
+    thousand draws show.
+    """
+    rng = random.Random(seed)
+    possible = sorted(set().union(*map(_pairs, drawn(3000, seed, normal))), key=str)
+    rng.shuffle(possible)
+    missing, chosen = set(possible), []
+    for pair in possible:
+        if pair not in missing:
+            continue
+        candidates = [normal(_random(rng, **dict(pair))) for _ in range(tries)]
+        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
+        found = _pairs(best) & missing
+        if found:
+            missing -= found
+            chosen.append(best)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    values = [(name, getattr(case, name)) for name in AXES]
+    return {(one, other) for i, one in enumerate(values) for other in values[:i]}
+
+
+def lines(text: str) -> Iterable[str]:
+    """The cases of a corpus; what follows a # is a remark."""
+    cut = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in cut if line]

@@ -1,0 +1,508 @@
+"""One training step of a case through every face of the package: `run(case, scene)` gives the output and
+all gradients as fp64 arrays in the user's layouts, whoever computed them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from node.node_harness import recomputed, want_gradient
+from oracle.case import AXES, Case
+from oracle.golden import ADAPTER_SCALE, Scene
+from weights.weight_sources import expert_modules, native_arrays
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.low_rank import Adapters, LowRank
+from sonicmoe.enums import ActivationType
+from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.quant.tokens import quantize_tokens
+
+HELD = 0.25  # in every `main_grad` before the step
+OF_FP8 = ("save_z", "recompute_z", "stagewise_memory", "fp8_wgrad", "iso_weight")
+
+
+def host(value: Any) -> np.ndarray:
+    """fp64, or int64, copy of a tensor."""
+    return numpy(value if IS_PADDLE else value.cpu())
+
+
+def config_of(case: Case, engine: str) -> SonicMoEConfig:
+    """The settings of a case."""
+    fp8 = {"fp8_mode": "perf", "recipe": case.recipe} if case.fp8 else {}
+    own = {name: getattr(case, name) for name in OF_FP8} if case.fp8 else {}
+    return SonicMoEConfig(engine=engine, first_backward=case.first, **fp8, **own)
+
+
+class Layer:
+    """The parameters of a case, and how one face calls them. Subclasses say which values of the axes
+    they take, where not all.
+    """
+
+    takes: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __init__(self, case: Case, scene: Scene, engine: str) -> None:
+        self.case, self.scene = case, scene
+        self.device = "cpu" if engine == "reference" else "cuda"
+        self.config = config_of(case, engine)
+        self.dtype = getattr(torch, case.dtype)
+        self.activation = ActivationType(case.activation)
+        self.weights = self.make_weights()
+        self.biases = [] if scene.b1 is None else [
+            self.leaf(self.rows(b, -1) if index == 0 else b, torch.float32, True)
+            for index, b in enumerate((scene.b1, scene.b2))
+        ]  # fmt: skip
+        self.pairs = {
+            name: LowRank(
+                self.leaf(a, self.dtype, True),
+                self.leaf(self.rows(b, 1) if name == "up" else b, self.dtype, True),
+                ADAPTER_SCALE,
+            )
+            for name, (a, b) in scene.pairs.items()
+        }
+        for weight in self.weights:
+            if case.gradients != "autograd":
+                held = np.full(tuple(weight.shape), HELD)
+                held = None if case.gradients == "unset" else self.tensor(held)
+                weight.main_grad = held
+            if case.frozen:
+                want_gradient(weight, False)
+
+    @cached_property
+    def options(self) -> dict[str, float]:
+        return dict(self.scene.own)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return Adapters(self.pairs.get("up"), self.pairs.get("down")) if self.pairs else None
+
+    def tensor(self, array: Any, dtype: Any = None) -> Any:
+        made = tensor(np.ascontiguousarray(array), dtype or torch.float32)
+        return made if self.device == "cpu" else made.to(self.device)
+
+    def leaf(self, array: Any, dtype: Any, wanted: bool) -> Any:
+        made = self.tensor(array).to(dtype).detach()
+        want_gradient(made, wanted)
+        return made
+
+    def parameter(self, array: Any) -> Any:
+        made = parameter(np.ascontiguousarray(array, np.float32), self.dtype)
+        return made if self.device == "cpu" else torch.nn.Parameter(made.detach().to(self.device))
+
+    def rows(self, array: np.ndarray, axis: int) -> np.ndarray:
+        """Rows of a split-half w1 in the order of this layer's weights."""
+        return array if self.order is None else np.take(array, self.order, axis)
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """Of the native layout, where gate and up come in turns."""
+        if self.case.arrangement != "native" or not self.case.gated:
+            return None
+        inner = self.scene.down.shape[1]
+        return np.arange(2 * inner).reshape(2, inner).T.reshape(-1)
+
+    def make_weights(self) -> list[Any]:
+        raise NotImplementedError
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """What ends a step."""
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Of the weights, `[E, H, N1]` and `[E, I, H]`."""
+        found = [host(self.gradient(weight)) for weight in self.weights]
+        return dict(zip(("dw1", "dw2"), self.in_user_layout(found), strict=True))
+
+    def gradient(self, weight: Any) -> Any:
+        if self.case.gradients == "autograd":
+            return weight.grad
+        assert weight.grad is None and weight.main_grad.dtype == torch.float32
+        return weight.main_grad
+
+    def in_user_layout(self, found: list[np.ndarray]) -> list[np.ndarray]:
+        """The inverse of `make_weights`."""
+        if self.case.arrangement == "fused":
+            return found
+        if self.case.arrangement == "halves":
+            return [np.concatenate(found[:2], 1).transpose(0, 2, 1), found[2].transpose(0, 2, 1)]
+        dw1, dw2 = (array.transpose(0, 2, 1) for array in found)
+        return [dw1 if self.order is None else dw1[:, :, np.argsort(self.order)], dw2]
+
+    def stacked(self) -> list[np.ndarray]:
+        """Arrays of two stacked parameters, or of three."""
+        up, down = self.scene.up_gate, self.scene.down
+        if self.case.arrangement == "fused":
+            return [up, down]
+        if self.case.arrangement == "halves":
+            return [*np.split(up.transpose(0, 2, 1), 2, 1), down.transpose(0, 2, 1)]
+        return list(native_arrays(up, down, self.activation))
+
+
+class Node(Layer):
+    """`SonicMoEMlpNode`."""
+
+    takes: ClassVar = {"arrangement": ("per_expert", "fused", "native")}
+
+    def make_weights(self) -> list[Any]:
+        options = {"activation_parameters": self.options, "flush": self.case.flush}
+        options["config"] = self.config
+        if self.case.arrangement == "per_expert":
+            arrays = [rows for part in (self.scene.up_gate, self.scene.down) for rows in part]
+            weights = [self.parameter(array) for array in arrays]
+            half = len(weights) // 2
+            experts = expert_modules(self.scene.up_gate, self.scene.down, self.dtype)
+            for expert, up, down in zip(experts, weights[:half], weights[half:], strict=True):
+                expert.up_gate_proj.weight, expert.down_proj.weight = up, down
+            hidden, inner = self.scene.x.shape[1], self.scene.down.shape[1]
+            self.node = SonicMoEMlpNode(experts, half, hidden, inner, self.activation, **options)
+            return weights
+        weights = [self.parameter(array) for array in self.stacked()]
+        make = getattr(SonicMoEMlpNode, f"from_{self.case.arrangement}")
+        self.node = make(*weights, self.activation, **options)
+        return weights
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        given: dict[str, Any] = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
+        if self.case.arrivals in ("x", "both"):
+            sent = quantize_tokens(x.detach())
+            x, given = sent.codes, given | {"x_scale": sent.scale_inv, "dx_to": x}
+        if self.case.arrivals in ("dout", "both"):
+            given["dout_source"] = Source(quantize_tokens(self.tensor(scene.dout).to(self.dtype)))
+        return self.node(x, self.counts(scene), indices, probs, **given)
+
+    def counts(self, scene: Scene) -> Any:
+        counts = np.bincount(scene.indices[scene.valid], minlength=scene.num_experts)
+        if self.case.counts == "none":
+            return None
+        return counts.tolist() if self.case.counts == "list" else tensor(counts)
+
+    def finish(self) -> None:
+        self.node.step()
+
+    def in_user_layout(self, found: list[np.ndarray]) -> list[np.ndarray]:
+        if self.case.arrangement != "per_expert":
+            return super().in_user_layout(found)
+        half = len(found) // 2
+        return [np.stack(found[:half]), np.stack(found[half:])]
+
+
+class Source:
+    """Has the gradient of the output, as its sender quantised it."""
+
+    def __init__(self, gradient: Any) -> None:
+        self.gradient = gradient
+
+    def take(self, gradient: Any) -> Any:
+        return self.gradient
+
+
+class Sorted(Node):
+    """The node on rows that a dispatcher has sorted by expert."""
+
+    takes: ClassVar = {
+        **Node.takes, "arrivals": ("plain",), "routing": ("full", "one", "zero"), "index": ("int64",),
+        "schedule": ("one", "two", "crossed"), "counts": ("list", "none"),
+    }  # fmt: skip
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        order = np.argsort(scene.indices[:, 0], kind="stable")
+        there, back = (tensor(places) for places in (order, np.argsort(order)))
+        counts = np.bincount(scene.indices[:, 0], minlength=scene.num_experts)
+        given = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
+        listed = None if self.case.counts == "none" else counts.tolist()
+        rows = x[there] if len(order) else x
+        scores = probs[:, 0][there] if len(order) else probs[:, 0]
+        out = self.node.forward_sorted(rows, tensor(counts), scores, listed, **given)
+        return out[back] if len(order) else out
+
+
+OF_TORCH = {
+    "gradients": ("autograd",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
+    "counts": ("none",), "stagewise_memory": (False,),
+}  # fmt: skip
+
+
+class Stacked(Layer):
+    """`expert_mlp`, which serves the layer and the integrations."""
+
+    takes: ClassVar = {**OF_TORCH, "arrangement": ("fused", "native", "halves")}
+
+    def make_weights(self) -> list[Any]:
+        return [self.parameter(array) for array in self.stacked()]
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.functional.autograd import expert_mlp
+        from sonicmoe.layouts import GateUp, WeightLayout
+
+        layout = {
+            "native": WeightLayout(),
+            "fused": WeightLayout(transposed=True, split_half=self.case.gated),
+            "halves": WeightLayout(split_half=True, apart=True),
+        }[self.case.arrangement]
+        *up, down = self.weights
+        b1, b2 = self.biases or (None, None)
+        return expert_mlp(
+            *(x, indices, probs, GateUp(*up) if len(up) == 2 else up[0], down, b1, b2),
+            self.activation, parameters=self.scene.own, layout=layout, adapters=self.adapters,
+        )  # fmt: skip
+
+
+class Triples(Layer):
+    """`moe_general_routing_inputs`, upstream's signature."""
+
+    takes: ClassVar = {**OF_TORCH, "arrangement": ("native", "halves"), "adapters": ("none",)}
+    make_weights = Stacked.make_weights
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.functional import moe_general_routing_inputs
+
+        views = [weight.permute(1, 2, 0) for weight in self.weights]
+        *up, down = views
+        b1, b2 = self.biases or (None, None)
+        topk = scene.indices.shape[1]
+        token = torch.arange(len(scene.x)).repeat_interleave(topk).to(self.device)
+        out, counts = moe_general_routing_inputs(
+            *(x, probs.reshape(-1), token, indices.reshape(-1)),
+            *(tuple(up) if len(up) == 2 else up[0], b1, down, b2),
+            activation_type=self.activation,
+            max_experts_per_token=topk,
+            activation_parameters=self.options or None,
+        )
+        wanted = np.bincount(scene.indices[scene.valid], minlength=scene.num_experts)
+        assert counts.tolist() == wanted.tolist()
+        return out
+
+
+class Module(Layer):
+    """`sonicmoe.MoE`, which routes by itself."""
+
+    takes: ClassVar = {
+        **OF_TORCH, "arrangement": ("native",), "routing": ("full",), "dtype": ("float32",),
+        "scene": ("usual",),
+        "index": ("int64",), "law": ("repeat", "memory", "recompute", "split"),
+    }  # fmt: skip
+
+    def make_weights(self) -> list[Any]:
+        from sonicmoe import MoE
+
+        experts, hidden, _ = self.scene.up_gate.shape
+        sizes = experts, self.scene.indices.shape[1], hidden, self.scene.down.shape[1]
+        bias = self.scene.b1 is not None
+        options = {"activation_parameters": self.options or None}
+        self.moe = MoE(*sizes, self.activation, bias, **options).to(self.device)
+        held = [self.moe.c_fc.weight, self.moe.c_proj.weight]
+        arrays = self.stacked()
+        if bias:
+            held += [self.moe.c_fc.bias, self.moe.c_proj.bias]
+            arrays += [self.rows(self.scene.b1, -1), self.scene.b2]
+        with torch.no_grad():
+            for weight, array in zip(
+                [*held, self.moe.router.weight], [*arrays, self.scene.router], strict=True
+            ):
+                weight.copy_(self.tensor(array))
+        return held[:2]
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        if self.biases:
+            self.biases = [self.moe.c_fc.bias, self.moe.c_proj.bias]
+        return self.moe(x, adapters=self.adapters)[0]
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return super().gradients() | {"drouter": host(self.moe.router.weight.grad)}
+
+
+class Transformers(Layer):
+    """An experts module of transformers under `register()`."""
+
+    ACTIVATIONS: ClassVar = {
+        "swiglu": "silu", "geglu": "gelu", "reglu": "relu", "geglu_tanh": "gelu_pytorch_tanh",
+        "relu_sq": "relu2", "relu": "relu", "gelu": "gelu", "silu": "silu",
+        "gelu_tanh": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    takes: ClassVar = {
+        **OF_TORCH, "arrangement": ("fused", "native"), "adapters": ("none",),
+        "own": (False,), "activation": tuple(ACTIVATIONS),
+    }  # fmt: skip
+
+    def make_weights(self) -> list[Any]:
+        from transformers import PretrainedConfig
+        from transformers.activations import ACT2FN
+        from transformers.integrations.moe import use_experts_implementation
+
+        from sonicmoe.integrations.transformers import register
+
+        register()
+        weights = [self.parameter(array) for array in self.stacked()]
+        native, gated = self.case.arrangement == "native", self.case.gated
+        names = "gate_up_proj" if gated else "up_proj", "down_proj"
+        experts, act = self.scene.num_experts, ACT2FN[self.ACTIVATIONS[self.case.activation]]
+
+        class Experts(torch.nn.Module):
+            def __init__(self, config: Any) -> None:
+                super().__init__()
+                self.num_experts, self.act_fn = experts, act
+                for name, weight in zip(names, weights, strict=True):
+                    setattr(self, name, weight)
+
+            def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+                raise AssertionError("the eager forward ran")
+
+        decorated = use_experts_implementation(
+            is_transposed=not native,
+            is_concatenated=not native or not gated,
+            has_bias=self.scene.b1 is not None,
+            has_gate=gated,
+        )(Experts)
+        self.experts, self.names = decorated(PretrainedConfig()), names
+        name = "sonicmoe_fp8" if self.case.fp8 else "sonicmoe"
+        self.experts.config._experts_implementation = name
+        return weights
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        if self.biases and not hasattr(self.experts, "down_proj_bias"):
+            self.biases = [torch.nn.Parameter(bias.detach()) for bias in self.biases]
+            for name, bias in zip(self.names, self.biases, strict=True):
+                setattr(self.experts, f"{name}_bias", bias)
+        return self.experts(x, indices, probs)
+
+
+class Fleet(Layer):
+    """`run_sonic_moe`, as PaddleFleet calls it."""
+
+    takes: ClassVar = {
+        "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,), "own": (False,),
+        "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
+        "activation": tuple(name for name in AXES["activation"][:7] if name != "situ_glu"),
+    }  # fmt: skip
+    make_weights = Stacked.make_weights
+    counts = Node.counts
+
+    def in_user_layout(self, found: list[np.ndarray]) -> list[np.ndarray]:
+        dw1, dw2 = super().in_user_layout(found)
+        # Fleet's rule for a second weight whose `main_grad` is made here, or fits both layouts.
+        made, square = self.case.gradients == "unset", self.scene.x.shape[1] == dw2.shape[1]
+        grouped = made or (square and self.case.gradients == "main_grad")
+        return [dw1, found[1] if grouped else dw2]
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.fleet.run import run_sonic_moe
+
+        return run_sonic_moe(
+            *(x, indices, probs, scene.indices.shape[1], scene.num_experts, *self.weights),
+            fp8=self.case.fp8,
+            tokens_per_expert=self.counts(scene),
+            activation_type=self.activation,
+        )
+
+
+LAYERS: dict[str, type[Layer]] = {
+    "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module,
+    "transformers": Transformers, "fleet": Fleet,
+}  # fmt: skip
+FACES = ("node", "sorted", "fleet") if IS_PADDLE else tuple(LAYERS)
+
+
+def normal(case: Case) -> Case:
+    """The case with what its face has in the place of what it has not."""
+    if case.face not in FACES:
+        case = replace(case, face=FACES[len(case.face) % len(FACES)])
+    for name, values in LAYERS[case.face].takes.items():
+        if getattr(case, name) not in values:
+            case = replace(case, **{name: values[0]})
+    changes: dict[str, Any] = {}
+    if not case.fp8:
+        changes |= {name: AXES[name][0] for name in OF_FP8}
+    elif not case.recipe.startswith("iso"):
+        changes["iso_weight"] = False
+    if case.scene == "w1 unit" and case.fp8 and case.save_z == "int8":
+        changes["save_z"] = "e4m3"
+    if case.activation not in ("swiglu_oai", "swiglu_clamp", "situ_glu"):
+        changes["own"] = False
+    if case.arrangement == "halves" and not case.gated:
+        changes["arrangement"] = "native"
+    if case.arrivals != "plain":
+        changes |= {"dtype": "bfloat16", "schedule": "two" if case.schedule == "two" else "one"}
+    if case.frozen:
+        changes |= {"gradients": "autograd", "flush": "auto", "first": "add"}
+    if changes.get("gradients", case.gradients) != "main_grad" or case.flush == "step":
+        changes["first"] = "add"
+    # Among few numbers an outlier is nearly all that there is.
+    few = case.scene != "usual" and case.sizes[0] < 37
+    tokens, hidden, inner, experts, topk = AXES["sizes"][1] if few else case.sizes
+    topk = 1 if case.face == "sorted" else min(topk, experts)
+    return replace(case, **changes, sizes=(tokens, hidden, inner, experts, topk))
+
+
+def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.ndarray]:
+    """Output and gradients by name, as `golden` has them; those of one micro-batch after the other."""
+    layer = LAYERS[case.face](case, scene, engine)
+    half = len(scene.x) // 2
+    halves = [slice(None, half), slice(half, None)]
+    parts = halves if case.schedule in ("two", "crossed") else [slice(None)]
+    # A node has its configuration; the others read the one in force.
+    with nullcontext() if isinstance(layer, Node) else layer.config.activate():
+        calls = []
+        for part in parts:
+            calls.append(Call(layer, scene.tokens(part)))
+            if case.schedule != "crossed":
+                calls[-1].backward()
+        for call in reversed(calls) if case.schedule == "crossed" else ():
+            call.backward()
+        layer.finish()
+    found = {
+        name: np.concatenate([getattr(call, name) for call in calls])
+        for name in ("out", "dx", "dprobs")
+    }
+    if case.face == "moe":
+        del found["dprobs"]
+    found |= {} if case.frozen else layer.gradients()
+    for name, bias in zip(("db1", "db2"), layer.biases, strict=False):
+        gradient = host(bias.grad)
+        back = np.argsort(layer.order) if name == "db1" and layer.order is not None else slice(None)
+        found[name] = gradient[:, back]
+    for name, pair in layer.pairs.items():
+        found[f"{name}.a"], b = host(pair.a.grad), host(pair.b.grad)
+        back = np.argsort(layer.order) if name == "up" and layer.order is not None else slice(None)
+        found[f"{name}.b"] = b[:, back]
+    return found
+
+
+class Call:
+    """A forward of one micro-batch whose backward is still to come."""
+
+    def __init__(self, layer: Layer, scene: Scene) -> None:
+        self.leaf = layer.leaf(scene.x, layer.dtype, True)
+        self.probs = layer.leaf(scene.probs, torch.float32, layer.case.face != "moe")
+        self.gradient = layer.tensor(scene.dout).to(layer.dtype)
+        indices = tensor(scene.indices).to(getattr(torch, layer.case.index)).to(layer.device)
+
+        def forward(x: Any, probs: Any) -> Any:
+            return layer.call(x, probs, indices, scene)
+
+        if layer.case.schedule == "checkpoint":
+            self.value = recomputed(forward, self.leaf, self.probs, use_reentrant=IS_PADDLE)
+        else:
+            self.value = forward(self.leaf, self.probs)
+        assert self.value.dtype == layer.dtype and tuple(self.value.shape) == scene.x.shape
+
+    def backward(self) -> None:
+        self.value.backward(self.gradient)
+
+    @property
+    def out(self) -> np.ndarray:
+        return host(self.value)
+
+    @property
+    def dx(self) -> np.ndarray:
+        assert self.leaf.grad.dtype == self.leaf.dtype
+        return host(self.leaf.grad)
+
+    @property
+    def dprobs(self) -> np.ndarray | None:
+        return np.zeros(0) if self.probs.grad is None else host(self.probs.grad)

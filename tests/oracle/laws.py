@@ -1,0 +1,169 @@
+"""What holds for every case: results lie within the bars of the golden, and the law that the case names.
+
+A law runs the step again in a way that may not change a bit, and says which results differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from framework import IS_PADDLE, torch
+from oracle.case import AXES, Case
+from oracle.faces import FACES, HELD, LAYERS, normal, run
+from oracle.golden import Scene, golden, scene_of
+
+Found = dict[str, np.ndarray]
+
+PLAIN = {"float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3}
+# Relative RMSE of E4M3 with many slots, and what a single one adds. Where the slope jumps, the rounding
+# of x and w1 flips whole entries of dz.
+E4M3, ACROSS_A_JUMP = (0.09, 0.2), (0.25, 1.6)
+FLIPS = 0.15  # the same of 16-bit values
+JUMPS = ("relu", "reglu", "swiglu_oai", "swiglu_clamp")
+
+
+def bar(case: Case, scene: Scene) -> float:
+    """How far any result may be from the golden."""
+    if not case.fp8 and case.arrivals == "plain":
+        flips = case.dtype != "float32" and case.activation in JUMPS
+        return FLIPS if flips else PLAIN[case.dtype]
+    # An output that an outlier decides has the errors of few numbers, and bounds both halves of SiTU-GLU.
+    loud = case.scene != "usual"
+    jumps = case.activation in (*JUMPS, "situ_glu") if loud else case.activation in JUMPS
+    base, of_one = ACROSS_A_JUMP if jumps else E4M3
+    return (2.2 if loud else 1.0) * (base + of_one / max(int(scene.valid.sum()), 1) ** 0.5)
+
+
+def beyond_the_bars(case: Case, scene: Scene, found: Found) -> list[str]:
+    """What is off, in words."""
+    exact, limit, wrong = golden(scene), bar(case, scene), []
+    for name, got in found.items():
+        wanted = exact[name]
+        held = HELD if name in ("dw1", "dw2") and _keeps_what_was_there(case) else 0.0
+        if got.shape != wanted.shape:
+            wrong.append(f"{name} has shape {got.shape}; needed: {wanted.shape}")
+            continue
+        size = np.linalg.norm(wanted)
+        size = max(size, exact["of dprobs"] ** 0.5) if name == "dprobs" else size
+        # fp32 sums on top of what was there.
+        noise = 2e-7 * held * wanted.size**0.5
+        error = np.linalg.norm(got - held - wanted)
+        if not error <= limit * size + noise:  # NaN is beyond every bar
+            wrong.append(f"{name} is off by {error / (size or 1.0):.3g}; at most {limit:.3g}")
+        if not np.array_equal(got[untouched := _untouched(name, scene)], 0 * got[untouched] + held):
+            wrong.append(f"{name} has values where nothing was routed")
+    return wrong
+
+
+def _keeps_what_was_there(case: Case) -> bool:
+    return case.gradients == "main_grad" and case.first == "add"
+
+
+def _untouched(name: str, scene: Scene) -> np.ndarray:
+    """Rows of a result that no valid slot reaches: of tokens, slots or experts."""
+    if name in ("out", "dx"):
+        return ~scene.valid.any(-1)
+    if name == "dprobs":
+        return ~scene.valid
+    busy = np.isin(np.arange(scene.num_experts), scene.indices)
+    return ~busy if name != "drouter" else np.zeros_like(busy)
+
+
+def repeat(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    yield run(case, scene, engine)
+
+
+def poison(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """Nobody reads a token, a gradient or a probability that no valid slot names."""
+    lonely = ~scene.valid.any(-1)
+    for bad in (np.nan, np.inf):
+        x, dout = scene.x.copy(), scene.dout.copy()
+        x[lonely], dout[lonely] = bad, bad
+        probs = np.where(scene.valid, scene.probs, bad)
+        yield run(case, replace(scene, x=x, dout=dout, probs=probs), engine)
+
+
+def memory(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """Nobody reads what nobody wrote: fresh memory is full of NaN. PyTorch has a switch for that."""
+    if not IS_PADDLE:
+        with fresh_memory_of_nan():
+            yield run(case, scene, engine)
+
+
+@contextmanager
+def fresh_memory_of_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bool(torch.isnan(torch.empty(5)).all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def permuted(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """Experts are numbered in another way."""
+    order = np.random.default_rng(case.seed).permutation(scene.num_experts)
+    found = run(case, scene.permuted(order), engine)
+    back = np.argsort(order)
+    yield {
+        name: got if name in ("out", "dx", "dprobs") else got[back] for name, got in found.items()
+    }
+
+
+def recompute(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """z is computed again in the backward, or is kept."""
+    if case.fp8:
+        yield run(replace(case, recompute_z=not case.recompute_z), scene, engine)
+
+
+def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """The backwards of micro-batches come in the other order, or the forward runs once more."""
+    other = {"one": "checkpoint", "checkpoint": "one", "two": "crossed", "crossed": "two"}
+    for found in _as(replace(case, schedule=other[case.schedule]), case, scene, engine):
+        # Weight gradients are sums over micro-batches in the order of the backwards.
+        yield {name: found[name] for name in ("out", "dx", "dprobs") if name in found}
+
+
+def arrangement(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """The same weights lie in another order."""
+    for other in LAYERS[case.face].takes.get("arrangement", AXES["arrangement"]):
+        yield from _as(replace(case, arrangement=other), case, scene, engine)
+
+
+def face(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """Another face is given the same step."""
+    for other in FACES:
+        if "moe" not in (other, case.face) and other != case.face:
+            yield from _as(replace(case, face=other), case, scene, engine, but="arrangement counts")
+
+
+def _as(other: Case, case: Case, scene: Scene, engine: str, but: str = "") -> Iterator[Found]:
+    """A run of another case that has the same operands, where its face can express it; what `but`
+    names may differ."""
+    fitted = normal(other)
+    differing = [name for name in AXES if getattr(fitted, name) != getattr(other, name)]
+    if fitted != case and set(differing) <= set(but.split()):
+        yield run(fitted, scene, engine)
+
+
+LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found]]] = {
+    law.__name__: law
+    for law in (repeat, poison, memory, permuted, recompute, split, arrangement, face)
+}
+
+
+def broken(case: Case, engine: str = "reference") -> list[str]:
+    """What is wrong with a case, in words; nothing where it is sound."""
+    scene = scene_of(case)
+    found = run(case, scene, engine)
+    wrong = beyond_the_bars(case, scene, found)
+    for again in LAWS[case.law](case, scene, engine):
+        wrong += [
+            f"{name} has other bits under law {case.law!r}"
+            for name in sorted({*found} & {*again})
+            if not np.array_equal(found[name], again[name], equal_nan=True)
+        ]
+    return wrong
