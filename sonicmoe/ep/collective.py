@@ -130,6 +130,7 @@ class CollectiveTransport(ExchangeTransport):
         # Whatever needs no sizes is launched before the host waits, because the device idles from
         # then until the next launch.
         order, places = self._order(goes, topk_idx, topk_weights), _places(goes)
+        message = _message(x)
         # Collectives take their sizes from the host, so here the host waits for the device. Both
         # tables reach it in one copy.
         shape = [2, self.world_size, 1 + self.num_local_experts]
@@ -141,16 +142,16 @@ class CollectiveTransport(ExchangeTransport):
         # Every source rank has counted its own slots for these experts; their sum is the true count
         # of each.
         counts = [sum(of_expert) for of_expert in zip(*(line[1:] for line in comes), strict=True)]
-        return Received(self.dispatch_cached(x, plan), idx, weights, counts, plan)
+        return Received(self._send_rows(message, x, plan), idx, weights, counts, plan)
 
     def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
-        if isinstance(x, BlockScaledTensor):
-            return _unpacked(self._send_rows(_packed(x), handle), x)
-        return self._send_rows(x, handle)
+        return self._send_rows(_message(x), x, handle)
 
-    def _send_rows(self, x: Tensor, plan: Plan) -> Tensor:
+    def _send_rows(self, message: Tensor, x: Tokens, plan: Plan) -> Tokens:
         # No size is exchanged any more: the plan has them all.
-        return self._move(_take_rows(x, plan.tokens), plan.send_counts, plan.recv_counts)
+        rows = _take_rows(message, plan.tokens)
+        arrived = self._move(rows, plan.send_counts, plan.recv_counts)
+        return _unpacked(arrived, x) if isinstance(x, BlockScaledTensor) else arrived
 
     def _counts(self, goes: Tensor, topk_idx: Tensor) -> Tensor:
         """int64 `[W, 1 + L]`: rows for each rank, and slots of each of its experts."""
@@ -226,10 +227,12 @@ def ids_and_weights(slots: Tensor) -> tuple[Tensor, Tensor]:
     return slots[:, :topk].to(torch.int64), reinterpret(weights, torch.float32)
 
 
-def _packed(x: BlockScaledTensor) -> Tensor:
-    """int32 `[T, ceil(H/4) + scales]`: codes and scales of a token in one row, one message. As
-    int32, because Paddle selects no rows of bytes on a host.
+def _message(x: Tokens) -> Tensor:
+    """One row a token; of codes int32 `[T, ceil(H/4) + scales]`, because Paddle selects no rows of
+    bytes on a host.
     """
+    if not isinstance(x, BlockScaledTensor):
+        return x
     held, (tokens, hidden) = x.bytes, x.shape
     if hidden % 4:
         fill = torch.zeros([tokens, 4 - hidden % 4], dtype=torch.uint8, device=held.device)
@@ -239,7 +242,7 @@ def _packed(x: BlockScaledTensor) -> Tensor:
 
 
 def _unpacked(rows: Tensor, sent: BlockScaledTensor) -> BlockScaledTensor:
-    """The tokens of `_packed` rows; widths are those of the tokens that this rank sent."""
+    """The tokens of `_message` rows; widths are those of the tokens that this rank sent."""
     hidden = sent.shape[1]
     words = -(-hidden // 4)
     held = reinterpret(rows[:, :words].contiguous(), torch.uint8)[:, :hidden].contiguous()

@@ -106,13 +106,23 @@ class FixedSizeTransport(ExchangeTransport):
 
 
 class RowLimit:
-    """One bound for all ranks of a group, `max_tokens`. At the first dispatch ranks compare theirs,
-    over what `exchange` makes.
+    """One bound for all ranks of a group, `max_tokens`, and for slots `max_load` times the even share
+    of all ranks, where it is given. At the first dispatch ranks compare theirs, over what `exchange`
+    makes.
     """
 
-    def __init__(self, max_tokens: int, exchange: Callable[[], RowExchange]) -> None:
+    def __init__(
+        self, max_tokens: int, exchange: Callable[[], RowExchange], max_load: float | None = None
+    ) -> None:
         check_max_tokens(max_tokens)
-        self.max_tokens, self._exchange, self._agreed = max_tokens, exchange, False
+        self.max_tokens, self.max_load = max_tokens, max_load
+        self._exchange, self._agreed = exchange, False
+
+    def slots(self, topk: int, unlimited: int) -> int:
+        """The most slots that a rank may get: its share is as many as a rank sends."""
+        if self.max_load is None:
+            return unlimited
+        return int(self.max_load * self.max_tokens * topk)
 
     def check(self, x: Tokens, ids: Tensor) -> None:
         """Called by every rank before its dispatch sends anything; the first call is a collective,
@@ -122,18 +132,19 @@ class RowLimit:
         words = f"x has {rows} rows; this dispatcher was made for max_tokens = {self.max_tokens}"
         expect(rows <= self.max_tokens, ShapeError, words)
         if not self._agreed:
-            self._agree(ids)
+            self._agree("max_tokens", self.max_tokens, ids)
+            if self.max_load is not None:
+                self._agree("max_load in thousandths", round(1000 * self.max_load), ids)
             self._agreed = True
 
-    def _agree(self, like: Tensor) -> None:
+    def _agree(self, name: str, bound: int, like: Tensor) -> None:
         # A constructor cannot ask: it does not know yet on which device the group exchanges.
         exchange = self._exchange()
         ones = [1] * exchange.world_size
-        bound, device = self.max_tokens, device_of(like)
-        mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device)
+        mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device_of(like))
         theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
         found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
-        words = f"max_tokens is {bound} on rank {exchange.rank}"
+        words = f"{name} is {bound} on rank {exchange.rank}"
         others = f"the ranks 0 to {len(ones) - 1} were given {found}; needed: the same on all ranks"
         expect(found == [bound] * len(ones), ConfigError, f"{words}, and {others}")
 
@@ -146,3 +157,15 @@ def check_max_tokens(max_tokens: Any) -> None:
             f"max_tokens is {max_tokens!r}; needed with wait_for_counts=False: the most tokens "
             "that any rank dispatches at once, a positive integer, the same on all ranks"
         )
+
+
+def check_max_load(max_load: Any, wait_for_counts: bool) -> None:
+    """Raise ConfigError for what is no factor, or one that nothing would heed."""
+    if max_load is None:
+        return
+    is_number = isinstance(max_load, int | float) and not isinstance(max_load, bool)
+    if not is_number or not 1 <= max_load < float("inf"):
+        needed = "needed: a factor of the even share, from 1 on, or None"
+        raise ConfigError(f"max_load is {max_load!r}; {needed}")
+    words = f"max_load is {max_load!r}, and wait_for_counts True; needed: one of the two"
+    expect(not wait_for_counts, ConfigError, words)

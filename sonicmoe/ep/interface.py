@@ -35,8 +35,8 @@ class Dispatched(NamedTuple):
 
     x: `[R, H]`, one row per (token, rank): a token that picked several experts of this rank comes
         once. Rows are in source-rank order, then source-token order. R may be 0.
-    tokens_per_expert: true counts of the L local experts, or None where the host does not know
-    them.
+    tokens_per_expert: true counts of the L local experts, None where the host does not know them,
+        or under `max_load` counts that make room for as many slots as it allows.
     indices: int64 `[R, K]`: local ids in `[0, L)`, -1 where the slot belongs to another rank or was
     dropped; slots keep their position.
     probs: fp32 `[R, K]`, exactly 0 where `indices` is -1.

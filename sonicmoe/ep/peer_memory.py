@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ConfigError, RoutingError, SonicMoEError, expect
 from ..interop import IS_PADDLE, is_capturing
+from ..late_errors import ask_later
 from ..log import logger
 from ..stream_order import StreamOrder
 from .interface import raise_lost_rank
@@ -110,7 +111,7 @@ class PeerMemory:
 
     def enter(self, like: Tensor) -> int:
         """The current stream, whose handle is returned, is about to use the memory."""
-        self.check()
+        self.raise_lost()
         self._captured = self._captured or is_capturing(like)
         return self.order.enter(like)
 
@@ -126,7 +127,7 @@ class PeerMemory:
         while not ((found := self._seen[asked]) >> 32 == sequence).all():
             looks += 1
             if looks % _LOOK_EVERY == 0:
-                self.check()
+                self.raise_lost()
                 self.peers.check_device()
             time.sleep(0)  # other threads of Python
         values = (found & 0xFFFFFFFF).tolist()
@@ -134,16 +135,21 @@ class PeerMemory:
 
     def check(self) -> None:
         """Raise what kernels have found out by now; waits for nothing."""
-        if lost := self.lost():
-            raise lost
         if passed := int(self._seen[OVERFLOW]):
             self._seen[OVERFLOW] = 0
             raise RoutingError(
-                f"rank {(passed >> 32) - 1} was to get {passed & 0xFFFFFFFF} rows or slots in an "
-                "earlier dispatch, more than max_load makes room for; the rest was left out, so the "
-                "output and the gradients of that step are incomplete: discard them. Needed: a "
-                "larger max_load, or wait_for_counts=True"
+                f"rank {(passed >> 32) - 1} was to get {passed & 0xFFFFFFFF} slots in an earlier "
+                "dispatch, more than max_load makes room for. What did not fit was left out, so the "
+                "output and the gradients of that step are incomplete: discard them on all ranks. "
+                "Needed: a larger max_load, or wait_for_counts=True"
             )
+        if lost := self.lost():
+            self.explain(lost, "step")
+
+    def raise_lost(self) -> None:
+        """The `TimeoutError` that `explain` explains, if there is one."""
+        if lost := self.lost():
+            raise lost
 
     def lost(self) -> TimeoutError | None:
         """What a kernel says that has waited for a rank in vain. It has also ended the work of this
@@ -156,6 +162,9 @@ class PeerMemory:
     def explain(self, error: Exception, doing: str) -> None:
         """Raise a `RankLostError` if a kernel has waited for a rank in vain, or if `error` says so."""
         peers = self.peers
+        if self._seen[OVERFLOW]:
+            # The others may have raised it, and come no more.
+            self.check()
         if not isinstance(error, SonicMoEError):
             said = self.lost() or error
             raise_lost_rank(said, doing, peers.name, peers.rank, peers.world_size)
@@ -225,6 +234,7 @@ def memory_of(group: Any, like: Tensor) -> PeerMemory:
     if found is None or found[0] is not group:
         found = _MEMORIES[place] = group, PeerMemory(TorchPeers(group, like.device))
         atexit.register(found[1].say_lost)
+        ask_later(found[1].check)
     return found[1]
 
 

@@ -18,7 +18,7 @@ from .deepep import (
     worst_case_problem,
 )
 from .dispatcher import Dispatcher, LocalDispatcher
-from .fixed_size import FixedSizeTransport, RowLimit, check_max_tokens
+from .fixed_size import FixedSizeTransport, RowLimit, check_max_load, check_max_tokens
 from .fp8_rows import check_forms
 from .peer_memory import memory_of, peers_problem
 from .symmetric import SymmetricTransport
@@ -40,6 +40,7 @@ def make_dispatcher(
     kind: str = "auto",
     max_tokens: int = 0,
     wait_for_counts: bool = True,
+    max_load: float | None = None,
     fp8: bool = False,
     fp8_grad: bool = False,
 ) -> Dispatcher:
@@ -66,21 +67,30 @@ def make_dispatcher(
             compare `max_tokens` between ranks. A rank that dispatches more raises ShapeError and
             sends nothing, which the others learn when it ends, or after the group's timeout
             (`RankLostError`). One rank alone never waits and has no limit.
+        max_load: without waiting for counts over symmetric memory, bound what a rank gets to so many
+            times the even share of slots, which is `max_tokens * K`. A delivery is
+            `[min(W * max_tokens, max_load * max_tokens * K), H]`, `tokens_per_expert` sizes the
+            activations to `max_load * max_tokens * K` rows and padding, and eight ranks need 1.5
+            and not 8 times the memory. Where a rank would get more, slots are left out, and the
+            next dispatch or the next `step()` of a node that begins when the host has seen it
+            raises RoutingError on every rank: output and gradients since then are incomplete.
         fp8, fp8_grad: send tokens quantised in the forward, and the gradients of the experts' output
             in the backward; see `Dispatcher.dispatch`.
 
     Raises:
         ConfigError: an unknown kind, an option that is no bool, or a kind that does not fit the
-            group or `wait_for_counts`; no `max_tokens` where it is needed.
+            group or `wait_for_counts`; no `max_tokens` where it is needed; `max_load` where the
+            transport cannot heed it.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
     _check(kind, group, fp8, fp8_grad, wait_for_counts)
     if not wait_for_counts:
         check_max_tokens(max_tokens)
+    check_max_load(max_load, wait_for_counts)
     if group is None:
         return LocalDispatcher(num_experts, fp8, fp8_grad)
     bound = None if wait_for_counts else max_tokens
-    dispatcher, why = _chosen(kind, num_experts, group, bound)
+    dispatcher, why = _chosen(kind, num_experts, group, bound, max_load)
     dispatcher.fp8, dispatcher.fp8_grad = fp8, fp8_grad
     _announce(dispatcher, why, bound)
     return dispatcher
@@ -108,43 +118,54 @@ def _announce(dispatcher: Dispatcher, why: str, bound: int | None) -> None:
     logger.log(level, line, dispatcher.name, *experts, why)
 
 
-def _chosen(kind: str, num_experts: int, group: Any, bound: int | None) -> tuple[Dispatcher, str]:
+def _chosen(
+    kind: str, num_experts: int, group: Any, bound: int | None, max_load: float | None
+) -> tuple[Dispatcher, str]:
     """The dispatcher, and the reason for the log line; bound: None where the host waits for counts."""
     if kind == "auto" and group_shape(group)[0] == 1:
         return LocalDispatcher(num_experts), "a group of one"
-    library, why = None, "as asked for"
-    if kind == "auto" and not is_gpu_group(group):
-        return _collective(num_experts, group, bound), "the group has no NCCL, so no GPUs"
+    problem = ""
     if kind in ("auto", "symmetric"):
-        problem = peers_problem(group)
+        problem = (
+            peers_problem(group) if is_gpu_group(group) else "the group has no NCCL, so no GPUs"
+        )
         if not problem:
-            why = why if kind == "symmetric" else "the ranks map each other's memory"
-            return _symmetric(num_experts, group, bound), why
-        if kind == "symmetric":
-            raise EngineUnavailableError(f"symmetric memory cannot be used: {problem}")
+            why = "as asked for" if kind == "symmetric" else "the ranks map each other's memory"
+            return _symmetric(num_experts, group, bound, max_load), why
+        words = f"symmetric memory cannot be used: {problem}"
+        expect(kind == "auto", EngineUnavailableError, words)
+    library, why = None, "as asked for"
     if kind == "auto":
-        library, why = _usable_library(group, bound)
-        why = f"{why}; no symmetric memory: {problem}"
+        library, why = _usable_library(group, bound, problem)
     elif kind == "deepep":
         library = _required_library(group)
+    words = (
+        f"max_load is {max_load!r}, and only symmetric memory heeds it; it was not chosen ({why})"
+    )
+    expect(max_load is None, ConfigError, words)
     made = _collective if library is None else partial(_deepep, library)
     return made(num_experts, group, bound), why
 
 
-def _usable_library(group: Any, bound: int | None) -> tuple[Any, str]:
-    """DeepEP where it can serve the group, else None.
+def _usable_library(group: Any, bound: int | None, apart: str) -> tuple[Any, str]:
+    """DeepEP where it can serve the group, else None; apart: why symmetric memory cannot.
 
     The reason comes with either, because the log line must tell a user why the fast library was not
     taken.
     """
+    if not is_gpu_group(group):
+        return None, apart
+    apart = f"no symmetric memory: {apart}"
     library, missing = find_library()
     if library is None:
-        return None, f"no DeepEP: {missing}"
+        return None, f"no DeepEP: {missing}; {apart}"
     ranks = group_shape(group)[0]
     problem = buffer_problem(library, ranks)
     if not problem and bound is not None:
         problem = worst_case_problem(library, ranks)
-    return (None, f"DeepEP's {problem}") if problem else (library, "DeepEP is installed")
+    if problem:
+        return None, f"DeepEP's {problem}; {apart}"
+    return library, f"DeepEP is installed; {apart}"
 
 
 def _required_library(group: Any) -> Any:
@@ -163,8 +184,10 @@ def _collective(num_experts: int, group: Any, bound: int | None) -> Dispatcher:
     return Dispatcher(FixedSizeTransport(num_experts, exchange, bound))
 
 
-def _symmetric(num_experts: int, group: Any, bound: int | None) -> Dispatcher:
-    limit = None if bound is None else RowLimit(bound, partial(GroupExchange, group))
+def _symmetric(
+    num_experts: int, group: Any, bound: int | None, max_load: float | None
+) -> Dispatcher:
+    limit = None if bound is None else RowLimit(bound, partial(GroupExchange, group), max_load)
     memory = partial(memory_of, group)
     return Dispatcher(SymmetricTransport(num_experts, group_shape(group), memory, limit=limit))
 

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from ..errors import RoutingError, expect
-from ..interop import device_name, device_of, empty
+from ..interop import device_name, device_of, empty, is_cuda
 from ..kernels import peer_rows_source
 from ..quant.format import BlockScaledTensor
 from ..routing.backends import arch_of
+from ..routing.metadata import ROW_ALIGNMENT
 from .collective import reinterpret
 from .fixed_size import RowLimit
 from .interface import Received, Tokens, Transport
 from .peer_memory import MOST_EXPERTS, PeerMemory
 
 Tensor = torch.Tensor
+_NO_LIMIT = 2**31  # slots: the kernel does not count them then
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +54,9 @@ class SymmetricTransport(Transport):
 
     memory: asked for at the first exchange, which knows the device.
     limit: the most tokens any rank dispatches at once, or None for exact deliveries. With a limit
-    a delivery has room for as many of every rank, the host waits for nothing and knows no counts.
-    Rows beyond the real ones have every id -1; those of gradients are zeros.
+    a delivery has room for as many of every rank, or for the slots that its `max_load` allows. The
+    host waits for nothing and knows no counts. Rows beyond the real ones have every id -1; those of
+    gradients are zeros.
     """
 
     name = "symmetric memory"
@@ -82,21 +85,25 @@ class SymmetricTransport(Transport):
         if self._limit is not None:
             self._limit.check(x, topk_idx)
         memory, kernels, stream = self._enter(topk_idx)
+        # Here and in no other exchange, because every rank is to raise in the same place.
+        memory.check()
         sent, experts = (*_parts(x), topk_idx, topk_weights), self.num_experts
         topk = int(topk_idx.shape[1])
         limit = self._limit
         while True:
             most = memory.most_tokens if limit is None else limit.max_tokens
-            capacity = most_rows = self.world_size * most
+            slots = _NO_LIMIT if limit is None else limit.slots(topk, _NO_LIMIT)
+            # A row that comes has a slot here.
+            capacity = most_rows = min(self.world_size * most, slots)
             chunks = -(-most // 32)
             # Over ranks, how many rows come before each word of 32 tokens.
             plan = _made(self.world_size * (self.world_size * chunks + 1), torch.int32, topk_idx)
             self._reserve(most, topk, *sent[:2])
             sequence = memory.next_sequence() if limit is None else 0
-            bounds = capacity, 2**31, sequence
+            bounds = capacity, slots, sequence
             kernels.send(memory.table, *sent, plan, most, experts, *bounds, stream)
             if limit is not None:
-                counts, rows = None, most_rows
+                counts, rows = self._room_for(slots, topk_idx), most_rows
                 break
             found = memory.counts(sequence, self.num_local_experts)
             if found.most_tokens <= most:
@@ -114,6 +121,13 @@ class SymmetricTransport(Transport):
         kernels.take(memory.table, *sent, plan, most, experts, capacity, *into, stream)
         memory.order.leave()
         return Received(out, ids, weights, counts, PeerRoutes(sources, places, most, most_rows))
+
+    def _room_for(self, slots: int, like: Tensor) -> list[int] | None:
+        """Counts that size the rows of a GPU for so many slots, however they fall on experts."""
+        if slots == _NO_LIMIT or not is_cuda(like):
+            return None
+        local = self.num_local_experts
+        return [-(-slots // local) + ROW_ALIGNMENT] * local
 
     def dispatch_cached(self, x: Tokens, handle: PeerRoutes) -> Tokens:
         memory, kernels, stream = self._enter(handle.sources)

@@ -9,6 +9,7 @@ import torch
 from ..enums import ActivationParameters, ActivationType
 from ..interop import device_name, is_cuda
 from ..jit_warmup import warmup_jit
+from ..late_errors import raise_found
 from ..observe import stage
 from ..out_of_memory import advising
 from ..routing.backends import arch_of
@@ -50,7 +51,10 @@ class NodeUpkeep:
                 failed while it added weight gradients; or `main_grad` was replaced after a backward
                 that adds to it was captured into a CUDA graph.
             OutOfMemoryError: nothing is lost; call it again when there is memory.
+            RoutingError: a dispatch before had more slots than `max_load` of `make_dispatcher` makes
+                room for, so gradients are incomplete.
         """
+        raise_found()
         self.flush_grads()
         self._state.gradients.end_step()
         self._state.questions.at_step(self._state.trained())

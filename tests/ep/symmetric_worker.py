@@ -3,6 +3,7 @@ process, over emulated symmetric memory.
 
     equals    every kind of row, through symmetric memory and through gloo, with ranks that are slow at
               random; prints nothing unless bits differ
+    loads     `max_load` of 1: a dispatch that just fits, one that does not, and one behind it
     dies N    the last rank ends before its exchange number N of two layers
 """
 
@@ -17,12 +18,15 @@ import traceback
 import emulated_peers
 import torch
 import torch.distributed as dist
-from ep_cases import EXPERTS, source
+from ep_cases import EXPERTS, TOPK, source
 from ep_layer import run_layer
 
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.exchange_torch import TorchExchange
+from sonicmoe.ep.fixed_size import RowLimit
+from sonicmoe.ep.peer_memory import OVERFLOW, PeerMemory
+from sonicmoe.errors import ConfigError, RoutingError
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.reference import dequantize
 from sonicmoe.quant.tokens import quantize_tokens
@@ -72,6 +76,53 @@ def compare(rank, world, folder, module):
                     assert torch.equal(tensor, wanted[key]), (name, turn, width, dtype, key)
 
 
+def loads(rank, world, folder, module):
+    exchange, tokens = TorchExchange(), 16
+    peers = emulated_peers.FilePeers(folder, world, rank)
+    memory = PeerMemory(peers)
+
+    def bounded(max_load):
+        return emulated_peers.made(
+            peers, module, RowLimit(tokens, lambda: exchange, max_load), memory
+        )
+
+    evenly = torch.arange(tokens * TOPK).reshape(tokens, TOPK) % EXPERTS
+    crowd = torch.arange(TOPK).expand(tokens, TOPK).contiguous()  # 2 of 3 are of rank 0
+    x, weights = torch.randn(tokens, 8), torch.rand(tokens, TOPK)
+    transport, collective = bounded(1.0), CollectiveTransport(EXPERTS, exchange)
+
+    def fits():
+        found = exchanged(transport, x, evenly, weights, x)
+        wanted = exchanged(collective, x, evenly, weights, x)
+        assert found.pop("counts") is None and len(found["ids"]) <= tokens * TOPK
+        assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
+
+    fits()
+    received = transport.dispatch(x, crowd, weights)
+    assert received.x.shape[0] == tokens * TOPK
+    transport.combine(received.x, received.handle)
+    # Ranks 0 and 1 both get too many.
+    said = [f"rank {n} was to get {(2 - n) * world * tokens} slots in an earlier" for n in (0, 1)]
+    for call in (fits, memory.check):
+        try:
+            call()
+        except RoutingError as error:
+            assert any(words in str(error) for words in said)
+            assert "gradients of that step are incomplete" in str(error)
+        else:
+            raise AssertionError("nobody was told")
+        fits()
+        transport.dispatch(x, crowd, weights)
+    memory._seen[OVERFLOW] = 0
+    fits()
+    try:
+        bounded(1.0 + rank).dispatch(x, evenly, weights)
+    except ConfigError as error:
+        assert f"max_load in thousandths is {1000 + 1000 * rank} on rank {rank}" in str(error)
+    else:
+        raise AssertionError("each rank has another bound")
+
+
 def dies(rank, world, folder, module, fatal):
     peers = emulated_peers.FilePeers(folder, world, rank, timeout_s=2.0)
     transport = emulated_peers.made(peers, module)
@@ -102,7 +153,7 @@ def main(world, folder, kernels, what, fatal="0"):
             else:
                 store = f"file://{folder}/store"
                 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-                compare(rank, world, folder, module)
+                {"equals": compare, "loads": loads}[what](rank, world, folder, module)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

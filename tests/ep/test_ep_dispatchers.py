@@ -198,6 +198,7 @@ def test_the_choice_and_its_reason_are_one_log_line(
 
 
 def test_symmetric_memory_by_name_where_ranks_are_apart(monkeypatch):
+    monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
     monkeypatch.setattr(select, "peers_problem", lambda group: "the ranks are on 2 hosts")
     words = "symmetric memory cannot be used: the ranks are on 2 hosts"
     with pytest.raises(EngineUnavailableError, match=words):
