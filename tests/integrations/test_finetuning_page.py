@@ -42,6 +42,17 @@ AFTER = {
     # Two layers, and forwards after each of two optimizer steps; the first step finds copies.
     "Accumulation and clipping": "assert len(copies) == 2 * 2, copies\n",
     "LoRA": "assert not any(p.grad is not None for k, p in merged.named_parameters() if 'lora' in k)\n",
+    # Without the page's way, the experts start anew.
+    "Trainer": """
+begun = load(torch.float32)
+with torch.no_grad():
+    for parameter in begun.parameters():
+        parameter.mul_(2.0)
+Trainer(model=begun, args=arguments, train_dataset=examples).train(resume_from_checkpoint=saved)
+pairs = {n: (p, model.get_parameter(n)) for n, p in begun.named_parameters()}
+anew = [n for n, (one, other) in pairs.items() if (one - other).norm() > 0.5 * other.norm()]
+assert anew and all("mlp.experts" in key for key in anew), anew
+""",
     "Frozen experts": "copies.clear(); model(input_ids=batch(0)); assert len(copies) == 2\n",
     "Compared with `grouped_mm`": """
 with torch.autocast(model.device.type, torch.bfloat16):
