@@ -72,7 +72,6 @@ from sonicmoe.bench.timing import trace_of
 from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
 from sonicmoe.distributed_utils import clear_ep_cache
 from sonicmoe.ep import make_dispatcher
-from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit_warmup import warmup_jit
 
 # Qwen3-30B-A3B's experts twice, and wide ones.
@@ -133,7 +132,7 @@ class Ranks:
         found, why = None, ""
         try:
             found = make()
-        except (ImportError, RuntimeError, ValueError, SonicMoEError) as error:
+        except Exception as error:  # whatever a version of PyTorch or torchtitan lacks
             why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if not self.largest([float(found is None)])[0]:
             return found
@@ -195,11 +194,13 @@ def contestants(
 ) -> Iterator[Contestant]:  # fmt: skip
     """All that can be made here, warmed up."""
 
-    def made(name: str, make: Callable[[], Contestant]) -> Iterator[Contestant]:
-        before = ranks.taken_outside()
-        found = ranks.tried(name, make)
+    def made(
+        name: str, make: Callable[[], Contestant], before: float | None = None
+    ) -> Iterator[Contestant]:
+        before = ranks.taken_outside() if before is None else before
+        found = ranks.tried(name, lambda: ranks.warmed_up(make(), before))
         if found is not None:
-            yield ranks.warmed_up(found, before)
+            yield found
 
     yield from made("all-to-all", lambda: all_to_all(layer))
     yield from made("MinimalAsyncEP", lambda: minimal_async_ep(layer))
@@ -210,7 +211,8 @@ def contestants(
         for late in (False, True)[: 1 + split]
     }
     for name, options in ways(max_load):
-        before, given = ranks.taken_outside(), {**options, "max_tokens": layer.shape.T}
+        before: float | None = ranks.taken_outside()
+        given = {**options, "max_tokens": layer.shape.T}
         make = partial(make_dispatcher, layer.shape.E, dist.group.WORLD, **given)
         dispatcher = ranks.tried(name, make)
         if dispatcher is None:
@@ -218,13 +220,13 @@ def contestants(
         for (precision, late), own in experts.items():
             whole = f"{name}, {precision}{', split_wgrad' if late else ''}"
             given = dispatcher, precision, own
-            yield ranks.warmed_up(our_layer(layer, whole, *given), before)
-            before = ranks.taken_outside()
+            yield from made(whole, partial(our_layer, layer, whole, *given), before)
+            before = None
             if name == "collective, waiting" and not late and precision != "fp8-rows":
-                yield ranks.warmed_up(ours_alone(layer, *given), before)
+                yield from made(f"experts alone, {precision}", partial(ours_alone, layer, *given))
         for precision in precisions if operator else ():
-            before, whole = ranks.taken_outside(), f"operator, {name}, {precision}"
-            yield ranks.warmed_up(our_operator(layer, whole, options, precision), before)
+            whole = f"operator, {name}, {precision}"
+            yield from made(whole, partial(our_operator, layer, whole, options, precision))
     yield from made("bytes alone, all-gather", lambda: gather_alone(layer))
     yield from made("bytes alone, push and barrier", lambda: push_alone(layer))
 

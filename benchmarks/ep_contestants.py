@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,11 @@ class Layer:
         down = normal(self.local, shape.H, shape.I, std=shape.I**-0.5)
         self.weights = up.requires_grad_(), down.requires_grad_()
         self.y = self.x
+
+    @cached_property
+    def native(self) -> list[Tensor]:
+        """Copies of the weights for every operator, gate and up rows in turns."""
+        return [weight.requires_grad_() for weight in native_copies(self)]
 
     def run(self, layer: Callable[[], Tensor]) -> None:
         """Forward and backward; gradients of the call before are dropped first."""
@@ -287,7 +293,7 @@ def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: st
     in_fp8 = PRECISIONS[precision][2]
     travel = {**options, "fp8": in_fp8, "fp8_grad": in_fp8}
     place = number_of(plan), ExpertGroup(layer.shape.E, dist.group.WORLD, travel).name
-    weights = [weight.requires_grad_() for weight in native_copies(layer)]
+    weights = layer.native
 
     def routed(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         return routed_mlp(*place, x, ids, probs, (*weights, None, None))

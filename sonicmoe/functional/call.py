@@ -105,12 +105,13 @@ def forward(
     *,
     save: bool,
     static_rows: bool = False,
+    once: bool = False,
 ) -> tuple[Tensor, Saved | None, Reading]:
     """Of tokens `[..., H]` and the indices in `origin`: the output in their shape, what backward
     needs, and the weights as the engine read them, without the adapters. Quantised tokens are
     `[T, H]`, of a format that the plan's engine reads.
 
-    static_rows, and probs of None: see `route`.
+    static_rows, and probs of None: see `route`. once: the caller does not keep the reading.
     """
     rows = x if isinstance(x, BlockScaledTensor) else rows_of(x)
     # The configuration of the call, because a graph or a thread of autograd has no other.
@@ -120,7 +121,7 @@ def forward(
             routing = route(plan, origin, probs, sizes, static_rows=static_rows)
             engine = plan.choose()
             given = weights, plan.settings, plan.layout, dtype_of(x)
-            reading = read_weights(engine, *given, alone=not save or is_recomputed())
+            reading = read_weights(engine, *given, not save or is_recomputed(), once)
             read = reading.weights.with_adapters(origin.adapters)
             out, saved = engine.forward(rows, routing, read, plan.settings, save=save)
             # Asked before anything is built: a run without observers pays one read of a global.

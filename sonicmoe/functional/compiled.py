@@ -76,7 +76,8 @@ def _expert_mlp(
     weights = weights_of((w1, w1_up, w2, b1, b2))
     adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
     plan, origin = plan.fitted(x, weights), Origin(routes, adapters=adapters)
-    out, saved, _ = forward(plan, x, probs, weights, origin, save=save, static_rows=True)
+    how = {"save": save, "static_rows": True, "once": True}
+    out, saved, _ = forward(plan, x, probs, weights, origin, **how)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)

@@ -156,7 +156,8 @@ def _routed_mlp(
         plan = plan_of(plan_number).fitted(x, weights)
         origin = Origin(tokens.indices, tokens_per_expert=tokens.tokens_per_expert)
         rows = _rows(tokens, plan)
-        out, saved, reading = forward(plan, rows, tokens.probs, weights, origin, save=save)
+        given = plan, rows, tokens.probs, weights, origin
+        out, saved, reading = forward(*given, save=save, once=True)
         y = dispatcher.combine(out, tokens.handle)
     if saved is None:
         return y, torch.empty(0, dtype=torch.int64)
@@ -165,7 +166,7 @@ def _routed_mlp(
     kept.plan, kept.transport, kept.saved = plan, dispatcher.transport, saved
     kept.tokens = tokens._replace(x=None, probs=None)  # type: ignore[arg-type]
     # A forward inside a backward runs for the second time, and its own backward is the next to come.
-    # Codes of the weights are kept until then. Others would live as long as a pass.
+    # Codes of the weights are kept until then, and else not, because they would live for a pass.
     is_next = plan.settings.recipe is not None and in_backward()
     kept.reading = reading if is_next else None
     return y, _ticket(kept, number)

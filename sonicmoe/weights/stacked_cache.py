@@ -76,9 +76,10 @@ def read_weights(
     layout: WeightLayout,
     dtype: torch.dtype,
     alone: bool = False,
+    once: bool = False,
 ) -> Reading:
     """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward; alone: as of
-    `PreparedWeights.read`.
+    `PreparedWeights.read`; once: the backward of this forward reads them anew.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
@@ -106,7 +107,7 @@ def read_weights(
         # weights.
         if _last and (id(owner := _owner(w1)), data_ptr(w1)) in _last:
             _kept.get(owner, {}).pop(_geometry(w1), None)
-        settings = engine.in_one_order(settings) if alone else settings
+        settings = engine.in_one_order(settings) if alone or once else settings
         return Reading(engine.read_stacked(weights, layout, dtype, settings))
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,8 +16,10 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+from sonicmoe.layouts import NATIVE
 from sonicmoe.node import choices
-from sonicmoe.weights import cache
+from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _kept, _owner
 
 E, K, T, H, I = 4, 2, 70, 144, 64
@@ -40,6 +43,7 @@ class Layer:
         self.x = torch.randn(T, H, generator=made).bfloat16().requires_grad_()
         ids = torch.rand(T, E, generator=made).topk(K, 1).indices
         probs = torch.rand(T, K, generator=made)
+        self.routes = ids, probs
         if face == "node":
             node = SonicMoEMlpNode.from_native(*self.weights, config=FP8)
             self.experts = lambda x: node(x, None, ids, probs)
@@ -85,6 +89,37 @@ def test_the_other_order_is_made_by_each_backward(face, way, adds, ours):
         assert all(map(torch.equal, layer.step(again, writes), wanted.step(None, writes)))
         assert layer.kept().store is store and layer.kept().two_orders is (orders == 2)
         assert store.nbytes * 2 == wanted.kept().store.nbytes * orders
+
+
+def routed_as(layer):
+    """The same call through the operator of the routed path."""
+    with FP8.activate():
+        made = replace(plan.make_plan(ActivationType.SWIGLU, NATIVE, None), is_own=True)
+    place = plan.number_of(made), ExpertGroup(E, None).name
+    return lambda x: routed_mlp(*place, x, *layer.routes, (*layer.weights, None, None))
+
+
+@pytest.mark.parametrize("way", ["compiled", "routed", "routed again"])
+def test_an_operator_under_fully_shard_makes_what_each_pass_reads(way, ours, monkeypatch):
+    """Nothing is kept between the passes, so the forward makes one order, and the backward both. Where
+    the forward runs inside the backward, the codes wait for the few moments.
+    """
+    layer, wanted, read = Layer("function"), Layer("function"), []
+    monkeypatch.setattr(stacked_cache, "_any_module_is_sharded", lambda: True)
+    result = wanted.step()
+    original = type(OURS).read_stacked
+
+    def recorded(engine, weights, layout, dtype, settings):
+        read.append("one" if settings.iso_weight else "two")
+        return original(engine, weights, layout, dtype, settings)
+
+    monkeypatch.setattr(type(OURS), "read_stacked", recorded)
+    torch._dynamo.reset()
+    call = layer if way == "compiled" else routed_as(layer)
+    call = torch.compile(call, backend="aot_eager") if way == "compiled" else call
+    call = partial(checkpoint, call, use_reentrant=False) if way == "routed again" else call
+    assert all(map(torch.equal, layer.step(call), result))
+    assert read == (["one", "one"] if way == "routed again" else ["one", "two"])
 
 
 @pytest.mark.parametrize("face", ["function", "node"])
