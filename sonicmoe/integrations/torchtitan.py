@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -354,12 +355,13 @@ def _fused_initialisers(stock: dict[str, Callable[..., Any]] | None) -> Any:
         return None
     rest = dict(stock)
     gate, up = rest.pop("w1_EFD"), rest.pop("w3_EFD")
+    # No function in here: the module holds it, and must be pickled.
+    return {**rest, "w13": partial(_initialise, gate, up)}
 
-    def initialise(w13: Tensor) -> None:
-        gate(w13[:, :, 0])
-        up(w13[:, :, 1])
 
-    return {**rest, "w13": initialise}
+def _initialise(gate: Callable[..., Any], up: Callable[..., Any], w13: Tensor) -> None:
+    gate(w13[:, :, 0])
+    up(w13[:, :, 1])
 
 
 def _fused_shardings(stock: Any) -> Any:

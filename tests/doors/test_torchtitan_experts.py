@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -35,7 +37,7 @@ from sonicmoe.errors import (
     RoutingError,
     ShapeError,
 )
-from sonicmoe.functional import routed
+from sonicmoe.functional import plan, routed
 from sonicmoe.integrations import torchtitan as door
 
 EXPERTS, TOPK, DIM, HIDDEN, TOKENS = 6, 2, 256, 128, 96
@@ -51,7 +53,7 @@ def with_compiler():
 
 
 def normal(scale):
-    return lambda weight: torch.nn.init.normal_(weight, std=scale)
+    return partial(torch.nn.init.normal_, std=scale)
 
 
 def stock_config(kind=GroupedExperts, **more):
@@ -372,3 +374,27 @@ def test_the_benchmark_runs_and_its_contestants_compute_alike(monkeypatch):
     errors = {words[0]: float(words[-1]) for words in lines}
     assert list(errors) == ["eager", "compiled", "bf16", "fp8"]
     assert errors["bf16"] < errors["eager"] < 0.01 < errors["fp8"] < 0.1
+
+
+@KINDS
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_is_copied_in_every_state_of_its_life(kind, way):
+    _, ours = pair(kind, fp8_mode="perf")
+    expected = run(way(ours), *batch())
+    for state in ("fresh", "after inference", "after a backward", "after a second one"):
+        if state == "after inference":
+            with torch.no_grad():
+                ours(*batch()[0])
+        elif state != "fresh":
+            run(ours, *batch())
+        other = way(ours)
+        other.zero_grad()
+        torch.testing.assert_close(run(other, *batch()), expected, rtol=0, atol=0, msg=state)
+
+
+def test_a_copy_is_compiled_in_a_process_that_knows_no_plan(monkeypatch):
+    """Its plan has a number in graphs."""
+    stored = pickle.dumps(pair()[1])
+    monkeypatch.setattr(plan, "_plans", {})
+    inner = pickle.loads(stored).inner_experts
+    assert plan.plan_of(inner._number) == inner._plan
