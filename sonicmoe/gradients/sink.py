@@ -128,7 +128,8 @@ class GradientSink:
             dout: the gradient of the output, on whose device gradients are computed.
         """
         self._check_leaves(parameters, trained)
-        self._layer.look_again()
+        if not self._layer.keeps_its_layout:  # since the forward; the gradient follows its weight
+            self._layer.parameters()
         if self.way is FlushMode.STEP:
             return self._open_waiting(engine, parameters, trained, dout)
         main_grads, batch = main_grads_of(parameters, trained), None

@@ -314,7 +314,7 @@ def call_on(
         is_sorted=arrived.is_sorted,
         biases=biases,
         adapters=adapters,
-        borrowed=Borrowed(arrived.borrowed()) if any(beside) else None,
+        borrowed=Borrowed(arrived.borrowed()) if True in beside else None,
         num_inputs=len(inputs),
         num_behind=num_behind,
         dout_source=arrived.dout_source,

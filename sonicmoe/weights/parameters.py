@@ -45,10 +45,12 @@ class ExpertParameters(ABC):
     layout: how each parameter lies.
     has_biases: whether gradients of biases follow those of the weights.
     are_separate: whether each expert has weights of its own.
+    keeps_its_layout: whether no parameter changes its layout in place.
     """
 
     has_biases = False
     are_separate = False
+    keeps_its_layout = True
 
     def __init__(self, activation: ActivationType) -> None:
         """Subclasses check the parameters."""
@@ -58,9 +60,6 @@ class ExpertParameters(ABC):
     @abstractmethod
     def parameters(self) -> list[Tensor]:
         """Every parameter, in a fixed order."""
-
-    def look_again(self) -> None:  # noqa: B027  most keep their layout
-        """A backward begins, and the parameters may have changed their layout since its forward."""
 
     def native(self) -> tuple[Tensor, Tensor]:
         """Native copies `(w1 [E, N1, H], w2 [E, H, I])` in the parameters' dtype; `LayoutError`

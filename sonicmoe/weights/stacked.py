@@ -252,6 +252,8 @@ class PairParameters(StackedParameters):
     `weight2.main_grad` stays grouped, `[E, I, H]`.
     """
 
+    keeps_its_layout = False
+
     def __init__(self, weight1: Tensor, weight2: Tensor, hidden: int) -> None:
         # Which gated activation makes no difference to any layout.
         super().__init__(ActivationType.SWIGLU)
@@ -286,10 +288,6 @@ class PairParameters(StackedParameters):
             self._check(weight1, weight2, layout)
             self.layout, self._shapes = layout, shapes
         return [weight1, weight2]
-
-    def look_again(self) -> None:
-        # Where both layouts give one shape, the gradient must follow its weight all the same.
-        self.parameters()
 
     def name_of(self, index: int) -> str:
         return f"w{index + 1}"

@@ -123,7 +123,7 @@ class TestConfiguration:
         seen.clear()
         with nullcontext() if explicit else config.activate():
             layer.node.prequantize_weights()
-        assert seen == {"read": (tmp_path, True)}
+        assert "read" in seen and set(seen.values()) == {(tmp_path, True)}
 
 
 def zeros(*shape, dtype="float32"):
