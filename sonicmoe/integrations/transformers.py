@@ -203,9 +203,6 @@ class _Known(NamedTuple):
     reads_config: bool
     forms: dict[Any, _Form]
 
-    def state(self, experts: nn.Module) -> Any:
-        return state_of(experts, self.names, experts.config if self.reads_config else None)
-
 
 _known: dict[int, _Known] = {}
 _READ = (
@@ -218,7 +215,9 @@ def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any
     # torch.compile reads every attribute itself, and guards it.
     known = None if torch.compiler.is_compiling() else _known.get(id(experts))
     try:
-        form = known and known.forms.get(known.state(experts))
+        # Written out, because a call costs as much as the look-up.
+        config = experts.config if known and known.reads_config else None
+        form = known and known.forms.get(state_of(experts, known.names, config))
     except TypeError:  # what may change unseen is refused
         form = None
     if form is not None:
@@ -247,7 +246,8 @@ def _keep(experts: nn.Module, names: Names, form: _Form) -> None:
         reference = weakref.ref(experts, lambda _: _known.pop(key, None))
         known = _known[key] = _Known(reference, watched, "config" in names, {})
     with suppress(TypeError):  # what no gate reads may be unhashable
-        known.forms[known.state(experts)] = form
+        config = experts.config if known.reads_config else None
+        known.forms[state_of(experts, watched, config)] = form
 
 
 def _is_split_half(experts: nn.Module) -> bool:

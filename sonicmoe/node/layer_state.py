@@ -90,20 +90,18 @@ class LayerState:
         self.questions.at_backward(batch.added, waiting)
         return batch
 
-    def close(
-        self, batch: Batch, parameters: Sequence[Tensor], routing: RoutingMetadata
+    def of_busy(
+        self,
+        gradients: Sequence[Tensor | None],
+        parameters: Sequence[Tensor],
+        routing: RoutingMetadata,
     ) -> list[Tensor | None]:
-        """See `GradientSink.close`. Without `idle_grads`, None for weights whose experts have no row
-        in `routing`.
-        """
-        returned = self.gradients.close(batch)
-        if self.idle_grads:
-            return returned
+        """The gradients, with None for weights whose experts have no row in `routing`."""
         rows = routing.host_counts or routing.expert_counts.tolist()  # waits for a GPU
         # Experts may share a parameter, whose gradient is then the sum of theirs.
         experts = len(rows)
         busy = {id(weight) for index, weight in enumerate(parameters) if rows[index % experts]}
-        pairs = zip(returned, parameters, strict=True)
+        pairs = zip(gradients, parameters, strict=True)
         return [gradient if id(weight) in busy else None for gradient, weight in pairs]
 
     def offer_for(

@@ -219,9 +219,10 @@ class MlpCall(DifferentiableCall):
             if state.wgrad_queue is None:
                 state.gradients.add(self.engine, pending, batch)
             else:
-                # Queued, so that dx need not wait for them.
-                state.wgrad_queue.submit(self._work(), pending, batch)
-            returned = state.close(batch, self.parameters, pending.routing)
+                state.wgrad_queue.submit(self._work(), pending, batch)  # dx need not wait for them
+            returned = state.gradients.close(batch)
+            if not state.idle_grads:
+                returned = state.of_busy(returned, self.parameters, pending.routing)
         elif self.wgrad_offer is not None:
             self._work().offer(self.wgrad_offer, trained, pending)
         return dx, dprobs, behind, returned, batch
