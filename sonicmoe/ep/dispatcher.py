@@ -58,14 +58,17 @@ class Route:
         self.given.check("a dispatch and its backward")
         if self.gradient is not None:
             self.gradient.check_taken()
-        # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold NaN.
-        # They must be zero before they are summed over ranks.
-        local = transport.num_local_experts
-        weights = zero_where_not_here(dprobs.to(torch.float32), self.indices, local)
+        weights = dprobs.to(torch.float32)
+        if not transport.masks:
+            # Gradients at slots of other ranks have no meaning here, and unwritten ones may hold
+            # NaN. They must be zero before they are summed over ranks.
+            weights = zero_where_not_here(weights, self.indices, transport.num_local_experts)
         # The transpose of "send to every rank" is "sum over ranks", so the backward of dispatch is
         # a combine and that of combine a dispatch along the same routes.
         combined, dweights = transport.combine(dx.contiguous(), self.handle, weights.contiguous())
         assert dweights is not None
+        if transport.masks:
+            return combined, dweights
         # The second mask is that of the sender: a slot that was dropped there contributed to
         # nothing.
         return combined, zero_where_not_here(dweights, self.topk_idx, transport.num_experts)
@@ -130,10 +133,11 @@ class DispatchCall(DifferentiableCall):
             # Libraries read raw pointers and know nothing of strides or of autograd.
             weights = topk_weights.detach().contiguous()
             received = self.transport.dispatch(sent, self.topk_idx, weights)
+            ids, probs = received.topk_idx, received.topk_weights
             # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
             # Callers get exact zeros.
-            ids, local = received.topk_idx, self.transport.num_local_experts
-            probs = zero_where_not_here(received.topk_weights, ids, local)
+            if not self.transport.masks:
+                probs = zero_where_not_here(probs, ids, self.transport.num_local_experts)
         self.tokens_per_expert = received.tokens_per_expert
         gradient = SentGradient() if self.forms.gradients else None
         self.route = Route(self.transport, received.handle, self.topk_idx, ids, gradient)

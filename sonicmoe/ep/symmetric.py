@@ -39,10 +39,11 @@ class PeerRoutes:
     """The routes of one dispatch, both ways.
 
     sources int32 `[R]`: source rank * most_tokens + token of each row, -1 where there is no row.
-    places int32 `[T, W]`: the row of each token on each rank, -1 where none is. most_tokens,
-    most_rows: of any rank, the same on all.
+    places int32 `[T, W]`: the row of each token on each rank, -1 where none is. topk_idx int64
+    `[T, K]`, as sent. most_tokens, most_rows: of any rank, the same on all.
     """
 
+    topk_idx: Tensor
     sources: Tensor
     places: Tensor
     most_tokens: int
@@ -60,6 +61,7 @@ class SymmetricTransport(Transport):
     """
 
     name = "symmetric memory"
+    masks = True
 
     def __init__(
         self,
@@ -120,7 +122,8 @@ class SymmetricTransport(Transport):
         into = *_parts(out), ids, weights, sources, places
         kernels.take(memory.table, *sent, plan, most, experts, capacity, *into, stream)
         memory.order.leave()
-        return Received(out, ids, weights, counts, PeerRoutes(sources, places, most, most_rows))
+        routes = PeerRoutes(topk_idx, sources, places, most, most_rows)
+        return Received(out, ids, weights, counts, routes)
 
     def _room_for(self, slots: int, like: Tensor) -> list[int] | None:
         """Counts that size the rows of a GPU for so many slots, however they fall on experts."""
@@ -149,7 +152,8 @@ class SymmetricTransport(Transport):
         summed = None
         if weights is not None:
             summed = empty((tokens, int(weights.shape[1])), torch.float32, device)
-        routes = handle.places, handle.sources, handle.most_tokens, most
+        dispatched = handle.topk_idx, self.num_experts, handle.places, handle.sources
+        routes = *dispatched, handle.most_tokens, most
         kernels.back(memory.table, x, weights, *routes, out, summed, stream)
         memory.order.leave()
         return out, summed

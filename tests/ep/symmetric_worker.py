@@ -47,7 +47,9 @@ def exchanged(transport, x, ids, weights, dout):
     gradient = transport.dispatch_cached(dout, received.handle)
     assert not gradient[~real].any(), "gradients of nobody"
     share = torch.where(received.topk_idx >= 0, received.topk_weights, 0.0)
-    dx, dweights = transport.combine(gradient, received.handle, share)
+    # What stands at slots of other ranks is nobody's.
+    dirty = torch.where(received.topk_idx >= 0, share, torch.nan) if transport.masks else share
+    dx, dweights = transport.combine(gradient, received.handle, dirty)
     found = {"ids": received.topk_idx[real], "weights": share[real], "x": plain[real], "y": y}
     return found | {"dx": dx, "dweights": dweights, "counts": received.tokens_per_expert}
 

@@ -428,7 +428,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     sum_back(const __grid_constant__ Peers g, const __grid_constant__ Places p, Rows own, T* out,
-             float* weights, const int32_t* places, int64_t tokens) {
+             float* weights, const int64_t* ids, int experts, const int32_t* places,
+             int64_t tokens) {
   constexpr int kVectors = 4;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (token >= tokens) return;
@@ -459,16 +460,15 @@ __global__ void __launch_bounds__(kThreads)
       if (first + v * 32 * kVec < width)
         store<T, kVec>(out + token * width + first + v * 32 * kVec, sum[v]);
   }
-  if (weights == nullptr) return;
+  // A slot has a weight from the rank of its expert alone; what others hold there means nothing.
   for (int k = lane; k < p.topk; k += 32) {
-    float sum = 0.f;
-    for (int rank = 0; rank < g.ranks; ++rank) {
-      const int64_t row = __ldg(of_ranks + rank);
-      if (row < 0) continue;
-      sum = __fadd_rn(sum, __ldg(reinterpret_cast<const float*>(from(rank).scales) +
-                                 row * p.topk + k));
-    }
-    weights[token * p.topk + k] = sum;
+    const int64_t id = __ldg(ids + token * p.topk + k);
+    const int rank = in_range(id, experts) ? static_cast<int>(id / (experts / g.ranks)) : 0;
+    const int64_t row = in_range(id, experts) ? __ldg(of_ranks + rank) : -1;
+    weights[token * p.topk + k] =
+        row < 0 ? 0.f
+                : __fadd_rn(0.f, __ldg(reinterpret_cast<const float*>(from(rank).scales) +
+                                       row * p.topk + k));
   }
 }
 
@@ -626,24 +626,25 @@ void again(TensorView table, TensorView rows, Optional<TensorView> scales, Tenso
 
 template <typename T>
 void launch_sum(const Peers& g, const Places& p, const Rows& own, void* out, float* weights,
-                const int32_t* places, int64_t tokens, cudaStream_t stream) {
+                const int64_t* ids, int experts, const int32_t* places, int64_t tokens,
+                cudaStream_t stream) {
   constexpr int kVec = 16 / sizeof(T);
   T* const to = static_cast<T*>(out);
   const uintptr_t any = reinterpret_cast<uintptr_t>(own.rows) | reinterpret_cast<uintptr_t>(out) |
                         static_cast<uintptr_t>(p.row_bytes);
   if (any % 16 == 0)
-    sum_back<T, kVec><<<blocks_for(tokens), kThreads, 0, stream>>>(g, p, own, to, weights, places,
-                                                                  tokens);
+    sum_back<T, kVec><<<blocks_for(tokens), kThreads, 0, stream>>>(g, p, own, to, weights, ids,
+                                                                  experts, places, tokens);
   else
-    sum_back<T, 1><<<blocks_for(tokens), kThreads, 0, stream>>>(g, p, own, to, weights, places,
-                                                               tokens);
+    sum_back<T, 1><<<blocks_for(tokens), kThreads, 0, stream>>>(g, p, own, to, weights, ids,
+                                                               experts, places, tokens);
 }
 
 // Rows [R, H] and fp32 weights [R, K] or none back to their tokens -> sums [T, H] and [T, K].
-// most_tokens: of the dispatch; most: rows of any rank.
-void back(TensorView table, TensorView rows, Optional<TensorView> weights, TensorView places,
-          TensorView sources, int64_t most_tokens, int64_t most, TensorView out,
-          Optional<TensorView> out_weights, int64_t stream) {
+// topk_idx int64 [T, K]: of the dispatch, as is most_tokens; most: rows of any rank.
+void back(TensorView table, TensorView rows, Optional<TensorView> weights, TensorView topk_idx,
+          int64_t experts, TensorView places, TensorView sources, int64_t most_tokens, int64_t most,
+          TensorView out, Optional<TensorView> out_weights, int64_t stream) {
   const Peers g = peers_of(table);
   const DLDevice device = sources.device();
   const Rows own = checked_rows(rows, weights, device);
@@ -657,6 +658,8 @@ void back(TensorView table, TensorView rows, Optional<TensorView> weights, Tenso
       weights.has_value()
           ? checked_f32(out_weights.value(), "out_weights", device, tokens * p.topk)
           : nullptr;
+  const int64_t* ids = checked_i64(topk_idx, "topk_idx", device, tokens * p.topk);
+  const int all = static_cast<int>(experts);
   TVM_FFI_ICHECK(out.size(1) == rows.size(1) && received <= most) << "rows and out do not fit";
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const cudaStream_t on = as_stream(stream);
@@ -666,11 +669,12 @@ void back(TensorView table, TensorView rows, Optional<TensorView> weights, Tenso
   });
   arrive<<<1, kScanThreads, 0, on>>>(g);
   if (is_type(rows, kDLBfloat, 16))
-    launch_sum<__nv_bfloat16>(g, p, own, to, sums, there, tokens, on);
+    launch_sum<__nv_bfloat16>(g, p, own, to, sums, ids, all, there, tokens, on);
   else if (is_type(rows, kDLFloat, 16))
-    launch_sum<__half>(g, p, own, to, sums, there, tokens, on);
+    launch_sum<__half>(g, p, own, to, sums, ids, all, there, tokens, on);
   else
-    launch_sum<float>(g, p, own, checked_f32(out, "out", device, 0), sums, there, tokens, on);
+    launch_sum<float>(g, p, own, checked_f32(out, "out", device, 0), sums, ids, all, there, tokens,
+                      on);
   check_launch();
 }
 
