@@ -139,7 +139,9 @@ def test_up_projection(module, module_z_in_bf16, shape, activation, outlier):
         exact = block_errors(dequantize(best), wanted)
         found = dequantize(got)[:used]
         errors = block_errors(found, wanted)
-        assert bool((errors <= 1.03 * exact + 1e-4).all()), (name, float(errors.max()))
+        # A large value's sum is off by more than its neighbours' codes are.
+        sums = 1e-4 if outlier == 1.0 else 2e-3
+        assert bool((errors <= 1.03 * exact + sums).all()), (name, float(errors.max()))
         assert bool((found[padding] == 0).all()), name
         if name == "z" and ACTIVATIONS[activation].clamps:
             # But for sums that are a little off, a kept value lies on its side of the bound.
