@@ -21,7 +21,7 @@ from sonicmoe.ep import Dispatched, Dispatcher, make_dispatcher
 from sonicmoe.ep.select import KINDS
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.plan import make_plan, number_of
-from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
 from sonicmoe.layouts import NATIVE
 
 Tensor = torch.Tensor
@@ -292,7 +292,7 @@ def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: st
         plan = replace(make_plan(ActivationType.SWIGLU, NATIVE, None), is_own=True)
     in_fp8 = PRECISIONS[precision][2]
     travel = {**options, "fp8": in_fp8, "fp8_grad": in_fp8}
-    place = number_of(plan), ExpertGroup(layer.shape.E, dist.group.WORLD, travel).name
+    place = number_of(plan), name_of(ExpertGroup(layer.shape.E, dist.group.WORLD, travel))
     weights = layer.native
 
     def routed(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:

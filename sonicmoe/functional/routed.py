@@ -54,14 +54,6 @@ class ExpertGroup:
     group: Any
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Stands for these in compiled graphs, which may come from another process's cache."""
-        ranks = "" if self.group is None else self.group.group_name
-        found = f"{self.num_experts} experts, group {ranks!r}, {sorted(self.options.items())}"
-        _groups[found] = self
-        return found
-
     def dispatcher(self, tokens: int) -> Dispatcher:
         """Made once for all layers, with room for so many tokens of every rank."""
         waits = self.options.get("wait_for_counts", True)
@@ -72,6 +64,14 @@ class ExpertGroup:
 _groups: dict[str, ExpertGroup] = {}
 
 
+def name_of(group: ExpertGroup) -> str:
+    """The name that stands for `group` in compiled graphs, which may come from another process's cache."""
+    ranks = "" if group.group is None else group.group.group_name
+    name = f"{group.num_experts} experts, group {ranks!r}, {sorted(group.options.items())}"
+    _groups[name] = group
+    return name
+
+
 def routed_mlp(
     plan_number: int, group: str, x: Tensor, indices: Tensor, probs: Tensor, weights: Weights
 ) -> Tensor:
@@ -80,7 +80,7 @@ def routed_mlp(
 
     Args:
         plan_number: of the plan, which must be the layer's own.
-        group: `ExpertGroup.name`.
+        group: `name_of` an `ExpertGroup`.
         x: `[T, H]`.
         indices: int64 `[T, K]`, ids of the whole group (docs/design.md, "Routing contract").
         probs: fp32 `[T, K]`.
@@ -152,7 +152,9 @@ def _routed_mlp(
     assert expert_group is not None
     with torch.no_grad():
         dispatcher = expert_group.dispatcher(int(x.shape[0]))
-        tokens = dispatcher.dispatch(x.contiguous(), indices, probs)
+        # Where nothing travels, the rows would be the caller's tokens, which he may write.
+        x = x.contiguous() if dispatcher.transport.moves else x.clone()
+        tokens = dispatcher.dispatch(x, indices, probs)
         plan = plan_of(plan_number).fitted(x, weights)
         origin = Origin(tokens.indices, tokens_per_expert=tokens.tokens_per_expert)
         rows = _rows(tokens, plan)

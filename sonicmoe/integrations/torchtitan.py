@@ -41,7 +41,7 @@ from ..ep.interface import check_num_experts
 from ..errors import ConfigError, EngineUnavailableError, LayoutError, did_you_mean, expect
 from ..functional.autograd import planned_mlp
 from ..functional.plan import Plan, make_plan, number_of
-from ..functional.routed import ExpertGroup, routed_mlp
+from ..functional.routed import ExpertGroup, name_of, routed_mlp
 from ..layouts import NATIVE
 from ..log import log_once
 from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS
@@ -93,7 +93,7 @@ class _OnEngine(nn.Module):
         """Rows in expert order and their counts, which are not multiplied with scores; or tokens
         `[T, D]` and, as `topk`, where they go: then the output is the sum over K.
 
-        group: the name of the `ExpertGroup` whose experts the ids of `topk` count; None: this rank.
+        group: `name_of` the `ExpertGroup` whose experts the ids of `topk` count; None: this rank.
         """
         routes, probs = num_tokens_per_expert_E, None
         if topk is not None:
@@ -194,7 +194,7 @@ class SonicRoutedExperts(RoutedExperts):
         options = {"wait_for_counts": kind is AllToAllTokenDispatcher, **given}
         experts = self.token_dispatcher.num_experts
         check_num_experts(experts, mesh.size())
-        self._group = ExpertGroup(experts, mesh.get_group(), options).name
+        self._group = name_of(ExpertGroup(experts, mesh.get_group(), options))
 
     def forward(
         self,

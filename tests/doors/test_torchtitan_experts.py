@@ -95,7 +95,7 @@ def pair(kind=GroupedExperts, override="routed_experts", **options):
     ours = overridden(stock_config(kind), override, **options).experts.build()
     ours.load_state_dict(stock.state_dict())
     if override == "ranks":
-        ours._group = routed.ExpertGroup(EXPERTS, None).name
+        ours._group = routed.name_of(routed.ExpertGroup(EXPERTS, None))
     return stock, ours
 
 
@@ -346,6 +346,17 @@ def test_compiles_into_one_graph(override):
     torch._dynamo.reset()
     ours.compile(fullgraph=True, backend="aot_eager")
     assert_close(run(ours, given, dout), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("override", ["routed_experts", "ranks"])
+def test_accumulates_and_validates(override):
+    (_, ours), (given, dout) = pair(override=override), batch()
+    wanted = {name: tensor.clone() for name, tensor in run(ours, given, dout).items()}
+    for name, tensor in run(ours, given, dout).items():
+        times = 2 if name.startswith("inner_experts") else 1
+        assert torch.equal(tensor, times * wanted[name]), name
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(*given), wanted["out"])
 
 
 def test_compiles_where_the_number_of_rows_is_data():

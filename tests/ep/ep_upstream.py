@@ -55,7 +55,7 @@ def run_routed(source, rank, world, **options):
     up, down = (torch.from_numpy(values[mine]).float() for values in expert_weights())
     activation = ActivationType.SWIGLU
     plan = replace(make_plan(activation, layout_of(activation, True), None), is_own=True)
-    group = routed.ExpertGroup(EXPERTS, default_group(), options).name
+    group = routed.name_of(routed.ExpertGroup(EXPERTS, default_group(), options))
     x, probs = (torch.from_numpy(values).clone() for values in (source.x, source.weights))
     leaves = [
         leaf.requires_grad_() for leaf in (x, probs, up.mT.contiguous(), down.mT.contiguous())

@@ -16,7 +16,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
-from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
 from sonicmoe.layouts import NATIVE
 from sonicmoe.node import choices
 from sonicmoe.weights import cache, stacked_cache
@@ -95,7 +95,7 @@ def routed_as(layer):
     """The same call through the operator of the routed path."""
     with FP8.activate():
         made = replace(plan.make_plan(ActivationType.SWIGLU, NATIVE, None), is_own=True)
-    place = plan.number_of(made), ExpertGroup(E, None).name
+    place = plan.number_of(made), name_of(ExpertGroup(E, None))
     return lambda x: routed_mlp(*place, x, *layer.routes, (*layer.weights, None, None))
 
 

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from sonicmoe.errors import ConfigError, EngineUnavailableError
+from sonicmoe.ep.dispatcher import LocalTransport
+from sonicmoe.errors import ConfigError, EngineUnavailableError, RankLostError
 from sonicmoe.functional import routed
 from sonicmoe.functional.autograd import planned_mlp
 from sonicmoe.functional.plan import number_of
-from sonicmoe.functional.routed import ExpertGroup, routed_mlp
+from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 24, 32, 16
 
@@ -30,7 +31,7 @@ class Layer:
     def __init__(self, fp8_mode, **options):
         torch.manual_seed(0)
         self.plan = plan_of(fp8_mode)
-        self.number, self.group = number_of(self.plan), ExpertGroup(EXPERTS, None, options).name
+        self.number, self.group = number_of(self.plan), name_of(ExpertGroup(EXPERTS, None, options))
         scores, self.ids = torch.rand(TOKENS, EXPERTS).topk(TOPK)
         self.ids[3] = -1
         shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
@@ -133,6 +134,38 @@ def test_frozen_weights_get_no_gradients():
     layer.leaves[2:] = [leaf.detach() for leaf in layer.leaves[2:]]
     out = layer.routed(*layer.leaves)
     assert_same(torch.autograd.grad(out, layer.leaves[:2], layer.dout), wanted[1:3])
+
+
+@pytest.mark.parametrize("around", [lambda call: call, compiled])
+def test_what_a_backward_reads_of_its_caller(around, fresh_compiler):
+    """Weights and biases, whose writes are refused; what has travelled was copied."""
+    layer = Layer("off")
+    wanted, call = layer.results(layer.experts), around(layer.routed)
+    out = call(*layer.leaves)
+    with torch.no_grad():
+        for given in (layer.leaves[0], layer.leaves[1], layer.ids):
+            given.zero_()
+    assert_same([out, *torch.autograd.grad(out, layer.leaves, layer.dout)], wanted)
+    for place in range(2, 6):
+        layer = Layer("off")
+        out = around(layer.routed)(*layer.leaves)
+        with torch.no_grad():
+            layer.leaves[place].mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, layer.leaves, layer.dout)
+
+
+def test_a_lost_rank_is_named(monkeypatch):
+    layer = Layer("off")
+    out = layer.routed(*layer.leaves)
+
+    def closed(*_):
+        raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
+
+    monkeypatch.setattr(LocalTransport, "combine", closed)
+    words = "rank 0 of 1 lost another rank in the backward of the routed path over local"
+    with pytest.raises(RankLostError, match=words):
+        torch.autograd.grad(out, layer.leaves, layer.dout)
 
 
 def test_rows_that_travel_in_fp8():

@@ -78,6 +78,28 @@ def test_layer_equals_one_gpu(smoke, dispatcher, kind):
             assert case["poison_changes_nothing"] and case["repeats_bit_identical"]
 
 
+def test_every_way_through_the_benchmark_computes_alike(tmp_path):
+    """Every transport that two GPUs of one host have, waiting for counts and not, and the operator of
+    compiled graphs, beside the all-to-all of trainers.
+    """
+    file = tmp_path / "figures.json"
+    sizes = "--T=1024", "--H=1024", "--I=512", "--E=16", "--K=4"
+    program = ROOT / "benchmarks" / "ep_bench.py"
+    command = [sys.executable, program, *sizes, "--ranks=2", "--rounds=1", "--operator"]
+    command.append(f"--json={file}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (shape,) = json.loads(file.read_text())["shapes"]
+    print(done.stdout)
+    may_be_absent = "deepep", "MinimalAsyncEP", "symmetric", "bytes alone, push"
+    assert all(name.startswith(may_be_absent) for name in shape["skipped"]), shape["skipped"]
+    rows = {row["name"]: row for row in shape["rows"] if "errors" in row}
+    assert len(rows) >= 13
+    for name, row in rows.items():
+        bar = 0.01 if name.endswith("bf16") or "," not in name else 0.1
+        assert all(error < bar for error in row["errors"].values()), (name, row["errors"])
+
+
 @cache
 def no_deepep():
     library, why = find_library()
