@@ -115,7 +115,7 @@ class HopperLayer:
         shape = (self._routing.num_rows, 2 * self._prepared.inner)
         if self._settings.save_z is ZCode.BF16:
             return empty(shape, torch.bfloat16, self.device)  # type: ignore[no-any-return]
-        code = Code(self._settings.save_z.value)
+        code = Code.INT8 if self._settings.save_z is ZCode.INT8 else Code.ADAPTIVE
         return BlockScaledTensor.empty(shape, Z_BLOCK, self.device, code)
 
     def restored_z(self, x: Tokens, saved: Saved) -> KeptZ:
