@@ -16,6 +16,7 @@ import torch.distributed as dist
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import RoutingError
 
 E, K, H, I = 8, 4, 512, 256
 MOST = 1024
@@ -105,6 +106,37 @@ def captured_exchange(dispatcher, rank: int) -> None:
     print("captured: equal", flush=True)
 
 
+def bounded_load(rank: int) -> None:
+    """A load of 1 that fits, one that does not, and what the next dispatch says on both ranks."""
+    bounded = make_dispatcher(
+        E, dist.group.WORLD, kind="symmetric", wait_for_counts=False, max_tokens=MOST, max_load=1.0
+    )
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(MOST, H, generator=generator).to("cuda", torch.bfloat16)
+    probs = torch.rand(MOST, K, generator=generator).to("cuda")
+
+    def dispatch(step: int):
+        # Slots on every second expert are shared evenly; on the first four they are all of rank 0.
+        ids = torch.arange(0, step * K, step, device="cuda").expand(MOST, K).contiguous()
+        return bounded.dispatch(x, ids, probs)
+
+    for _ in range(2):
+        dispatch(2)
+    delivery = dispatch(1)
+    bounded.combine(delivery.x, delivery.handle)
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        dispatch(2)
+    except RoutingError as error:
+        assert f"rank 0 was to get {2 * MOST * K} slots" in str(error), error
+    else:
+        raise AssertionError("nobody was told")
+    dispatch(2)
+    torch.cuda.synchronize()
+    print("too much is said", flush=True)
+
+
 def main(rank: int, directory: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -119,7 +151,9 @@ def main(rank: int, directory: str) -> None:
     # Whatever is not written holds NaN.
     poison = torch.full((2**28,), 0x7F, dtype=torch.uint8, device="cuda")
     del poison
-    options = {"collective": {}, "symmetric": {}, "blind": {"wait_for_counts": False}}
+    blind = {"kind": "symmetric", "wait_for_counts": False}
+    options = {"collective": {}, "symmetric": {}, "blind": blind}
+    options["bounded"] = {**blind, "max_load": 2.0}
     dispatchers = {
         name: make_dispatcher(
             E,
@@ -137,12 +171,13 @@ def main(rank: int, directory: str) -> None:
             for seed in range(4):
                 given = inputs(tokens[(rank + seed) % 2], experts, 10 * seed + rank)
                 wanted = step(dispatchers["collective"], given, precision == "fp8", rank)
-                for name in ("symmetric", "blind", "symmetric"):
+                for name in ("symmetric", "blind", "bounded", "symmetric"):
                     time.sleep(skew.random() * 0.01)
                     found = step(dispatchers[name], given, precision == "fp8", rank)
                     bad += [f"{name}: {key}" for key in differing(found, wanted)]
             print(f"{precision}, {case}: {sorted(set(bad)) or 'equal'}", flush=True)
     captured_exchange(dispatchers["blind"], rank)
+    bounded_load(rank)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)

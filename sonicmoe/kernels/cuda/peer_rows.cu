@@ -396,8 +396,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
-    take_again(const __grid_constant__ Peers g, const __grid_constant__ Places p, Rows own, Rows out,
-               const int32_t* sources, int64_t rows) {
+    take_again(const __grid_constant__ Peers g, const __grid_constant__ Places p, Rows own,
+               Rows out, const int32_t* sources, int64_t rows) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= rows) return;
   const int32_t source = __ldg(sources + row);
@@ -484,7 +484,8 @@ Peers peers_of(const TensorView& table) {
   g.timeout_ns = at[3];
   g.words = reinterpret_cast<volatile int64_t*>(at[4]);
   TVM_FFI_ICHECK(g.ranks > 0 && g.ranks <= kMostRanks) << g.ranks << " ranks";
-  for (int rank = 0; rank < g.ranks; ++rank) g.base[rank] = reinterpret_cast<uint8_t*>(at[5 + rank]);
+  for (int rank = 0; rank < g.ranks; ++rank)
+    g.base[rank] = reinterpret_cast<uint8_t*>(at[5 + rank]);
   return g;
 }
 
@@ -492,7 +493,8 @@ int64_t row_bytes(const TensorView& rows) { return rows.size(1) * rows.dtype().b
 
 void* checked_any(const TensorView& tensor, const char* name, DLDevice device) {
   const DLDataType dtype = tensor.dtype();
-  return checked<void>(tensor, name, static_cast<DLDataTypeCode>(dtype.code), dtype.bits, device, 0);
+  return checked<void>(tensor, name, static_cast<DLDataTypeCode>(dtype.code), dtype.bits, device,
+                       0);
 }
 
 Rows checked_rows(const TensorView& rows, const Optional<TensorView>& scales, DLDevice device) {
@@ -504,7 +506,8 @@ Rows checked_rows(const TensorView& rows, const Optional<TensorView>& scales, DL
 
 Places places_of(const Peers& g, int64_t most, int64_t topk, const TensorView& rows,
                  const Optional<TensorView>& scales) {
-  const Places p(g.ranks, most, topk, row_bytes(rows), scales.has_value() ? row_bytes(scales.value()) : 0);
+  const int64_t scale_bytes = scales.has_value() ? row_bytes(scales.value()) : 0;
+  const Places p(g.ranks, most, topk, row_bytes(rows), scale_bytes);
   TVM_FFI_ICHECK(p.end <= g.half_bytes) << "the exchange needs " << p.end << " bytes of "
                                         << g.half_bytes;
   TVM_FFI_ICHECK(most > 0 && most * g.ranks < (int64_t(1) << 31)) << "most tokens are " << most;
@@ -561,7 +564,8 @@ void send(TensorView table, TensorView rows, Optional<TensorView> scales, Tensor
   const Peers g = peers_of(table);
   const Rows own = checked_rows(rows, scales, ids.device());
   const Places p = places_of(g, most, ids.size(1), rows, scales);
-  TVM_FFI_ICHECK(plan.numel() == g.ranks * (int64_t(g.ranks) * p.chunks + 1)) << "plan is too small";
+  TVM_FFI_ICHECK(plan.numel() == g.ranks * (int64_t(g.ranks) * p.chunks + 1))
+      << "plan has " << plan.numel() << " elements";
   TVM_FFI_ICHECK(rows.size(0) == ids.size(0)) << "rows and ids of different tokens";
   const Dispatch d =
       dispatch_of(g, own, ids, weights, plan, capacity, slot_capacity, sequence, experts);
@@ -580,8 +584,8 @@ void send(TensorView table, TensorView rows, Optional<TensorView> scales, Tensor
 // [R], places int32 [T, W]. The other arguments are those of `send`.
 void take(TensorView table, TensorView rows, Optional<TensorView> scales, TensorView topk_idx,
           TensorView topk_weights, TensorView plan, int64_t most, int64_t experts, int64_t capacity,
-          TensorView out, Optional<TensorView> out_scales, TensorView ids, TensorView weights, TensorView sources,
-          TensorView places, int64_t stream) {
+          TensorView out, Optional<TensorView> out_scales, TensorView ids, TensorView weights,
+          TensorView sources, TensorView places, int64_t stream) {
   const Peers g = peers_of(table);
   const DLDevice device = topk_idx.device();
   const int64_t received = out.size(0), topk = topk_idx.size(1);
