@@ -12,14 +12,12 @@ import numpy as np
 from engine.moe_golden import (
     OUTPUTS,
     Result,
-    base_of,
     make_problem,
     native_order,
     native_weights,
-    slope,
-    value,
 )
 from framework import numpy, tensor, torch
+from oracle.golden import base_of, slope, value
 
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.format import Code
@@ -143,7 +141,7 @@ class Tokens:
 
 def activation_of(problem, z):
     """`(y1, gate value, gate slope, up)` of interleaved (or ungated) `z`."""
-    act = base_of(problem.activation)
+    act = base_of(problem.activation.value)
     gate, up = (z[:, 0::2], z[:, 1::2]) if problem.gated else (z, np.ones_like(z))
     a = value(act, gate)
     return a * up, a, slope(act, gate), up

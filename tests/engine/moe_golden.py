@@ -1,18 +1,19 @@
-"""The expert MLP and its gradients in fp64, per token and per slot, in the plainest way: the golden
-of every engine and of the node.
+"""Problems of one layer for tests of engines and of the node, with the golden of tests/oracle.
 
 User layouts throughout: `up_gate [E, H, N1]` split-half with gate first (N1 = 2I) or ungated (N1 =
-I), `down [E, I, H]`. Nothing here is shared with the package but the names of the activations.
+I), `down [E, I, H]`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from framework import numpy, tensor, torch
+from oracle import golden as exact
+from oracle.case import GATED
+from oracle.golden import GAINS
 
 from sonicmoe.engine.interface import EngineSettings, NativeBuffer
 from sonicmoe.engine.reference import ReferenceEngine
@@ -20,92 +21,12 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
-GATED = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "reglu": "relu",
-    "swiglu_oai": "clamped_silu",
-    "swiglu_clamp": "bounded_silu",
-    "situ_glu": "situ",
-    "geglu_tanh": "gelu_tanh",
-}
-CLAMPED = 7.0  # where GPT-OSS's gate stops growing
-# Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
-GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ALL_ACTIVATIONS = list(ActivationType)
 OUTPUTS = ("out", "dx", "dprobs", "dw1", "dw2")
 PLAIN, FP8 = EngineSettings(), EngineSettings(recipe=RECIPES["dx256"])
 ROWS = EngineSettings(recipe=RECIPES["1x128"], save_z=ZCode.E4M3)
 SETTINGS = {"plain": PLAIN, "dx256": FP8, "1x128": ROWS}
 MODES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-
-
-def base_of(activation):
-    """Name of the function applied to the gate, or to everything when there is no gate."""
-    return GATED.get(activation.value, activation.value)
-
-
-def up_factor(activation, up, own=()):
-    """What an up half multiplies by, and its derivative; `own`: the layer's parameters."""
-    if activation is ActivationType.SWIGLU_OAI:
-        limit = dict(own).get("limit", CLAMPED)
-        return np.clip(up, -limit, limit) + 1.0, (np.abs(up) <= limit).astype(np.float64)
-    if activation is ActivationType.SWIGLU_CLAMP:
-        limit = dict(own).get("limit", 10.0)
-        return np.clip(up, -limit, limit), (np.abs(up) <= limit).astype(np.float64)
-    cap = dict(own).get("linear_beta") if activation is ActivationType.SITU_GLU else None
-    if cap is not None:
-        return cap * np.tanh(up / cap), np.cosh(up / cap) ** -2.0
-    return up, np.ones_like(up)
-
-
-def value(name, v, own=()):
-    """act(v) of fp64 numbers; `own`: the layer's parameters."""
-    if name == "clamped_silu":
-        alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
-        return value("silu", alpha * np.minimum(v, limit)) / alpha
-    if name == "bounded_silu":
-        return value("silu", np.minimum(v, dict(own).get("limit", 10.0)))
-    if name == "situ":
-        beta = dict(own).get("beta", 1.0)
-        return beta * np.tanh(v / beta) / (1.0 + np.exp(-v))
-    if name == "silu":
-        return v / (1.0 + np.exp(-v))
-    if name == "gelu":
-        return 0.5 * v * (1.0 + erf(v / math.sqrt(2.0)))
-    power = {"relu": 1, "relu_sq": 2}
-    return tanh_gelu(v)[0] if name == "gelu_tanh" else np.maximum(v, 0.0) ** power[name]
-
-
-def slope(name, v, own=()):
-    """act'(v) of fp64 numbers; `own`: the layer's parameters."""
-    if name == "clamped_silu":
-        alpha, limit = dict(own).get("alpha", 1.702), dict(own).get("limit", CLAMPED)
-        return np.where(v <= limit, slope("silu", alpha * v), 0.0)
-    if name == "bounded_silu":
-        return np.where(v <= dict(own).get("limit", 10.0), slope("silu", v), 0.0)
-    if name == "situ":
-        beta, sigma = dict(own).get("beta", 1.0), 1.0 / (1.0 + np.exp(-v))
-        return sigma / np.cosh(v / beta) ** 2 + value(name, v, own) * (1.0 - sigma)
-    if name == "silu":
-        sigma = 1.0 / (1.0 + np.exp(-v))
-        return sigma + v * sigma * (1.0 - sigma)
-    if name == "gelu":
-        density = np.exp(-0.5 * v * v) / math.sqrt(2.0 * math.pi)
-        return 0.5 * (1.0 + erf(v / math.sqrt(2.0))) + v * density
-    relu = {"relu": (v > 0.0) * 1.0, "relu_sq": 2.0 * np.maximum(v, 0.0)}
-    return tanh_gelu(v)[1] if name == "gelu_tanh" else relu[name]
-
-
-erf = np.vectorize(math.erf, otypes=[np.float64])
-
-
-def tanh_gelu(v):
-    """Value and slope of GELU in its tanh form."""
-    u = math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
-    inner = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * v * v)
-    flat = 0.5 * (1.0 + np.tanh(u))
-    return v * flat, flat + 0.5 * v * inner / np.cosh(np.minimum(np.abs(u), 300.0)) ** 2
 
 
 @dataclass
@@ -207,41 +128,11 @@ def make_problem(
 
 
 def golden(problem: Problem) -> Result:
-    """Forward and backward, token by token, slot by slot."""
-    p, I = problem, problem.intermediate
-    act = base_of(p.activation)
-    result = Result(*(np.zeros_like(a) for a in (p.x, p.x, p.probs, p.up_gate, p.down)))
-    if p.b1 is not None:
-        result.db1, result.db2 = np.zeros_like(p.b1), np.zeros_like(p.b2)
-    for t in range(p.x.shape[0]):
-        for k in range(p.indices.shape[1]):
-            e = int(p.indices[t, k])
-            if not 0 <= e < p.num_experts:
-                continue
-            z = p.x[t] @ p.up_gate[e]
-            if p.b1 is not None:
-                z = z + p.b1[e]
-            gate, up = (z[:I], z[I:]) if p.gated else (z, np.ones(I))
-            a, da = value(act, gate, p.parameters), slope(act, gate, p.parameters)
-            factor, dup = up_factor(p.activation, up, p.parameters)
-            y1 = a * factor
-            y2 = y1 @ p.down[e]
-            if p.b2 is not None:
-                y2 = y2 + p.b2[e]
-            result.out[t] += p.probs[t, k] * y2
-
-            result.dprobs[t, k] = p.dout[t] @ y2
-            dy2 = p.probs[t, k] * p.dout[t]
-            result.dw2[e] += np.outer(y1, dy2)
-            dy1 = p.down[e] @ dy2
-            dgate = dy1 * factor * da
-            dz = np.concatenate([dgate, dy1 * a * dup]) if p.gated else dgate
-            result.dw1[e] += np.outer(p.x[t], dz)
-            result.dx[t] += p.up_gate[e] @ dz
-            if p.b2 is not None:
-                result.db1[e] += dz
-                result.db2[e] += dy2
-    return result
+    """Forward and backward in fp64."""
+    p = problem
+    operands = p.x, p.indices, p.probs, p.dout, p.up_gate, p.down, p.b1, p.b2, p.parameters
+    found = exact.golden(exact.Scene(p.activation.value, *operands))
+    return Result(**{name: found[name] for name in vars(Result(*[None] * 5)) if name in found})
 
 
 def native_column(n, n1, gated):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.moe_golden import (
-    ALL_ACTIVATIONS,
-    slope,
-    value,
-)
+from engine.moe_golden import ALL_ACTIVATIONS
 from framework import IS_PADDLE, numpy, tensor, torch
+from oracle.golden import slope, value
 
 from sonicmoe.diagnostics import formulas
 from sonicmoe.engine import activations

@@ -1,4 +1,4 @@
-"""A whole MoE layer in fp64: router, experts (`moe_golden`), load-balancing loss, and every
+"""A whole MoE layer in fp64: router, experts (`oracle.golden`), load-balancing loss, and every
 gradient; and how tests build and run one.
 """
 

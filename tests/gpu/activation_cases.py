@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from engine.moe_golden import GAINS
+from oracle.golden import GAINS
 from torch.nn.functional import gelu, relu, silu
 
 from sonicmoe.enums import ACTIVATIONS, ActivationType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from oracle.case import AXES, Case, covering
+from oracle.case import GATED, Case, covering
 from oracle.faces import normal
 from oracle.laws import broken
 
@@ -15,8 +15,8 @@ SIZES = ((300, 512, 256, 8, 2), (37, 256, 128, 4, 3), (1, 512, 256, 8, 4), (0, 2
 ENGINES = {
     "hopper": {
         "recipe": ("dx256",),
-        "save_z": ("int8", "bf16"),
-        "activation": AXES["activation"][:7],
+        "save_z": ("adaptive", "int8", "bf16"),
+        "activation": tuple(GATED),
     },
     "bf16": {"recipe": ("none",)},
     "triton": {"recipe": ("none",)},

@@ -13,7 +13,7 @@ import shutil
 import kept
 import numpy as np
 import pytest
-from engine.moe_golden import base_of, slope, up_factor, value
+from oracle.golden import base_of, slope, up_factor, value
 from worlds import ROOT
 
 from sonicmoe.enums import ActivationType
@@ -121,9 +121,9 @@ def test_against_fp64(case, scale):
     # The product that the kernel forms, in fp32.
     z = (codes.astype(np.float32) * np.float32(scale)).astype(np.float64)
     act, d_act = (
-        np.repeat(f(base_of(activation), z, tuple(own.items())), 255) for f in (value, slope)
+        np.repeat(f(base_of(activation.value), z, tuple(own.items())), 255) for f in (value, slope)
     )
-    factor, d_factor = (np.tile(f, 255) for f in up_factor(activation, z, tuple(own.items())))
+    factor, d_factor = (np.tile(f, 255) for f in up_factor(activation.value, z, tuple(own.items())))
     # GELU's normal distribution is off by 8e-8 of z.
     reach = 127 * scale if activation is ActivationType.GEGLU else 0.0
     close = {"rtol": 2.0**-19, "atol": 3e-7 * (1.0 + reach)}
@@ -158,11 +158,13 @@ def test_large_values_and_nan(case):
         )
         np.testing.assert_allclose(values[3:], 0.0)
         # There every one of these bounds is met, and fp64 still has the exponentials.
-        top = value(base_of(activation), 200.0, tuple(own.items()))
+        top = value(base_of(activation.value), 200.0, tuple(own.items()))
         np.testing.assert_allclose(values[:3], top, rtol=1e-6)
         assert not slopes.any()
         if activation is not SITU or "linear_beta" in own:
-            (most, least), _ = up_factor(activation, np.array([200.0, -200.0]), tuple(own.items()))
+            (most, least), _ = up_factor(
+                activation.value, np.array([200.0, -200.0]), tuple(own.items())
+            )
             np.testing.assert_allclose(factors, [most] * 3 + [least] * 2, rtol=1e-6)
             assert not factor_slopes.any()
     nan, one = np.array([np.nan], np.float32), np.ones(1, np.float32)

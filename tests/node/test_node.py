@@ -4,18 +4,13 @@ frozen inputs.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from engine.moe_golden import ALL_ACTIVATIONS, assert_same_bits, golden, make_problem, run_engine
+from engine.moe_golden import golden, make_problem
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
-    CONFIGS,
     FLUSHES,
-    FP8,
-    FULL,
     Layer,
     assert_close,
     assert_equal,
@@ -24,11 +19,7 @@ from node.node_harness import (
 )
 from pairwise import pairwise
 
-from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.enums import ActivationType
 from sonicmoe.interop import data_ptr
-from sonicmoe.quant.recipes import RECIPES
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
@@ -45,76 +36,6 @@ GATES = {
 def covered(names, *values):
     """Every pair of values of two parameters in some case."""
     return pytest.mark.parametrize(names, pairwise(*values), ids=str)
-
-
-class TestGradients:
-    @covered(
-        "activation, arrangement, counts, index_dtype, flush, value",
-        ALL_ACTIVATIONS,
-        ARRANGEMENTS,
-        ("list", "none", "empty", "tensor"),
-        ("int32", "int64"),
-        FLUSHES,
-        (0.0, 2.5, None),
-    )
-    def test_against_the_golden(self, activation, arrangement, counts, index_dtype, flush, value):
-        """Every spelling of the routing; gradients are added to a private `main_grad`."""
-        layer = Layer(make_problem(activation), arrangement=arrangement, flush=flush)
-        held = layer.set_main_grad(value)
-        call = layer.step(counts=counts, index_dtype=getattr(torch, index_dtype))
-        exact, held_before = golden(layer.problem), value or 0.0
-        wanted = replace(exact, dw1=exact.dw1 + held_before, dw2=exact.dw2 + held_before)
-        assert_close(layer.result(call), wanted, 1e-6)
-        for weight, before in zip(layer.weights, held, strict=True):
-            assert weight.main_grad.dtype == torch.float32
-            assert weight.grad is None
-            assert before is None or weight.main_grad is before
-
-    @covered("gate, config, arrangement", GATES, CONFIGS, ARRANGEMENTS)
-    def test_gates_of_newer_models_with_parameters_of_their_own(self, gate, config, arrangement):
-        """The golden's, or in FP8 the engine's bits; values on both sides of each bound."""
-        activation, own = ActivationType(gate), tuple(GATES[gate].items())
-        problem = make_problem(activation).but(parameters=own)
-        options = {"arrangement": arrangement, "config": CONFIGS[config], "main_grad": 0.0}
-        layer = Layer(problem, **options, activation_parameters=GATES[gate])
-        found, exact = layer.result(layer.step()), golden(problem)
-        if config == "full":
-            assert_close(found, exact, 1e-6)
-        else:
-            recipe = {"recipe": RECIPES["dx256"], "activation_parameters": own}
-            assert_same_bits(found, run_engine(problem, EngineSettings(activation, **recipe)))
-        usual = numpy(Layer(problem, **options).run().out)
-        assert not own or relative_rmse(usual, exact.out) > 0.1 > relative_rmse(
-            found.out, exact.out
-        )
-
-    @pytest.mark.parametrize(
-        "config",
-        [FULL, FP8, SonicMoEConfig(fp8_mode="mem", engine="reference")],
-        ids=["full", "perf", "mem"],
-    )
-    def test_the_node_adds_nothing_to_the_engine(self, config):
-        """The same bits as the engine alone, in bf16 and in FP8."""
-        problem = make_problem(dtype=torch.bfloat16)
-        layer = Layer(problem, dtype=torch.bfloat16, config=config, main_grad=0.0)
-        call = layer.step()
-        settings = EngineSettings(recipe=RECIPES["dx256"] if config.fp8_mode else None)
-        assert call.out.dtype == call.x.grad.dtype == torch.bfloat16
-        assert call.probs.grad.dtype == torch.float32
-        assert_same_bits(layer.result(call), run_engine(problem, settings, torch.bfloat16))
-
-    @covered("case, config, flush", ["no tokens", "nothing routed here"], CONFIGS, FLUSHES)
-    def test_empty_rank(self, case, config, flush):
-        problem = make_problem(tokens=0 if case == "no tokens" else 9)
-        problem = problem.but(indices=np.full_like(problem.indices, -1))
-        layer = Layer(problem, config=CONFIGS[config], flush=flush, main_grad=None)
-        call = layer.step()
-        assert tuple(call.out.shape) == problem.x.shape
-        for name, got in layer.result(call).items():
-            assert not got.any(), name
-        assert all(weight.main_grad is not None for weight in layer.weights), (
-            "every weight gets its zero gradient"
-        )
 
 
 class TestWhereGradientsGo:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 FP8_RECIPES = ("dx256", "iso128", "1x128", "iso32", "dx256-pow2")
-GATED = ("swiglu", "geglu", "reglu", "swiglu_oai", "swiglu_clamp", "situ_glu", "geglu_tanh")
+# By what a gate goes through.
+GATED = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "swiglu_oai": "clamped_silu",
+    "swiglu_clamp": "bounded_silu",
+    "situ_glu": "situ",
+    "geglu_tanh": "gelu_tanh",
+}
 UNGATED = ("relu_sq", "relu", "gelu", "silu", "gelu_tanh")
 # Numbers that a layer sets for itself, of a size that its tokens reach.
 OWN = {
@@ -16,11 +25,12 @@ OWN = {
     "swiglu_clamp": (("limit", 4.0),),
     "situ_glu": (("beta", 4.0), ("linear_beta", 2.5)),
 }
-LOUD = 30.0
+# How many times as large an outlier is as the rest.
+LOUD, LOUD_UNIT = 30.0, 100.0
 # T, H, I, E, K
 SIZES = (
-    *((37, 80, 48, 4, 3), (37, 256, 64, 4, 2), (150, 128, 144, 3, 2), (9, 16, 8, 3, 2)),
-    *((1, 32, 16, 1, 1), (33, 136, 136, 5, 4), (0, 32, 16, 3, 2), (20, 16, 8, 12, 8)),
+    *((37, 80, 48, 4, 3), (37, 256, 64, 4, 2), (150, 128, 144, 3, 2), (9, 3, 5, 3, 2)),
+    *((1, 32, 16, 1, 1), (33, 130, 129, 5, 4), (0, 32, 16, 3, 2), (20, 16, 8, 12, 8)),
 )
 # The first value is the one that `shrink` prefers.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -35,13 +45,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "bias": (False, True),
     "adapters": ("none", "up", "down", "both"),
     "frozen": (False, True),
-    "arrangement": ("per_expert", "fused", "native", "halves"),
+    "arrangement": ("per_expert", "fused", "native", "concat", "halves"),
     "gradients": ("autograd", "main_grad", "unset"),
     "flush": ("auto", "step"),
     "first": ("add", "overwrite"),
     "arrivals": ("plain", "x", "dout", "both"),
     "schedule": ("one", "two", "crossed", "checkpoint"),
-    "save_z": ("int8", "e4m3", "bf16"),
+    "save_z": ("adaptive", "int8", "e4m3", "bf16"),
     "recompute_z": (False, True),
     "stagewise_memory": (False, True),
     "fp8_wgrad": (True, False),
@@ -64,7 +74,7 @@ class Case:
     recipe: "none", or of FP8. own: the layer has activation parameters of its own. adapters:
     projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
     `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
-    scene: which part of an operand is `LOUD` times as large as the rest. schedule: one micro-batch,
+    scene: which part of an operand is `LOUD` times as large. schedule: one micro-batch,
     two, two whose backwards come in the other order, or one whose forward runs again. law: what is
     compared besides the bars.
     """
@@ -84,7 +94,7 @@ class Case:
     first: str = "add"
     arrivals: str = "plain"
     schedule: str = "one"
-    save_z: str = "int8"
+    save_z: str = "adaptive"
     recompute_z: bool = False
     stagewise_memory: bool = False
     fp8_wgrad: bool = True

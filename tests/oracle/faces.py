@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import recomputed, want_gradient
-from oracle.case import AXES, Case
+from oracle.case import AXES, GATED, OWN, Case
 from oracle.golden import ADAPTER_SCALE, Scene
 from weights.weight_sources import expert_modules, native_arrays
 
@@ -141,6 +141,8 @@ class Layer:
             return [up, down]
         if self.case.arrangement == "halves":
             return [*np.split(up.transpose(0, 2, 1), 2, 1), down.transpose(0, 2, 1)]
+        if self.case.arrangement == "concat":
+            return [up.transpose(0, 2, 1), down.transpose(0, 2, 1)]
         return list(native_arrays(up, down, self.activation))
 
 
@@ -231,7 +233,7 @@ OF_TORCH = {
 class Stacked(Layer):
     """`expert_mlp`, which serves the layer and the integrations."""
 
-    takes: ClassVar = {**OF_TORCH, "arrangement": ("fused", "native", "halves")}
+    takes: ClassVar = {**OF_TORCH, "arrangement": ("fused", "native", "concat", "halves")}
 
     def make_weights(self) -> list[Any]:
         return [self.parameter(array) for array in self.stacked()]
@@ -243,6 +245,7 @@ class Stacked(Layer):
         layout = {
             "native": WeightLayout(),
             "fused": WeightLayout(transposed=True, split_half=self.case.gated),
+            "concat": WeightLayout(split_half=self.case.gated),
             "halves": WeightLayout(split_half=True, apart=True),
         }[self.case.arrangement]
         *up, down = self.weights
@@ -256,7 +259,11 @@ class Stacked(Layer):
 class Triples(Layer):
     """`moe_general_routing_inputs`, upstream's signature."""
 
-    takes: ClassVar = {**OF_TORCH, "arrangement": ("native", "halves"), "adapters": ("none",)}
+    takes: ClassVar = {
+        **OF_TORCH,
+        "arrangement": ("native", "concat", "halves"),
+        "adapters": ("none",),
+    }
     make_weights = Stacked.make_weights
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
@@ -271,6 +278,7 @@ class Triples(Layer):
             *(x, probs.reshape(-1), token, indices.reshape(-1)),
             *(tuple(up) if len(up) == 2 else up[0], b1, down, b2),
             activation_type=self.activation,
+            concat_layout=self.case.arrangement == "concat",
             max_experts_per_token=topk,
             activation_parameters=self.options or None,
         )
@@ -378,7 +386,7 @@ class Fleet(Layer):
     takes: ClassVar = {
         "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,), "own": (False,),
         "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
-        "activation": tuple(name for name in AXES["activation"][:7] if name != "situ_glu"),
+        "activation": tuple(name for name in GATED if name != "situ_glu"),
     }  # fmt: skip
     make_weights = Stacked.make_weights
     counts = Node.counts
@@ -415,14 +423,17 @@ def normal(case: Case) -> Case:
     for name, values in LAYERS[case.face].takes.items():
         if getattr(case, name) not in values:
             case = replace(case, **{name: values[0]})
+    return replace(case, **_that_exclude_each_other(case))
+
+
+def _that_exclude_each_other(case: Case) -> dict[str, Any]:
+    """Values in the place of those that mean nothing beside others of the case, or are refused."""
     changes: dict[str, Any] = {}
     if not case.fp8:
         changes |= {name: AXES[name][0] for name in OF_FP8}
     elif not case.recipe.startswith("iso"):
         changes["iso_weight"] = False
-    if case.scene == "w1 unit" and case.fp8 and case.save_z == "int8":
-        changes["save_z"] = "e4m3"
-    if case.activation not in ("swiglu_oai", "swiglu_clamp", "situ_glu"):
+    if case.activation not in OWN:
         changes["own"] = False
     if case.arrangement == "halves" and not case.gated:
         changes["arrangement"] = "native"
@@ -432,11 +443,26 @@ def normal(case: Case) -> Case:
         changes |= {"gradients": "autograd", "flush": "auto", "first": "add"}
     if changes.get("gradients", case.gradients) != "main_grad" or case.flush == "step":
         changes["first"] = "add"
-    # Among few numbers an outlier is nearly all that there is.
-    few = case.scene != "usual" and case.sizes[0] < 37
-    tokens, hidden, inner, experts, topk = AXES["sizes"][1] if few else case.sizes
+    return changes | _of_sizes(case)
+
+
+def _of_sizes(case: Case) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    sizes = case.sizes
+    if case.scene == "w1 unit":
+        sizes, changes["routing"] = AXES["sizes"][2], "full"
+        if case.dtype == "float16":  # whose largest value its square passes
+            changes["dtype"] = "bfloat16"
+        if case.save_z == "int8":  # which loses it, as docs/env.md says
+            changes["save_z"] = "adaptive"
+    elif case.scene != "usual" and case.sizes[0] < 37:
+        sizes = AXES["sizes"][1]  # among few numbers an outlier is nearly all that there is
+    tokens, hidden, inner, experts, topk = sizes
+    if case.law == "permuted" and (hidden % 16 or inner % 16):
+        # The host's products have other bits where an expert's memory begins off a vector's boundary.
+        changes["law"] = "repeat"
     topk = 1 if case.face == "sorted" else min(topk, experts)
-    return replace(case, **changes, sizes=(tokens, hidden, inner, experts, topk))
+    return changes | {"sizes": (tokens, hidden, inner, experts, topk)}
 
 
 def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.ndarray]:

@@ -11,22 +11,18 @@ import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from oracle.case import GATED, LOUD, OWN, Case
+from oracle.case import GATED, LOUD, LOUD_UNIT, OWN, Case
 
 CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 # Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
 GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ADAPTER_SCALE, RANK = 0.7, 5
-BASES = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "reglu": "relu",
-    "swiglu_oai": "clamped_silu",
-    "swiglu_clamp": "bounded_silu",
-    "situ_glu": "situ",
-    "geglu_tanh": "gelu_tanh",
-}
 erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def base_of(activation):
+    """Name of the function applied to the gate, or to everything when there is no gate."""
+    return GATED.get(activation, activation)
 
 
 def up_factor(activation, up, own=()):
@@ -139,8 +135,13 @@ def golden(scene):
     """Output and gradients by name; those of factors are "up.a", "up.b" and so on. "of dprobs": the
     size of a probability's gradient, which is a product of two vectors and may be 0 by chance.
     """
+    with np.errstate(over="ignore"):  # of an exponential whose inverse is then 0
+        return _golden(scene)
+
+
+def _golden(scene):
     s, gated, inner = scene, scene.activation in GATED, scene.down.shape[1]
-    base = BASES.get(s.activation, s.activation)
+    base = base_of(s.activation)
     up_gate, down = (_merged(s, name) for name in ("up", "down"))
     found = {"out": np.zeros_like(s.x), "dx": np.zeros_like(s.x), "dprobs": np.zeros_like(s.probs)}
     found |= {"dw1": np.zeros_like(up_gate), "dw2": np.zeros_like(down), "of dprobs": 0.0}
@@ -262,7 +263,7 @@ def _with_an_outlier(scene, case, rng):
     array = getattr(scene, name).copy()
     if array.size:
         place = (slice(None) if a in along else rng.integers(n) for a, n in enumerate(array.shape))
-        array[tuple(place)] *= LOUD
+        array[tuple(place)] *= LOUD_UNIT if case.scene == "w1 unit" else LOUD
     return replace(scene, **{name: rounded(array, case.dtype)})
 
 
