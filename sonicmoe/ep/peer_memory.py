@@ -7,11 +7,12 @@ together. PyTorch's symmetric memory (`torch.distributed._symmetric_memory`) map
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import platform
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ Tensor = torch.Tensor
 MOST_RANKS, MOST_EXPERTS, HEAD = 8, 4096, 1024
 LOST, OVERFLOW, ROWS = 0, 1, 2
 TOKENS, SLOTS = ROWS + MOST_RANKS, ROWS + 2 * MOST_RANKS
+_WATCH_S = 0.5  # between two looks for a lost rank; kernels wait for six of them
 _LOOK_EVERY = 4096  # looks at a word, between two questions whether the device still works
 
 
@@ -169,12 +171,16 @@ class PeerMemory:
             said = self.lost() or error
             raise_lost_rank(said, doing, peers.name, peers.rank, peers.world_size)
 
-    def say_lost(self) -> None:
-        """At the end of a process whose last error may be CUDA's own."""
+    def say_lost(self) -> bool:
+        """Log the rank that a kernel waited for in vain; whether there is one."""
+        lost = self.lost()
+        if lost is None:
+            return False
         try:
-            self.explain(self.lost() or RuntimeError(), "exchange of rows")
+            self.explain(lost, "exchange of rows")
         except SonicMoEError as error:
             logger.error("%s", error)
+        return True
 
 
 class TorchPeers(Peers):
@@ -233,9 +239,19 @@ def memory_of(group: Any, like: Tensor) -> PeerMemory:
     # A name comes again where groups are destroyed and made anew.
     if found is None or found[0] is not group:
         found = _MEMORIES[place] = group, PeerMemory(TorchPeers(group, like.device))
-        atexit.register(found[1].say_lost)
+        watched = weakref.ref(found[1])
+        threading.Thread(target=_watch, args=(watched,), name="lost rank", daemon=True).start()
         ask_later(found[1].check)
     return found[1]
+
+
+def _watch(watched: weakref.ref[PeerMemory]) -> None:
+    """Say at once that a rank is lost, as long as the memory is in use. The kernel that waited ends
+    the work of the GPU next, and a process may die of that outside Python.
+    """
+    while (memory := watched()) is not None and not memory.say_lost():
+        del memory
+        time.sleep(_WATCH_S)
 
 
 def peers_problem(group: Any) -> str:

@@ -186,6 +186,8 @@ __global__ void __launch_bounds__(kThreads)
     if (others >> token & 1) staged.copy<Unit>(first + token, d.own, first + token, p);
 }
 
+constexpr int64_t kToldWithin = 3'000'000'000;  // nanoseconds
+
 // Tells all ranks that this one has sent, and waits for them. Ends the program where one does not
 // come: what would be computed next is wrong, and nobody may keep it.
 __device__ uint32_t wait_for_all(const Peers& g) {
@@ -201,6 +203,9 @@ __device__ uint32_t wait_for_all(const Peers& g) {
       if (nanoseconds() - begin > g.timeout_ns) {
         g.words[kLost] = peer + 1;
         __threadfence_system();
+        // The host sees that word within a second, and says whom it waited for. Behind a trap the
+        // process may end before anything of Python runs.
+        while (nanoseconds() - begin < g.timeout_ns + kToldWithin) __nanosleep(1000000);
         asm volatile("trap;");
       }
       __nanosleep(20);
