@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from oracle.case import GATED, Case, covering
 from oracle.faces import normal
+from oracle.golden import ROUTERS
 from oracle.laws import broken
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def normal_on(engine: str, case: Case) -> Case:
     """The case with what the engine has in the place of what it has not."""
     sizes = SIZES[case.seed % len(SIZES)]
     case = replace(case, sizes=sizes, dtype="bfloat16", iso_weight=False)
-    case = case if case.face != "moe" else replace(case, face="stacked")
+    case = case if case.face not in ROUTERS else replace(case, face="stacked")
     for name, values in ENGINES[engine].items():
         if getattr(case, name) not in values:
             case = replace(case, **{name: values[case.seed % len(values)]})

@@ -4,7 +4,6 @@ sentinels, DTensors.
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import pytest
@@ -27,11 +26,6 @@ from sonicmoe.functional.plan import Plan
 from sonicmoe.integrations.transformers import register
 
 T, K, E, H, I = 37, 3, 5, 32, 24
-LAYOUTS = [
-    dict(zip(("is_transposed", "is_concatenated", "has_gate", "has_bias"), values, strict=True))
-    for values in itertools.product((False, True), repeat=4)
-    if values[1] or values[2]  # without a gate nothing lies in pairs
-]
 
 
 def experts_class(is_transposed=False, is_concatenated=True, has_bias=False, has_gate=True):
@@ -110,19 +104,6 @@ def assert_close(actual, expected, bound):
     for name, value in expected.items():
         assert actual[name].shape == value.shape and actual[name].dtype == value.dtype
         assert relative_rmse(actual[name], value) <= bound, name
-
-
-@pytest.mark.parametrize(
-    "options", LAYOUTS, ids=lambda options: " ".join(k for k, v in options.items() if v) or "plain"
-)
-def test_every_arrangement(options):
-    experts = make(**options)
-    expected = run_experts(experts, "eager", *batch())
-    assert_close(run_experts(experts, "sonicmoe", *batch()), expected, 1e-6)
-    assert_close(run_experts(experts, "sonicmoe_fp8", *batch()), expected, 0.12)
-    assert (
-        relative_rmse(run_experts(experts, "sonicmoe_fp8", *batch())["out"], expected["out"]) > 1e-3
-    )
 
 
 GARBAGE = [0.0, float("nan")]  # weights of slots that are not here

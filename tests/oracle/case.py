@@ -34,7 +34,7 @@ SIZES = (
 )
 # The first value is the one that `shrink` prefers.
 AXES: dict[str, tuple[Any, ...]] = {
-    "face": ("node", "stacked", "triples", "moe", "transformers", "fleet", "sorted"),
+    "face": ("node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted"),
     "law": (
         "repeat", "poison", "memory", "permuted", "recompute", "face", "arrangement", "split",
     ),
@@ -45,7 +45,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "bias": (False, True),
     "adapters": ("none", "up", "down", "both"),
     "frozen": (False, True),
-    "arrangement": ("per_expert", "fused", "native", "concat", "halves"),
+    "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned"),
     "gradients": ("autograd", "main_grad", "unset"),
     "flush": ("auto", "step"),
     "first": ("add", "overwrite"),
@@ -71,7 +71,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 class Case:
     """One step. Its line names the fields that are not at their defaults.
 
-    recipe: "none", or of FP8. own: the layer has activation parameters of its own. adapters:
+    arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
+    columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own. adapters:
     projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
     `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
     scene: which part of an operand is `LOUD` times as large. schedule: one micro-batch,

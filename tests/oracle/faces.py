@@ -13,7 +13,7 @@ import numpy as np
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import recomputed, want_gradient
 from oracle.case import AXES, GATED, OWN, Case
-from oracle.golden import ADAPTER_SCALE, Scene
+from oracle.golden import ADAPTER_SCALE, ROUTERS, Scene
 from weights.weight_sources import expert_modules, native_arrays
 
 from sonicmoe.config import SonicMoEConfig
@@ -100,7 +100,7 @@ class Layer:
     @cached_property
     def order(self) -> np.ndarray | None:
         """Of the native layout, where gate and up come in turns."""
-        if self.case.arrangement != "native" or not self.case.gated:
+        if self.case.arrangement not in ("native", "turned") or not self.case.gated:
             return None
         inner = self.scene.down.shape[1]
         return np.arange(2 * inner).reshape(2, inner).T.reshape(-1)
@@ -129,6 +129,11 @@ class Layer:
         """The inverse of `make_weights`."""
         if self.case.arrangement == "fused":
             return found
+        if self.case.arrangement == "turned":
+            return [
+                found[0] if self.order is None else found[0][:, :, np.argsort(self.order)],
+                found[1],
+            ]
         if self.case.arrangement == "halves":
             return [np.concatenate(found[:2], 1).transpose(0, 2, 1), found[2].transpose(0, 2, 1)]
         dw1, dw2 = (array.transpose(0, 2, 1) for array in found)
@@ -141,6 +146,8 @@ class Layer:
             return [up, down]
         if self.case.arrangement == "halves":
             return [*np.split(up.transpose(0, 2, 1), 2, 1), down.transpose(0, 2, 1)]
+        if self.case.arrangement == "turned":
+            return [self.rows(up, -1), down]
         if self.case.arrangement == "concat":
             return [up.transpose(0, 2, 1), down.transpose(0, 2, 1)]
         return list(native_arrays(up, down, self.activation))
@@ -296,6 +303,8 @@ class Module(Layer):
         "index": ("int64",), "law": ("repeat", "memory", "recompute", "split"),
     }  # fmt: skip
 
+    backend = "sonicmoe"
+
     def make_weights(self) -> list[Any]:
         from sonicmoe import MoE
 
@@ -319,10 +328,17 @@ class Module(Layer):
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         if self.biases:
             self.biases = [self.moe.c_fc.bias, self.moe.c_proj.bias]
-        return self.moe(x, adapters=self.adapters)[0]
+        return self.moe(x, self.backend, adapters=self.adapters)[0]
 
     def gradients(self) -> dict[str, np.ndarray]:
         return super().gradients() | {"drouter": host(self.moe.router.weight.grad)}
+
+
+class Plain(Module):
+    """Its operations of PyTorch alone, with which users compare it."""
+
+    takes: ClassVar = {**Module.takes, "recipe": ("none",), "law": ("repeat", "split")}
+    backend = "torch"
 
 
 class Transformers(Layer):
@@ -334,7 +350,7 @@ class Transformers(Layer):
         "gelu_tanh": "gelu_pytorch_tanh",
     }  # fmt: skip
     takes: ClassVar = {
-        **OF_TORCH, "arrangement": ("fused", "native"), "adapters": ("none",),
+        **OF_TORCH, "arrangement": ("fused", "native", "concat", "turned"), "adapters": ("none",),
         "own": (False,), "activation": tuple(ACTIVATIONS),
     }  # fmt: skip
 
@@ -347,7 +363,7 @@ class Transformers(Layer):
 
         register()
         weights = [self.parameter(array) for array in self.stacked()]
-        native, gated = self.case.arrangement == "native", self.case.gated
+        gated = self.case.gated
         names = "gate_up_proj" if gated else "up_proj", "down_proj"
         experts, act = self.scene.num_experts, ACT2FN[self.ACTIVATIONS[self.case.activation]]
 
@@ -362,8 +378,8 @@ class Transformers(Layer):
                 raise AssertionError("the eager forward ran")
 
         decorated = use_experts_implementation(
-            is_transposed=not native,
-            is_concatenated=not native or not gated,
+            is_transposed=self.case.arrangement in ("fused", "turned"),
+            is_concatenated=self.order is None,
             has_bias=self.scene.b1 is not None,
             has_gate=gated,
         )(Experts)
@@ -410,7 +426,7 @@ class Fleet(Layer):
 
 
 LAYERS: dict[str, type[Layer]] = {
-    "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module,
+    "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module, "plain": Plain,
     "transformers": Transformers, "fleet": Fleet,
 }  # fmt: skip
 FACES = ("node", "sorted", "fleet") if IS_PADDLE else tuple(LAYERS)
@@ -485,7 +501,7 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
         name: np.concatenate([getattr(call, name) for call in calls])
         for name in ("out", "dx", "dprobs")
     }
-    if case.face == "moe":
+    if case.face in ROUTERS:
         del found["dprobs"]
     found |= {} if case.frozen else layer.gradients()
     for name, bias in zip(("db1", "db2"), layer.biases, strict=False):
@@ -504,7 +520,7 @@ class Call:
 
     def __init__(self, layer: Layer, scene: Scene) -> None:
         self.leaf = layer.leaf(scene.x, layer.dtype, True)
-        self.probs = layer.leaf(scene.probs, torch.float32, layer.case.face != "moe")
+        self.probs = layer.leaf(scene.probs, torch.float32, layer.case.face not in ROUTERS)
         self.gradient = layer.tensor(scene.dout).to(layer.dtype)
         indices = tensor(scene.indices).to(getattr(torch, layer.case.index)).to(layer.device)
 

@@ -17,6 +17,7 @@ CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 # Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
 GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ADAPTER_SCALE, RANK = 0.7, 5
+ROUTERS = ("moe", "plain")  # faces that route by themselves
 erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -243,7 +244,7 @@ def scene_of(case: Case) -> Scene:
         if case.adapters in (name, "both"):
             a = normal(experts, RANK, ins, scale=ins**-0.5)
             scene.pairs[name] = a, normal(experts, outs, RANK, scale=0.5)
-    return _routed_by_itself(scene, rng, topk) if case.face == "moe" else scene
+    return _routed_by_itself(scene, rng, topk) if case.face in ROUTERS else scene
 
 
 # Where the outlier of a scene lies: the array, and the axes that it extends along.
