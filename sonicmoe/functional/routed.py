@@ -1,21 +1,25 @@
-"""The routed path over ranks as two `torch.library` operators: dispatch, experts and combine, and
-their backward. A graph that holds them sees tokens go in and tokens come out.
+"""The routed path over ranks as `torch.library` operators: dispatch; experts and combine; and their
+backward. A graph that holds them sees tokens go in and tokens come out.
 
-How many rows a rank receives depends on data, and no graph can hold a tensor of such a size. So the
-forward keeps what its backward needs by itself, and returns a *ticket* beside its output: one number
-on the host, in memory that owns what was kept. Whoever may run the backward holds the ticket:
-autograd, a compiled graph between its two halves, selective checkpointing. Where it is dropped, as by
-full activation checkpointing, everything that was kept goes with it.
+How many rows a rank receives depends on data, and no graph can hold a tensor of such a size. So a
+dispatch keeps what arrives by itself, and returns a *ticket*: one number on the host, in memory that
+owns what was kept. Whoever may run the backward holds the ticket: autograd, a compiled graph between
+its two halves, selective checkpointing. Where it is dropped, as by full activation checkpointing,
+everything that was kept goes with it.
+
+They are two operators because a backward needs the rows and not the output. A compiled graph that
+computes a block again leaves the second one out, and the backward computes z from the rows.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +40,7 @@ from ..quant.tokens import checked_tokens, to_bfloat16
 from ..weights.cache import Reading
 from ..weights.stacked_cache import Weights
 from .autograd import is_differentiated, keeps_graph
-from .call import NOWHERE, Origin, backward, forward
+from .call import NOWHERE, Origin, backward, forward, route
 from .plan import Plan, plan_of
 
 Tensor = torch.Tensor
@@ -92,19 +96,18 @@ def routed_mlp(
     w1, w1_up, w2, b1, b2 = flat_weights(weights)
     assert w1_up is None
     save = is_differentiated(x, probs, (w1, w2, b1, b2))
-    given = x, indices, probs, w1, w2, b1, b2
-    out: Tensor = _routed_mlp(*given, plan_number, group, save)[0]
+    ticket = _routed_dispatch(x.detach(), indices, probs.detach(), group)
+    out: Tensor = _routed_mlp(ticket, x, probs, w1, w2, b1, b2, plan_number, save)
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
 class _Kept(bytearray):
-    """What one forward keeps. It is the memory of its ticket, and lives as long."""
+    """What one dispatch keeps. It is the memory of its ticket, and lives as long."""
 
-    plan: Plan
-    tokens: Dispatched  # without rows and probabilities
-    transport: Transport
-    saved: Saved
-    reading: Reading | None
+    dispatcher: Dispatcher
+    tokens: Dispatched
+    saved: Saved | None = None  # by the experts, for their backward
+    reading: Reading | None = None
 
     def __init__(self, number: int) -> None:
         super().__init__(number.to_bytes(8, "little"))
@@ -112,12 +115,6 @@ class _Kept(bytearray):
 
 _numbers = itertools.count()
 _kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
-
-
-def _ticket(kept: _Kept, number: int) -> Tensor:
-    """int64 `[1]`, the number."""
-    _kept[number] = kept
-    return torch.frombuffer(kept, dtype=torch.int64)
 
 
 def _kept_of(ticket: Tensor) -> _Kept:
@@ -130,48 +127,61 @@ def _kept_of(ticket: Tensor) -> _Kept:
     return kept
 
 
+@torch.library.custom_op("sonicmoe::routed_dispatch", mutates_args=())
+def _routed_dispatch(x: Tensor, indices: Tensor, probs: Tensor, group: str) -> Tensor:
+    """The ticket, int64 `[1]`."""
+    expert_group, number = _groups.get(group), next(_numbers)
+    words = (
+        f"no group of experts {group!r} in this process; needed: a model that was parallelised here"
+    )
+    expect(expert_group is not None, ConfigError, words)
+    assert expert_group is not None
+    kept = _kept[number] = _Kept(number)
+    with torch.no_grad():
+        kept.dispatcher = expert_group.dispatcher(int(x.shape[0]))
+        # Where nothing travels, the rows would be the caller's tokens, which he may write.
+        x = x.contiguous() if kept.dispatcher.transport.moves else x.clone()
+        kept.tokens = kept.dispatcher.dispatch(x, indices, probs)
+    return torch.frombuffer(kept, dtype=torch.int64)
+
+
+@_routed_dispatch.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
 @torch.library.custom_op("sonicmoe::routed_mlp", mutates_args=())
 def _routed_mlp(
+    ticket: Tensor,
     x: Tensor,
-    indices: Tensor,
     probs: Tensor,
     w1: Tensor,
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
     plan_number: int,
-    group: str,
     save: bool,
-) -> tuple[Tensor, Tensor]:
-    """`(out [T, H], ticket)`; the ticket is empty where backward needs none."""
-    weights, expert_group = weights_of((w1, None, w2, b1, b2)), _groups.get(group)
-    words = (
-        f"no group of experts {group!r} in this process; needed: a model that was parallelised here"
+) -> Tensor:
+    """`[T, H]`; x and probs, which have been dispatched, get gradients."""
+    weights, kept = weights_of((w1, None, w2, b1, b2)), _kept_of(ticket)
+    # The compiler may take two dispatches of the same tensors for one.
+    words = "two layers of experts took one dispatch, of the same tokens, ids and probabilities"
+    expect(
+        kept.saved is None or in_backward(), ConfigError, f"{words}; needed: tensors of their own"
     )
-    expect(expert_group is not None, ConfigError, words)
-    assert expert_group is not None
     with torch.no_grad():
-        dispatcher = expert_group.dispatcher(int(x.shape[0]))
-        # Where nothing travels, the rows would be the caller's tokens, which he may write.
-        x = x.contiguous() if dispatcher.transport.moves else x.clone()
-        tokens = dispatcher.dispatch(x, indices, probs)
         plan = plan_of(plan_number).fitted(x, weights)
-        origin = Origin(tokens.indices, tokens_per_expert=tokens.tokens_per_expert)
-        rows = _rows(tokens, plan)
-        given = plan, rows, tokens.probs, weights, origin
-        out, saved, reading = forward(*given, save=save, once=True)
-        y = dispatcher.combine(out, tokens.handle)
-    if saved is None:
-        return y, torch.empty(0, dtype=torch.int64)
-    number = next(_numbers)
-    kept = _Kept(number)
-    kept.plan, kept.transport, kept.saved = plan, dispatcher.transport, saved
-    kept.tokens = tokens._replace(x=None, probs=None)  # type: ignore[arg-type]
-    # A forward inside a backward runs for the second time, and its own backward is the next to come.
-    # Codes of the weights are kept until then, and else not, because they would live for a pass.
-    is_next = plan.settings.recipe is not None and in_backward()
-    kept.reading = reading if is_next else None
-    return y, _ticket(kept, number)
+        given = plan, _rows(kept.tokens, plan), kept.tokens.probs, weights, _origin(kept)
+        out, kept.saved, reading = forward(*given, save=save, once=True)
+        # A forward inside a backward runs for the second time, and its own backward is the next to
+        # come. Codes of the weights are kept until then, and else not: they would live for a pass.
+        is_next = save and plan.settings.recipe is not None and in_backward()
+        kept.reading = reading if is_next else None
+        return kept.dispatcher.combine(out, kept.tokens.handle)
+
+
+def _origin(kept: _Kept) -> Origin:
+    return Origin(kept.tokens.indices, tokens_per_expert=kept.tokens.tokens_per_expert)
 
 
 def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
@@ -187,9 +197,8 @@ def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
 
 
 @_routed_mlp.register_fake
-def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, torch.empty(int(arguments[-1]), dtype=torch.int64, device="cpu")
+def _(ticket: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("sonicmoe::routed_mlp_backward", mutates_args=())
@@ -201,6 +210,7 @@ def _routed_mlp_backward(
     b1: Tensor | None,
     b2: Tensor | None,
     topk: int,
+    plan_number: int,
     trains_weights: bool,
     trains_biases: bool,
 ) -> list[Tensor]:
@@ -208,27 +218,27 @@ def _routed_mlp_backward(
     kept, given = _kept_of(ticket), (w1, w2, b1, b2)
     trained = [trains_weights] * 2 + [trains_biases] * 2
     trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
-    # The memory of z is the engine's, unless somebody looks at it afterwards, or runs this again.
-    donated = not (is_awaited() or is_heard() or keeps_graph())
-    saved = kept.saved if donated else copy.copy(kept.saved)
-    saved.donated = donated
-    route, source = kept.tokens.handle, kept.tokens.dout_source
-    with torch.no_grad(), _explaining(kept.transport):
-        rows: Tokens = route.combine_backward(dout)
+    weights = weights_of((w1, None, w2, b1, b2))
+    plan = plan_of(plan_number)
+    plan = (plan if kept.saved is not None else without_z(plan)).fitted(dout, weights)
+    routes, source = kept.tokens.handle, kept.tokens.dout_source
+    with torch.no_grad(), _explaining(kept.dispatcher.transport):
+        saved = _saved(kept, plan)
+        rows: Tokens = routes.combine_backward(dout)
         if source is not None:
             assert isinstance(rows, torch.Tensor)
-            rows = gradient_from(source, rows, kept.plan.choose(), kept.plan.settings)
+            rows = gradient_from(source, rows, plan.choose(), plan.settings)
         dx, dprobs, gradients = backward(
-            kept.plan,
+            plan,
             rows,
             saved,
             kept.reading,
             tuple(None if weight is None else weight.dtype for weight in given),
             trained=trained,
-            given=weights_of((w1, None, w2, b1, b2)),
+            given=weights,
             origin=NOWHERE,
         )
-        dx, dprobs = route.dispatch_backward(dx, dprobs)
+        dx, dprobs = routes.dispatch_backward(dx, dprobs)
     nothing = dout.new_empty(0)
     pairs = zip(gradients, given, strict=True)
     left = [
@@ -239,7 +249,7 @@ def _routed_mlp_backward(
 
 @_routed_mlp_backward.register_fake
 def _(dout: Tensor, ticket: Tensor, *arguments: Any) -> list[Tensor]:
-    *given, topk, trains_weights, trains_biases = arguments
+    *given, topk, _, trains_weights, trains_biases = arguments
     wanted = [trains_weights] * 2 + [trains_biases] * 2
     pairs = zip(given, wanted, strict=True)
     left = [
@@ -248,6 +258,27 @@ def _(dout: Tensor, ticket: Tensor, *arguments: Any) -> list[Tensor]:
     ]
     dprobs = dout.new_empty((dout.shape[0], topk), dtype=torch.float32)
     return [dout.new_empty(dout.shape), dprobs, *left]
+
+
+def _saved(kept: _Kept, plan: Plan) -> Saved:
+    """What the experts saved; the rows alone where their forward was left out."""
+    if kept.saved is None:
+        tokens = kept.tokens
+        sizes = int(tokens.indices.shape[0]), kept.dispatcher.num_local_experts
+        with plan.config.activate():
+            routing = route(plan, _origin(kept), tokens.probs, sizes)
+        return Saved(plan.settings, routing, _rows(tokens, plan), None)
+    # The memory of z is the engine's, unless somebody looks at it afterwards, or runs this again.
+    donated = not (is_awaited() or is_heard() or keeps_graph())
+    saved = kept.saved if donated else copy.copy(kept.saved)
+    saved.donated = donated
+    return saved
+
+
+@functools.cache
+def without_z(plan: Plan) -> Plan:
+    """The plan of a backward that computes z again."""
+    return replace(plan, settings=replace(plan.settings, recompute_z=True))
 
 
 @contextmanager
@@ -262,21 +293,20 @@ def _explaining(transport: Transport) -> Iterator[None]:
         raise
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.topk = inputs[2].shape[1]
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[3:7])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.topk, ctx.plan_number = inputs[2].shape[1], inputs[7]
+    ctx.save_for_backward(inputs[0], *inputs[3:7])
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     # A gradient that did not arrive counts as zeros: collectives run on every rank or on none.
     refuse_second_derivative()
-    wanted = ctx.needs_input_grad[:7]
-    trained = any(wanted[3:5]), any(wanted[5:])
-    dx, dprobs, *others = _routed_mlp_backward(dout, *ctx.saved_tensors, ctx.topk, *trained)
-    gradients = dx, None, dprobs, *others
+    wanted = ctx.needs_input_grad[1:7]
+    trained = any(wanted[2:4]), any(wanted[4:])
+    numbers = ctx.topk, ctx.plan_number
+    gradients = _routed_mlp_backward(dout, *ctx.saved_tensors, *numbers, *trained)
     kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
-    return *kept, None, None, None
+    return None, *kept, None, None
 
 
 _routed_mlp.register_autograd(_differentiate, setup_context=_setup_context)

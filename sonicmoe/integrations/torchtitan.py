@@ -225,7 +225,8 @@ class SonicSelectiveAC(SelectiveAC):
         """The same fields."""
 
     def get_save_ops(self) -> set[Any]:
-        ours = torch.ops.sonicmoe.expert_mlp.default, torch.ops.sonicmoe.routed_mlp.default
+        names = "expert_mlp", "routed_dispatch", "routed_mlp"
+        ours = (getattr(torch.ops.sonicmoe, name).default for name in names)
         return {*super().get_save_ops(), *ours}
 
 

@@ -46,7 +46,9 @@ class Layer:
         return routed_mlp(self.number, self.group, x, self.ids, probs, weights)
 
     def experts(self, x, probs, *weights):
-        return planned_mlp(self.plan, self.number, x, self.ids, probs, weights, None)
+        return planned_mlp(
+            routed.plan_of(self.number), self.number, x, self.ids, probs, weights, None
+        )
 
     def results(self, call):
         """Output and gradients."""
@@ -58,11 +60,12 @@ def again(call):
     return lambda *leaves: checkpoint(call, *leaves, use_reentrant=False)
 
 
-def kept(call):
-    """Under selective checkpointing that names the operator."""
+def kept(call, names=("routed_dispatch", "routed_mlp")):
+    """Under selective checkpointing that names the operators."""
+    ours = [getattr(torch.ops.sonicmoe, name).default for name in names]
 
     def policy(context, operator, *_, **__):
-        is_ours = operator == torch.ops.sonicmoe.routed_mlp.default
+        is_ours = operator in ours
         return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
@@ -78,7 +81,9 @@ WAYS = {
     "again": (again, 2),
     "kept": (kept, 1),
     "compiled": (compiled, 1),
-    "compiled again": (lambda call: compiled(again(call)), 2),
+    "rows kept": (lambda call: kept(call, ["routed_dispatch"]), 2),
+    "output kept": (lambda call: kept(call, ["routed_mlp"]), 1),
+    "compiled again": (lambda call: compiled(again(call)), 1),
     "compiled kept": (lambda call: compiled(kept(call)), 1),
 }
 
@@ -183,11 +188,20 @@ def test_rows_that_travel_in_fp8():
 def test_a_ticket_that_was_copied_is_refused():
     layer = Layer("off")
     x, probs, *weights = layer.leaves
-    given = x, layer.ids, probs, *weights, layer.number, layer.group, True
-    ticket = torch.ops.sonicmoe.routed_mlp(*given)[1].clone()
-    rest = layer.dout, ticket, *weights, TOPK, True, True
+    given = x.detach(), layer.ids, probs.detach(), layer.group
+    ticket = torch.ops.sonicmoe.routed_dispatch(*given).clone()
     with pytest.raises(ConfigError, match="the ticket, whose memory owns it, was copied or moved"):
-        torch.ops.sonicmoe.routed_mlp_backward(*rest)
+        torch.ops.sonicmoe.routed_mlp(ticket, x, probs, *weights, layer.number, True)
+
+
+def test_two_layers_on_one_dispatch_are_refused():
+    layer = Layer("off")
+    x, probs, *weights = layer.leaves
+    ticket = torch.ops.sonicmoe.routed_dispatch(x.detach(), layer.ids, probs.detach(), layer.group)
+    given = ticket, x, probs, *weights, layer.number, True
+    torch.ops.sonicmoe.routed_mlp(*given)
+    with pytest.raises(ConfigError, match="two layers of experts took one dispatch"):
+        torch.ops.sonicmoe.routed_mlp(*given)
 
 
 def test_groups_of_another_process_and_transports_that_are_not_there_are_named():
