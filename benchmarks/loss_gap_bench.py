@@ -15,7 +15,7 @@ whole report after 600 seconds. The exit code is 0 when every seed finished and 
 else 1.
 
 How long it takes. The model `420m` took 0.0812 + 0.0911 s for a step in both precisions, 16,384
-tokens, on one H200 (docs/performance.md): 517 s for 3,000. Of these the optimizer moves 44 bytes per
+tokens, on one H200 (docs/lab/loss_at_scale.md): 517 s for 3,000. Of these the optimizer moves 44 bytes per
 parameter and precision at 4.24 TB/s: 2 x 4.4 ms. The rest is taken to grow with the products,
 6 x (K 3HI + 4HH + SH) per token and layer, which is 1.64 GFLOP there.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ernie_compat.memory import parameters
 from ernie_compat.model_config import ModelConfig, TrainConfig
 
-# docs/performance.md, "On a GPU": the model, its tokens per step, and the seconds of a step of both.
+# docs/lab/demo.md, "On a GPU": the model, its tokens per step, and the seconds of a step of both.
 MEASURED = ModelConfig(
     hidden_size=2048,
     intermediate_size=1024,

@@ -1,89 +1,159 @@
-"""Draw the README's picture from the tables of docs/performance.md and docs/kernels.md.
+"""Draw the pictures of README.md and docs/performance.md from the files in docs/data.
 
     python benchmarks/readme_chart.py
 
-The published tables are the only source, so the picture cannot show other figures than they do.
-The figures drawn are stored in the file, and tests/test_readme.py compares them with the tables.
+| picture | from |
+|---|---|
+| `model_layers_*.png`: gain by model, compiled stock is the line at 1.0 | `model_layers.json` |
+| `ep_layer_*.png`: one layer over two GPUs, the experts and what is added to them | `ep_layer.json` |
+
+Each picture is drawn twice, for a light and for a dark page. The figures drawn are stored in the
+file, and tests/test_readme.py compares them with the data and the tables.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PICTURE = DOCS / "data" / "layer_time_on_NVIDIA_H100.png"
-REFERENCE = "8192, 3072, 1536, 8, 8"
-SHAPES = (  # T, H, I, E, K as the table of docs/performance.md writes them
-    REFERENCE,
-    "8192, 3072, 1536, 32, 8",
-    "8192, 4096, 4096, 8, 8",
-    "32768, 4096, 1024, 128, 8",
-    "16384, 2048, 768, 128, 8",
+DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
+EP_TOKENS = 16384  # of a GPU
+
+
+@dataclass(frozen=True)
+class Page:
+    """The colours of a page: its background, its text, and bars that both can be told from."""
+
+    name: str
+    ground: str
+    ink: str
+    stock: str
+    bf16: str
+    fp8: str
+
+
+PAGES = (
+    Page("light", "#ffffff", "#1f2328", "#8c959f", "#54aeff", "#2da44e"),
+    Page("dark", "#0d1117", "#e6edf3", "#6e7681", "#388bfd", "#3fb950"),
 )
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """Milliseconds of GPU time of one layer, forward and backward, by shape and by bar."""
-    section = (DOCS / "performance.md").read_text(encoding="utf-8").split("## A training step")[1]
-    header, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in section.split("\n### ")[0].splitlines()
-        if line.startswith("|")
-    ]
-    complete = [row for row in rows if len(row) == len(header)]  # a second table has fewer columns
-    table = {row[0]: dict(zip(header, row, strict=True)) for row in complete}
-    found = {
-        shape: {
-            "BF16": float(table[shape]["BF16 both, busy"]) / 1000,
-            "FP8": float(table[shape]["FP8 both, busy"]) / 1000,
+def read(name: str) -> dict[str, Any]:
+    """What was measured: card, date, command, rows."""
+    return dict(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def gains() -> dict[str, dict[str, float]]:
+    """How many times as fast as compiled stock a layer is, by model and tokens, to two digits."""
+    return {
+        f"{row['experts']}, {row['tokens']:,}": {
+            name.upper(): round(row["compiled_us"] / row[f"{name}_us"], 2)
+            for name in ("bf16", "fp8")
         }
-        for shape in SHAPES
+        for row in read("model_layers")["rows"]
     }
-    kernels = (DOCS / "kernels.md").read_text(encoding="utf-8")
-    total = re.search(r"\*\*all six\*\* \| \*\*\d+\*\* \| \*\*(\d+)\*\*", kernels)
-    assert total is not None, "docs/kernels.md has no row 'all six'"
-    found[REFERENCE]["DeepGEMM"] = float(total[1]) / 1000
+
+
+def parts() -> dict[str, dict[str, float]]:
+    """Milliseconds of a layer over two GPUs, by way: the experts alone and what is added to them;
+    or the whole, where the experts were not timed alone.
+    """
+    found = {}
+    for row in read("ep_layer")["rows"]:
+        whole, alone = row[f"ms_{EP_TOKENS}"], row.get(f"experts_alone_{EP_TOKENS}")
+        found[row["way"]] = (
+            {"whole": whole}
+            if alone is None
+            else {"experts": alone, "added": round(whole - alone, 2)}
+        )
     return found
 
 
-def label(shape: str) -> str:
-    """A shape in words: `T=8192 E=8`, and the sizes of an expert below."""
-    tokens, hidden, intermediate, experts, topk = shape.split(", ")
-    return f"T={tokens}  E={experts}  K={topk}\nH={hidden}  I={intermediate}"
-
-
-def draw(measured: dict[str, dict[str, float]], path: Path) -> None:
-    """Horizontal bars, a group for each shape, with the figures drawn kept in the file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 4.2), layout="constrained")
-    axes = figure.subplots()
-    height = 0.36
-    for row, bars in enumerate(measured.values()):
-        for offset, (name, colour) in enumerate((("BF16", "silver"), ("FP8", "tab:green"))):
+def draw_gains(axes: Any, page: Page) -> None:
+    """Two bars a model, and the line of compiled stock."""
+    height = 0.38
+    for row, bars in enumerate(gains().values()):
+        for offset, (name, colour) in enumerate((("BF16", page.bf16), ("FP8", page.fp8))):
             place = row + (offset - 0.5) * height
             axes.barh(place, bars[name], height, color=colour, label=None if row else name)
-            text = f"{bars[name]:.2f} ms"
-            if name == "FP8":
-                text += f"   {bars['BF16'] / bars['FP8']:.2f}x"
-            axes.text(bars[name] + 0.2, place, text, va="center", fontsize=8)
-    axes.plot(
-        [measured[REFERENCE]["DeepGEMM"]] * 2,
-        [-height, height],
-        color="tab:red",
-        label="DeepGEMM: the six GEMMs alone",
+            axes.text(bars[name] + 0.03, place, f"{bars[name]:.2f}x", va="center", fontsize=7)
+    axes.axvline(1.0, color=page.ink, linewidth=1.2, label="stock, torch.compile")
+    name_rows(axes, list(gains()), "upper right")
+    about = read("model_layers")
+    axes.set_xlabel(
+        f"speed of one layer, forward and backward, over compiled stock; {about['card']}, "
+        f"{about['date']}",
+        fontsize=8,
     )
-    axes.set_yticks(range(len(measured)), [label(shape) for shape in measured], fontsize=8)
+
+
+def draw_parts(axes: Any, page: Page) -> None:
+    """A stacked bar for each way."""
+    colours = {"whole": page.stock, "experts": page.fp8, "added": page.bf16}
+    labels = {
+        "whole": "whole layer, a peer's",
+        "experts": "our experts alone",
+        "added": "exchange, waiting, rest",
+    }
+    told: set[str] = set()
+    for row, (_, found) in enumerate(parts().items()):
+        at = 0.0
+        for part, ms in found.items():
+            label = None if part in told else labels[part]
+            axes.barh(row, ms, 0.7, left=at, color=colours[part], label=label)
+            told.add(part)
+            at += ms
+        axes.text(at + 0.15, row, f"{at:.2f} ms", va="center", fontsize=8)
+    name_rows(axes, list(parts()), "lower right")
+    about = read("ep_layer")
+    axes.set_xlabel(
+        f"ms of one layer, forward and backward, {EP_TOKENS:,} tokens a GPU; {about['card']}s, "
+        f"{about['date']}",
+        fontsize=8,
+    )
+
+
+def name_rows(axes: Any, names: list[str], legend: str) -> None:
+    """The rows from the top, and room for the figures beside the bars."""
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.14)
-    axes.set_xlabel("GPU time of one MoE layer, forward and backward, ms (one NVIDIA H100)")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.margins(x=0.1, y=0.01)
+    axes.legend(loc=legend, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110, metadata={"Description": json.dumps(measured)})
+
+
+PICTURES: dict[str, tuple[Callable[[Any, Page], None], Callable[[], Any], float]] = {
+    "model_layers": (draw_gains, gains, 5.2),
+    "ep_layer": (draw_parts, parts, 3.0),
+}
+
+
+def path_of(picture: str, page: Page) -> Path:
+    """The file of a picture for a page."""
+    return DATA / f"{picture}_{page.name}.png"
+
+
+def draw(picture: str, page: Page) -> Path:
+    """Draw one picture for one page, with the figures drawn kept in the file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    paint, figures, height = PICTURES[picture]
+    ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    ground = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+    colours = {**dict.fromkeys(ink, page.ink), **dict.fromkeys(ground, page.ground)}
+    with matplotlib.rc_context(colours):
+        figure = Figure(figsize=(8.4, height), layout="constrained")
+        paint(figure.subplots(), page)
+        path = path_of(picture, page)
+        figure.savefig(path, dpi=110, metadata={"Description": json.dumps(figures())})
+    return path
 
 
 if __name__ == "__main__":
-    draw(figures(), PICTURE)
-    print(PICTURE)
+    for name in PICTURES:
+        for each in PAGES:
+            print(draw(name, each))

@@ -233,7 +233,10 @@ def _launch(step: Step, calls: Calls, product: str) -> Callable[[], None]:
     "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
 )
 @click.option(
-    "--shape", "shapes", multiple=True, help="T,H,I,E,K; by default those of docs/performance.md."
+    "--shape",
+    "shapes",
+    multiple=True,
+    help="T,H,I,E,K; by default those of docs/lab/layer_times.md.",
 )
 @click.option("--sweep", "do_sweep", is_flag=True, help="Time every product in every tiling.")
 @click.option("--product", "products", multiple=True, type=click.Choice(PRODUCTS))

@@ -38,7 +38,7 @@ def lossgap(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
     """Summarise the gap in loss between a precision and full precision, in Markdown tables.
 
     Each PATH is the --out of one `sonicmoe train --compare --seed N`. Runs that differ in more than
-    the seed are summarised apart. docs/performance.md has how to read the numbers.
+    the seed are summarised apart. docs/lab/loss_gap.md has how to read the numbers.
     """
     # Everything is read before anything is printed: a bad file leaves no half of a report.
     runs = [read_run(path) for path in paths]

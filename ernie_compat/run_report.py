@@ -15,7 +15,7 @@ from sonicmoe.errors import writing
 
 from .model_config import smoothing_window
 
-# Eight seeds of the default model gave 0.09 to 0.17 % (docs/performance.md, loss gap).
+# Eight seeds of the default model gave 0.09 to 0.17 % (docs/lab/loss_gap.md).
 NORMAL_GAP = 0.002
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ variable, its values, its default and its meaning.
 
 Precedence: an explicit field of the configuration in force beats the environment, which beats the
 default. Resolution, `sonicmoe doctor`, step dumps and `docs/env.md` walk over `FLAGS`; nothing else
-in the package reads a `SONIC_MOE_*` variable. CONTRIBUTING.md has the recipe for a new flag.
+in the package reads a `SONIC_MOE_*` variable. docs/recipes/flag.md has the recipe for a new flag.
 """
 
 from __future__ import annotations

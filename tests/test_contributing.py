@@ -1,4 +1,4 @@
-"""Every recipe of CONTRIBUTING.md works as it is printed, on a copy of the tree: the tests that it
+"""Every recipe of docs/recipes works as it is printed, on a copy of the tree: the tests that it
 names pass, and the test of the page that should follow asks for it.
 """
 
@@ -130,8 +130,9 @@ class Step:
 
 def steps(recipe: str) -> list[Step]:
     """Every step of a recipe; a block without a path of its own belongs to the path before it."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (section,) = re.findall(rf"^### {recipe}\n(.*?)(?=^##|\Z)", text, flags=re.M | re.S)
+    page = ROOT / "docs" / "recipes" / f"{recipe.split()[-1]}.md"
+    title, section = page.read_text(encoding="utf-8").split("\n", 1)
+    assert title == f"# {recipe}"
     found, path = [], ""
     for named, language, code in re.findall(
         r"^(?:`([\w./]+)`:\n|```(\w+)\n(.*?)^```)", section, flags=re.M | re.S

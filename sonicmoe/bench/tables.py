@@ -85,7 +85,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     peaks = " and ".join(f"{peak:.0f} TFLOPS ({name})" for name, peak in PEAK_TFLOPS.items())
     known = all(result.has_peaks for result in results)
     lines.append(f"MFU: of {peaks}" if known else "MFU, floors: not known for this architecture")
-    return [*lines, "what the rows are: docs/performance.md, method of sonicmoe bench"]
+    return [*lines, "what the rows are: docs/lab/bench_method.md"]
 
 
 def _missing(result: Result) -> Iterator[str]:

@@ -82,7 +82,7 @@ def test_terms_of_tiles_and_floors():
 def test_a_real_gpu_is_predicted_as_the_docs_say():
     files = (ROOT / "docs" / "data" / f"h100_{name}.jsonl" for name in ("sweep", "off_grid"))
     points, others = (list(read_points(file)) for file in files)
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lab" / "cost_model.md").read_text(encoding="utf-8")
     model = fit_model(points)
     held_out = f"| **held out** | **{len(model.held_out)}** | **{model.held_out_error:.2f} %** |"
     assert f"{held_out} {model.worst:.1f} % | {model.mfu_error:.2f} points |" in page

@@ -25,7 +25,12 @@ GUIDES = (
         "pytorch", "transformers", "troubleshooting", "verify",
     )),
 )  # fmt: skip
-TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in GUIDES}
+FURTHER = tuple(
+    str(path.relative_to(ROOT))
+    for folder in ("lab", "recipes")
+    for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+)
+TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in (*GUIDES, *FURTHER)}
 NAME_NO_COMMAND = {
     "docs/finetuning.md", "docs/migrating.md", "docs/pytorch.md", "docs/transformers.md",
 }  # fmt: skip
@@ -100,7 +105,12 @@ def fits(option, value):
     return True
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("guide", FURTHER)
+def test_commands_of_further_pages_exist(guide):
+    assert [problem for one in invocations(TEXTS[guide]) for problem in problems(one)] == []
+
+
+@pytest.mark.parametrize("guide", (*GUIDES, *FURTHER))
 def test_scripts_and_their_options_exist(guide):
     for path, used in scripts(TEXTS[guide]):
         assert (ROOT / path).exists(), path
@@ -113,7 +123,7 @@ def test_scripts_and_their_options_exist(guide):
 
 
 def test_the_commands_of_the_step_table_measure_its_shapes():
-    section = TEXTS["docs/performance.md"].split("## A training step")[1].split("\n### ")[0]
+    section = TEXTS["docs/lab/layer_times.md"].split("\n## ")[0]
     (loop,) = re.findall(r"for E in ([\d ]+);", section)
     measured = set()
     for invocation in invocations(section):
@@ -154,11 +164,11 @@ def test_the_warm_up_compiles_what_its_page_says():
     assert set(re.findall(r"`([a-z_0-9]+)`", column)) == {job.name for job in jobs["both"]}
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("guide", (*GUIDES, *FURTHER))
 def test_links_and_files_exist(guide):
     text = TEXTS[guide]
-    for target, anchor in re.findall(r"\]\(([\w./]+\.md)(?:#([\w-]+))?\)", text):
-        linked = (ROOT / guide).parent / target
+    for target, anchor in re.findall(r"\]\(([\w./-]+\.md|(?=#))(?:#([\w-]+))?\)", text):
+        linked = (ROOT / guide).parent / target if target else ROOT / guide
         assert linked.exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)

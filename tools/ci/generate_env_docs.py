@@ -33,7 +33,7 @@ warning that suggests the nearest flag; so is a name that comes near a flag, as 
 A process reads the environment once, when it first needs a configuration: a command at its start,
 a program at its first forward. It does not obey a variable that changes later; activate a
 `SonicMoEConfig` instead. A relative directory is taken from the working directory of that moment.
-[CONTRIBUTING.md](../CONTRIBUTING.md#a-new-flag) has the recipe for a new flag.
+[recipes/flag.md](recipes/flag.md) has the recipe for a new flag.
 
 | variable | field | values | default | meaning |
 |---|---|---|---|---|
