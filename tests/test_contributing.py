@@ -130,7 +130,7 @@ class Step:
 
 def steps(recipe: str) -> list[Step]:
     """Every step of a recipe; a block without a path of its own belongs to the path before it."""
-    page = ROOT / "docs" / "recipes" / f"{recipe.split()[-1]}.md"
+    page = ROOT / "docs" / "recipes" / f"{recipe.rsplit(maxsplit=1)[-1]}.md"
     title, section = page.read_text(encoding="utf-8").split("\n", 1)
     assert title == f"# {recipe}"
     found, path = [], ""
