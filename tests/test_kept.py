@@ -145,3 +145,59 @@ def test_a_run_writes_down_how_it_ended(tmp_path):
     ).stdout.splitlines()  # fmt: skip
     assert said[0].startswith("NOT RUN here, but by `make kernels`")
     assert said[-1].startswith("1 failed, 1 passed in ")
+
+
+class TestTheGate:
+    """`.ci/run` over a `make` that only writes down what a stage found."""
+
+    MAKE = """#!/bin/sh
+echo "make $*" >> asked
+case "$*" in kernels*) name=kernels;; *) name=tests;; esac
+echo '{"counts": {"passed": 3}, "seconds": 1.5, "not_run": []}' > "$SONICMOE_TEST_RESULTS/$name.json"
+case "$*" in $FAILS) exit 2;; esac
+"""
+
+    @pytest.fixture
+    def gate(self, tmp_path):
+        for name in (".ci/run", "tests/results.py"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+        for name, text in (
+            ("bin/make", self.MAKE),
+            (".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+        ):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "tools" / "ci").mkdir(parents=True)
+
+        def run(due, **variables):
+            (tmp_path / "tools/ci/kernels_due.py").write_text(f"raise SystemExit({int(not due)})\n")
+            env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FAILS": "nothing", **variables}
+            done = subprocess.run(
+                ["bash", ".ci/run"],
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return (
+                done.returncode,
+                done.stdout.splitlines(),
+                (tmp_path / "asked").read_text().splitlines(),
+            )
+
+        return run
+
+    def test_runs_what_is_due_and_ends_with_the_counts(self, gate):
+        code, said, asked = gate(due=False)
+        assert (code, said[-1], asked) == (0, "3 passed in 1.50s", ["make test ALSO=doors"])
+        code, said, asked = gate(due=True)
+        assert (code, said[-1]) == (0, "6 passed in 1.50s")
+        assert [line.split()[1] for line in asked[1:]] == ["test", "kernels", "kernels"]
+
+    @pytest.mark.parametrize("fails", ["test*", "kernels*worksteal", "*every-variant"])
+    def test_a_stage_that_fails_is_its_exit_code(self, gate, fails):
+        code, said, _ = gate(due=True, FAILS=fails)
+        assert code == 2 and said[-1].endswith("passed in 1.50s")
