@@ -94,7 +94,7 @@ class Job:
         if options is not None:
             in_fp8 = experts == "fp8-rows"
             rows = {"wait_for_counts": self.waits, "fp8": in_fp8, "fp8_grad": in_fp8}
-            config.override.imports = [(f"{DOOR}.routed_experts", {**options, "dispatch": rows})]
+            config.override.imports = [(f"{DOOR}.routed_experts", {**options, "transport": rows})]
             if self.checkpoint == "selective":
                 config.override.imports.append(f"{DOOR}.selective_ac")
         return config

@@ -53,7 +53,7 @@ Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
 # Under expert parallelism these are replaced as a whole, and no class that does more.
 REPLACED = AllToAllTokenDispatcher, MinimalAsyncEPTokenDispatcher
 # Options of `make_dispatcher` that a job may give; the number of tokens is the trainer's.
-DISPATCH = [
+TRANSPORT = [
     name
     for name, parameter in inspect.signature(make_dispatcher).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name != "max_tokens"
@@ -166,23 +166,25 @@ class SonicRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """dispatch: as in `routed_experts`."""
+        """transport: as in `routed_experts`."""
 
-        dispatch: dict[str, Any] | bool = True
+        transport: dict[str, Any] | bool = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._dispatch = config.dispatch
+        self._transport = config.transport
 
     def parallelize(self, parallel_dims: Any) -> None:
         """As the stock module, which would wire a dispatcher that is not called, and take memory for
         its buffers.
         """
         mesh = parallel_dims.get_optional_mesh("ep")
-        kind, options = type(self.token_dispatcher), self._dispatch
+        kind, options = type(self.token_dispatcher), self._transport
         if mesh is None or kind not in REPLACED or options is False:
             fits = mesh is None or kind in REPLACED or options in (True, False)
-            words = f"dispatch is {options} with {kind.__qualname__}, which stays as it is; needed:"
+            words = (
+                f"transport is {options} with {kind.__qualname__}, which stays as it is; needed:"
+            )
             names = " or ".join(each.__qualname__ for each in REPLACED)
             expect(fits, ConfigError, f"{words} no such argument, or {names}")
             super().parallelize(parallel_dims)
@@ -232,22 +234,22 @@ class SonicSelectiveAC(SelectiveAC):
 
 @override(target=RoutedExperts.Config, description="sonicmoe engine, and the way to the experts")
 def routed_experts(
-    config: Any, *, dispatch: Mapping[str, Any] | bool = True, **options: Any
+    config: Any, *, transport: Mapping[str, Any] | bool = True, **options: Any
 ) -> Any:
     """Replace experts, and with them the way to them where their dispatcher is a stock one.
 
-    dispatch: options of `make_dispatcher` but `max_tokens`, under expert parallelism; False:
+    transport: options of `make_dispatcher` but `max_tokens`, under expert parallelism; False:
         torchtitan's dispatcher stays there.
     """
-    if not isinstance(dispatch, bool):
-        dispatch = dict(dispatch)
-        _check_names(dispatch, DISPATCH, "dispatch", "option of make_dispatcher")
+    if not isinstance(transport, bool):
+        transport = dict(transport)
+        _check_names(transport, TRANSPORT, "transport", "option of make_dispatcher")
     inner = _on_engine(config.inner_experts, options)
     if inner is config.inner_experts:
         return config
     if type(config) is not RoutedExperts.Config:
         return dataclasses.replace(config, inner_experts=inner)
-    return derive(config, SonicRoutedExperts.Config, inner_experts=inner, dispatch=dispatch)
+    return derive(config, SonicRoutedExperts.Config, inner_experts=inner, transport=transport)
 
 
 @override(target=GroupedExperts.Config, description="sonicmoe engine; any dispatcher")

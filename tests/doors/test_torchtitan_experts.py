@@ -213,7 +213,7 @@ def test_a_stock_dispatcher_is_replaced_and_takes_no_memory():
         assert group.num_experts == EXPERTS and group.group.group_name == "7"
         assert group.options == {"wait_for_counts": waits}
     given = {"wait_for_counts": True, "kind": "collective"}
-    experts, _ = under_ranks(MinimalAsyncEPTokenDispatcher, 2, dispatch=given)
+    experts, _ = under_ranks(MinimalAsyncEPTokenDispatcher, 2, transport=given)
     assert routed._groups[experts._group].options == given
     with pytest.raises(RoutingError, match="num_experts is 6; 4 ranks need a positive multiple"):
         under_ranks(AllToAllTokenDispatcher, 4)
@@ -228,11 +228,11 @@ def test_a_dispatcher_that_stays():
     experts, mesh = under_ranks(Other, 2)
     assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
     words = (
-        "dispatch is .*'collective'.* with .*Other, which stays .* AllToAllTokenDispatcher or Min"
+        "transport is .*'collective'.* with .*Other, which stays .* AllToAllTokenDispatcher or Min"
     )
     with pytest.raises(ConfigError, match=words):
-        under_ranks(Other, 2, dispatch={"kind": "collective"})
-    experts, mesh = under_ranks(AllToAllTokenDispatcher, 2, dispatch=False)
+        under_ranks(Other, 2, transport={"kind": "collective"})
+    experts, mesh = under_ranks(AllToAllTokenDispatcher, 2, transport=False)
     assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
 
 
@@ -262,7 +262,7 @@ def test_the_page_switches_it_on(monkeypatch):
     exec(way, given)
     name, options = given["routed"]
     assert name == f"{DOOR}.routed_experts"
-    assert overridden(stock_config(), **options).experts.dispatch == options["dispatch"]
+    assert overridden(stock_config(), **options).experts.transport == options["transport"]
     exec(own, overrides.__dict__)
     monkeypatch.setitem(sys.modules, "my_overrides", overrides)
     some = deepseek_v3_debugmodel()
@@ -280,8 +280,8 @@ def test_the_page_switches_it_on(monkeypatch):
 def test_unknown_options_and_sizes_that_no_engine_takes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"option 'fp8_mod' .* did you mean 'fp8_mode'"):
         overridden(stock_config(), fp8_mod="perf")
-    with pytest.raises(ConfigError, match=r"dispatch 'max_tokens' .* is no option of make_disp"):
-        overridden(stock_config(), dispatch={"max_tokens": 7})
+    with pytest.raises(ConfigError, match=r"transport 'max_tokens' .* is no option of make_disp"):
+        overridden(stock_config(), transport={"max_tokens": 7})
     with pytest.raises(ConfigError, match="fp8_mode='prf' is not understood"):
         overridden(stock_config(), fp8_mode="prf").experts.build()
     with pytest.raises(EngineUnavailableError, match="engine 'hopper' cannot run"):
