@@ -120,9 +120,9 @@ def permuted(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
 
 
 def recompute(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
-    """z is computed again in the backward, or is kept."""
-    if case.fp8:
-        yield run(replace(case, recompute_z=not case.recompute_z), scene, engine)
+    """z is computed again in the backward, or is kept; or is freed in the middle of it, or is not."""
+    for mode in ("recompute_z", "stagewise_memory") if case.fp8 else ():
+        yield from _as(replace(case, **{mode: not getattr(case, mode)}), case, scene, engine)
 
 
 def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
