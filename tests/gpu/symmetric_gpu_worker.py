@@ -151,14 +151,14 @@ def main(rank: int, directory: str) -> None:
     # Whatever is not written holds NaN.
     poison = torch.full((2**28,), 0x7F, dtype=torch.uint8, device="cuda")
     del poison
-    blind = {"kind": "symmetric", "wait_for_counts": False}
+    blind = {"wait_for_counts": False}
     options = {"collective": {}, "symmetric": {}, "blind": blind}
     options["bounded"] = {**blind, "max_load": 2.0}
     dispatchers = {
         name: make_dispatcher(
             E,
             dist.group.WORLD,
-            kind="symmetric" if name == "blind" else name,
+            kind="symmetric" if name in ("blind", "bounded") else name,
             max_tokens=MOST,
             **more,
         )
