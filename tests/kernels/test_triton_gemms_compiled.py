@@ -43,24 +43,30 @@ def shape(arch, activation=SWIGLU, **options):
     return ExpertShape(3072, 1536, activation, arch=arch, **options)
 
 
+# Children of a process that has imported everything and hashed nothing.
 KEYS = """
+import os
 from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.triton.variants import ExpertShape, all_variants
-jobs = all_variants(ExpertShape(512, 256, ActivationType.SWIGLU, arch="sm_90a"))
-for job in {order}:
-    print(job.name, dict(job.statics), job.key())
+for order in (lambda jobs: jobs, reversed, lambda jobs: jobs[4:] + jobs[:4]):
+    if os.fork() == 0:
+        jobs = all_variants(ExpertShape(512, 256, ActivationType.SWIGLU, arch="sm_90a"))
+        for job in order(jobs):
+            print(job.name, dict(job.statics), job.key())
+        print("end", flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
 def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
     """A warm-up compiles each kernel in a process that knows no other; a step launches all."""
-    listed = []
-    for order in ("jobs", "reversed(jobs)", "jobs[4:] + jobs[:4]"):
-        done = processes.of_checkout("-c", KEYS.format(order=order))
-        assert done.returncode == 0, done.stderr
-        listed.append(done.stdout.splitlines())
-    assert len(listed[0]) > 10
+    done = processes.of_checkout("-c", KEYS)
+    assert done.returncode == 0, done.stderr
+    *listed, nothing = (part.splitlines() for part in done.stdout.split("end\n"))
+    assert len(listed) == 3 and len(listed[0]) > 10 and not nothing
     assert set(listed[0]) == set(listed[1]) == set(listed[2])
+    assert listed[0] != listed[1] != listed[2]
 
 
 def check(job, artefacts):
