@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..bench.models import MEASURED, model_shape
 from ..bench.shapes import MOST, REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName
 from ..errors import ConfigError, ShapeError, expect
@@ -46,6 +47,12 @@ def _size(letter: str, field: str, text: str, **more: Any) -> Any:
 @_size("I", "intermediate", "Intermediate size of an expert.")
 @_size("E", "experts", "Local experts.")
 @_size("K", "topk", "Experts per token.")
+@click.option("--model", metavar="PATH_OR_NAME",
+              help="Answer for the experts of a model: the path of its config.json, or a name (--list): stock compiled, BF16 and FP8, "
+              "and which to take. Without a GPU: the estimate of the cost model.")  # fmt: skip
+@click.option("--tokens", "of_call", type=click.IntRange(1, MOST),
+              help="Tokens of a call on this GPU, for --model, or for the same answer about the sizes --H --I --E --K.  "
+              "[default: as the model was measured]")  # fmt: skip
 @click.option("--engine", "engines", multiple=True, metavar="NAME[:MODE]",
               help=f"{', '.join(ENGINES)}; MODE off, perf, mem; may be repeated, the first is the baseline.  "
               "[default: every GPU engine, else reference]")  # fmt: skip
@@ -67,6 +74,8 @@ def _size(letter: str, field: str, text: str, **more: Any) -> Any:
 def bench(
     names: tuple[str, ...],
     tokens: tuple[int, ...],
+    model: str | None,
+    of_call: int | None,
     engines: tuple[str, ...],
     sustained: float | None,
     as_json: bool,
@@ -85,6 +94,13 @@ def bench(
     if list_only:
         refuse_beside("--list", ("list_only",))
         click.echo("\n".join(f"{name:<26}{shape}" for name, shape in SHAPES.items()))
+        models = ", ".join(dict.fromkeys(each.model for each in MEASURED))
+        click.echo(f"names for --model: {models}")
+        return
+    if model is not None or of_call is not None:
+        allowed = ("model", "of_call", "as_json", *(() if model is not None else sizes))
+        refuse_beside("--model" if model is not None else "--tokens", allowed)
+        answer(asked_shape(model, of_call, sizes), as_json)
         return
     if plot is not None:
         expect(bool(sweep or fit), ConfigError, "--plot draws a cost model: --sweep or --fit")
@@ -154,6 +170,46 @@ def chosen_shapes(
             remedy = "the same sizes beside --fit FILE predict a GPU's time from a sweep"
             expect(shape.flop <= MOST_FLOP, ShapeError, f"{words} {MOST_FLOP:g}; {remedy}")
     return shapes
+
+
+def asked_shape(model: str | None, tokens: int | None, sizes: dict[str, int | None]) -> Shape:
+    """The layer to answer for: of a model, or of sizes that are all given."""
+    if model is not None:
+        shape = model_shape(model)
+        return shape if tokens is None else replace(shape, tokens=tokens)
+    missing = [
+        f"--{field[0].upper()}"
+        for field in ("hidden", "intermediate", "experts")
+        if not sizes[field]
+    ]
+    missing += [] if sizes["topk"] else ["--K"]
+    words = f"--tokens asks for one layer, and {', '.join(missing)} is missing"
+    expect(not missing, ConfigError, f"{words}; needed: --model, or --H --I --E --K")
+    assert tokens is not None
+    return Shape(tokens, **{field: size for field, size in sizes.items() if size is not None})
+
+
+def answer(shape: Shape, as_json: bool) -> None:
+    """What this GPU says of a layer, or the cost model where there is none; last one sentence."""
+    load_framework("torch")
+    from ..bench.runner import find_device
+
+    device = find_device()
+    if device == "cpu":
+        from ..bench.estimate import estimate
+
+        found = estimate(shape)
+    else:
+        from ..bench.contest import contest
+
+        with Activity("bench") as doing:
+            doing.begin(str(shape))
+            found = contest(shape, device)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2, allow_nan=False))
+        return
+    print_table(found.table())
+    click.echo("\n".join(found.lines))
 
 
 def report(results: list[Result], as_json: bool) -> None:
