@@ -53,6 +53,7 @@ class HopperEngine(QuantisedEngine):
 
     name = "hopper"
     frees_dw1_first = True
+    joins_codes = True
 
     def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
         # Scales that stay along K differ between the two orders, so each is made from the weights.

@@ -164,10 +164,12 @@ class Engine(ABC):
     be repeated with equal results.
 
     frees_dw1_first: `backward_dw` frees the operands of dw1 before it takes memory of fresh dw2.
+    joins_codes: codes and scales of some experts behind those of others are codes of all.
     """
 
     name: str
     frees_dw1_first = False
+    joins_codes = False
 
     def __reduce__(self) -> tuple[type[Engine], tuple[()]]:
         """A copy finds its kernels by itself."""

@@ -58,6 +58,7 @@ class ReferenceEngine(Engine):
     """
 
     name = "reference"
+    joins_codes = True
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings

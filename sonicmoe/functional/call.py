@@ -42,6 +42,7 @@ from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from ..weights.cache import Reading
+from ..weights.gathered import codes_behind
 from ..weights.parameters import ExpertParameters
 from ..weights.stacked_cache import Weights, read_weights
 from .plan import Plan
@@ -210,7 +211,8 @@ def backward(
             if reading is None:
                 assert given is not None
                 dtype = dtype_of(saved.x)
-                reading = read_weights(engine, given, plan.settings, plan.layout, dtype)
+                how = plan.settings, plan.layout, dtype
+                reading = read_weights(engine, given, *how, backward=True)
             else:
                 reading.check_current()
             if is_awaited():
@@ -316,8 +318,8 @@ def _native(
     layout: WeightLayout, reading: Reading, weights: Weights | None, adapters: Adapters
 ) -> NativeWeights:
     # Quantised weights are kept without the tensors that they were made of, so that a backward
-    # holds no more than it reads.
-    if weights is None:
+    # holds no more than it reads. Codes that FSDP2 gathered have no tensors with values at all.
+    if weights is None or codes_behind(weights[1]) is not None:
         given = (*reading.values(), reading.weights.b1, reading.weights.b2)
     else:
         with plain_ops():

@@ -22,10 +22,11 @@ from torch import nn
 
 from ..engine.low_rank import Adapters, LowRank
 from ..errors import FrameworkError, LayoutError, expect
+from ..fsdp import FoundExperts, finders
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
-from ..functional.plan import make_plan
+from ..functional.plan import Plan, make_plan
 from ..interop import device_name, dtype_name, parse_version
 from ..layouts import WeightLayout
 from ..log import logger
@@ -121,6 +122,28 @@ def invalidate_caches(model: nn.Module) -> None:
         weight = getattr(experts, up, None)
         if isinstance(weight, torch.Tensor):
             forget(weight)
+
+
+def _found_experts(module: nn.Module) -> FoundExperts | None:
+    """For `fsdp.gather_codes`."""
+    if not _is_experts(module):
+        return None
+    form, _ = _read(module, _moe_module()._default_apply_gate)
+    if isinstance(form, str):
+        raise LayoutError(f"no codes of these experts can be gathered: {form}")
+    names, layout, (activation, parameters) = form
+
+    def plan(use_fp8: bool | None) -> Plan | None:
+        name = str(_implementation(module))
+        if _not_in_force(name) is not None:
+            return None
+        use_fp8 = IMPLEMENTATIONS[name] if use_fp8 is None else use_fp8
+        return make_plan(activation, layout, use_fp8, parameters)
+
+    return FoundExperts(tuple((module, name) for name in names[:2]), layout, len(names) > 2, plan)
+
+
+finders.append(_found_experts)
 
 
 def unsupported_reason(experts: nn.Module) -> str | None:

@@ -297,18 +297,25 @@ def _unwritten(
 
 
 def transposed(q: BlockScaledTensor) -> BlockScaledTensor:
-    """The same `[E, R, C]` matrices, stored by rows in blocks of 128 columns, in the other memory
-    order.
+    """The same `[E, R, C]` matrices, stored by rows, in blocks of at most 256 rows and columns, in the
+    other memory order.
     """
     if not is_cuda(q.codes):
         return transpose_storage(q)
     matrices, n_rows, n_cols = (int(size) for size in q.codes.shape)
     other = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
     shape, device = (matrices, n_cols, n_rows), device_of(q.codes)
-    made = BlockScaledTensor.empty(shape, q.block, device, orientation=other)
-    given = q.bytes, q.scale_inv, made.bytes, made.scale_inv
+    scales, columns = q.scale_inv, -(-n_cols // 128)
+    # The kernel knows blocks of 128 columns: those of a wider one have its scale.
+    is_wide = int(scales.shape[2]) < columns
+    if is_wide:
+        scales = scales.repeat_interleave(2, dim=2)[:, :, :columns].contiguous()
+    out = empty(shape, torch.uint8, device)
+    out_scales = empty((matrices, columns, int(scales.shape[1])), torch.float32, device)
+    given = q.bytes, scales, out, out_scales
     _kernels(device_name(q.codes)).transpose_bytes(*given, current_stream(q.codes))
-    return made
+    out_scales = out_scales[:, ::2].contiguous() if is_wide else out_scales
+    return BlockScaledTensor.from_bytes(out, out_scales, q.block, q.code, other)
 
 
 def _layout_of(source: WeightSource) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,9 +26,15 @@ from ..quant.reference import dequantize
 from ..stream_order import StreamOrder
 from ..weight_source import WeightSource
 from .changes import Traces
-from .lent import LentWeights
 
 Tensor = torch.Tensor
+
+
+class LookedAtAgain(Protocol):
+    """Weights that a backward asks for anew: memory of the user's, or codes that are gathered again."""
+
+    def check(self, weights: EngineWeights) -> EngineWeights:
+        """What the backward reads in the place of what its forward read, or raise."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -38,14 +44,14 @@ class Reading:
 
     prepared: keeps the weights for later forwards; None where they are this call's own.
     writes: how many writes to the user's weights `prepared` had seen then.
-    lent: those of the weights that are the user's own memory.
+    lent: of weights that are not the engine's own memory.
     on_backward: called by each backward that may read the weights.
     """
 
     weights: EngineWeights
     prepared: PreparedWeights | None = None
     writes: int = 0
-    lent: LentWeights | None = None
+    lent: LookedAtAgain | None = None
     on_backward: Callable[[], None] | None = None
 
     def check_current(self) -> None:

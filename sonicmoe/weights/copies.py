@@ -55,7 +55,7 @@ class WeightCopies:
         with plain_ops():
             parameters = layer.parameters()
             check_memory(parameters)
-            self._settings, self._fit = settings.of_weights, _fit(engine, settings)
+            self._settings, self._fit = settings.of_weights, fit(engine, settings)
             # Weakly: a model that drops a parameter gets its memory back, whoever holds the copies.
             self._made_of = [weakref.ref(parameter) for parameter in parameters]
             # Announcements name parameters by id, which is quicker to compare than references.
@@ -63,7 +63,7 @@ class WeightCopies:
             self._prepared = PreparedWeights()
             made = self._refresh(engine, layer, parameters, stale=True).weights
             # From here on this object decides what is kept, and in which buffers.
-            self.weights = self._prepared.weights = _in_orders(made, settings.iso_weight)
+            self.weights = self._prepared.weights = in_orders(made, settings.iso_weight)
         self._place = _place(layer, parameters)
         self._recomputing: weakref.WeakSet[Reading] = weakref.WeakSet()
         self._stale = ""
@@ -167,10 +167,10 @@ class WeightCopies:
     def _check_fit(
         self, engine: Engine, settings: EngineSettings, parameters: Sequence[Tensor]
     ) -> None:
-        asked = _fit(engine, settings)
+        asked = fit(engine, settings)
         if asked != self._fit:
             raise ConfigError(
-                f"the copies of the weights were made for {_named(*self._fit)}, and this call computes with {_named(*asked)}; "
+                f"the copies of the weights were made for {named(*self._fit)}, and this call computes with {named(*asked)}; "
                 "needed: copies that were made with the configuration of the call"
             )
         made_of = [reference() for reference in self._made_of]
@@ -225,7 +225,7 @@ class WeightCopies:
         made = self._refresh(engine, layer, parameters, stale=bool(self._stale) or moved).weights
         if made is not self.weights:
             # An engine that does not look has made others, and outstanding backwards keep theirs.
-            self.weights = prepared.weights = _in_orders(made, self._settings.iso_weight)
+            self.weights = prepared.weights = in_orders(made, self._settings.iso_weight)
         elif moved:
             # The engine has overwritten its codes, and no version counter says so.
             prepared.writes += 1
@@ -255,13 +255,14 @@ def _check_places(parameters: Sequence[Tensor]) -> None:
             ) from error
 
 
-def _fit(engine: Engine, settings: EngineSettings) -> tuple[str, str | None, bool]:
+def fit(engine: Engine, settings: EngineSettings) -> tuple[str, str | None, bool]:
     """What copies depend on, apart from the number of buffers."""
     recipe = settings.recipe
     return engine.name, None if recipe is None else recipe.name, is_glu(settings.activation)
 
 
-def _named(engine: str, recipe: str | None, gated: bool) -> str:
+def named(engine: str, recipe: str | None, gated: bool) -> str:
+    """What `fit` returned, in words."""
     kind = "a gated" if gated else "an ungated"
     return f"engine {engine!r}, recipe {recipe!r} and {kind} activation"
 
@@ -272,8 +273,8 @@ def _place(layer: ExpertParameters, parameters: Sequence[Tensor]) -> tuple[objec
     return layer.place(parameters) if is_cuda(parameters[0]) else ()
 
 
-def _in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
-    """With a buffer for each direction, unless `iso_weight`."""
+def in_orders(made: EngineWeights, iso_weight: bool) -> EngineWeights:
+    """`made`, with a buffer for each direction, unless `iso_weight`."""
     w1, w2 = made.w1, made.w2
     assert isinstance(w1, BlockScaledTensor) and isinstance(w2, BlockScaledTensor)
     # The reference engine reads one in both where the recipe allows that. Fleet's format has two.

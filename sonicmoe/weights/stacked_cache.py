@@ -41,6 +41,8 @@ if IS_PADDLE:
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .gathered import codes_behind, expire_codes  # which imports such too
+
 Tensor = torch.Tensor
 Weights = StackedWeights
 
@@ -77,9 +79,11 @@ def read_weights(
     dtype: torch.dtype,
     alone: bool = False,
     once: bool = False,
+    backward: bool = False,
 ) -> Reading:
     """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward; alone: as of
-    `PreparedWeights.read`; once: the backward of this forward reads them anew.
+    `PreparedWeights.read`; once: the backward of this forward reads them anew; backward: this is
+    that one. Of weights whose codes FSDP2 gathered nothing is made.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
@@ -100,6 +104,11 @@ def read_weights(
     flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
     present = [weight for weight in flat if weight is not None]
     w1 = present[0]  # its gate half where gate and up are two tensors
+    codes = codes_behind(w1)
+    if codes is not None:
+        b1, b2 = weights[2:]
+        biases = None if b1 is None else layout.native_b1(b1.detach()), b2
+        return codes.read(engine, settings, biases, backward)
     is_inference = any(map(torch.Tensor.is_inference, present))
     if settings.recipe is None or is_inference or _any_module_is_sharded():
         # An earlier call may have kept codes of the same weights, before a switch of the precision
@@ -135,6 +144,7 @@ def read_weights(
 def forget(w1: Tensor) -> None:
     """Drop what was prepared from these weights, and from every other view of their memory."""
     _kept.pop(_owner(w1), None)
+    expire_codes(w1)
 
 
 def _owner(w1: Tensor) -> Tensor | torch.UntypedStorage:

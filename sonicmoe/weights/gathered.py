@@ -1,0 +1,421 @@
+"""Experts' weights of which FSDP2 gathers FP8 codes and block scales in place of values.
+
+    ExpertShard (bf16, fp32) ──► LayerCodes.inputs ──► all-gather ──► LayerCodes.hold ──► read ──► engine
+    optimizer ◄── gradients of the shard ◄── reduce-scatter ◄── gradients of a parameter without values
+
+Shards are cut along E, so a block of the shard is one of the whole weight, and has the same scale.
+A rank quantises its shard once after each event of docs/design.md, "Stale weights". What the module
+holds between gather and reshard is a parameter of the whole shape whose memory is a single NaN:
+whoever reads its values without the codes sees that at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..engine.interface import Engine, EngineWeights
+from ..engine.settings import EngineSettings
+from ..errors import ConfigError, LayoutError
+from ..interop import device_name, holds_memory, in_backward, plain_ops
+from ..layouts import GateUp, WeightLayout
+from ..quant.format import BlockScaledTensor, Orientation
+from ..quant.gpu import transposed
+from ..weight_source import WeightSource
+from .cache import PreparedWeights, Reading
+from .changes import traces_of
+from .copies import fit, in_orders, named
+
+Tensor = torch.Tensor
+Chosen = tuple[Engine, EngineSettings]
+
+_aten = torch.ops.aten
+# By these FSDP2 cuts a parameter into shards, and modules move, cast and materialise one.
+_STAYS_SHARD = {
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten._to_copy.default,
+}
+
+
+class ExpertShard(torch.Tensor):
+    """A parameter of experts, whole or a rank's part of it: the memory and the values of the tensor
+    that it was made of. Operations return plain tensors, and so does a copy or a checkpoint of it.
+
+    codes: of its layer. role: 0, 1, ... in the order of the layer's parameters.
+    """
+
+    codes: LayerCodes
+    role: int
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, values: Tensor, codes: LayerCodes, role: int) -> ExpertShard:
+        """In the memory of `values`."""
+        made = torch.Tensor._make_subclass(cls, values)
+        made.codes, made.role = codes, role
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        shards: dict[int, ExpertShard] = {}
+
+        def unwrapped(value: Any) -> Any:
+            if not isinstance(value, ExpertShard):
+                return value
+            plain = value.plain()
+            shards[id(plain)] = value
+            return plain
+
+        plain_args, plain_kwargs = tree_map(unwrapped, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if func in _STAYS_SHARD:
+            return cls.of(out, args[0].codes, args[0].role)
+        # What was written in place is the tensor that came.
+        return tree_map(lambda value: shards.get(id(value), value), out)
+
+    def plain(self) -> Tensor:
+        """The same memory as an ordinary tensor."""
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            storage, offset = self.untyped_storage(), self.storage_offset()
+            return empty.set_(storage, offset, self.size(), self.stride())  # type: ignore[call-overload,no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of a module gathers values, until it is given to `gather_codes` itself."""
+        made = self.plain().clone()
+        parameter = nn.Parameter(made, self.requires_grad) if _is_parameter(self) else made
+        memo[id(self)] = parameter
+        return parameter
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """FSDP2's hook. It has another signature for values, because FSDP2 asks of a hook with five
+        arguments that what it gathers has the shape of the shard, and scales have not.
+        """
+        return self._pre_codes if self.codes.chooses_codes() else self._pre_values
+
+    def _pre_codes(self, mesh: Any) -> tuple[tuple[Tensor, ...], _Gathered]:
+        return self.codes.inputs(self, mesh)
+
+    def _pre_values(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What FSDP2 gathers of any other parameter."""
+        self.codes.freeze(None)
+        values = _padded(self, -(-outer_size[0] // mesh.size()))
+        return (values.to(mp_policy.param_dtype or values.dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: _Gathered | None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook. `out` is the parameter that an earlier call returned."""
+        if metadata is None:
+            return None if out is not None else (outputs[0], ())
+        self.codes.hold(self.role, outputs, metadata)
+        return None if out is not None else (_Unread.of(self.codes, outputs[0], param_dtype), ())
+
+
+class _Unread(torch.Tensor):
+    """Stands for gathered values on their way into a parameter: FSDP2 asks for a view of the whole
+    shape, and gets one of a single NaN.
+    """
+
+    @classmethod
+    def of(cls, codes: LayerCodes, beside: Tensor, dtype: torch.dtype) -> _Unread:
+        nothing = torch.full((1,), float("nan"), dtype=dtype, device=beside.device)
+        _layers[nothing.untyped_storage()] = codes
+        return nothing.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.as_strided:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(torch.Tensor).expand(args[1])
+
+
+class _Gathered(NamedTuple):
+    """What the codes that are under way are. experts: E, without FSDP2's padding. like: the codes of
+    the shard; None where another parameter of the layer brings them. scales: of a single rank, whose
+    second input FSDP2 does not take along.
+    """
+
+    experts: int
+    like: BlockScaledTensor | None
+    scales: Tensor | None = None
+
+
+# By the memory of the parameters that stand for gathered codes.
+_layers = WeakIdKeyDictionary()
+
+
+def codes_behind(weight: Tensor) -> LayerCodes | None:
+    """The layer whose codes were gathered for this parameter, or view of one; None for any other."""
+    return _layers.get(weight.untyped_storage()) if _layers else None  # type: ignore[no-any-return]
+
+
+def expire_codes(weight: Tensor) -> None:
+    """Have the next gather quantise, whatever shows: somebody announced a write to this weight."""
+    local = getattr(weight, "_local_tensor", weight)
+    codes = local.codes if isinstance(local, ExpertShard) else codes_behind(local)
+    if codes is not None:
+        codes.expire()
+
+
+class LayerCodes:
+    """The codes of one layer's experts: those of this rank's shard, and between gather and reshard
+    those of all.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Module, str]],
+        layout: WeightLayout,
+        choose: Callable[[Sequence[Tensor]], Chosen | None],
+    ) -> None:
+        """Make shards of the parameters.
+
+        Args:
+            parameters: w1, w2, or gate, up, w2 where `layout.apart`, by module and name.
+            layout: how they lie; axes between the first and the last two count as one.
+            choose: the engine and its settings for weights like these; None where values are to be
+                gathered. Asked until the first gather.
+        """
+        # Weakly, because the parameters hold this object.
+        self._owners = [(weakref.ref(module), name) for module, name in parameters]
+        self._layout, self._choose = layout, choose
+        self._chosen: Chosen | None = None
+        self._is_frozen = self._is_stale = False
+        self._prepared = PreparedWeights()
+        # Of this rank's shard: as the engine made them, in both orders, and for the gather that runs.
+        self._source: EngineWeights | None = None
+        self._both: EngineWeights | None = None
+        self._made: EngineWeights | None = None
+        self._served: set[int] = set()  # roles that were given what was made
+        self._held: dict[int, BlockScaledTensor] = {}
+        self._read: dict[bool, EngineWeights] = {}
+        for role, (module, name) in enumerate(parameters):
+            self._wrap(module, name, role)
+            module.register_load_state_dict_post_hook(partial(_wrap_again, self, role))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a module has no codes, and its hooks nothing to do."""
+        return type(None), ()
+
+    def _wrap(self, module: nn.Module, name: str, role: int) -> None:
+        held: Any = module._parameters[name]
+        local = getattr(held, "_local_tensor", held)
+        if isinstance(local, ExpertShard):
+            return
+        if local is not held:
+            held._local_tensor = ExpertShard.of(local, self, role)
+            return
+        shard = ExpertShard.of(held.detach(), self, role)
+        module._parameters[name] = nn.Parameter(shard, held.requires_grad)
+
+    def _parameters(self) -> list[Any]:
+        found = [(reference(), name) for reference, name in self._owners]
+        return [None if module is None else module._parameters[name] for module, name in found]
+
+    def chooses_codes(self) -> bool:
+        """Whether codes are gathered, as far as is known."""
+        if self._is_frozen:
+            return self._chosen is not None
+        parts = [getattr(held, "_local_tensor", held) for held in self._parameters()]
+        if any(part is None or part.device.type == "meta" for part in parts):
+            return True
+        self._chosen = self._choose([part.plain() for part in parts])
+        return self._chosen is not None
+
+    def freeze(self, chosen: Chosen | None) -> None:
+        """Gather so from now on: FSDP2 keeps the sizes of its first gather."""
+        self._is_frozen, self._chosen = True, chosen
+
+    def expire(self) -> None:
+        """Have the next gather quantise."""
+        self._is_stale, self._made = True, None
+
+    def inputs(self, shard: ExpertShard, mesh: Any) -> tuple[tuple[Tensor, ...], _Gathered]:
+        """What is gathered of a shard: its codes and scales. A backward gets its own order of them
+        where the rank has both; otherwise it transposes what forward reads.
+        """
+        self.freeze(self._chosen)
+        parameters, role = self._parameters(), shard.role
+        whole = parameters[role]
+        # Other axes of the mesh, as of expert parallelism, have cut E before.
+        experts = whole.shape[0] * mesh.size() // whole._spec.num_shards_map[0]
+        if whole._local_tensor.device != shard.device:
+            raise LayoutError(
+                f"the shards of the experts are on {whole._local_tensor.device} and are gathered on {shard.device}; codes are made "
+                "where shards lie. Needed: fully_shard without CPUOffloadPolicy, or no gather_codes"
+            )
+        made = self._current(parameters, -(-experts // mesh.size()), role)
+        backward = made.two_orders and in_backward()
+        of_roles: tuple[Any, ...] = (
+            (made.w1_dgrad, made.w2_dgrad) if backward else (made.w1, made.w2)
+        )
+        codes = of_roles[0] if role == 0 else of_roles[1] if role == len(parameters) - 1 else None
+        if codes is None:
+            # The codes of gate and up are those of one w1, and come with gate.
+            nothing = torch.zeros(1, dtype=torch.uint8, device=shard.device)
+            return (nothing,), _Gathered(experts, None)
+        if mesh.size() == 1:
+            return (codes.bytes,), _Gathered(experts, codes, codes.scale_inv.clone())
+        return (codes.bytes, codes.scale_inv), _Gathered(experts, codes)
+
+    def _current(self, parameters: list[Any], experts: int, role: int) -> EngineWeights:
+        """Codes of the shard, padded to as many experts as the largest has."""
+        if self._made is not None and role not in self._served:
+            self._served.add(role)  # the rest of a gather that began before
+            return self._made
+        assert self._chosen is not None
+        engine, settings = self._chosen
+        parts = [_padded(held._local_tensor, experts) for held in parameters]
+        parts = [part.flatten(1, -2) if part.dim() > 3 else part for part in parts]
+        w1 = GateUp(*parts[:2]) if self._layout.apart else parts[0]
+        source = partial(WeightSource.stacked, w1, parts[-1], layout=self._layout)
+        # A write to a DTensor moves its own counter, and one to its part that of the part.
+        traces = traces_of([*parameters, *[held._local_tensor for held in parameters]])
+        if not any(held.requires_grad for held in parameters):
+            traces = traces._replace(
+                optimizer_steps=0
+            )  # those of others leave frozen weights alone
+        place = tuple((part.data_ptr(), part.dtype) for part in parts)
+        with torch.inference_mode(False), plain_ops():
+            given = engine, settings.of_weights, source, parts[0], place, traces
+            found = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
+            if self._both is None or found is not self._source:
+                self._both = in_orders(found, settings.iso_weight)
+        self._source, self._is_stale = found, False
+        self._made, self._served = self._both, {role}
+        return self._both
+
+    def hold(self, role: int, outputs: tuple[Tensor, ...], gathered: _Gathered) -> None:
+        """Codes have come: of these the layer reads until FSDP2 frees or gathers them again."""
+        self._read.clear()
+        like = gathered.like
+        if like is None:
+            return
+        codes, *rest = outputs
+        scales = rest[0] if gathered.scales is None else gathered.scales
+        form = like.block, like.code, like.orientation
+        experts = gathered.experts
+        self._held[role] = BlockScaledTensor.from_bytes(codes[:experts], scales[:experts], *form)
+
+    def read(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        backward: bool = False,
+    ) -> Reading:
+        """The weights of a forward, or of a backward, that starts now. biases: native.
+
+        Raises:
+            ConfigError: the call computes with another engine or recipe than the codes are of.
+            LayoutError: the codes were freed.
+        """
+        assert self._chosen is not None
+        asked, made_for = fit(engine, settings), fit(*self._chosen)
+        if asked != made_for:
+            raise ConfigError(
+                f"FSDP2 gathered codes of the experts for {named(*made_for)}, and this call computes with {named(*asked)}; needed: the "
+                "configuration, and the use_fp8, under which gather_codes was called"
+            )
+        given = tuple(b if b is None else b.detach().to(torch.float32) for b in biases)
+        weights = self._weights(backward, settings.recompute_z)
+        weights = weights if given[0] is None else _with_biases(weights, *given)
+        return Reading(weights, lent=_GatheredAgain(self, settings))
+
+    def _weights(self, backward: bool, recomputes_z: bool) -> EngineWeights:
+        first, last = self._held.get(0), self._held.get(len(self._owners) - 1)
+        if (
+            first is None
+            or last is None
+            or not (holds_memory(first.bytes) and holds_memory(last.bytes))
+        ):
+            words = "the codes of the experts were freed, as FSDP2 does behind the unit that gathers them"
+            raise LayoutError(f"{words}; needed: a call by way of that unit")
+        alone = first.orientation is Orientation.ROWS or (backward and not recomputes_z)
+        if alone and backward in self._read:
+            return self._read[backward]
+        with plain_ops():
+            if first.orientation is Orientation.ROWS:
+                made = EngineWeights(first, last, first, last)
+            elif alone:
+                made = EngineWeights(copy.copy(first), copy.copy(last), first, last)
+                made.release_forward()
+            else:  # a forward inside of a backward, as of activation checkpointing
+                made = EngineWeights(transposed(first), transposed(last), first, last)
+        if alone:
+            self._read[backward] = made
+        return made
+
+
+class _GatheredAgain:
+    """For the backward of a forward that read gathered codes: they lie elsewhere by then, and maybe
+    in the other order.
+    """
+
+    def __init__(self, codes: LayerCodes, settings: EngineSettings) -> None:
+        self._codes, self._recomputes_z = codes, settings.recompute_z
+
+    def check(self, weights: EngineWeights) -> EngineWeights:
+        """The weights as they were gathered for this backward, with the biases of its forward."""
+        found = self._codes._weights(True, self._recomputes_z)
+        return found if weights.b1 is None else _with_biases(found, weights.b1, weights.b2)
+
+
+def _with_biases(weights: EngineWeights, b1: Tensor | None, b2: Tensor | None) -> EngineWeights:
+    made = copy.copy(weights)  # which keeps the shapes that it knows, where forward's order is gone
+    for name, value in {"b1": b1, "b2": b2, "native": None}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _wrap_again(codes: LayerCodes | None, role: int, module: Any, keys: Any) -> None:
+    """`load_state_dict(assign=True)` has put other tensors in the place of the shards."""
+    if codes is not None:
+        codes._wrap(module, codes._owners[role][1], role)
+
+
+def _padded(shard: Tensor, experts: int) -> Tensor:
+    """The shard with the zeros that FSDP2 has behind it, as an ordinary tensor."""
+    values = shard.plain() if isinstance(shard, ExpertShard) else shard
+    if values.shape[0] == experts:
+        return values
+    size = experts, *values.shape[1:]
+    room = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
+    if room < experts * values[0:1].numel() or room == 0:
+        raise LayoutError(
+            f"a shard of {values.shape[0]} experts on {device_name(values)} has no room for {experts}; needed: a parameter that "
+            "fully_shard has cut"
+        )
+    return values.as_strided(size, values.stride(), values.storage_offset())
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

@@ -1,0 +1,305 @@
+"""One of several ranks: trains a layer whose codes FSDP2 gathers beside one whose values it gathers,
+in one of the ways of `WAYS`, and compares losses, gradients and weights to the bit.
+
+python coded_worker.py RANK STORE_FILE RANKS WAY ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe.fsdp import gather_codes
+
+H, I, E, STEPS = 128, 128, 4, 4
+BF16 = torch.bfloat16
+
+
+def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    made = MoE(experts, 2, H, I, "swiglu", bias, 0.2)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return made.to(dtype)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(24, H, generator=generator).to(BF16)
+
+
+class Block(nn.Module):
+    """A layer between two others, as a decoder has it."""
+
+    def __init__(self, layer: nn.Module, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.before = nn.Linear(H, H, bias=False, dtype=next(layer.parameters()).dtype)
+        self.moe, self.checkpointed = layer, checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        if self.checkpointed:
+            return x + checkpoint(self.run, x, use_reentrant=False)
+        return x + self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.moe(x, use_fp8=True) if isinstance(self.moe, MoE) else self.moe(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+class GatheredBytes:
+    """What FSDP2 copies into its all-gathers, counted."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._gathers: Any = None
+
+    def __enter__(self) -> GatheredBytes:
+        self._gathers = gather = torch.ops.fsdp.all_gather_copy_in
+
+        def counted(inputs: Any, *others: Any) -> Any:
+            self.total += sum(each.nbytes for each in inputs)
+            return gather(inputs, *others)
+
+        torch.ops.fsdp.all_gather_copy_in = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.ops.fsdp.all_gather_copy_in = self._gathers
+
+
+def trained(
+    model: nn.Module, rank: int, steps: int = STEPS, micro: int = 1, **optimizer: Any
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, and gradients and weights at the end, and the bytes that were gathered."""
+    found: dict[str, torch.Tensor] = {}
+    losses = []
+    adam = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, **optimizer
+    )
+    with GatheredBytes() as gathered_bytes:
+        for step in range(steps):
+            for part in range(micro):
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(part == micro - 1)
+                loss = (model(batch(step * micro + part, rank)).float() - 1).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            gradients = {
+                n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+            }
+            found |= {f"grad {name}": gradient for name, gradient in gradients.items()}
+            adam.step()
+            adam.zero_grad()
+    return losses, found | {n: whole(p) for n, p in model.named_parameters()}, gathered_bytes.total
+
+
+class Way(NamedTuple):
+    """One setting of the comparison.
+
+    layer: what is sharded. shard: with FSDP2, after `prepare`, which is given the layer whose codes
+    are to be gathered. bytes: at most so many of those that values take; 1.0 where values must be
+    gathered. exact: whether both quantise the same numbers.
+    """
+
+    layer: Callable[[], nn.Module]
+    shard: Callable[[Any], Any] = fully_shard
+    prepare: Callable[[Any], Any] = lambda layer: gather_codes(layer, use_fp8=True)
+    bytes: float = 0.55
+    micro: int = 1
+    exact: bool = True
+
+
+class TopK(nn.Module):
+    """The functional API on parameters of a module's own; gate and up in two tensors."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        layer = moe()
+        w1 = layer.c_fc.weight.detach()
+        self.router, self.down = layer.router.weight, layer.c_proj.weight
+        self.apart = apart
+        if apart:
+            self.gate, self.up = (nn.Parameter(w1[:, i::2].contiguous()) for i in (0, 1))
+        else:
+            self.fused = layer.c_fc.weight
+
+    def names(self) -> Any:
+        return (("gate", "up") if self.apart else "fused"), "down"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w1 = (self.gate, self.up) if self.apart else (self.fused,)
+        first = tuple(weight.permute(1, 2, 0) for weight in w1)
+        given = first if self.apart else first[0], None, self.down.permute(1, 2, 0), None, 2
+        return moe_TC_softmax_topk_layer(x, self.router, *given, use_fp8=True)[0]
+
+
+def of_names(block: Any) -> int:
+    return gather_codes(block.moe, weights=block.moe.names(), use_fp8=True)
+
+
+def each(module: Any, **options: Any) -> None:
+    """The layer in a unit of its own, inside of the model's."""
+    fully_shard(module.moe, **options)
+    fully_shard(module, **options)
+
+
+def hybrid(module: Any) -> None:
+    ranks = dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(module, mesh=mesh)
+
+
+def on_meta(module: Any) -> None:
+    """Values come after the sharding, from a state dict, into memory or in its place."""
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    module.to("meta")
+    each(module)
+    module.to_empty(device="cpu")
+    for name, parameter in module.named_parameters():
+        parts = torch.distributed.tensor.distribute_tensor(
+            state[name], parameter.device_mesh, parameter.placements
+        )
+        with torch.no_grad():
+            parameter.copy_(parts)
+
+
+def assigned(module: Any) -> None:
+    """As accelerate loads: on meta, and other parameters take the place of the shards."""
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    module.to("meta")
+    each(module)
+    parts = {
+        name: torch.distributed.tensor.distribute_tensor(
+            state[name], parameter.device_mesh, parameter.placements
+        )
+        for name, parameter in module.named_parameters()
+    }
+    module.load_state_dict(parts, assign=True)
+
+
+def compiled(module: Any) -> None:
+    each(module)
+    module.moe.compile(backend="inductor")
+
+
+def lora(block: Any = None) -> nn.Module:
+    import peft
+
+    targets = ["moe.c_fc.weight", "moe.c_proj.weight"]
+    config = peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(Block(moe()), config).base_model.model
+    return model.to(BF16)
+
+
+def decoder(family: str) -> nn.Module:
+    """Experts of transformers, with biases and fused matrices where the family has them."""
+    from integrations.hf_models import FAMILIES, build
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    model = build(FAMILIES[family](1), "sonicmoe_fp8").to(BF16)
+    return Routed(model.model.layers[0].mlp.experts)
+
+
+class Routed(nn.Module):
+    """Experts on a routing that is the same in every call."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.moe = experts
+        torch.manual_seed(5)
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts = self.moe.num_experts
+        x = x[:, : self.moe.hidden_dim if hasattr(self.moe, "hidden_dim") else self.moe.hidden_size]
+        ids = torch.arange(2 * len(x)).reshape(-1, 2) % experts
+        return self.moe(x, ids, torch.full(ids.shape, 0.5))
+
+
+MASTERS = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+WAYS = {
+    "kept": Way(lambda: Block(moe()), partial(fully_shard, reshard_after_forward=False)),
+    "resharded": Way(lambda: Block(moe()), each),
+    "uneven": Way(lambda: Block(moe(5, bias=True)), each, bytes=0.6),
+    "fewer": Way(lambda: Block(moe(2)), each),
+    "masters": Way(lambda: Block(moe(dtype=torch.float32)), partial(each, mp_policy=MASTERS), exact=False),
+    "checkpointed": Way(lambda: Block(moe(), checkpointed=True), each),
+    "compiled": Way(lambda: Block(moe()), compiled),
+    "accumulated": Way(lambda: Block(moe()), each, micro=2),
+    "offloaded": Way(lambda: Block(moe()), partial(each, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "hybrid": Way(lambda: Block(moe()), hybrid),
+    "on meta": Way(lambda: Block(moe(5)), on_meta, bytes=0.6),
+    "assigned": Way(lambda: Block(moe(5)), assigned, bytes=0.6),
+    "functional": Way(lambda: Block(TopK(False)), each, of_names),
+    "gate and up apart": Way(lambda: Block(TopK(True)), each, of_names),
+    "LoRA": Way(lora, each, bytes=0.6),
+    "qwen3": Way(lambda: decoder("qwen3-moe"), each, gather_codes),
+    "gpt-oss": Way(lambda: decoder("gpt-oss"), each, gather_codes, bytes=0.7),
+    "values": Way(lambda: Block(moe()), each, lambda model: gather_codes(model, use_fp8=False), bytes=1.0),
+}  # fmt: skip
+
+
+def check(name: str, rank: int) -> None:
+    """Train with gathered codes and with gathered values."""
+    way = WAYS[name]
+    found = []
+    for codes in (False, True):
+        model = way.layer()
+        if codes:
+            assert way.prepare(model) == 1
+        way.shard(model)
+        if way.bytes == 1.0:
+            with SonicMoEConfig(fp8_mode="off").activate():
+                found.append(trained(model, rank, micro=way.micro))
+        else:
+            found.append(trained(model, rank, micro=way.micro))
+    (losses, state, all_bytes), (coded_losses, coded_state, coded_bytes) = found
+    if way.exact:
+        assert losses == coded_losses, (name, losses, coded_losses)
+        assert state.keys() == coded_state.keys()
+        for key, value in state.items():
+            assert torch.equal(value, coded_state[key]), (name, key)
+    else:
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(coded_losses), rtol=0.02, atol=0
+        )
+    assert coded_bytes <= way.bytes * all_bytes, (name, coded_bytes / all_bytes)
+    assert coded_bytes == all_bytes or way.bytes < 1.0, (name, coded_bytes, all_bytes)
+
+
+def main() -> None:
+    rank, store, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for name in sys.argv[4:]:
+        CHECKS.get(name, partial(check, name))(rank)
+        print(name, flush=True)
+    dist.destroy_process_group()
+    print("equal")
+
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+
+if __name__ == "__main__":
+    main()
