@@ -123,7 +123,7 @@ class SonicMoEConfig(Settings):
         RECIPE,
         "dx256",
         "block shapes and scale format of every FP8 operand (docs/numerics.md). Engine "
-        "`reference` has all, `hopper` `dx256` and `row128-dx256`, `mxfp8` `iso32-pow2`",
+        "`reference` has all, `hopper` `dx256`, `mxfp8` `iso32-pow2`",
     )
     stagewise_memory: Flag[bool] = Flag(
         "SONIC_MOE_STAGEWISE_MEMORY",

@@ -236,7 +236,6 @@ class ZCode(Enum):
 # fp32 scales and, under a name that ends in -pow2, with powers of two.
 RECIPE_LAYOUTS = (
     "deepseek-v3", "1x128", "1x32", "iso32", "iso128", "iso256", "dx256", "wide256", "wide512",
-    "row128", "row128-dx256",
 )  # fmt: skip
 RECIPE_NAMES = tuple(f"{layout}{scales}" for layout in RECIPE_LAYOUTS for scales in ("", "-pow2"))
 

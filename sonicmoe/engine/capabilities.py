@@ -157,7 +157,7 @@ HOPPER = EngineRecord(
     gemms="FP8 GEMMs with fused activation",
     architectures=(SM90,),
     dtypes=("bfloat16",),
-    recipes=("dx256", "row128-dx256"),
+    recipes=("dx256",),
     activations=_with_kernels_of(EngineName.HOPPER),
     z_codes=(ZCode.ADAPTIVE, ZCode.INT8, ZCode.BF16),
     hidden_multiple=16,
@@ -308,7 +308,7 @@ def _format_problems(
         return
     elif recipe is None:
         yield ConfigError, f"{what} come as {form.value!r}, and FP8 is off"
-    elif getattr(recipe, operand).extent != _TOKEN_BLOCK:
+    elif getattr(recipe, operand) != _TOKEN_BLOCK:
         come = f"{what} come as {form.value!r}"
         blocks = f"recipe {recipe.name!r} reads them in {getattr(recipe, operand)} blocks"
         yield ConfigError, f"{come}, and {blocks}"

@@ -24,7 +24,7 @@ from ..interop import aligned, current_stream, empty, free, plain_ops
 from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..quant.format import BlockScaledTensor
-from ..quant.gpu import QuantizedWeights, SteadyWeights
+from ..quant.gpu import QuantizedWeights
 from ..quant.tokens import to_bfloat16
 from ..routing.metadata import RoutingMetadata
 from .bf16 import Bf16Engine
@@ -56,10 +56,6 @@ class HopperEngine(QuantisedEngine):
     joins_codes = True
 
     def _empty_store(self, settings: EngineSettings) -> QuantizedWeights:
-        # Scales that stay along K differ between the two orders, so each is made from the weights.
-        if settings.is_steady:
-            assert settings.recipe is not None
-            return SteadyWeights(settings.recipe)
         return QuantizedWeights(settings.iso_weight)
 
     def in_one_order(self, settings: EngineSettings) -> EngineSettings:
@@ -105,7 +101,6 @@ class HopperEngine(QuantisedEngine):
                 dout = dout.to(layer.dtype)
             dout = _aligned(dout)
             z = layer.restored_z(x, saved)
-            tokens = layer.dgated_tokens(x, dout)
             biases = layer.empty_biases() if saved.wants_biases else None
             # Two passes free memory in between: backward's order of one weight, before that of the
             # other is made, or z. Where no gradient of a weight follows, z and the rows of dx take the
@@ -118,7 +113,7 @@ class HopperEngine(QuantisedEngine):
                 v, u = layer.narrow(layer.empty_narrow()), layer.narrow(saved.projected)
                 db = layer.factor_gradients("b")
             operands = layer.empty_operands(saved.wants_weights)
-            dz_scratch, dprobs = layer.dgated(tokens, z, operands, dx, biases, u, v, db)
+            dz_scratch, dprobs = layer.dgated(dout, z, operands, dx, biases, u, v, db)
             # Only now: where `dgated` finds no memory, the backward may be repeated.
             if saved.donated and saved.z is not None:
                 _free(z)
@@ -133,12 +128,8 @@ class HopperEngine(QuantisedEngine):
                 found = of_factors()
                 of_factors, operands, db = (lambda: found), NO_OPERANDS, NO_FACTORS
             dx = tap("dx", layer.dgrad(dz_scratch, x, v) if dx is None else dx)
-            # Where wgrad reads codes, the values may go: the codes were made for dgated anyway.
-            of_wgrad = tokens.x_codes or x, tokens.dout_codes or dout
-            pending = PendingWgrad(settings, routing, *of_wgrad, *operands[:2])
+            pending = PendingWgrad(settings, routing, x, dout, *operands[:2])
             pending.native, pending.biases = layer.routed, biases
-            if tokens.row_scales is not None:
-                pending.native = layer.routed._replace(row_scales=tokens.row_scales)
             pending.adapters = of_factors
             if settings.frees_stagewise:
                 saved.x = None
@@ -234,7 +225,6 @@ def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
         "multiprocessors": pending.settings.gemm_num_sms,
         "shares_gpu": pending.shares_gpu,
         "inner": pending.native.inner,
-        "row_scales": pending.native.row_scales,
     }
 
 

@@ -5,10 +5,8 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,32 +32,8 @@ from .tokens import Saved, Tokens
 Tensor = torch.Tensor
 
 
-def _folds(settings: EngineSettings) -> bool:
-    """Whether wgrad reads the codes of tokens (`quant.folding`)."""
-    return settings.fp8_wgrad and settings.recipe is not None and settings.recipe.folds_wgrad
-
-
-@functools.lru_cache
-def _with_rows(settings: EngineSettings) -> EngineSettings:
-    """The same object for the same settings: a layer asks whether it has seen them."""
-    return replace(settings, fp8_wgrad=False)
-
-
 LONG_Z = 1 << 24  # elements, 16 MiB in 8 bits: from here on freeing z early pays
 NO_FACTORS: Mapping[str, Tensor | None] = dict.fromkeys(("d_up_b", "d_down_b", "parts"))
-
-
-class DgatedTokens(NamedTuple):
-    """What dgated reads of tokens. Where wgrad reads their codes, `x_codes` and `dout_codes` are
-    those that values are quantised into, and `row_scales` `[R, 2]` the largest of their rows, which
-    dgated writes.
-    """
-
-    dout: Tokens
-    x: Tokens | None = None
-    x_codes: BlockScaledTensor | None = None
-    dout_codes: BlockScaledTensor | None = None
-    row_scales: Tensor | None = None
 
 
 # dz and y1s as wgrad reads them, each None where nobody will read it; and whether they are bf16 rows
@@ -93,16 +67,13 @@ class HopperLayer:
         else:
             anchor, self.dtype = x, x.dtype
         self._stream = current_stream(anchor)
-        # Gradients of adapters cannot read the folded operands of wgrad, so rows are kept instead.
-        if weights.adapters is not None and settings.is_steady:
-            settings = _with_rows(settings)
         prepared = weights.native
         if prepared is not None and weights.adapters is not None:
             same = prepared.adapters is weights.adapters and prepared.of_backward is backward
             prepared = prepared if same else None
         if prepared is None or prepared.settings is not settings:
             has = weights.b1 is not None, weights.adapters is not None
-            form = settings.save_z, settings.is_steady, *has
+            form = settings.save_z, *has
             passes = passes_on(device_name(anchor), settings.activation, *form)
             prepared = prepared_handle(passes, weights, settings, backward, self._stream)
         self._prepared, self._passes = prepared, prepared.passes
@@ -167,23 +138,6 @@ class HopperLayer:
         """
         return self._routing.num_rows * 2 * self._prepared.inner >= LONG_Z
 
-    def dgated_tokens(self, x: Tokens, dout: Tokens) -> DgatedTokens:
-        """With memory for what outlives dgated."""
-        settings, device = self._settings, self.device
-        if not _folds(settings):
-            return DgatedTokens(dout)
-        assert settings.recipe is not None
-        block = settings.recipe.x.extent
-
-        def codes_of(tokens: Tokens) -> BlockScaledTensor | None:
-            if isinstance(tokens, BlockScaledTensor):
-                return None  # they came as codes
-            return BlockScaledTensor.empty(tuple(tokens.shape), block, device)
-
-        # dgated writes them and wgrad reads them, so they outlive the scratch of a pass.
-        row_scales = empty((self._routing.num_rows, 2), torch.float32, device)
-        return DgatedTokens(dout, x, codes_of(x), codes_of(dout), row_scales)
-
     def empty_biases(self) -> tuple[Tensor, Tensor] | None:
         """Unwritten db1 `[E, 2I]` and db2 `[E, H]`, where dgated sums them."""
         # Beside unquantised weight gradients the BF16 engine sums them, of unquantised dz.
@@ -205,9 +159,7 @@ class HopperLayer:
     def empty_operands(self, wants_weights: bool) -> Operands:
         """Unwritten. wants_weights: whether gradients of weights will be asked for."""
         adapters, bytes_of = self._weights.adapters, self.routed.bytes_of
-        # Kernels with scales that stay along K always write both.
-        keeps_dz = wants_weights or self._settings.is_steady
-        if not keeps_dz and (adapters is None or adapters.down is None):
+        if not wants_weights and (adapters is None or adapters.down is None):
             return NO_OPERANDS
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
         if not self._settings.fp8_wgrad:
@@ -215,12 +167,12 @@ class HopperLayer:
             sizes = (rows, 2 * inner), (rows, inner)
             dz, y1s = (empty(size, torch.bfloat16, self.device) for size in sizes)
             return dz, y1s, True
-        dz = empty((bytes_of.dz,), torch.uint8, self.device) if keeps_dz else None
+        dz = empty((bytes_of.dz,), torch.uint8, self.device) if wants_weights else None
         return dz, empty((bytes_of.y1s,), torch.uint8, self.device), False
 
     def dgated(
         self,
-        tokens: DgatedTokens,
+        dout: Tokens,
         z: KeptZ,
         operands: Operands,
         dx: Tensor | None = None,
@@ -240,9 +192,8 @@ class HopperLayer:
         (dz, y1s, in_rows), apart = operands, dx is None
         size = bytes_of.dz_scratch if apart else bytes_of.backward
         dz_scratch = empty((size,), torch.uint8, device)
-        has_codes = isinstance(tokens.dout, BlockScaledTensor) or tokens.dout_codes is not None
         dout_scratch = None
-        if apart and not has_codes:
+        if apart and not isinstance(dout, BlockScaledTensor):
             dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
         dprobs = empty((routing.num_tokens, routing.topk), torch.float32, device)
         self._passes.dgated(
@@ -251,9 +202,7 @@ class HopperLayer:
             stream=self._stream,
             multiprocessors=self._settings.gemm_num_sms,
             **self._prepared.dgated,
-            **token_arguments("x", tokens.x, tokens.x_codes),
-            **token_arguments("dout", tokens.dout, tokens.dout_codes),
-            row_scales=tokens.row_scales,
+            **token_arguments("dout", dout),
             **z_arguments(z),
             dz=None if in_rows else dz,
             y1s=None if in_rows else y1s,

@@ -74,8 +74,7 @@ class PreparedHandle(NamedTuple):
 
 class Routed(NamedTuple):
     """The handle of a routing, the bytes of each scratch of a layer, by name, I, the passes that
-    take them, and the device; and where wgrad reads the codes of tokens, the largest scales of
-    their rows, of x and of dout, `[R, 2]`.
+    take them, and the device.
     """
 
     handle: Any
@@ -83,7 +82,6 @@ class Routed(NamedTuple):
     inner: int
     passes: Passes
     device: Any
-    row_scales: Tensor | None = None
 
 
 class Passes:
@@ -220,21 +218,12 @@ _TOKEN_NAMES = {
 }
 
 
-def token_arguments(
-    name: str,
-    tokens: Tensor | BlockScaledTensor | None,
-    codes: BlockScaledTensor | None = None,
-) -> dict[str, Any]:
-    """The arguments of a pass for tokens, or their gradients: values, or codes and scales. `codes`:
-    what values are quantised into.
-    """
+def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dict[str, Any]:
+    """The arguments of a pass for tokens, or their gradients: values, or codes and scales."""
     of_values, of_codes, of_scale = _TOKEN_NAMES[name]
-    values = tokens
     if isinstance(tokens, BlockScaledTensor):
-        values, codes = None, tokens
-    if codes is None:
-        return {of_values: values, of_codes: None, of_scale: None}
-    return {of_values: values, of_codes: codes.bytes, of_scale: codes.scale_inv}
+        return {of_values: None, of_codes: tokens.bytes, of_scale: tokens.scale_inv}
+    return {of_values: tokens, of_codes: None, of_scale: None}
 
 
 def z_arguments(z: KeptZ | None) -> dict[str, Any]:
@@ -300,13 +289,11 @@ def passes_on(
     device: str,
     activation: ActivationType,
     z: ZCode = ZCode.ADAPTIVE,
-    steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
 ) -> Passes:
-    """The compiled passes over the compiled kernels of a device, an activation, a form of z, whether
-    scales stay along K, and whether there are biases and low-rank adapters; errors as
-    `CudaSource.load`.
+    """The compiled passes over the compiled kernels of a device, an activation, a form of z, and
+    whether there are biases and low-rank adapters; errors as `CudaSource.load`.
     """
     arch = arch_of(device)
     sources = (
@@ -314,14 +301,14 @@ def passes_on(
         aggregate_source(arch),
         quantize_source(arch),
         wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, z, steady, bias, low_rank),
+        *gemm_sources(arch, activation, z, bias, low_rank),
     )
     # In the order of `sources`.
     routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
         source.load() for source in sources
     )
     kernels = {
-        "quantize_rows": quantize.quantize_steady_rows if steady else quantize.quantize_rows,
+        "quantize_rows": quantize.quantize_rows,
         "gather_gated_gemm": gemms.gather_gated_gemm,
         "grouped_gemm": gemms.grouped_gemm,
         "aggregate_rows": aggregate.aggregate_rows,
@@ -330,8 +317,6 @@ def passes_on(
         "gather_transpose_quantize": operands.gather_transpose_quantize,
         "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
         "gather_transpose_requantize": operands.gather_transpose_requantize,
-        "gather_row_scales": operands.gather_row_scales,
-        "gather_transpose_codes": operands.gather_transpose_codes,
         "grouped_wgrad": wgrad.grouped_wgrad,
         "grouped_wgrad_into": wgrad.grouped_wgrad_into,
         "wgrad_destination": wgrad.wgrad_destination,

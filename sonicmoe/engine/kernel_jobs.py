@@ -24,10 +24,8 @@ def hopper_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
     BF16 GEMMs.
     """
     workload = workload or _SOME
-    settings, recipe = workload.settings, workload.settings.recipe
-    # Scales that stay along K are another epilogue, and so another module.
-    steady = recipe is not None and recipe.x.steady is not None
-    form = settings.save_z, steady, workload.bias, workload.low_rank
+    settings = workload.settings
+    form = settings.save_z, workload.bias, workload.low_rank
     jobs: tuple[CompileJob, ...] = (*engine_sources(arch, settings.activation, *form),)
     if settings.fp8_wgrad:
         return jobs

@@ -13,7 +13,6 @@ import torch
 
 from ..enums import ACTIVATIONS, ZCode
 from ..observe import tap
-from ..quant.folding import with_row_scales
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, has_e4m3, quantize
@@ -81,9 +80,6 @@ def wgrad_operands(
     `[R, .]` that are in expert order (dz or y1s).
     """
     (token_name, given), (row_name, beside) = tokens, rows
-    codes = _codes_to_fold(given, token_name, settings)
-    if codes is not None:
-        return _folded(codes, f"wgrad_{row_name}", beside, routing, settings)
     # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
     # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
     gathered = gather_rows(values_of(given), routing)
@@ -91,37 +87,6 @@ def wgrad_operands(
         _wgrad_operand(gathered, f"wgrad_{token_name}", settings, dtype),
         _wgrad_operand(beside, f"wgrad_{row_name}", settings, dtype),
     )
-
-
-def _codes_to_fold(tokens: Tokens, name: str, settings: EngineSettings) -> BlockScaledTensor | None:
-    """x or dout as codes whose scale stands with the other operand of wgrad; None where wgrad reads
-    their values.
-    """
-    # The codes are those that the GEMMs of x and dout have read.
-    recipe = settings.recipe
-    if recipe is None or not settings.fp8_wgrad:
-        return None
-    if isinstance(tokens, BlockScaledTensor):
-        return tokens if recipe.folds_wgrad else None
-    return quantize_operand(tokens, getattr(recipe, name), recipe) if recipe.folds_wgrad else None
-
-
-def _folded(
-    tokens: BlockScaledTensor,
-    row_name: str,
-    rows: Tensor,
-    routing: RoutingMetadata,
-    settings: EngineSettings,
-) -> tuple[Tensor, Tensor]:
-    """Codes with one scale per row, and `rows` times that scale quantised (`quant.folding`)."""
-    # They show themselves as no stage: their values are neither those of the tokens nor those of
-    # the rows.
-    recipe = settings.recipe
-    assert recipe is not None
-    tokens = with_row_scales(tokens)
-    scaled = rows * gather_rows(tokens.scale_inv, routing)
-    codes = gather_rows(tokens.codes.to(torch.float32), routing)
-    return codes, dequantize(quantize_operand(scaled, getattr(recipe, row_name), recipe))
 
 
 def saved_z(z: Tensor, settings: EngineSettings, dtype: torch.dtype) -> Operand:

@@ -55,7 +55,7 @@ class EngineSettings:
         if config.iso_weight and recipe is not None and not recipe.shares_weight_buffers:
             raise ConfigError(
                 f"iso_weight needs a recipe with the same weight blocks in forward and dgrad, as isotropic ones are; {recipe.name!r} "
-                f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}{_of_lines(recipe)}"
+                f"has w1 in {recipe.w1} and {recipe.w1_dgrad}, w2 in {recipe.w2} and {recipe.w2_dgrad}"
             )
         # Every other field is a flag of the same name.
         of_layer = {"activation", "activation_parameters", "recipe"}
@@ -81,19 +81,9 @@ class EngineSettings:
         return replace(self, iso_weight=True) if shares and not self.iso_weight else self
 
     @functools.cached_property
-    def is_steady(self) -> bool:
-        """Whether scales of tokens stay along K, which takes kernels of their own."""
-        return self.recipe is not None and self.recipe.x.steady is not None
-
-    @functools.cached_property
     def row_alignment(self) -> int:
         """Rows the routing metadata must pad every expert to."""
         return 128 if self.recipe is None else self.recipe.row_alignment
-
-
-def _of_lines(recipe: Fp8Recipe) -> str:
-    steady = any(block.steady for block in (recipe.w1, recipe.w1_dgrad, recipe.w2, recipe.w2_dgrad))
-    return " (one scale along K, which is another axis in dgrad)" if steady else ""
 
 
 class TokenFormat(Enum):

@@ -13,8 +13,7 @@ _CUDA = Path(__file__).with_name("cuda")
 
 def wgrad_operands_source(arch: str) -> CudaSource:
     """Exports `gather_transpose_quantize`, `gather_transpose_quantize_pair`,
-    `gather_transpose_requantize`, `gather_row_scales`, `gather_transpose_codes`.
-    One artefact serves every model.
+    `gather_transpose_requantize`. One artefact serves every model.
     """
     return CudaSource.make("wgrad_operands", _CUDA / "wgrad_operands.cu", arch=arch)
 

@@ -7,7 +7,6 @@ Codes and scales equal those of `reference` bit for bit, and host tensors are se
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..routing.backends import arch_of
 from ..stream_order import StreamOrder
 from ..weight_source import WeightSource
 from .format import BlockScaledTensor, Orientation
-from .recipes import BlockShape, Fp8Recipe, iso, rows
+from .recipes import BlockShape, iso, rows
 from .reference import quantize, transpose_storage
 
 Tensor = torch.Tensor
@@ -242,41 +241,6 @@ class QuantizedWeights:
         self._layout = None
 
 
-class SteadyWeights(QuantizedWeights):
-    """One layer's expert weights under a recipe whose scales stay along the contraction (`row128`),
-    kept current as `QuantizedWeights` says. Codes of the two orders differ, so each is made from the
-    weights.
-    """
-
-    def __init__(self, recipe: Fp8Recipe) -> None:
-        super().__init__()
-        self._recipe = recipe
-        self._tile_amax: Tensor | None = None
-
-    def _quantize(self, *arguments: Any) -> None:
-        self._kernels.quantize_steady_weights(*arguments)
-
-    def _written(self) -> list[Any]:
-        return [*super()._written(), self._tile_amax]
-
-    def _allocate_codes(self, experts: int, n1: int, hidden: int, inner: int, device: Any) -> None:
-        recipe, sizes = self._recipe, (experts, n1, hidden, inner)
-        self._forward = _unwritten(sizes, (recipe.w1, recipe.w2), device)
-        dgrad = recipe.w1_dgrad, recipe.w2_dgrad
-        self._dgrad = _unwritten(sizes, dgrad, device, Orientation.COLUMNS)
-        # A scale along a line needs the largest value of all its tiles: one kernel leaves these
-        # here for the next.
-        tiles = sum(math.prod(q.scale_inv.shape) for q in self._forward)
-        self._tile_amax = empty((tiles,), torch.float32, device)
-
-    def _update_on_host(self, source: WeightSource) -> None:
-        recipe, (w1, w2) = self._recipe, source.native()[:2]
-        self._forward = quantize(w1, recipe.w1), quantize(w2, recipe.w2)
-        dgrad = quantize(w1, recipe.w1_dgrad), quantize(w2, recipe.w2_dgrad)
-        self._dgrad = tuple(transpose_storage(q) for q in dgrad)
-        self._layout = None
-
-
 def _unwritten(
     sizes: tuple[int, int, int, int],
     blocks: tuple[BlockShape, ...],
@@ -289,9 +253,7 @@ def _unwritten(
     # What dgrad reads are the same matrices, stored the other way round.
     turn = 1 if orientation is Orientation.ROWS else -1
     return tuple(
-        BlockScaledTensor.empty(
-            (experts, *shape[::turn]), block.extent, device, orientation=orientation
-        )
+        BlockScaledTensor.empty((experts, *shape[::turn]), block, device, orientation=orientation)
         for shape, block in zip(matrices, blocks, strict=False)
     )
 

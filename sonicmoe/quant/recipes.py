@@ -3,9 +3,7 @@
 Shapes are logical: activations `[tokens, features]`, weights in their native layout `w1 [N1, H]`,
 `w2 [H, I]`. A GEMM contracts over one axis of each operand, and a row scale `rows(B)` runs along
 that axis. A square block serves two GEMMs that contract over different axes, because transposing
-its codes and scales only moves bytes. Blocks may also keep one scale along the contraction
-(`Steady`), so that a GEMM rescales its sums only where the scale changes. docs/numerics.md has the
-measurements behind the default.
+its codes and scales only moves bytes. docs/numerics.md has the measurements behind the default.
 """
 
 from __future__ import annotations
@@ -25,45 +23,12 @@ class ScaleFormat(Enum):
     POW2 = "pow2"
 
 
-class Line(Enum):
-    """A line of blocks in the grid of a matrix's blocks."""
-
-    ROW = "row"
-    COLUMN = "column"
-
-    @property
-    def crossed(self) -> Line:
-        """The same line on the transposed matrix."""
-        return Line.COLUMN if self is Line.ROW else Line.ROW
-
-
-@dataclass(frozen=True)
-class Steady:
-    """The blocks of one line of the grid keep one scale, that of the line's largest amax. A block
-    whose amax lies more than 2^`octaves` below that has its own. `quant.reference` has the formula.
-
-    E4M3 has 14.8 octaves of normal numbers, so a scale that is 2^10 too large rounds a block as its
-    own would; from 2^11 on it loses (docs/numerics.md).
-    """
-
-    along: Line
-    octaves: int = 10
-
-    @property
-    def crossed(self) -> Steady:
-        """The same on the transposed matrix."""
-        return Steady(self.along.crossed, self.octaves)
-
-
 @dataclass(frozen=True)
 class BlockShape:
-    """Extent of one scale: `rows` x `cols` elements of the logical matrix; and whether neighbours
-    keep one scale.
-    """
+    """Extent of one scale: `rows` x `cols` elements of the logical matrix."""
 
     rows: int
     cols: int
-    steady: Steady | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
@@ -73,29 +38,15 @@ class BlockShape:
 
     @property
     def transposed(self) -> BlockShape:
-        if self.isotropic:
-            return self
-        return BlockShape(self.cols, self.rows, self.steady and self.steady.crossed)
+        return self if self.isotropic else BlockShape(self.cols, self.rows)
 
     @property
     def isotropic(self) -> bool:
         """Whether transposing leaves the block unchanged."""
-        return self.rows == self.cols and self.steady is None
-
-    @property
-    def extent(self) -> BlockShape:
-        """The same block, whatever scales its neighbours have: what a reader of codes and scales
-        needs to know.
-        """
-        return self if self.steady is None else BlockShape(self.rows, self.cols)
-
-    def along(self, line: Line) -> BlockShape:
-        """The same block with a scale that is kept along a line of the grid."""
-        return BlockShape(self.rows, self.cols, Steady(line))
+        return self.rows == self.cols
 
     def __str__(self) -> str:
-        """`1x128`, or `1x128/row` where the blocks of a row keep one scale."""
-        return f"{self.rows}x{self.cols}" + (f"/{self.steady.along.value}" if self.steady else "")
+        return f"{self.rows}x{self.cols}"
 
 
 @functools.lru_cache(maxsize=64)  # asked several times in every forward
@@ -122,8 +73,6 @@ class Fp8Recipe:
     w1, w2:             native weights as forward reads them, contracted over their columns
     w1_dgrad, w2_dgrad: the same logical matrices as dgrad reads them, contracted over their rows
     wgrad_*:            `[tokens, features]`, contracted over tokens, in expert order, each expert padded to `row_alignment`
-    folds_wgrad:        wgrad reads the codes of x and dout, and their scales stand with dz and y1s (`quant.folding`);
-                        `wgrad_x` and `wgrad_dout` then say in which blocks those codes were made
     rounds_rows:        dz and y1s leave their GEMM in the dtype of the tokens, and are quantised from there
     """
 
@@ -142,7 +91,6 @@ class Fp8Recipe:
     wgrad_y1s: BlockShape
     z: BlockShape = BlockShape(1, 128)
     scale_format: ScaleFormat = ScaleFormat.FP32
-    folds_wgrad: bool = False
     rounds_rows: bool = False
     note: str = ""
 
@@ -211,23 +159,6 @@ def iso_recipe(size: int) -> Fp8Recipe:
     )  # fmt: skip
 
 
-def row128_recipe() -> Fp8Recipe:
-    """Scales that stay along K in the up-projection and dgated, and wgrad from the codes of x and
-    dout (`quant.folding` has the rule).
-
-    y1 and dz leave fused epilogues that see 128 columns of a row, so nobody knows their row's amax:
-    they keep 1x128 and 128x128. Their partners w2 and w1_dgrad keep 128x128 too, since those GEMMs
-    rescale at every step anyway.
-    """
-    row, of_forward = rows(128).along(Line.ROW), iso(128).along(Line.ROW)
-    of_dgrad = iso(128).along(Line.COLUMN)
-    return dataclasses.replace(
-        iso_recipe(128), name="row128", x=row, dout=row, w1=of_forward, w2_dgrad=of_dgrad,
-        wgrad_x=row, wgrad_dout=row, folds_wgrad=True,
-        note="iso128, but a row of x and dout, and w1 and w2_dgrad along K, keep one scale; wgrad reads the codes of x and dout",
-    )  # fmt: skip
-
-
 def wide_recipe(size: int) -> Fp8Recipe:
     """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too."""
     w1, w2 = BlockShape(256, size), BlockShape(size, 128)
@@ -254,12 +185,6 @@ _DX256 = dataclasses.replace(
     iso_recipe(128), name="dx256", dz=_WIDE, wgrad_dz=_WIDE, w1=_WIDE.transposed, w1_dgrad=_WIDE.transposed,
     note="iso128, but dz in 128x256 and w1 in 256x128 blocks: the dx GEMM promotes every 256",
 )  # fmt: skip
-# The copy of dz that wgrad reads has blocks of its own, so it stays 128x128.
-_ROW128_DX256 = dataclasses.replace(
-    row128_recipe(), name="row128-dx256", dz=_WIDE, w1_dgrad=_WIDE.transposed,
-    note="row128, but dz in 128x256 and w1_dgrad in 256x128 blocks: the dx GEMM promotes every 256",
-)  # fmt: skip
-
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     DEEPSEEK_V3,
     row_recipe(128),
@@ -271,8 +196,6 @@ BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     _DX256,
     wide_recipe(256),
     wide_recipe(512),
-    row128_recipe(),
-    _ROW128_DX256,
 )
 # Every block layout exists with both scale formats.
 RECIPES: dict[str, Fp8Recipe] = {

@@ -6,18 +6,6 @@ For each block:  amax = max |x| over the non-NaN elements, at least AMAX_FLOOR
     POW2 scales: scale_inv = 2^ceil(log2(fl(amax / M))), multiplier = its exact inverse
     code = round-to-nearest-even(clamp(fl(x * multiplier), -M, M))
 
-A block that is `steady` along a line of the grid (recipe `row128`: 1x128 blocks of x and dout along
-their row, 128x128 blocks of a weight along the contraction) has another amax in these formulas.
-With a_b the amax of block b, already at least AMAX_FLOOR, and r = max over the line of a_b:
-
-    b keeps the line's scale:  a_b >= r 2^-octaves  or  a_b == AMAX_FLOOR      -> amax = r
-    b has its own:             else                                            -> amax = a_b
-
-Both comparisons are exact in fp32: r 2^-octaves is normal for every r from AMAX_FLOOR on. A line
-without outliers then has one scale, bit for bit, and a GEMM that runs along it rescales nothing.
-Zeros keep the line's scale, so that padding channels cost no rescale. A block of x or dout never
-keeps the scale of another row, so tokens do not know each other.
-
 The adaptive code has INT8 in a block whose values lie close together and E4M3, with a negative scale,
 in one that `_is_wide` names: an outlier would leave its neighbours no bits of INT8.
 
@@ -36,7 +24,7 @@ import torch
 from ..errors import DTypeError, ShapeError, expect
 from ..interop import dtype_name, is_cuda, numel
 from .format import E4M3_NAN, BlockScaledTensor, Code, Orientation, scale_shape
-from .recipes import BlockShape, Line, ScaleFormat, Steady
+from .recipes import BlockShape, ScaleFormat
 
 Tensor = torch.Tensor
 
@@ -74,8 +62,6 @@ def quantize(
         amax = torch.where(torch.isnan(tiles), torch.zeros_like(tiles), tiles).abs().amax((-3, -1))
     # Not clamp(min=): Paddle's would make infinity finite.
     amax = torch.maximum(amax, torch.full_like(amax, AMAX_FLOOR))
-    if block.steady is not None:
-        amax, block = steady_amax(amax, block.steady), block.extent
     scale_inv, multiplier = block_scales(amax, code, scale_format)
     # `amax * multiplier` can round to just above M, so the product is clamped before it is encoded.
     # Infinity times the multiplier 0 is NaN, which the clamp keeps.
@@ -131,16 +117,6 @@ def _per_element(of_blocks: Tensor, block: BlockShape, shape: tuple[int, ...]) -
     chosen = (ones * of_blocks.to(torch.int32)).unsqueeze(-1).unsqueeze(-3)
     *lead, rows, _, cols, _ = (int(size) for size in chosen.shape)
     return _from_tiles(chosen.expand([*lead, rows, block.rows, cols, block.cols]), shape) != 0
-
-
-def steady_amax(amax: Tensor, steady: Steady) -> Tensor:
-    """The amax that decides the scale of every block of a grid `[..., nR, nC]`: its line's largest,
-    or its own; see the module docstring.
-    """
-    axis = -1 if steady.along is Line.ROW else -2
-    largest = amax.amax(axis, keepdim=True)
-    keeps = (amax >= largest * 2.0**-steady.octaves) | (amax <= AMAX_FLOOR)
-    return torch.where(keeps, largest.expand(amax.shape), amax)
 
 
 def block_scales(amax: Tensor, code: Code, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -264,4 +240,4 @@ def _empty(x: Tensor, shape: tuple[int, ...], block: BlockShape, code: Code) -> 
     byte = torch.uint8 if code is Code.E4M3 else torch.int8
     codes = torch.zeros(shape, dtype=byte, device=x.device).view(code.dtype)
     scales = torch.zeros(scale_shape(shape, block), dtype=torch.float32, device=x.device)
-    return BlockScaledTensor(codes, scales, block.extent, code)
+    return BlockScaledTensor(codes, scales, block, code)

@@ -15,7 +15,6 @@ from numerics_report import main
 from numerics_scores import (
     BASELINE,
     COSINE_BAR,
-    RESOLUTION,
     RMSE_BARS,
     Part,
     Score,
@@ -111,33 +110,6 @@ def test_an_outlier_anywhere_costs_no_more_than_in_deepseeks_recipe(kind):
         assert own[name] <= 1.15 * theirs[name], name
     if kind in ("w1-gate-row", "w1-up-row"):
         assert pooled(kind, DEFAULT_RECIPE, ZCode.INT8)["dw2"] > 8 * own["dw2"]
-
-
-@pytest.mark.parametrize("kind", DATA_KINDS)
-def test_row128_meets_bars_of_its_own(kind):
-    """No tensor worse than DeepSeek-V3.1's 1x128 power-of-two recipe in the same run, and the
-    absolute bars on Gaussian data. On outliers it is worse than the default.
-    """
-    case = small_case(kind)
-    recipes = [RECIPES[name] for name in ("row128", "row128-dx256", "iso128")]
-    own, wide, default = evaluate(case, recipes, [DEFAULT_Z], against=V31)
-    for result in (own, wide):
-        assert result.failures == ()
-        for name, one in result.scores.items():
-            assert one.overall.ratio <= 1 + RESOLUTION * one.overall.ratio_error, name
-            if kind == "gaussian":
-                assert 0.05 < one.overall.rmse <= RMSE_BARS[name] + 2 * one.overall.rmse_error
-    worse = own.scores["out"].overall.rmse / default.scores["out"].overall.rmse
-    assert (1.03 < worse < 1.15) if kind == "outliers" else (0.99 < worse < 1.035)
-
-
-@pytest.mark.parametrize("dispatch", [Dispatch.FP8, Dispatch.FP8_BOTH], ids=lambda d: d.value)
-def test_row128_behind_a_dispatch_in_fp8(dispatch):
-    """Not worse than DeepSeek-V3.1's way either; codes of the largest scale are kept."""
-    for kind in ("gaussian", "outliers"):
-        case = small_case(kind)
-        (result,) = evaluate(case, [RECIPES["row128"]], [DEFAULT_Z], dispatch, V31)
-        assert result.failures == (), kind
 
 
 def test_a_recipe_by_name_may_not_be_worse_than_its_baseline_at_all():

@@ -48,7 +48,6 @@ class Hand:
     def __init__(self, settings, dtype, skip=(), exact=False):
         self.settings, self.recipe, self.dtype = settings, settings.recipe, dtype
         self.skip, self.exact = set(skip), exact
-        self.folds = self.recipe is not None and self.recipe.folds_wgrad and settings.fp8_wgrad
 
     def fp32(self, array):
         """As fp32; when everything is meant to be exact, it must lose nothing."""
@@ -104,17 +103,11 @@ class Rows:
 
 
 class Tokens:
-    """x or dout, as the product that gathers it reads it, and as wgrad does.
+    """x or dout, as the product that gathers it reads it, and as wgrad does."""
 
-    scale `[T]`: the values are one scale per token times its codes, and wgrad multiplies the codes.
-    A recipe that folds has scales of its own.
-    """
-
-    def __init__(self, hand, name, values, scale):
-        self.hand, self.name, self.values, self.scale = hand, name, values, scale
+    def __init__(self, hand, name, values):
+        self.hand, self.name, self.values = hand, name, values
         self.operand = hand.operand(values, name)
-        if hand.folds and scale is None:
-            self.scale = numpy(hand.quantised(values, name).scale_inv).max(1)
 
     def read(self, rows):
         recipe = self.hand.recipe
@@ -123,20 +116,10 @@ class Tokens:
             return self.hand.operand(rows.of(self.values), self.name)
         return rows.of(self.operand)
 
-    def codes(self):
-        """On the grid of e4m3; those of blocks with a scale of their own are rounded once more."""
-        if not self.hand.folds:
-            return self.values / self.scale[:, None]
-        values = tensor(self.operand / self.scale[:, None], torch.float32)
-        return numpy(values.to(torch.float8_e4m3fn).to(torch.float32))
-
     def times(self, rows, other, name):
         """The weight gradient `tokens^T other`, where the other operand is the recipe's `name`."""
-        if self.scale is None:
-            mine = self.hand.operand(rows.of(self.values), f"wgrad_{self.name}")
-            return mine.T @ self.hand.operand(other, name)
-        scaled = other * rows.of(self.scale[:, None], padding=1.0)
-        return rows.of(self.codes()).T @ self.hand.operand(scaled, name)
+        mine = self.hand.operand(rows.of(self.values), f"wgrad_{self.name}")
+        return mine.T @ self.hand.operand(other, name)
 
 
 def activation_of(problem, z):
@@ -147,13 +130,11 @@ def activation_of(problem, z):
     return a * up, a, slope(act, gate), up
 
 
-def by_hand(
-    problem, settings, dtype, skip=(), exact=False, x_scale=None, dout_scale=None
-) -> Result:
-    """Everything that a forward and a backward give; the scales are those of `Tokens`."""
+def by_hand(problem, settings, dtype, skip=(), exact=False) -> Result:
+    """Everything that a forward and a backward give."""
     hand = Hand(settings, dtype, skip, exact)
-    x = Tokens(hand, "x", problem.x, x_scale)
-    dout = Tokens(hand, "dout", problem.dout, dout_scale)
+    x = Tokens(hand, "x", problem.x)
+    dout = Tokens(hand, "dout", problem.dout)
     like = problem.x, problem.x, problem.probs, problem.up_gate, problem.down
     result = Result(*map(np.zeros_like, like))
     for expert in range(problem.num_experts):

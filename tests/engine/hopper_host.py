@@ -10,7 +10,7 @@ import pytest
 from engine import fp8_layer, host_kernels
 from engine.fp8_layer import E
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
-from engine.host_kernels import KERNELS, STEADY_KERNELS
+from engine.host_kernels import KERNELS
 from framework import torch
 
 from sonicmoe import interop
@@ -25,7 +25,7 @@ from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.recipes import RECIPES, rows
 from sonicmoe.quant.reference import quantize
 
-FP8, ROW128 = (EngineSettings(recipe=RECIPES[name]) for name in ("dx256", "row128-dx256"))
+FP8 = EngineSettings(recipe=RECIPES["dx256"])
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
 T, H, I = 70, 272, 192
 MODES = {
@@ -50,8 +50,7 @@ def host_passes(native, monkeypatch):
     passes = hopper_passes.Passes(native, NAMES, KERNELS)
     columns = int(native.numbers()["dprob_columns"])
     monkeypatch.setattr(host_kernels, "DPROB_COLUMNS", columns)
-    steady = hopper_passes.Passes(native, NAMES, STEADY_KERNELS)
-    monkeypatch.setattr(hopper_layer, "passes_on", lambda *key: steady if key[3] else passes)
+    monkeypatch.setattr(hopper_layer, "passes_on", lambda *key: passes)
     empty = interop.empty
 
     def poisoned(*args):

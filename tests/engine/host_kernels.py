@@ -18,9 +18,8 @@ from sonicmoe.engine.hopper_passes import WgradOutput
 from sonicmoe.engine.reference_operands import saved_z
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ActivationType, ZCode
-from sonicmoe.quant.folding import with_row_scales
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import RECIPES, BlockShape, Line, iso, rows
+from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.backends import PlainKernels
 
@@ -98,11 +97,6 @@ def offsets_of(padded_offsets, weights):
 def quantize_rows(x, codes, scale, stream):
     assert x.data_ptr() % 16 == 0
     put(quantize(at(x, "bfloat16"), BY_ROWS), codes, scale)
-
-
-def quantize_steady_rows(x, codes, scale, stream):
-    assert x.data_ptr() % 16 == 0
-    put(quantize(at(x, "bfloat16"), BY_ROWS.along(Line.ROW)), codes, scale)
 
 
 def launched_activation(names, number, *values):
@@ -243,8 +237,7 @@ def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
 
 def gather_dgated_gemm(
     dout, dout_scale, w2, w2_scale, u, factor, row_token, row_prob, padded_offsets, z, z_scale, dz, dz_scale, dprob_parts,
-    dz_t, dz_t_scale, y1s_t, y1s_t_scale, row_scales, wide, activation, first, second, multiprocessors, stream,
-    folds=False,
+    dz_t, dz_t_scale, y1s_t, y1s_t_scale, wide, activation, first, second, multiprocessors, stream,
 ):  # fmt: skip
     index, w = at(row_token, "int32"), values(w2, w2_scale, BY_BLOCKS)
     offsets, r, inner = offsets_of(padded_offsets, w), int(index.shape[0]), int(w.shape[1])
@@ -270,22 +263,10 @@ def gather_dgated_gemm(
         at(dz_t, "bfloat16", gradient.shape)[:last] = gradient[:last].to(torch.bfloat16)
         at(y1s_t, "bfloat16", y1s.shape)[:last] = y1s[:last].to(torch.bfloat16)
     else:
-        if folds:
-            of_rows = at(row_scales, "float32", (r, 2)).clone()
-            of_rows[last:] = 0
-            q = quantize(gradient * of_rows[:, :1], BY_BLOCKS)
-            y1s = y1s * of_rows[:, 1:]
         if dz_t is not None:
             put(transpose_storage(q), dz_t, dz_t_scale, last)
         if y1s_t is not None:
             put(transpose_storage(quantize(y1s, BY_BLOCKS)), y1s_t, y1s_t_scale, last)
-
-
-def gather_dgated_gemm_folded(*arguments):
-    """The same as it is built for scales that stay along K."""
-    dz_t, y1s_t, wide = arguments[14], arguments[16], arguments[19]
-    assert dz_t is not None and y1s_t is not None  # the kernel refuses this
-    gather_dgated_gemm(*arguments, folds=not wide)
 
 
 def dout_rows(tokens, scale, row_token):
@@ -351,30 +332,6 @@ def gather_transpose_requantize(
     last = int(at(padded_offsets, "int64")[-1])
     gathered = gather(values(given, given_scale, BY_ROWS), at(row_token, "int32"))
     put(transpose_storage(quantize(gathered, BY_BLOCKS)), codes, scale, last)
-
-
-def gather_row_scales(x_scale, dout_scale, row_token, padded_offsets, row_scales, stream):
-    index, last = at(row_token, "int32"), int(at(padded_offsets, "int64")[-1])
-    assert tuple(x_scale.shape) == tuple(dout_scale.shape)
-    largest = [at(scale, "float32").amax(1) for scale in (x_scale, dout_scale)]
-    found = torch.stack([gather(of_token, index) for of_token in largest], 1)
-    at(row_scales, "float32", (len(index), 2))[:last] = found[:last]
-
-
-def gather_transpose_codes(
-    given, given_scale, row_scales, of_dout, row_token, padded_offsets, codes, scale, stream
-):
-    """Tokens that nobody names may hold anything."""
-    index, last = at(row_token, "int32"), int(at(padded_offsets, "int64")[-1])
-    tokens = at(given, "uint8").view(torch.float8_e4m3fn)
-    q = BlockScaledTensor(tokens, at(given_scale, "float32"), BY_ROWS, Code.E4M3)
-    folded = with_row_scales(q)
-    of_rows = at(row_scales, "float32", (len(index), 2))[:last, int(of_dout)]
-    assert torch.equal(of_rows, gather(folded.scale_inv[:, 0], index)[:last])
-    found = gather(folded.bytes, index)[:last]
-    at(codes, "uint8", (tokens.shape[1], len(index)))[:, :last] = found.T
-    shape = blocks(int(tokens.shape[1])), len(index) // 128
-    at(scale, "float32", shape)[:, : last // 128] = 1
 
 
 def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
@@ -446,11 +403,7 @@ KERNELS = {
     function.__name__: function
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
-        gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize, gather_row_scales, gather_transpose_codes,
+        gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize,
         grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, narrow_both, gradient_parts, prepare_factor,
     )
 } | {"wgrad_destination": Destination, "parts_of_both": gradient_parts}  # fmt: skip
-STEADY_KERNELS = KERNELS | {
-    "quantize_rows": quantize_steady_rows,
-    "gather_dgated_gemm": gather_dgated_gemm_folded,
-}

@@ -68,8 +68,6 @@ CANNOT = (
     (HOPPER, {"recipe": RECIPES["1x128"]}, ConfigError,
      "the recipe is '1x128', and its kernels are made for 'dx256'"),
     (HOPPER, {"recipe": RECIPES["dx256-pow2"]}, ConfigError, "the recipe is 'dx256-pow2'"),
-    (HOPPER, {"recipe": RECIPES["row128"]}, ConfigError,
-     "the recipe is 'row128', and its kernels are made for 'dx256' or 'row128-dx256'"),
     (HOPPER, {"activation": ActivationType.SILU}, ConfigError,
      "the activation is 'silu', and it has ['swiglu', 'geglu', 'reglu', 'swiglu_oai', "),
     (HOPPER, {"save_z": ZCode.E4M3}, ConfigError,

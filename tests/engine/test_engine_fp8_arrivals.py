@@ -1,6 +1,5 @@
 """Tokens, and gradients of the output, that arrive in FP8: read as they came, rounded a second time
-for wgrad alone. And the recipe `row128`, whose scales
-stay along a row, and whose weight gradients are made from the codes of x and dout.
+for wgrad alone.
 """
 
 from __future__ import annotations
@@ -19,25 +18,19 @@ from engine.fp8_arrivals import (
     quantised,
     run,
 )
-from engine.fp8_by_hand import assert_equal_to_rounding, by_hand, coarse_problem
+from engine.fp8_by_hand import assert_equal_to_rounding, coarse_problem
 from engine.moe_golden import OUTPUTS, assert_same_bits, golden, set_up
 from framework import numpy, relative_rmse, tensor, torch
 
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import quantize
 from sonicmoe.quant.tokens import tokens_of
 
 # The weight gradient that reads this side's values, and the operands of its product.
 GRADIENT = {"x": "dw1", "dout": "dw2"}
 SIDES = pytest.mark.parametrize("side", GRADIENT)
 WIDE = EngineSettings(recipe=RECIPES["wide256"])
-NAMES = ("row128", "row128-dx256")
-ROW128 = EngineSettings(recipe=RECIPES["row128"])
-FOLDS = EngineSettings(ActivationType.REGLU, RECIPES["row128-pow2"])
-ARRIVING = (ISO128, replace(ISO128, fp8_wgrad=False), ROW128)
 
 
 @pytest.fixture(scope="module")
@@ -121,62 +114,6 @@ def test_what_the_engine_cannot_read_is_refused_by_name(
         run(gaussian, settings, **{side: sent.codes if "codes" in form else sent})
 
 
-# ---- recipe row128 ----
-
-
-def spread_channels(problem, octaves=12):
-    """The last channels of x and of dout are 2^octaves quieter, and their weights louder, so that
-    sums stay exact; half of the weights are zero for the same reason.
-    """
-    quiet, kept = np.ones(problem.x.shape[1]), np.arange(problem.x.shape[1]) % 2
-    quiet[128:] = 2.0**-octaves
-    return problem.but(
-        x=problem.x * quiet,
-        dout=problem.dout * quiet,
-        up_gate=problem.up_gate * (kept / quiet)[:, None],
-        down=problem.down * kept / quiet,
-    )
-
-
-@pytest.fixture(scope="module")
-def spread():
-    return spread_channels(coarse_problem(tokens=150, hidden=272))
-
-
-def own_sender(values, settings=ROW128):
-    """Tokens whose sender quantises as the engine does."""
-    q = quantize(tensor(values, torch.float32), settings.recipe.x)
-    return tokens_of(q.codes, q.scale_inv)
-
-
-@WGRADS
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_the_recipe_by_hand_where_blocks_have_their_own_scales(spread, name, fp8_wgrad):
-    settings = EngineSettings(ActivationType.REGLU, RECIPES[f"{name}-pow2"], fp8_wgrad)
-    expected = by_hand(spread, settings, torch.bfloat16, exact=True)
-    assert_equal_to_rounding(run(spread, settings), expected)
-
-
-@pytest.mark.parametrize("sides", [("x",), ("x", "dout")], ids="+".join)
-def test_equals_the_recipe_by_hand_on_tokens_that_arrive_in_fp8(spread, sides):
-    """One scale per row and 128 columns: codes of the largest one are kept, the others rounded."""
-    sent = {side: odd_multiples(getattr(spread, side)) for side in sides}
-    expected = arrived_by_hand(spread, FOLDS, exact=False, **sent)
-    assert_equal_to_rounding(run(spread, FOLDS, **sent), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_sender_that_quantises_as_the_engine_does_changes_no_bit(gaussian, name):
-    """No tensor is rounded twice, dw1 and dw2 neither; the usual sender's codes are."""
-    settings = EngineSettings(recipe=RECIPES[name])
-    plain = run(gaussian, settings)
-    sent = run(gaussian, settings, own_sender(gaussian.dout), own_sender(gaussian.x))
-    assert_same_bits(sent, plain)
-    usual = run(gaussian, settings, x=quantised(gaussian.x))
-    exact = golden(gaussian).dw1
-    assert relative_rmse(usual.dw1, exact) > 1.01 * relative_rmse(plain.dw1, exact)
-
-
 @pytest.mark.parametrize("where", ["x", "dout"])
 @pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
 def test_one_bad_element_makes_the_gradient_of_its_experts_nan_and_no_other(gaussian, where, value):
@@ -184,11 +121,9 @@ def test_one_bad_element_makes_the_gradient_of_its_experts_nan_and_no_other(gaus
     served = {int(e) for e in gaussian.indices[token] if 0 <= e < gaussian.num_experts}
     bad = getattr(gaussian, where).copy()
     bad[token, 3] = value
-    found, healthy = run(gaussian.but(**{where: bad}), ROW128), run(gaussian, ROW128)
+    found, healthy = run(gaussian.but(**{where: bad}), ISO128), run(gaussian, ISO128)
     for name in ("dw1",) if where == "dout" else ("dw1", "dw2"):
         for expert, gradient in enumerate(getattr(found, name)):
             assert np.isnan(gradient).all() if expert in served else np.isfinite(gradient).all()
-    if where == "dout" and value == np.inf:
-        assert all(np.isnan(found.dw2[expert]).all() for expert in served)
     others = np.arange(len(bad)) != token
     assert_same_bits(found, healthy, ("out", "dx", "dprobs"), others)

@@ -19,7 +19,6 @@ from engine.hopper_host import (  # noqa: F401
     FP8,
     OURS,
     PER_EXPERT,
-    ROW128,
     Case,
     H,
     I,
@@ -30,7 +29,7 @@ from engine.hopper_host import (  # noqa: F401
     use_fixture,
 )
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
-from engine.host_kernels import KERNELS, STEADY_KERNELS
+from engine.host_kernels import KERNELS
 from kernels.needs import NVCC
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -59,7 +58,6 @@ REAL = {
     "gather_dgated_gemm": partial(fp8_dgated_source, **GATED),
     "sum_or_zero": routing_metadata_source,
     **{name: wgrad_operands_source for name in KERNELS if name.startswith("gather_transpose_")},
-    "gather_row_scales": wgrad_operands_source,
     "grouped_wgrad": fp8_wgrad_source,
     "grouped_wgrad_into": fp8_wgrad_source,
 }
@@ -171,7 +169,7 @@ def test_a_step_is_three_native_calls_and_few_allocations(monkeypatch):
 
     for module in (hopper, hopper_layer, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
-    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU, ZCode.ADAPTIVE, False, False)
+    passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU, ZCode.ADAPTIVE, False)
     for name in ("forward", "dgated", "dgrad", "wgrad"):
         monkeypatch.setattr(passes, name, counting("native calls", getattr(passes, name)))
     _, saved = OURS.forward(case.x, case.routing, weights, FP8)
@@ -264,17 +262,14 @@ def test_a_failing_launch_or_listener_is_the_callers_error(use):
 def test_every_real_kernel_takes_what_a_pass_gives_it(kernel, artefacts, use):
     """Number and kinds of the arguments fit, and so does what is checked before where they lie."""
     own = {kernel: getattr(REAL[kernel]("sm_90a").load(artefacts), kernel)}
-    folds = kernel in ("gather_row_scales", "gather_transpose_codes")
     into = kernel == "grouped_wgrad_into"
     if into:
         own["wgrad_destination"] = fp8_wgrad_source("sm_90a").load(artefacts).wgrad_destination
-    use(STEADY_KERNELS if folds else KERNELS, **own)
+    use(**own)
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     case = Case()
     if kernel == "gather_transpose_requantize":
         case = case.quantised()
-    if folds:
-        settings = ROW128
     with pytest.raises(Exception, match="must be on a CUDA device"):
         case.run(OURS, settings, targets=parameter_targets(PER_EXPERT) if into else None)
 

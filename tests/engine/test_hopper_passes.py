@@ -4,7 +4,6 @@ kernels computed on the host.
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from dataclasses import replace
@@ -22,7 +21,6 @@ from engine.hopper_host import (  # noqa: F401
     OURS,
     PER_EXPERT,
     REFERENCE,
-    ROW128,
     Case,
     H,
     I,
@@ -44,27 +42,9 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
 from sonicmoe.quant.format import BlockScaledTensor
-from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.reference import dequantize
 
 pytestmark = NVCC
-FOLDING_MODES = {name: MODES[name] for name in MODES if not MODES[name].get("iso_weight")}
-
-
-class UnevenCase(Case):
-    """Blocks of x, dout and the weights lie up to 2^20 apart; some tokens are far below others."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        generator = torch.Generator().manual_seed(99)
-        for name in ("x", "dout"):
-            value = getattr(self, name)
-            octaves = torch.randint(-20, 1, (len(value), 3), generator=generator)
-            octaves[::2] = octaves[::2, :1]
-            factor = torch.exp2(octaves.float()).repeat_interleave(128, 1)[:, :H]
-            setattr(self, name, (value * factor).to(torch.bfloat16))
-        factor = torch.tensor([1.0, 2**-12, 2**-3]).repeat_interleave(128)[:H]
-        self.w1 = (self.w1 * factor).to(torch.bfloat16)
 
 
 ACTIVATIONS = {
@@ -122,23 +102,12 @@ def test_a_step_is_the_reference_engines(mode, activation, sides, biased):
     assert {name for name in itself if not torch.equal(got[name], itself[name])} == wanted
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind", "sides", "biased"),
-    pairwise(tuple(FOLDING_MODES), (Case, UnevenCase), tuple(SIDES), (False, True)),
-)
-def test_a_step_of_row128_is_the_reference_engines(mode, kind, sides, biased):
-    case, settings = kind(seed=13, biased=biased), replace(ROW128, **MODES[mode])
-    case = case.quantised(*SIDES[sides]) if SIDES[sides] else case
-    assert_close(case.run(OURS, settings), case.run(REFERENCE, settings), 1e-3)
-
-
-@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
 @pytest.mark.parametrize("sides", SIDES)
-def test_unquantised_weight_gradients(monkeypatch, settings, sides):
+def test_unquantised_weight_gradients(monkeypatch, sides):
     """The BF16 GEMMs, which a host has not, are handed values in bf16, also of what came quantised;
     and the rest of the step is the same.
     """
-    plain, handed = Case(seed=12), []
+    plain, settings, handed = Case(seed=12), FP8, []
     case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
     monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
     monkeypatch.setattr(Bf16Engine, "bias_gradients", lambda _, pending: pending.dout)
@@ -162,32 +131,10 @@ def test_unquantised_weight_gradients(monkeypatch, settings, sides):
         assert bool(torch.isfinite(rows[:last]).all())
 
 
-def test_row128_gives_equal_bits_in_every_mode_and_for_a_sender_that_quantises_alike():
-    case = UnevenCase(seed=14)
-    first = case.run(OURS, ROW128)
-    for options in ({"recompute_z": True}, {"frees_stagewise": True}):
-        assert_same_bits(case.run(OURS, replace(ROW128, **options), shares_gpu=True), first)
-    sent = copy.copy(case)
-    sent.x, sent.dout = (quantize(t.float(), ROW128.recipe.x) for t in (case.x, case.dout))
-    assert_same_bits(sent.run(OURS, ROW128), first)
-    unfolded = case.run(OURS, replace(ROW128, recipe=RECIPES["dx256"]))
-    assert not torch.equal(first["dw1"], unfolded["dw1"])
-
-
-def test_row128_shows_its_stages_but_no_operand_of_wgrad():
-    case, seen = Case(seed=5), []
-    with listening(lambda name, value: seen.append(name) or value):
-        shown = case.run(OURS, ROW128)
-    hidden = {"dz", "y1s", "wgrad_x", "wgrad_dout"}
-    assert sorted(seen) == sorted(set(SHOWN) - hidden)
-    assert_same_bits(case.run(OURS, ROW128), shown)
-
-
-@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
 @pytest.mark.parametrize("engine", [OURS, REFERENCE], ids=lambda engine: engine.name)
-def test_biases_are_summed_by_the_backward_to_the_tokens(engine, settings):
+def test_biases_are_summed_by_the_backward_to_the_tokens(engine):
     """For whoever asks, as often as asked; where nobody will, not at all. The rest has the same bits."""
-    case = Case(seed=4, biased=True)
+    case, settings = Case(seed=4, biased=True), FP8
     wanted = case.run(engine, settings)
     for asked in (True, False):
         weights, _, saved = case.forward(engine, settings)
@@ -207,8 +154,8 @@ def test_biases_are_summed_by_the_backward_to_the_tokens(engine, settings):
 @pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
 @pytest.mark.parametrize(
     "settings",
-    [FP8, replace(FP8, **MODES["everything"]), ROW128],
-    ids=["default", "everything", "row128"],
+    [FP8, replace(FP8, **MODES["everything"])],
+    ids=["default", "everything"],
 )
 def test_few_or_no_rows(tokens, invalid, settings):
     case = Case(tokens, invalid=invalid, spare_rows=0, seed=2, biased=True)
@@ -306,10 +253,9 @@ def test_frozen_experts_have_no_memory():
     assert torch.equal(case.run(OURS, FP8, targets=half_frozen)["dw2"], wanted["dw2"])
 
 
-@pytest.mark.parametrize("settings", [FP8, ROW128], ids=["dx256", "row128"])
-def test_without_weight_gradients_z_goes_before_the_rows_of_dx(settings, monkeypatch):
-    """And nobody writes operands of wgrad, but kernels whose scales are folded."""
-    case, memory = Case(seed=4), []
+def test_without_weight_gradients_z_goes_before_the_rows_of_dx(monkeypatch):
+    """And nobody writes operands of wgrad."""
+    case, settings, memory = Case(seed=4), FP8, []
     wanted, weights = (
         case.run(OURS, settings),
         OURS.prepare_weights(case.w1, case.w2, None, None, settings),
@@ -321,7 +267,7 @@ def test_without_weight_gradients_z_goes_before_the_rows_of_dx(settings, monkeyp
     monkeypatch.setattr(HopperLayer, "empty_dx", lambda *a: memory.append(z()) or empty_dx(*a))
     saved.donated, saved.wants_weights = True, False
     dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
-    assert memory == [None] and (pending.dz is None) is (settings is not ROW128)
+    assert memory == [None] and pending.dz is None
     assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
 
 

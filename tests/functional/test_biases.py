@@ -20,7 +20,6 @@ LAYOUTS = [WeightLayout(t, s) for t in (False, True) for s in (False, True)]
 RECIPES = {
     "off": SonicMoEConfig(),
     "dx256": SonicMoEConfig(fp8_mode="perf"),
-    "row128": SonicMoEConfig(fp8_mode="perf", recipe="row128-dx256"),
     "plain wgrad": SonicMoEConfig(fp8_mode="mem", fp8_wgrad=False),
 }
 NAMES = ("w1", "w2", "b1", "b2")
@@ -89,5 +88,5 @@ def test_only_what_trains_is_computed(trains, recipe, layout, compiled, monkeypa
         nothing = gradient[2] if name in NAMES else gradient[[3, T - 1]]
         assert not nothing.any(), name
     # The backward to the tokens sums biases where weight gradients are in FP8, unless nobody asks.
-    of_biases = ("bias_gradients", recipe in ("dx256", "row128"))
+    of_biases = ("bias_gradients", recipe == "dx256")
     assert calls == [("backward_dw", False) if trains == "weights" else of_biases]

@@ -13,7 +13,7 @@ from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poiso
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.enums import ActivationType, ZCode
+from sonicmoe.enums import ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_wgrad_source
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
@@ -24,7 +24,7 @@ from sonicmoe.routing.build import build_routing
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
-RECIPE, FOLDED = RECIPES[HOPPER.recipes[0]], RECIPES["row128-dx256"]
+RECIPE = RECIPES[HOPPER.recipes[0]]
 # (T, H, I, E, K): odd tile pairs, partial tiles of I (192, 384, 64), K tails (2880), one expert,
 # many and empty ones
 SHAPES = [
@@ -62,7 +62,7 @@ def make_routing(shape, generator):
 class Backward:
     """Operands and poisoned outputs of one dgated launch."""
 
-    def __init__(self, shape, seed=0, z=torch.int8, folds=False, outlier=1.0):
+    def __init__(self, shape, seed=0, z=torch.int8, outlier=1.0):
         tokens, hidden, inner, experts, _ = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         self.routing = make_routing(shape, generator)
@@ -83,14 +83,8 @@ class Backward:
         )
         self.y1s_t = poisoned((inner, r), torch.uint8)
         self.dz_scale = poisoned((r // 128, -(-inner // 128)), torch.float32)
-        self.dz_t_block = FOLDED.wgrad_dz if folds else RECIPE.wgrad_dz
-        dz_t_blocks = -(-2 * inner // self.dz_t_block.cols)
+        dz_t_blocks = -(-2 * inner // RECIPE.wgrad_dz.cols)
         self.dz_t_scale = poisoned((dz_t_blocks, r // 128), torch.float32)
-        self.row_scales = poisoned((r, 2), torch.float32)
-        if folds:  # up to 2^8 apart
-            random = torch.rand((self.used, 2), generator=generator, device="cuda")
-            self.row_scales[: self.used] = torch.exp2(-8 * random)
-            self.row_scales[: self.used][self.routing.row_token[: self.used] < 0] = 0
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
@@ -100,7 +94,7 @@ class Backward:
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, None, None, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
-            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, self.row_scales, wide is not None,
+            dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None,
             *activation, multiprocessors,
             current_stream(self.dz),
         )  # fmt: skip
@@ -119,7 +113,7 @@ class Backward:
         """The block-scaled outputs as dequantised `[used, features]` matrices."""
         dz = BlockScaledTensor(self.dz.view(E4M3), self.dz_scale, RECIPE.dz, Code.E4M3)
         stored = (
-            (self.dz_t, self.dz_t_scale, self.dz_t_block),
+            (self.dz_t, self.dz_t_scale, RECIPE.wgrad_dz),
             (self.y1s_t, self.y1s_t_scale, RECIPE.wgrad_y1s),
         )
         transposed = [
@@ -129,11 +123,11 @@ class Backward:
         return [dequantize(q)[: self.used] for q in (dz, *transposed)]
 
 
-def check_quantised(name, got, wanted, block=None):
+def check_quantised(name, got, wanted):
     """The codes of exact values are the yardstick: rounding to bf16 on the way, or a sum a little
     off, moves few of them. In a block with a row or two those few are a larger part.
     """
-    block = block or getattr(RECIPE, f"wgrad_{name}")
+    block = getattr(RECIPE, f"wgrad_{name}")
     yardstick = block_errors(dequantize(quantize(wanted.float(), block)), wanted)
     errors = block_errors(got, wanted)
     rows_with_values = (wanted != 0).any(1).reshape(-1, 128).sum(1)
@@ -141,14 +135,12 @@ def check_quantised(name, got, wanted, block=None):
     assert bool((errors <= allowed * yardstick + 1e-4).all()), (name, errors / yardstick)
 
 
-def check_outputs(case, dz, y1s, scales=(1.0, 1.0)):
-    """Codes of the used rows against exact values; what no expert owns is not written. `scales`: of
-    rows, where the operands of wgrad carry them.
-    """
+def check_outputs(case, dz, y1s):
+    """Codes of the used rows against exact values; what no expert owns is not written."""
     got_dz, got_dz_t, got_y1s = case.outputs()
     check_quantised("dz", got_dz, dz)
-    check_quantised("dz", got_dz_t, dz * scales[0], case.dz_t_block)
-    check_quantised("y1s", got_y1s, y1s * scales[1])
+    check_quantised("dz", got_dz_t, dz)
+    check_quantised("y1s", got_y1s, y1s)
     padding = case.routing.row_token[: case.used] < 0
     for name, got in (("dz", got_dz), ("dz_t", got_dz_t), ("y1s", got_y1s)):
         assert bool((got[padding] == 0).all()), name
@@ -194,27 +186,6 @@ def test_dgated(shape, activation, z, outlier):
         # A value is rounded to bf16 by up to 2^-9 of it, and a block of one row averages few.
         assert float(block_errors(got[: case.used], wanted).max()) < 4e-3
     assert bool((case.dz_t == 0x7F).all())
-
-
-@pytest.mark.parametrize("z", [torch.int8, torch.bfloat16], ids=["int8", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dgated_times_the_scales_of_tokens(shape, z):
-    """Built for scales that stay along K: dz by rows as ever, and the operands of wgrad times a
-    scale of their row each, in codes of their own. Its dprobs and dz are those of the usual build.
-    """
-    code, swiglu = ZCode.ADAPTIVE if z is torch.int8 else ZCode.BF16, ActivationType.SWIGLU
-    steady, usual = (
-        fp8_dgated_source("sm_90a", swiglu, code, keeps).load().gather_dgated_gemm
-        for keeps in (True, False)
-    )
-    case, other = Backward(shape, z=z, folds=True), Backward(shape, z=z)
-    case.run(steady)
-    other.run(usual)
-    dz, y1s, _ = case.golden(swiglu)
-    used, of_rows = case.used, case.row_scales[: case.used].double()
-    check_outputs(case, dz, y1s, (of_rows[:, :1], of_rows[:, 1:]))
-    parts = (case.parts[:, :used], other.parts[:, :used])
-    assert float((parts[0] - parts[1]).abs().max()) <= 3e-3 * float(parts[1].abs().max())
 
 
 def test_dgated_repeats_bit_for_bit(dgated):

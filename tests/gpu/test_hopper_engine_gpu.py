@@ -1,11 +1,9 @@
-"""The Hopper engine on the GPU, by both of its recipes: its numbers against the reference engine's
-emulation and fp64, and its whole contract, bit for bit. `test_quantize_gpu.py` and
-`test_wgrad_operands_gpu.py` compare the quantisers and operands of `row128`.
+"""The Hopper engine on the GPU: its numbers against the reference engine's emulation and fp64, and
+its whole contract, bit for bit.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from dataclasses import replace
@@ -18,7 +16,6 @@ from gpu.device import raw
 from gpu.engine_cases import (
     ARCH,
     FP8,
-    REFERENCE,
     E,
     H,
     I,
@@ -29,10 +26,9 @@ from gpu.engine_cases import (
     errors,
     make_blocked_case,
     make_case,
-    run,
     run_with_stages,
 )
-from gpu.engine_contract import NAMES, EngineContract
+from gpu.engine_contract import EngineContract
 from pairwise import pairwise
 from worlds import ROOT
 
@@ -45,15 +41,10 @@ from sonicmoe.jit import no_compile
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
-from sonicmoe.quant.format import BlockScaledTensor
-from sonicmoe.quant.recipes import RECIPES, rows
-from sonicmoe.quant.reference import quantize
 
 pytestmark = pytest.mark.gpu
 
 OURS, GATES = HopperEngine(), HOPPER.activations
-STEADY = next(name for name in HOPPER.recipes if name is not None and name.startswith("row128"))
-ROW128 = replace(FP8, recipe=RECIPES[STEADY])
 PLAIN_WGRAD = replace(FP8, fp8_wgrad=False)
 WGRADS = pytest.mark.parametrize("settings", [FP8, PLAIN_WGRAD], ids=["fp8 wgrad", "plain wgrad"])
 TENSORS = ("out", "dx", "dprobs")
@@ -68,27 +59,27 @@ def compiled():
     for activation in GATES:
         jobs += engine_sources(ARCH, activation)
         jobs += engine_sources(ARCH, activation, z=ZCode.BF16)
-        jobs += engine_sources(ARCH, activation, steady=True)
-        for z, steady in itertools.product((ZCode.ADAPTIVE, ZCode.BF16), (False, True)):
-            jobs += engine_sources(ARCH, activation, z, steady, bias=True)
-    jobs += engine_sources(ARCH, FP8.activation, z=ZCode.BF16, steady=True)
+        for z in (ZCode.ADAPTIVE, ZCode.BF16):
+            jobs += engine_sources(ARCH, activation, z, bias=True)
     build(jobs)
     with no_compile():
         yield
 
 
-class HopperContract(EngineContract):
-    """Of both recipes."""
-
-    engine = OURS
+class TestHopperEngine(EngineContract):
+    engine, settings = OURS, FP8
     bias, spreads = False, True
+    sizes_of_no_tile = ((16, 64), (144, 64), (272, 192), (528, 320), (128, 1088))
 
     def check(self, case, settings=None):
         check_fp8(case, OURS, settings or self.settings)
 
     def observed(self, case, settings):
         """Results, and every stage tensor to the end of its padding rows."""
-        return run_with_stages(case, OURS, settings)
+        found = run_with_stages(case, OURS, settings)
+        stages = {name.split()[1].partition(".")[0] for name in found if name.startswith("stage ")}
+        assert {"z", "y1", "y2", "dz_fp8", "dz", "y1s", "dx_rows"} <= stages
+        return found
 
     @pytest.mark.parametrize("activation", GATES, ids=lambda a: a.value)
     def test_every_activation(self, activation):
@@ -111,17 +102,6 @@ class HopperContract(EngineContract):
     def test_plain_weight_gradients_change_no_other_tensor(self, case, wanted):
         plain = replace(self.settings, fp8_wgrad=False)
         assert_same_bits(self.run(case, plain), wanted, TENSORS)
-
-
-class TestHopperEngine(HopperContract):
-    settings = FP8
-    sizes_of_no_tile = ((16, 64), (144, 64), (272, 192), (528, 320), (128, 1088))
-
-    def observed(self, case, settings):
-        found = super().observed(case, settings)
-        stages = {name.split()[1].partition(".")[0] for name in found if name.startswith("stage ")}
-        assert {"z", "y1", "y2", "dz_fp8", "dz", "y1s", "dx_rows"} <= stages
-        return found
 
     @pytest.mark.parametrize(
         ("activation", "settings"),
@@ -250,134 +230,3 @@ class TestHopperEngine(HopperContract):
             assert torch.equal(raw(got[name][picked]), raw(wanted[name])), name
             assert not bool(got[name][2].any()), name
         assert torch.equal(got["dprobs"][own >= 0], wanted["dprobs"][own >= 0])
-
-
-def spread_rows(case):
-    """Tokens up to 2^12 apart."""
-    generator = torch.Generator("cuda").manual_seed(7)
-    size, made = (len(case.x), 1), []
-    for tokens in (case.x, case.dout):
-        octaves = 12 * torch.rand(size, generator=generator, device="cuda") - 12
-        made.append((tokens * torch.exp2(octaves)).to(torch.bfloat16))
-    return replace(case, x=made[0], dout=made[1])
-
-
-def outlier_channels(case):
-    """1 % of the channels are 100 times larger."""
-    x, dout = case.x.clone(), case.dout.clone()
-    x[:, 5::100] *= 100
-    dout[:, 17::100] *= 100
-    return replace(case, x=x, dout=dout)
-
-
-def uneven_blocks(case, octaves=13):
-    """Some blocks of 128 columns lie 2^octaves below the others, in every third row of x, in another
-    third of dout, and in the weights that they meet.
-    """
-    x, dout, w1, w2 = (t.clone() for t in (case.x, case.dout, *case.weights[:2]))
-    x[::3, 128:256] *= 2.0**-octaves
-    x[1::6, :128] *= 2.0**octaves
-    dout[1::3, :128] *= 2.0**-octaves
-    w1[:, :128, 256:384] *= 2.0**-octaves
-    w2[:, 384:, :128] *= 2.0**-octaves
-    return replace(case, x=x, dout=dout, weights=(w1, w2, None, None))
-
-
-KINDS = {
-    "gaussian": lambda case: case,
-    "rows apart": spread_rows,
-    "outlier channels": outlier_channels,
-    "blocks apart": uneven_blocks,
-}
-
-
-def sent(tokens, block):
-    q = quantize(tokens.float(), block)
-    return BlockScaledTensor.from_bytes(q.bytes, q.scale_inv, block.extent, q.code)
-
-
-class TestRow128(HopperContract):
-    settings = ROW128
-    sizes_of_no_tile = ((128, 64), (272, 192), (2880, 320), (1536, 704), (3072, 1536))
-
-    @pytest.fixture
-    def case(self):
-        return uneven_blocks(make_case(900, seed=70))
-
-    # The sizes above are those at which this recipe differs from the other one.
-    test_sizes_of_public_models = None
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("seed", [60, 61])
-    def test_matches_the_emulation_and_fp64(self, kind, seed):
-        self.check(KINDS[kind](make_case(seed=seed)))
-
-    @pytest.mark.parametrize("kind", ["gaussian", "blocks apart"])
-    def test_z_in_bf16(self, kind):
-        self.check(KINDS[kind](make_case(seed=65)), replace(ROW128, save_z=ZCode.BF16))
-
-    def test_weight_gradients_are_folded(self):
-        """Not those of values that were quantised twice: they are as near the emulation as its own
-        rounding, and the emulation without folding is further away.
-        """
-        case = make_case(2000, seed=66)
-        got, folded = self.run(case), run(case, REFERENCE, ROW128)
-        unfolded = run(case, REFERENCE, FP8)
-        for name in ("dw1", "dw2"):
-            near, far = (
-                float(errors(name, got[name], other[name], case).mean())
-                for other in (folded, unfolded)
-            )
-            assert near < 0.5 * far, (name, near, far)
-
-    def test_a_sender_that_quantises_alike(self, case, wanted):
-        block = ROW128.recipe.x
-        for names in (("x",), ("dout",), ("x", "dout")):
-            given = {name: sent(getattr(case, name), block) for name in names}
-            assert_same_bits(self.run(case, **given), wanted)
-
-    def test_tokens_do_not_know_their_neighbours(self):
-        """A warp rescales for all of its rows where one of them changes its scale; the forward of
-        the others keeps its bits.
-        """
-        even = make_case(900, seed=70)
-        quiet = self.run(even)["out"]
-        x = even.x.clone()
-        x[7::16, 128:256] *= 2.0**-13
-        changed = self.run(even, x=x)["out"]
-        others = torch.arange(len(x), device="cuda") % 16 != 7
-        assert torch.equal(changed[others], quiet[others])
-        assert not torch.equal(changed, quiet)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_tokens_of_the_usual_sender(self, kind):
-        """One scale for every row and 128 columns: codes of the largest are kept, the others
-        rounded.
-        """
-        case = KINDS[kind](make_case(800, seed=71))
-        unused = ~case.valid.any(1)
-        given = {name: sent(getattr(case, name), rows(128)) for name in ("x", "dout")}
-        emulated = run(case, REFERENCE, ROW128, **given)
-        for q in given.values():  # tokens of nobody
-            q.bytes[unused], q.scale_inv[unused] = 0x7F, float("nan")
-        got = self.run(case, **given)
-        for name in NAMES:
-            assert bool(torch.isfinite(got[name]).all()), name
-            slack = 0.06 if name == "dprobs" else 0.03
-            assert float(errors(name, got[name], emulated[name], case).mean()) < slack, name
-
-    @pytest.mark.parametrize("where", ["x", "dout"])
-    @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
-    def test_one_bad_element(self, where, value):
-        """Its experts' gradients are NaN throughout, and nobody else's."""
-        case = make_case(400, invalid=0.0, topk=1, seed=72)
-        clean, token = self.run(case), 0
-        expert = int(case.indices[token, 0])
-        bad = getattr(case, where).clone()
-        bad[token, 3] = value
-        spoilt = self.run(case, **{where: bad})
-        others = [e for e in range(E) if e != expert]
-        for name in ("dw1", "dw2"):
-            assert torch.equal(spoilt[name][others], clean[name][others]), name
-        for name in ("dw1", "dw2") if where == "x" else ("dw1",):
-            assert bool(torch.isnan(spoilt[name][expert]).all()), name

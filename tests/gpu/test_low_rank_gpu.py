@@ -23,7 +23,7 @@ from sonicmoe.jit import no_compile
 from sonicmoe.kernels.cuda_wgrad import low_rank_source
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
-from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows
+from sonicmoe.quant.recipes import BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
@@ -41,7 +41,6 @@ def compiled():
         jobs += engine_sources(ARCH, kind, bias=bias, low_rank=True)
         jobs += bf16_sources(ARCH, kind, low_rank=True).values()
     jobs += [*engine_sources(ARCH, SWIGLU), *bf16_sources(ARCH, SWIGLU).values()]
-    jobs += engine_sources(ARCH, SWIGLU, steady=True, low_rank=True)
     jobs += engine_sources(ARCH, SWIGLU, ZCode.BF16, low_rank=True)
     jobs += bf16_sources(ARCH, SWIGLU, "float16", low_rank=True).values()
     build(jobs)
@@ -218,7 +217,6 @@ CASES = (
     ("hopper", {}, OAI, 4, ("up", "down")),
     ("hopper", {"save_z": ZCode.BF16}, SWIGLU, 64, ("up",)),
     ("hopper", {"recompute_z": True}, SWIGLU, 128, ("down",)),
-    ("hopper", {"recipe": RECIPES["row128-dx256"]}, SWIGLU, 20, ("up", "down")),
     ("hopper", {"fp8_wgrad": False}, SWIGLU, 16, ("up", "down")),
     ("bf16", {}, SWIGLU, 16, ("up", "down")),
     ("bf16", {}, OAI, 128, ("up", "down")),

@@ -10,9 +10,8 @@ from kernels.routing_cases import distinct_probs, sentinels, topk_of
 
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import wgrad_operands_source
-from sonicmoe.quant.folding import with_row_scales
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import Line, iso, rows
+from sonicmoe.quant.recipes import iso, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
@@ -147,68 +146,6 @@ def test_special_codes_and_scales():
     wanted = on_host(values_of(codes, scale), routing)
     assert bool(torch.isinf(wanted.scale_inv).any())
     assert_bits(requantised(codes, scale, routing), wanted, used_rows(routing))
-
-
-def row_scales_of(x_scale, dout_scale, routing):
-    """As the kernel leaves them, in memory that held NaN."""
-    found = torch.full((len(routing.row_token), 2), float("nan"), device="cuda")
-    kernel = wgrad_operands_source("sm_90a").load().gather_row_scales
-    kernel(x_scale, dout_scale, *places(routing), found, current_stream(found))
-    return found
-
-
-def kept_codes(codes, scale, row_scales, of_dout, routing):
-    """Codes in units of their row's largest scale, `[C, R]`, and the scales beside them."""
-    inputs = [codes, scale, row_scales, of_dout]
-    return launched("gather_transpose_codes", inputs, *places(routing))[0]
-
-
-def check_kept_codes(codes, scale, routing):
-    """Both tensors of tokens: these, and the same with other scales."""
-    rows, other = used_rows(routing), scale.flip(0).contiguous()
-    found = row_scales_of(scale, other, routing)
-    real = (routing.row_token[:rows] >= 0).cpu()
-    index = routing.row_token[:rows].cpu().long()[real]
-    for of_dout, scales in ((False, scale), (True, other)):
-        q = BlockScaledTensor.from_bytes(codes.cpu(), scales.cpu(), rows_of_128, Code.E4M3)
-        folded = with_row_scales(q)
-        largest = torch.zeros(rows)
-        largest[real] = folded.scale_inv[index, 0]
-        ours = found[:rows, int(of_dout)].cpu()
-        assert torch.equal(ours.nan_to_num(-1.0), largest.nan_to_num(-1.0))
-        wanted = torch.zeros((rows, codes.shape[1]), dtype=torch.uint8)
-        wanted[real] = folded.bytes[index]
-        got = kept_codes(codes, scales, found, of_dout, routing)
-        assert torch.equal(got.bytes[:, :rows].cpu(), wanted.T)
-        assert bool((got.scale_inv[:, : rows // 128] == 1).all())
-    assert bool(torch.isnan(found[rows:]).all()), "rows that nobody has are not written"
-
-
-@pytest.mark.parametrize("spread", [0, 24], ids=["one scale a row", "several"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_codes_are_kept_in_units_of_their_row(shape, spread):
-    x, routing = case(shape, torch.bfloat16)
-    unused = torch.isnan(x).all(1)
-    x = torch.where(unused.unsqueeze(1), 0, x).float()
-    blocks = torch.arange(x.shape[1], device="cuda") // 128
-    x = x * torch.exp2(-((blocks * 7) % (spread + 1)).float())
-    q = quantize(x, rows_of_128.along(Line.ROW))
-    codes, scale = q.bytes, q.scale_inv
-    assert spread > 0 or bool((scale == scale[:, :1]).all())
-    codes[unused], scale[unused] = 0x7F, float("nan")
-    check_kept_codes(codes, scale, routing)
-
-
-def test_codes_that_others_send_are_kept_in_units_of_their_row():
-    """One scale for every 128 columns, zeros among them, infinity and NaN."""
-    codes, scale, routing = quantised_case((900, 400, 5, 2, 5), seed=3)
-    codes[:, 256:300:7] = 0x80
-    codes[3::50, 128:140] = 0x7F
-    scale[::97, 1] = float("inf")
-    scale[1::97, 1] = float("nan")
-    scale[2::97, 2] = 0.0
-    scale[3::97] = 0.0
-    check_kept_codes(codes, scale, routing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

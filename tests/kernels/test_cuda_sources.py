@@ -19,14 +19,11 @@ from kernels.ptxas_report import (
 )
 
 from sonicmoe.architectures import ARCHITECTURES
-from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.capabilities import BF16, HOPPER
-from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.expert_matrices import MOST
 from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
-from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.shared_object import BUILD_LOG
 from sonicmoe.kernels import cuda_sources, routing_metadata_source, sm90
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
@@ -39,18 +36,16 @@ from sonicmoe.kernels.cuda_wgrad import (
 from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_grouped_gemm_source, gemm_sources
 
-# How z is kept, whether scales stay along K and what the activation computes are parts of an epilogue
+# How z is kept and what the activation computes are parts of an epilogue
 # that share registers and nothing else. So what is not usual is compiled together, beside the
 # activation that holds the most values; each alone, and beside the others, with `--every-variant`.
 HUNGRIEST = ActivationType.SITU_GLU
 SWIGLU, OAI, GELU = ActivationType.SWIGLU, ActivationType.SWIGLU_OAI, ActivationType.GELU
 
 
-def variants(
-    activation: ActivationType, z: ZCode = ZCode.ADAPTIVE, steady: bool = False
-) -> tuple[CudaSource, ...]:
+def variants(activation: ActivationType, z: ZCode = ZCode.ADAPTIVE) -> tuple[CudaSource, ...]:
     """The gated GEMMs of one activation."""
-    return gemm_sources("sm_90a", activation, z, steady)[:2]
+    return gemm_sources("sm_90a", activation, z)[:2]
 
 
 def in_bf16(activation: ActivationType, **special: bool) -> tuple[CudaSource, ...]:
@@ -58,11 +53,9 @@ def in_bf16(activation: ActivationType, **special: bool) -> tuple[CudaSource, ..
     return tuple(bf16_sources("sm_90a", activation, **special).values())[:2]
 
 
-def with_biases(
-    activation: ActivationType, z: ZCode = ZCode.ADAPTIVE, steady: bool = False
-) -> CudaSource:
+def with_biases(activation: ActivationType, z: ZCode = ZCode.ADAPTIVE) -> CudaSource:
     """The up projection and the plain GEMMs; dgated knows no bias."""
-    return fp8_grouped_gemm_source("sm_90a", activation, z, steady, bias=True)
+    return fp8_grouped_gemm_source("sm_90a", activation, z, bias=True)
 
 
 def adapted(activation: ActivationType, bias: bool = False) -> tuple[CudaSource, ...]:
@@ -87,7 +80,7 @@ WHOLE = (
 VARIANTS = (
     # Every activation in one module.
     *gemm_sources("sm_90a")[:2],
-    *variants(HUNGRIEST, ZCode.BF16, steady=True),
+    *variants(HUNGRIEST, ZCode.BF16),
     # GPT-OSS: its gate, and biases; and adapters.
     *adapted(OAI, bias=True),
     *in_bf16(SWIGLU, rows_first=True, separate=True),
@@ -102,19 +95,17 @@ OTHERS = (
     variants(OAI, ZCode.INT8)[0],
     # It stands for the GPUs on which the quantisers can be tried.
     mx_quantize_source("sm_90a"),
-    *gemm_sources("sm_90a", steady=True)[:2],
-    *variants(HUNGRIEST, steady=True),
+    *variants(HUNGRIEST),
     *(
         source
         for activation in HOPPER.activations
-        for steady in (False, True)
-        for source in variants(activation, ZCode.BF16, steady)
+        for source in variants(activation, ZCode.BF16)
         if source not in VARIANTS
     ),
     *(
-        with_biases(activation, z, steady)
+        with_biases(activation, z)
         for activation in HOPPER.activations
-        for z, steady in ((ZCode.ADAPTIVE, False), (ZCode.BF16, True))
+        for z in (ZCode.ADAPTIVE, ZCode.BF16)
     ),
     *(
         source
@@ -148,24 +139,22 @@ WANTED = {
     # Four ways of a row, each in words of 16 bytes, 4 and 1; two barriers; sums of 3 dtypes, by
     # vectors and by elements.
     "peer_rows": Wanted(23, "half_bytes send take again back", 128),
-    # Rows and weights of 3 dtypes each, both again with steady scales, whose weights take two
-    # kernels; transposition, guard, addresses.
+    # Rows and weights of 3 dtypes each; transposition, guard, addresses.
     "quantize": Wanted(
-        18,
-        "quantize_rows quantize_steady_rows transpose_bytes store_addresses num_checksums "
-        "check_weights quantize_weights quantize_steady_weights",
+        9,
+        "quantize_rows transpose_bytes store_addresses num_checksums check_weights "
+        "quantize_weights",
     ),
     # Rows that are gathered or lie in order; weights of 3 dtypes; the guard and its addresses.
     "mx_quantize": Wanted(
         7,
         "quantize_rows_iso32 store_addresses num_checksums check_weights quantize_weights_iso32",
     ),
-    # {bf16, fp16, fp32, codes of two kinds}, scales of rows. Memory-bound: four CTAs of 256 threads
+    # {bf16, fp16, fp32, codes}. Memory-bound: four CTAs of 256 threads
     # keep enough loads under way. The rare fp32 tokens have twice the values in registers.
     "wgrad_operands": Wanted(
-        6,
-        "gather_transpose_quantize gather_transpose_quantize_pair gather_transpose_requantize "
-        "gather_row_scales gather_transpose_codes",
+        4,
+        "gather_transpose_quantize gather_transpose_quantize_pair gather_transpose_requantize",
         64,
         1,
     ),
@@ -226,7 +215,7 @@ def label(source) -> str:
     defines = dict(source.defines)
     parts = {
         "Z_BF16": "z in bf16", "Z_INT8": "z in int8",
-        "STEADY_SCALES": "steady scales", "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
+        "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
     }  # fmt: skip
     shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))
@@ -341,14 +330,3 @@ def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:
 def test_the_engine_knows_how_many_experts_a_kernel_has_maps_for() -> None:
     text = (Path(sm90.__file__).parent / "bf16_grouped_gemm.cuh").read_text(encoding="utf-8")
     assert f"kMapsOfB = {MOST};  // an expert's" in text
-
-
-def test_a_warm_up_plans_the_kernels_of_a_recipe_only_where_it_is_asked_for() -> None:
-    def steady(recipe: str) -> list[bool]:
-        config = current_config(SonicMoEConfig(fp8_mode="perf", recipe=recipe))
-        jobs = plan(ModelSpec(8, 3072, 1536), config)
-        gemms = ("fp8_grouped_gemm", "fp8_dgated")
-        return ["STEADY_SCALES" in dict(job.defines) for job in jobs if job.name in gemms]
-
-    # The GEMM that adds a bias is one more.
-    assert steady("row128-dx256") == [True] * 3 and steady("dx256") == [False] * 3

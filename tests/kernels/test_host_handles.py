@@ -125,15 +125,13 @@ def fields_of(passes, head, name):
         "into_dw1": None, "into_dw2": None,
         "db1": scales(E, 2 * I), "db2": scales(E, H),
         "bias_parts": scales(R // ROW_ALIGNMENT, 2 * I),
-        "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None, "row_scales": None,
+        "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None,
         "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
         "scratch": codes(size[scratch.get(name, "dgrad")]),
         "up_u": tokens(R, UP), "up_v": tokens(R, UP), "down_u": tokens(R, DOWN), "down_v": tokens(R, DOWN),
         "d_up_a": scales(E, UP, H), "d_up_b": scales(E, 2 * I, UP),
         "d_down_a": scales(E, DOWN, I), "d_down_b": scales(E, H, DOWN), "parts": scales(1),
     }  # fmt: skip
-    if name in ("dgated", DGATED_WITH_DX):
-        made["x"] = None  # which it takes with row_scales
     if name == "dgated":
         made["dx"] = None
     if name in (DGATED_WITH_DX, "wgrad"):
@@ -258,7 +256,6 @@ def test_handles_of_different_layers_contradict_each_other(passes, head):
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and slot_row says K = 3"),
         ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
         ("wgrad", "dw2", scales(E, I, H), r"dw2 is float32 \[5, 448, 272\]; needed: float32 \[E, H, I\]"),
-        ("wgrad", "row_scales", scales(R, 2), "wgrad: needed:? with row_scales: x_codes and x_scale"),
         ("wgrad", "dw1", None, "wgrad: needed:? either dw1 or into_dw1"),
         ("wgrad", "into_dw1", "somewhere", "wgrad: needed:? either dw1 or into_dw1"),
     ],

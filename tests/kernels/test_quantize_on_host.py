@@ -20,15 +20,13 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import scale_shape
 from sonicmoe.quant.gpu import W1_BLOCK, W2_BLOCK
-from sonicmoe.quant.recipes import RECIPES, Line, rows
+from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize, transpose_storage
 from sonicmoe.weight_source import WeightSource
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNWRITTEN = 0x55
 BLOCKS = W1_BLOCK, W2_BLOCK
-STEADY_ROW = rows(128).along(Line.ROW)
-STEADY_RECIPES = [RECIPES["row128"], RECIPES["row128-dx256"]]
 
 pytestmark = HOST_MODULE
 
@@ -75,34 +73,6 @@ def test_rows(module, dtype, shape):
     assert_rows(module.quantize_rows, values(shape, dtype), rows(128))
 
 
-def uneven(shape, dtype, seed=0):
-    """`values` whose blocks of 128 x 128 differ by up to 2^20 (fp16: 2^12), at the edge of 2^10 too,
-    and a few blocks of zeros.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    blocks = [-(-size // 128) for size in shape[-2:]]
-    least = -12 if dtype is torch.float16 else -20
-    octaves = torch.randint(least, 1, (*shape[:-2], *blocks), generator=generator)
-    factor = torch.exp2(octaves.float()) * (torch.rand(octaves.shape, generator=generator) > 0.1)
-    for axis in (-2, -1):
-        factor = factor.repeat_interleave(128, axis)
-    x = torch.randn(shape, generator=generator) * factor[..., : shape[-2], : shape[-1]]
-    even = torch.rand(shape, generator=generator) < 0.5  # equal magnitudes: ratios of exactly 2^10
-    x = torch.where(even, factor[..., : shape[-2], : shape[-1]], x).to(dtype)
-    for special in (float("nan"), float("inf")):
-        x.view(-1)[torch.randint(0, x.numel(), (2,), generator=generator)] = special
-    return x
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(3, 128), (1, 16), (5, 144), (17, 640), (9, 272), (3, 4224), (2, 9232)], ids=str
-)
-def test_rows_that_keep_one_scale(module, dtype, shape):
-    """Rows longer than a warp's registers too."""
-    assert_rows(module.quantize_steady_rows, uneven(shape, dtype), STEADY_ROW)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_bit_pattern(module, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(-1, 128)
@@ -137,23 +107,19 @@ def flags_of(layout):
 class Weights:
     """Native weights, the user's matrices made of them, and everything a launch needs.
 
-    blocks: of w1 and w2 in forward, and in dgrad, where `both` orders are wanted. steady: scales stay
-    along the contraction.
+    both: dgrad's order is wanted too.
     """
 
-    def __init__(self, module, dtype, layout, sizes, both=True, steady=None, values=values):
+    def __init__(self, module, dtype, layout, sizes, both=True):
         experts, hidden, inner = sizes
-        self.module, self.n1, self.steady = module, 2 * inner, steady
+        self.module, self.n1 = module, 2 * inner
         shapes = (experts, self.n1, hidden), (experts, hidden, inner)
         self.native = [values(shape, dtype, seed) for seed, shape in enumerate(shapes, 1)]
-        self.blocks = [BLOCKS, BLOCKS]
-        if steady is not None:
-            self.blocks = [(steady.w1, steady.w2), (steady.w1_dgrad, steady.w2_dgrad)]
         matrices = user_matrices(module, self.native, layout)
         self.matrices, self.table = matrices
-        self.forward = list(map(unwritten, shapes, self.blocks[0]))
+        self.forward = list(map(unwritten, shapes, BLOCKS))
         turned = ((e, columns, rows) for e, rows, columns in shapes)
-        dgrad = map(unwritten, turned, (block.transposed for block in self.blocks[1]))
+        dgrad = map(unwritten, turned, (block.transposed for block in BLOCKS))
         self.dgrad = list(dgrad) if both else [(None, None)] * 2
         self.state = torch.zeros(2, dtype=torch.int32)
         element = dtype_name(dtype)
@@ -171,18 +137,14 @@ class Weights:
         """Whether the guard saw a change."""
         changed = self.check_guard()
         outputs = [tensor for pair in (*self.forward, *self.dgrad) for tensor in pair]
-        quantise = self.module.quantize_weights
-        if self.steady is not None:
-            quantise = self.module.quantize_steady_weights
-            outputs += [torch.full((sum(s.numel() for _, s in self.forward),), float("nan"))]
-        quantise(self.table, *outputs, *self.flags, self.state, force, 0)
+        self.module.quantize_weights(self.table, *outputs, *self.flags, self.state, force, 0)
         assert self.state.tolist() == [0, 0]
         return changed
 
     def check(self):
-        for native, block, forward in zip(self.native, self.blocks[0], self.forward, strict=True):
+        for native, block, forward in zip(self.native, BLOCKS, self.forward, strict=True):
             assert_same(quantize(native, block), *forward)
-        for native, block, dgrad in zip(self.native, self.blocks[1], self.dgrad, strict=True):
+        for native, block, dgrad in zip(self.native, BLOCKS, self.dgrad, strict=True):
             if dgrad[0] is not None:
                 assert_same(transpose_storage(quantize(native, block)), *dgrad)
 
@@ -204,20 +166,6 @@ def test_weights(module, dtype, layout):
         weights = Weights(module, dtype, layout, sizes, both)
         weights.update(force=True)
         weights.check()
-
-
-@pytest.mark.parametrize("recipe", STEADY_RECIPES, ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_keep_one_scale_along_the_contraction(module, dtype, layout, recipe):
-    weights = Weights(module, dtype, layout, (2, 400, 272), steady=recipe, values=uneven)
-    assert weights.update(force=False)
-    weights.check()
-    w1, w1_dgrad = weights.forward[0][0], weights.dgrad[0][0]
-    assert not torch.equal(w1, w1_dgrad.transpose(1, 2)), "the two orders differ"
-    w1.fill_(UNWRITTEN)
-    assert not weights.update(force=False)
-    assert bool((w1 == UNWRITTEN).all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

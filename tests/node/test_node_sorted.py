@@ -133,7 +133,7 @@ def test_a_schedule_runs_the_gradients_of_whole_backwards_in_order():
 
 @pytest.mark.parametrize(
     ("train", "fp8_mode", "recipe"),
-    pairwise(["b1", "b2", "biases", "weights"], ["off", "perf", "mem"], ["dx256", "row128-dx256"]),
+    pairwise(["b1", "b2", "biases", "weights"], ["off", "perf", "mem"], ["dx256", "iso128"]),
 )
 def test_what_is_frozen_gets_no_gradient_and_takes_no_sum(train, fp8_mode, recipe, monkeypatch):
     """Also in a node that puts off the gradients of weights, with the bits of one that does not and in

@@ -81,47 +81,25 @@ def quantize_block(
     return encode_int8(scaled), np.float32(math.nan) if np.isnan(block).any() else scale_inv
 
 
-def line_amax(grid: np.ndarray, line: str, octaves: int) -> np.ndarray:
-    """`[nR, nC]` amax of blocks, each with its row's or column's largest unless it lies further
-    below that than 2^octaves and above the floor.
-    """
-    if line == "column":
-        return line_amax(grid.T, "row", octaves).T
-    found = grid.copy()
-    for i, j in np.ndindex(*grid.shape):
-        largest = max(grid[i].tolist())
-        if not (float(grid[i, j]) < largest / 2.0**octaves and grid[i, j] > AMAX_FLOOR):
-            found[i, j] = largest
-    return found
-
-
 def quantize(
-    x: np.ndarray, block_rows: int, block_cols: int, code: str, scale_format: str,
-    line: str = "", octaves: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Codes (uint8 bytes of E4M3, or int8) and fp32 scales of fp32 `x [..., R, C]`; `line`: along
-    which the blocks keep one scale.
-    """
+    x: np.ndarray, block_rows: int, block_cols: int, code: str, scale_format: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (uint8 bytes of E4M3, or int8) and fp32 scales of fp32 `x [..., R, C]`."""
     *lead, n_rows, n_cols = x.shape
     matrices = x.reshape(-1, n_rows, n_cols).astype(np.float32)
     grid = (-(-n_rows // block_rows), -(-n_cols // block_cols))
     codes = np.zeros(matrices.shape, np.uint8 if code == "e4m3" else np.int8)
     scale_inv = np.zeros((len(matrices), *grid), np.float32)
-    parts = {
-        (b, i, j): (
+    for b, i, j in np.ndindex(len(matrices), *grid):
+        part = (
             b,
             slice(i * block_rows, (i + 1) * block_rows),
             slice(j * block_cols, (j + 1) * block_cols),
         )
-        for b, i, j in np.ndindex(len(matrices), *grid)
-    }
-    amax = np.zeros(scale_inv.shape, np.float32)
-    for at, part in parts.items():
-        amax[at] = block_amax(matrices[part])
-    if line:
-        amax = np.stack([line_amax(one, line, octaves) for one in amax])
-    for at, part in parts.items():
-        codes[part], scale_inv[at] = quantize_block(matrices[part], code, scale_format, amax[at])
+        block = matrices[part]
+        codes[part], scale_inv[b, i, j] = quantize_block(
+            block, code, scale_format, block_amax(block)
+        )
     return codes.reshape(x.shape), scale_inv.reshape(*lead, *grid)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sonicmoe.errors import DTypeError
 from sonicmoe.quant import reference
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
-from sonicmoe.quant.recipes import BlockShape, Line, ScaleFormat, Steady, iso, rows
+from sonicmoe.quant.recipes import BlockShape, ScaleFormat, iso
 from sonicmoe.quant.reference import (
     dequantize,
     encode_e4m3,
@@ -44,10 +44,6 @@ BLOCKS_AND_SHAPES = [
     (BlockShape(512, 512), (100, 60)),
     (BlockShape(1, 512), (4, 1100)),
     (BlockShape(128, 256), (2, 140, 300)),
-    (BlockShape(1, 128).along(Line.ROW), (5, 640)),
-    (BlockShape(1, 128, Steady(Line.ROW, 1)), (2, 3, 300)),
-    (BlockShape(128, 128).along(Line.ROW), (2, 259, 300)),
-    (BlockShape(128, 128).along(Line.COLUMN), (2, 259, 300)),
 ]
 
 
@@ -90,11 +86,10 @@ def assert_same_bits(x, block, code, scale_format):
     one.
     """
     q = quantize(x, block, code, scale_format)
-    line = (block.steady.along.value, block.steady.octaves) if block.steady else ("", 0)
     codes, scale_inv = naive.quantize(
-        as_fp32(x), block.rows, block.cols, code.value, scale_format.value, *line
+        as_fp32(x), block.rows, block.cols, code.value, scale_format.value
     )
-    assert q.block == block.extent
+    assert q.block == block
     np.testing.assert_array_equal(code_bits(q), codes)
     np.testing.assert_array_equal(bits(as_fp32(q.scale_inv)), bits(scale_inv))
     restored = naive.dequantize(codes, scale_inv, block.rows, block.cols)
@@ -256,58 +251,3 @@ def test_a_gpu_is_not_asked_for_nan_and_gives_the_same_bits(held, monkeypatch):
             patch.setattr(type(x), "any", None)
             unasked = quantize(x, BlockShape(1, 4), code)
         assert_equal_codes(unasked, asked)
-
-
-ROW = BlockShape(1, 4).along(Line.ROW)
-
-
-def scales_of(blocks, block=ROW):
-    """Scales of one row of blocks of four that have these amax, over 1/448."""
-    values = np.zeros((1, 4 * len(blocks)), np.float32)
-    values[0, 1::4] = blocks
-    values[0, 2::4] = np.asarray(blocks, np.float32) / 3
-    return as_fp32(assert_same_bits(tensor(values), block, Code.E4M3, ScaleFormat.FP32).scale_inv)
-
-
-def test_a_block_has_its_own_scale_from_2_to_the_10_below_the_rows_on():
-    row = np.float32(np.float32(3.0) / np.float32(448))
-    at = 3.0 / 1024
-    below = float(np.nextafter(np.float32(at), np.float32(0)))
-    own = np.float32(np.float32(below) / np.float32(448))
-    np.testing.assert_array_equal(scales_of([3.0, at, below, -2.9]), [[row, row, own, row]])
-    # What lies below the floor, as zeros do, keeps the row's scale: it costs no rescale.
-    np.testing.assert_array_equal(scales_of([0.0, 3.0, 2.0**-100, 2.0**-110]), [[row] * 4])
-    tiny = np.float32(2.0**-99 / 448)
-    assert scales_of([3.0, 2.0**-99])[0, 1] == tiny
-    floor = np.float32(np.float32(2.0**-100) / np.float32(448))
-    np.testing.assert_array_equal(scales_of([0.0, 2.0**-120]), [[floor] * 2])
-
-
-def test_an_infinite_block_takes_its_finite_neighbours_no_scale_away():
-    found = scales_of([1.0, math.inf, 0.5])
-    assert found[0, 1] == np.inf and found[0, 0] == np.float32(1 / 448)
-    found = scales_of([1.0, math.nan, 0.5])
-    np.testing.assert_array_equal(found, np.full((1, 3), np.float32(1 / 448)))
-
-
-def test_steady_scales_are_transposed_with_the_matrix():
-    values = wide_range((300, 520)) * 2.0 ** np.linspace(-16, 0, 520)
-    block = iso(128).along(Line.ROW)
-    q = quantize(tensor(values.astype(np.float32)), block)
-    other = quantize(tensor(np.ascontiguousarray(values.T.astype(np.float32))), block.transposed)
-    np.testing.assert_array_equal(code_bits(q).T, code_bits(other))
-    assert len(set(as_fp32(q.scale_inv)[0].tolist())) > 1, "some block has its own scale"
-
-
-@pytest.mark.parametrize(("tails", "slack"), [(0, 1.001), (3, 1.03)], ids=["gaussian", "student-t"])
-def test_a_scale_2_to_the_10_too_large_costs_a_block_nothing(tails, slack):
-    """The reason for `Steady.octaves`: beyond 2^12 a block loses to its row's scale."""
-    rng = np.random.default_rng(0)
-    values = rng.standard_t(tails, (2000, 128)) if tails else rng.standard_normal((2000, 128))
-    errors = {}
-    for octaves in (0, 10, 13):
-        loud = np.abs(values).max(1, keepdims=True) * 2.0**octaves
-        block = np.concatenate([loud, values], 1).astype(np.float32)
-        found = numpy(dequantize(quantize(tensor(block), rows(129))))
-        errors[octaves] = np.linalg.norm((found - block)[:, 1:]) / np.linalg.norm(values)
-    assert errors[10] < slack * errors[0] and errors[13] > 1.2 * errors[0]

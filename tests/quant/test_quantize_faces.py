@@ -12,8 +12,7 @@ from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
-from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
+from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.weight_source import WeightSource
 
 EXPERTS, HIDDEN, INTER = 2, 48, 144
@@ -56,17 +55,6 @@ def test_every_layout_gives_the_native_codes(transposed, split_half, iso_weight)
         assert dgrad.orientation is Orientation.COLUMNS
         assert tuple(dgrad.codes.shape[1:]) == values.shape[:0:-1]
         assert np.array_equal(numpy(dequantize(dgrad)), numpy(dequantize(wanted)))
-
-
-@pytest.mark.parametrize("name", ["row128", "row128-dx256"])
-def test_steady_weights_are_quantised_in_each_order(name):
-    recipe, native = RECIPES[name], native_weights()
-    weights = gpu.SteadyWeights(recipe)
-    weights.update(source_of(*native, True, True))
-    for weight, values in zip(("w1", "w2"), native, strict=True):
-        same(getattr(weights, weight), quantize(tensor(values), getattr(recipe, weight)))
-        dgrad = quantize(tensor(values), getattr(recipe, f"{weight}_dgrad"))
-        same(getattr(weights, f"{weight}_dgrad"), transpose_storage(dgrad))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from sonicmoe.quant.recipes import (
     RECIPES,
     BlockShape,
     Fp8Recipe,
-    Line,
     ScaleFormat,
     columns,
     iso,
@@ -29,10 +28,6 @@ def blocks_of(recipe, *names):
 def test_blocks_transpose_and_compare():
     assert rows(128).transposed == columns(128)
     assert iso(256).isotropic and not rows(128).isotropic
-    steady = iso(128).along(Line.ROW)
-    assert not steady.isotropic and steady.transposed.transposed == steady
-    assert rows(128).along(Line.ROW).transposed == columns(128).along(Line.COLUMN)
-    assert iso(128).extent == iso(128)
 
 
 @pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 128), (128, 0), (-1, 1)])
@@ -87,12 +82,8 @@ def test_gathered_operands_are_scaled_per_row(recipe):
 @every_recipe
 def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
     """Both operands of a weight gradient share their extent along tokens, so one product of scales
-    serves a whole k-block. Where wgrad reads the codes of x and dout, those have no scale at all.
+    serves a whole k-block.
     """
-    if recipe.folds_wgrad:
-        assert (recipe.wgrad_x, recipe.wgrad_dout) == (recipe.x, recipe.dout)
-        assert (recipe.wgrad_dz, recipe.wgrad_y1s) == (iso(128), iso(128))
-        return
     assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
     assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 

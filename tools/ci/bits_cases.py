@@ -109,7 +109,7 @@ def cpu_cases() -> list[Case]:
     found += [
         Case(recipe, activation, settings=settings)
         for (recipe, activation), settings in _in_turns(
-            [("dx256-pow2", "reglu"), ("dx256", "swiglu"), ("row128-dx256-pow2", "reglu")],
+            [("dx256-pow2", "reglu"), ("dx256", "swiglu"), ("iso128-pow2", "reglu")],
             list(_step_settings()),
             every=True,
         )
@@ -126,7 +126,7 @@ def cpu_cases() -> list[Case]:
     ]
     found += [
         Case(recipe, x=x, dout=dout)
-        for recipe in ("iso128-pow2", "dx256-pow2", "row128-dx256-pow2", "iso32-pow2", "dx256")
+        for recipe in ("iso128-pow2", "dx256-pow2", "iso32-pow2", "dx256")
         for x, dout in (("1x128", "plain"), ("1x128", "1x128"))
     ]
     found += [
@@ -135,7 +135,7 @@ def cpu_cases() -> list[Case]:
         for recipe, activation, gradients in (
             (None, "reglu", "main_grad"),
             ("dx256-pow2", "reglu", "unset"),
-            ("row128-dx256", "swiglu", "autograd"),
+            ("iso128", "swiglu", "autograd"),
             ("dx256", "situ_glu", "main_grad"),
         )
     ]
@@ -155,7 +155,7 @@ def _cases_of_torch() -> list[Case]:
             (None, "reglu", True),
             (None, "relu_sq", False),
             ("dx256-pow2", "reglu", False),
-            ("row128-dx256-pow2", "reglu", True),
+            ("iso128-pow2", "reglu", True),
             ("dx256", "swiglu", True),
             (None, "swiglu", False),
         )
@@ -189,35 +189,33 @@ def _gpu_case(engine: str, tokens: int, *given: Any, **named: Any) -> Case:
 
 
 def _hopper_cases(tokens: int) -> list[Case]:
-    found = []
-    for recipe in ("dx256", "row128-dx256"):
-        variants: list[dict[str, Any]] = [
-            {"face": face, "flush": flush, "gradients": gradients}
-            for face, flush, gradients in (
-                ("per_expert", "auto", "main_grad"),
-                ("per_expert", "step", "main_grad"),
-                ("fused", "auto", "unset"),
-                ("fused", "auto", "autograd"),
-                ("native", "auto", "main_grad"),
-                ("native", "step", "autograd"),
-                ("fleet_sonic", "auto", "main_grad"),
-                ("fleet_grouped", "auto", "unset"),
-                ("moe", "auto", "autograd"),
-                ("functional_halves", "auto", "autograd"),
-            )
-        ]
-        variants += [{"x": "1x128"}, {"dout": "1x128"}]
-        variants += [
-            {"settings": settings}
-            for settings in (
-                (("recompute_z", True),),
-                (("save_z", "bf16"),),
-                (("stagewise_memory", True),),
-                (("fp8_wgrad", False),),
-            )
-        ]
-        variants += [{"settings": (("iso_weight", True),)}] if recipe == "dx256" else []
-        found += [_gpu_case("hopper", tokens, recipe, "swiglu", **named) for named in variants]
+    variants: list[dict[str, Any]] = [
+        {"face": face, "flush": flush, "gradients": gradients}
+        for face, flush, gradients in (
+            ("per_expert", "auto", "main_grad"),
+            ("per_expert", "step", "main_grad"),
+            ("fused", "auto", "unset"),
+            ("fused", "auto", "autograd"),
+            ("native", "auto", "main_grad"),
+            ("native", "step", "autograd"),
+            ("fleet_sonic", "auto", "main_grad"),
+            ("fleet_grouped", "auto", "unset"),
+            ("moe", "auto", "autograd"),
+            ("functional_halves", "auto", "autograd"),
+        )
+    ]
+    variants += [{"x": "1x128"}, {"dout": "1x128"}]
+    variants += [
+        {"settings": settings}
+        for settings in (
+            (("recompute_z", True),),
+            (("save_z", "bf16"),),
+            (("stagewise_memory", True),),
+            (("fp8_wgrad", False),),
+        )
+    ]
+    variants += [{"settings": (("iso_weight", True),)}]
+    found = [_gpu_case("hopper", tokens, "dx256", "swiglu", **named) for named in variants]
     found += [_gpu_case("hopper", tokens, "dx256", name) for name in ("reglu", "swiglu_clamp")]
     return found
 

@@ -3,7 +3,7 @@
 //
 // A quarter of a warp (half of one for fp32) owns a block: two 16-byte loads a lane, the maximum by
 // shuffles, codes from registers. Blocks of a matrix whose rows are whole blocks are one long
-// sequence, so no index is divided. Where the blocks of a row keep one scale, a warp owns a row.
+// sequence, so no index is divided.
 #include "../host/border.hpp"
 #include "byte_tile.cuh"
 #include "quantize.cuh"
@@ -14,9 +14,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerLane =
     2;  // with two vectors each: four 16-byte loads of a thread are in flight together
-
-constexpr int kStepsKept =
-    8;  // of a row in a warp's registers: 4096 columns of 16 bits; longer rows are read twice
 
 struct Rows {
   uint32_t blocks, blocks_per_row;
@@ -79,78 +76,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The same with the row's largest scale in every block that keeps it (quantize.cuh): the row's
-// maximum has to be known before the first code.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    quantize_steady_row_blocks(const T* __restrict__ x, uint8_t* __restrict__ codes,
-                               float* __restrict__ scale_inv, const Rows n) {
-  constexpr int kCount = Vector16<T>::kCount, kLanes = kScaleBlock / 2 / kCount,
-                kBeside = 32 / kLanes;               // blocks that a warp has in a step
-  constexpr uint32_t kChunk = kStepsKept * kBeside;  // and in its registers
-  const uint32_t row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
-  if (row * n.blocks_per_row >= n.blocks) return;
-  const int lane = threadIdx.x % kLanes, beside = threadIdx.x % 32 / kLanes;
-  const int64_t offset = static_cast<int64_t>(row) * n.columns;
-  Vector16<T> values[kStepsKept][2];
-  float amax[kStepsKept];
-  const auto width_of = [&](uint32_t block) {
-    return block < n.blocks_per_row
-               ? min(kScaleBlock, n.columns - static_cast<int>(block) * kScaleBlock)
-               : 0;
-  };
-  const auto read = [&](uint32_t first) {
-#pragma unroll
-    for (int s = 0; s < kStepsKept; ++s) {
-      const uint32_t block = first + s * kBeside + beside;
-#pragma unroll
-      for (int v = 0; v < 2; ++v) {
-        const int column = (v * kLanes + lane) * kCount;
-        values[s][v].clear();
-        if (column < width_of(block))
-          values[s][v].load(x + offset + static_cast<int64_t>(block) * kScaleBlock + column);
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kStepsKept; ++s) {
-      amax[s] =
-          fmaxf(amax_of_lanes<kLanes>(values[s][1].amax(values[s][0].amax())), kAmaxFloor);
-    }
-  };
-  float largest = kAmaxFloor;
-  const uint32_t last = (n.blocks_per_row - 1) / kChunk * kChunk;
-  for (uint32_t first = 0; first <= last; first += kChunk) {
-    read(first);
-#pragma unroll
-    for (int s = 0; s < kStepsKept; ++s) largest = fmaxf(largest, amax[s]);
-  }
-  largest = amax_of_lanes<32>(largest);
-  const BlockScale of_row = block_scale(largest);
-  for (uint32_t first = last;; first -= kChunk) {  // the last chunk is there already
-    if (first != last) read(first);
-#pragma unroll
-    for (int s = 0; s < kStepsKept; ++s) {
-      const uint32_t block = first + s * kBeside + beside;
-      const int width = width_of(block);
-      BlockScale scale = of_row;
-      if (!keeps_scale(amax[s], largest)) scale = block_scale(amax[s]);
-      uint8_t* target = codes + offset + static_cast<int64_t>(block) * kScaleBlock;
-#pragma unroll
-      for (int v = 0; v < 2; ++v) {
-        const int column = (v * kLanes + lane) * kCount;
-        uint32_t words[kCount / 4];
-#pragma unroll
-        for (int i = 0; i < kCount / 4; ++i)
-          words[i] = e4m3x4(values[s][v], 4 * i, scale.multiplier);
-        if (column < width) store_words(target + column, words);
-      }
-      if (lane == 0 && width > 0)
-        scale_inv[static_cast<int64_t>(row) * n.blocks_per_row + block] = scale.scale_inv;
-    }
-    if (first == 0) return;
-  }
-}
-
 // One tile of one matrix: 16 bytes of four rows a thread. `scale_tiles`: that share a scale, one
 // below the other.
 __global__ void __launch_bounds__(kThreads)
@@ -201,7 +126,7 @@ uint8_t* checked_codes(const TensorView& tensor, const char* name, DLDevice devi
   return data;
 }
 
-template <bool kSteady, typename T>
+template <typename T>
 void launch_rows(const TensorView& x, uint8_t* codes, float* scale_inv, const Rows& n,
                  cudaStream_t stream) {
   constexpr int kPerCta = kBlocksPerLane * kThreads * Vector16<T>::kCount * 2 / kScaleBlock;
@@ -210,20 +135,14 @@ void launch_rows(const TensorView& x, uint8_t* codes, float* scale_inv, const Ro
       checked<T>(x, "x", static_cast<DLDataTypeCode>(dtype.code), dtype.bits, x.device(), 0);
   TVM_FFI_ICHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0)
       << "x must start on a 16-byte boundary";
-  if constexpr (kSteady) {
-    const int64_t ctas = ceil_div(n.blocks / n.blocks_per_row, kThreads / 32);
-    quantize_steady_row_blocks<T>
-        <<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(data, codes, scale_inv, n);
-  } else {
-    quantize_row_blocks<T>
-        <<<static_cast<unsigned>(ceil_div(n.blocks, kPerCta)), kThreads, 0, stream>>>(data, codes,
-                                                                                      scale_inv, n);
-  }
+  quantize_row_blocks<T><<<static_cast<unsigned>(ceil_div(n.blocks, kPerCta)), kThreads, 0, stream>>>(
+      data, codes, scale_inv, n);
   TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
 }
 
-template <bool kSteady>
-void quantize_rows_of(TensorView x, TensorView codes, TensorView scale_inv, int64_t stream) {
+// x [T, C] bf16, fp16 or fp32, C a multiple of 16 -> codes e4m3 [T, C], scale_inv fp32 [T,
+// ceil(C/128)], every element written.
+void quantize_rows(TensorView x, TensorView codes, TensorView scale_inv, int64_t stream) {
   TVM_FFI_ICHECK(x.ndim() == 2 && x.size(1) % 16 == 0)
       << "x must be a matrix with a multiple of 16 columns";
   const int64_t tokens = x.size(0), columns = x.size(1),
@@ -238,22 +157,11 @@ void quantize_rows_of(TensorView x, TensorView codes, TensorView scale_inv, int6
   const Rows n{static_cast<uint32_t>(blocks), static_cast<uint32_t>(ceil_div(columns, kScaleBlock)),
                static_cast<int>(columns)};
   if (is_type(x, kDLBfloat, 16))
-    return launch_rows<kSteady, __nv_bfloat16>(x, code_data, scale_data, n, as_stream(stream));
+    return launch_rows<__nv_bfloat16>(x, code_data, scale_data, n, as_stream(stream));
   if (is_type(x, kDLFloat, 16))
-    return launch_rows<kSteady, __half>(x, code_data, scale_data, n, as_stream(stream));
+    return launch_rows<__half>(x, code_data, scale_data, n, as_stream(stream));
   TVM_FFI_ICHECK(is_type(x, kDLFloat, 32)) << "x must be bfloat16, float16 or float32";
-  launch_rows<kSteady, float>(x, code_data, scale_data, n, as_stream(stream));
-}
-
-// x [T, C] bf16, fp16 or fp32, C a multiple of 16 -> codes e4m3 [T, C], scale_inv fp32 [T,
-// ceil(C/128)], every element written.
-void quantize_rows(TensorView x, TensorView codes, TensorView scale_inv, int64_t stream) {
-  quantize_rows_of<false>(x, codes, scale_inv, stream);
-}
-
-// The same with one scale along a row, but for blocks that have their own (recipe `row128`).
-void quantize_steady_rows(TensorView x, TensorView codes, TensorView scale_inv, int64_t stream) {
-  quantize_rows_of<true>(x, codes, scale_inv, stream);
+  launch_rows<float>(x, code_data, scale_data, n, as_stream(stream));
 }
 
 // codes [E, R, C] and scale_inv [E, ceil(R/128), ceil(C/128)], or [E, ceil(R/256), ceil(C/128)] ->
@@ -287,5 +195,4 @@ void transpose_bytes(TensorView codes, TensorView scale_inv, TensorView out, Ten
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_rows, sonicmoe::quantize_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_steady_rows, sonicmoe::quantize_steady_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_bytes, sonicmoe::transpose_bytes);

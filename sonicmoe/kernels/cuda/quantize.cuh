@@ -50,13 +50,6 @@ __device__ __forceinline__ BlockScale block_scale(float amax) {
   return {__fdiv_rn(amax, kE4m3Max), __fdiv_rn(kE4m3Max, amax)};
 }
 
-// Whether a block keeps the scale of its line's largest amax (`Steady` in quant/recipes.py): unless
-// it lies more than 2^10 below, or holds zeros. Both are at least kAmaxFloor.
-constexpr float kSteadyRatio = 0x1p-10f;
-__device__ __forceinline__ bool keeps_scale(float amax, float largest) {
-  return amax >= largest * kSteadyRatio || amax <= kAmaxFloor;
-}
-
 // Four codes, that of `a` in the lowest byte: round to nearest even, saturate to +-448, NaN ->
 // 0x7F.
 __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {

@@ -3,9 +3,7 @@
 //
 // gather_transpose_quantize: rows gathered from tokens [T, C], E4M3 with one scale per tile.
 // gather_transpose_requantize: the same of tokens that are E4M3 codes with one scale per 128
-// columns of a row, so that their values are rounded a second time. gather_transpose_codes: those
-// codes themselves, in units of their row's largest scale, which stands with the other operand
-// (quant/folding.py); `gather_row_scales` finds it.
+// columns of a row, so that their values are rounded a second time.
 //
 // The eight warps of a CTA have a tile in registers, 8 rows x 8 columns a thread: reads are whole
 // lines of a row, bytes change places in registers, and a swizzled tile in shared memory turns the
@@ -15,7 +13,6 @@
 // codes are neighbours in memory, and at any time K experts read the tokens of a few columns of
 // tiles alone, which L2 can hold.
 #include <algorithm>
-#include <type_traits>
 
 #include "../host/border.hpp"
 #include "quantize.cuh"
@@ -44,8 +41,6 @@ struct Matrix {
   const float* scale;  // of codes; values have none
   uint8_t* codes_t;
   float* scale_t;
-  const float* row_scales;  // [R, 2], of x and of dout; for codes in units of them
-  bool of_dout;
 };
 
 struct Sizes {
@@ -196,34 +191,6 @@ struct RowScaledPatch : TokenCodes {
   }
 };
 
-// In units of the largest scale of their rows: only a block with another scale is rounded again.
-struct FoldedPatch : TokenCodes {
-  float largest;     // scale of the row whose token this lane knows
-  bool kept;         // behind `transpose`: it is the block's too, in all rows of the warp
-  float by[kPatch];  // and elsewhere, of each row, the block's scale by the largest
-
-  __device__ __forceinline__ void transpose() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) transpose_4x4(at[i / 2][i % 2]);
-    kept = __all_sync(kFull, scale == largest);
-    if (kept) return;
-    const float ratio = scale == largest ? 1.f : __fdiv_rn(scale, largest);
-#pragma unroll
-    for (int row = 0; row < kPatch; ++row) by[row] = __shfl_sync(kFull, ratio, row, 16);
-  }
-  __device__ __forceinline__ uint32_t four(uint32_t word, int row) const {
-    if (kept) return word;
-    const float2 low = __half22float2(halves_of(word)),
-                 high = __half22float2(halves_of(word >> 16));
-    return e4m3x4(__fmul_rn(low.x, by[row]), __fmul_rn(low.y, by[row + 1]),
-                  __fmul_rn(high.x, by[row + 2]), __fmul_rn(high.y, by[row + 3]));
-  }
-  __device__ __forceinline__ uint2 codes(int column, float) const {
-    return make_uint2(four(at[column / 4][0][column % 4], 0),
-                      four(at[column / 4][1][column % 4], 4));
-  }
-};
-
 // Of values, before `transpose`. The largest code of a row times its scale is the largest value,
 // because rounding keeps the order.
 __device__ __forceinline__ float amax_of(const RowScaledPatch& patch) {
@@ -270,11 +237,6 @@ __device__ __forceinline__ void load_patch(Patch& patch, const Matrix& m, TilePl
     patch.scale = row < n.tokens
                       ? __ldg(m.scale + static_cast<uint64_t>(row) * n.column_tiles + tile.column)
                       : 0.f;
-    if constexpr (std::is_same_v<Patch, FoldedPatch>) {
-      const int64_t at =
-          static_cast<int64_t>(tile.row) * kTile + patch_row() + threadIdx.x % kPatch;
-      patch.largest = row < n.tokens ? __ldg(m.row_scales + 2 * at + m.of_dout) : 0.f;
-    }
   }
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
@@ -329,22 +291,16 @@ template <typename Patch>
 __device__ __forceinline__ float scale_tile(const Patch& patch, unsigned (&warp_amax)[kWarps],
                                             const Matrix& m, TilePlace tile, const Sizes& n) {
   float* scale_t = m.scale_t + tile.column * (n.rows / kTile) + tile.row;
-  if constexpr (std::is_same_v<Patch, FoldedPatch>) {
-    if (threadIdx.x == 0) *scale_t = 1.f;
-    __syncthreads();
-    return 1.f;
-  } else {
-    // Magnitudes compare like their bits.
-    const unsigned of_warp = __reduce_max_sync(kFull, __float_as_uint(amax_of(patch)));
-    if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    unsigned amax = 0;
+  // Magnitudes compare like their bits.
+  const unsigned of_warp = __reduce_max_sync(kFull, __float_as_uint(amax_of(patch)));
+  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  unsigned amax = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = max(amax, warp_amax[w]);
-    const BlockScale scale = block_scale(__uint_as_float(amax));
-    if (threadIdx.x == 0) *scale_t = scale.scale_inv;
-    return scale.multiplier;
-  }
+  for (int w = 0; w < kWarps; ++w) amax = max(amax, warp_amax[w]);
+  const BlockScale scale = block_scale(__uint_as_float(amax));
+  if (threadIdx.x == 0) *scale_t = scale.scale_inv;
+  return scale.multiplier;
 }
 
 template <typename Value, typename Patch>
@@ -379,35 +335,6 @@ __global__ void __launch_bounds__(kThreads, Patch::kCtas)
     write_tile(m.codes_t, columns, done, n);
     if (!exists(tile)) return;
   }
-}
-
-constexpr int kScaleLanes = 8;  // that read the scales of a row together
-
-// NaN wins: a row with a scale that is NaN has no other.
-__device__ __forceinline__ float largest_scale(const float* scales, int count, int lane) {
-  float largest = 0.f;
-  for (int i = lane; i < count; i += kScaleLanes) largest = max_nan(largest, __ldg(scales + i));
-#pragma unroll
-  for (int distance = kScaleLanes / 2; distance > 0; distance /= 2)
-    largest = max_nan(largest, __shfl_xor_sync(kFull, largest, distance));
-  return largest;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    largest_of_rows(const float* __restrict__ x_scale, const float* __restrict__ dout_scale,
-                    const int32_t* __restrict__ row_token, const int64_t* __restrict__ end,
-                    const int64_t rows, const unsigned tokens, const int blocks,
-                    float2* __restrict__ row_scales) {
-  const int64_t row =
-      static_cast<int64_t>(blockIdx.x) * (kThreads / kScaleLanes) + threadIdx.x / kScaleLanes;
-  const int lane = threadIdx.x % kScaleLanes;
-  const bool used = row < min(rows, __ldg(end));
-  const unsigned token = used ? static_cast<unsigned>(__ldg(row_token + row)) : ~0u;
-  const int count = token < tokens ? blocks : 0;  // nothing is read for a row without a token
-  const int64_t first = static_cast<int64_t>(count > 0 ? token : 0) * blocks;
-  const float x = largest_scale(x_scale + first, count, lane),
-              dout = largest_scale(dout_scale + first, count, lane);
-  if (used && lane == 0) row_scales[row] = make_float2(x, dout);
 }
 
 // One wave of CTAs for each matrix.
@@ -477,9 +404,7 @@ Matrix checked_outputs(const TensorView& codes_t, const TensorView& scale_t, con
   return {nullptr,
           nullptr,
           checked_codes(codes_t, "codes_t", device),
-          checked_f32(scale_t, "scale_t", device, blocks),
-          nullptr,
-          false};
+          checked_f32(scale_t, "scale_t", device, blocks)};
 }
 
 // padded_offsets + E, where all rows end.
@@ -546,53 +471,6 @@ void gather_transpose_requantize(TensorView codes, TensorView scale, TensorView 
   launch_tiles<uint8_t, RowScaledPatch>(launch, 1, codes.device(), stream);
 }
 
-// x_scale, dout_scale fp32 [T, B], the scales of two matrices of tokens in blocks of one row ->
-// row_scales fp32 [R, 2], of each row's token the largest of x and that of dout; 0 in a row without
-// a token. Rows behind padded_offsets[E] are not written.
-void gather_row_scales(TensorView x_scale, TensorView dout_scale, TensorView row_token,
-                       TensorView padded_offsets, TensorView row_scales, int64_t stream) {
-  TVM_FFI_ICHECK(x_scale.ndim() == 2 && dout_scale.ndim() == 2 &&
-                 x_scale.size(0) == dout_scale.size(0) && x_scale.size(1) == dout_scale.size(1))
-      << "x_scale and dout_scale must have one shape [T, B]";
-  const DLDevice device = x_scale.device();
-  const int64_t rows = row_token.numel(), tokens = x_scale.size(0), blocks = x_scale.size(1);
-  TVM_FFI_ICHECK(tokens < (int64_t(1) << 31) && blocks < (int64_t(1) << 31) &&
-                 rows < (int64_t(1) << 31))
-      << tokens << " tokens, " << rows << " rows";
-  const float *x = checked_f32(x_scale, "x_scale", device, tokens * blocks),
-              *dout = checked_f32(dout_scale, "dout_scale", device, tokens * blocks);
-  const int32_t* token = checked_i32(row_token, "row_token", device, rows);
-  const int64_t* end = checked_end(padded_offsets, device);
-  float* to = static_cast<float*>(
-      aligned_16(checked_f32(row_scales, "row_scales", device, 2 * rows), "row_scales"));
-  if (rows == 0) return;
-  tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  constexpr int kRows = kThreads / kScaleLanes;
-  largest_of_rows<<<static_cast<unsigned>(ceil_div(rows, kRows)), kThreads, 0, as_stream(stream)>>>(
-      x, dout, token, end, rows, static_cast<unsigned>(tokens), static_cast<int>(blocks),
-      reinterpret_cast<float2*>(to));
-  TVM_FFI_CHECK_CUDA_ERROR(cudaGetLastError());
-}
-
-// codes e4m3 [T, C] with scale fp32 [T, ceil(C / 128)], row_scales of `gather_row_scales`, of_dout:
-// which of the two -> codes_t [C, R], scale_t as in gather_transpose_quantize, all of it 1. A code
-// whose scale is not its row's largest is rounded again.
-void gather_transpose_codes(TensorView codes, TensorView scale, TensorView row_scales, bool of_dout,
-                            TensorView row_token, TensorView padded_offsets, TensorView codes_t,
-                            TensorView scale_t, int64_t stream) {
-  TransposeWork launch = gather_launch(codes, row_token, padded_offsets);
-  Matrix matrix = checked_outputs(codes_t, scale_t, launch.n, codes.device());
-  matrix.source = checked_codes(codes, "codes", codes.device());
-  const int64_t scales = static_cast<int64_t>(launch.n.tokens) * launch.n.column_tiles;
-  TVM_FFI_ICHECK(scale.numel() == scales)
-      << "scale has " << scale.numel() << " elements; needed: [T, ceil(C / 128)], " << scales;
-  matrix.scale = checked_f32(scale, "scale", codes.device(), scales);
-  matrix.row_scales = checked_f32(row_scales, "row_scales", codes.device(), 2 * launch.n.rows);
-  matrix.of_dout = of_dout;
-  launch.matrix[0] = matrix;
-  launch_tiles<uint8_t, FoldedPatch>(launch, 1, codes.device(), stream);
-}
-
 // gather_transpose_quantize for two matrices of one shape and dtype, in one launch.
 void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_token,
                                     TensorView padded_offsets, TensorView x_codes_t,
@@ -612,6 +490,4 @@ void gather_transpose_quantize_pair(TensorView x, TensorView y, TensorView row_t
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize, sonicmoe::gather_transpose_quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_quantize_pair,
                               sonicmoe::gather_transpose_quantize_pair);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_row_scales, sonicmoe::gather_row_scales);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_codes, sonicmoe::gather_transpose_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_transpose_requantize, sonicmoe::gather_transpose_requantize);

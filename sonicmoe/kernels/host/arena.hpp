@@ -137,12 +137,10 @@ struct DxScratch {
 
 // The operands of wgrad that dgated writes: they wait for the weight gradients, each in memory of
 // its own, so that each can be freed when its product is done.
-// Times the scales of tokens (`row_scales`), dz has smaller blocks, and so more scales; memory is
-// measured for these.
 struct WgradDz {
   Quantized dz;
-  WgradDz(Arena& arena, const Sizes& n, bool folds = true)
-      : dz(arena.quantized(2 * n['I'], n['R'], folds ? kWgradFormat : kWgradDzFormat)) {}
+  WgradDz(Arena& arena, const Sizes& n)
+      : dz(arena.quantized(2 * n['I'], n['R'], kWgradDzFormat)) {}
 };
 
 struct WgradY1s {

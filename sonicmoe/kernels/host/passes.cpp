@@ -19,10 +19,6 @@
 // 128 columns of a row (x_codes, x_scale) that somebody has quantised before. One of the two is
 // given.
 //
-// With `row_scales` weight gradients read the codes of x and dout, and the largest scale of their
-// rows stands with the other operand (quant/folding.py). dgated then takes x too. Values that have
-// codes beside them are quantised into these, which outlive the pass.
-//
 // z is kept in 8-bit codes (z, z_scale) or in bf16 (z_rows): the kernels are built for one of them.
 //
 // Biases lie in the weights' handle. dgated sums their gradients too, where it is given memory for
@@ -109,10 +105,6 @@ constexpr FieldTable kDgatedTable{"dgated",
                                       {"dprobs", Element::kFloat, {T, K}},
                                       scratch_field<DzScratch>("dz_scratch"),
                                       scratch_field<DoutScratch>("dout_scratch", kOptional),
-                                      kXTokens,
-                                      kXCodes,
-                                      kXScale,
-                                      {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                       {"dx", Element::kTokens, {T, H}, kOptional},
                                       {"db1", Element::kFloat, {E, TwoI}, kOptional},
                                       {"db2", Element::kFloat, {E, H}, kOptional},
@@ -148,7 +140,6 @@ constexpr FieldTable kWgradTable{"wgrad",
                                      scratch_field<WgradDz>("dz"),
                                      scratch_field<WgradY1s>("y1s"),
                                      scratch_field<TokenPairScratch>("scratch"),
-                                     {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                  }}};
 
 constexpr FieldTable kDw1Table{"dw1",
@@ -159,7 +150,6 @@ constexpr FieldTable kDw1Table{"dw1",
                                    {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
-                                   {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
 constexpr FieldTable kDw2Table{"dw2",
@@ -170,7 +160,6 @@ constexpr FieldTable kDw2Table{"dw2",
                                    {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
-                                   {"row_scales", Element::kFloat, {R, kAnySize}, kOptional},
                                }}};
 
 // y1s as dgated left it: codes, or rows. A gradient that is None is not summed.
@@ -200,8 +189,6 @@ constexpr std::array kKernelNames = {
     "gather_transpose_quantize",
     "gather_transpose_quantize_pair",
     "gather_transpose_requantize",
-    "gather_row_scales",
-    "gather_transpose_codes",
     "grouped_wgrad",
     "grouped_wgrad_into",
     "sum_dz",  // this and the next one are None where no layer has biases
@@ -360,40 +347,19 @@ bool came_quantised(const Run& run, const TokenFields& fields) {
   return codes;
 }
 
-Quantized given_codes(const Run& run, const TokenFields& fields) {
-  return {run.given(fields.codes), run.given(fields.scale), &kTokenFormat};
-}
-
-void quantise_into(const Run& run, const TokenFields& fields, const Quantized& q) {
-  const TensorView values = run.call[fields.values];
-  run.stage(fields.quantize_stage, [&] {
-    if (values.numel() > 0)
-      run.kernel["quantize_rows"](values, q.codes.view, q.scale.view, run.stream);
-  });
-}
-
 // Tokens as they came, or quantised into `scratch`.
 Quantized quantised(const Run& run, const TokenFields& fields, const Quantized& scratch) {
   Quantized q = scratch;
   if (came_quantised(run, fields)) {
-    q = given_codes(run, fields);
+    q = {run.given(fields.codes), run.given(fields.scale), &kTokenFormat};
   } else {
-    quantise_into(run, fields, q);
+    const TensorView values = run.call[fields.values];
+    run.stage(fields.quantize_stage, [&] {
+      if (values.numel() > 0)
+        run.kernel["quantize_rows"](values, q.codes.view, q.scale.view, run.stream);
+    });
   }
   run.show(fields.shown, q);
-  return q;
-}
-
-void refuse_without_codes(const Run& run, const TokenFields& fields) {
-  TVM_FFI_THROW(ValueError) << run.name() << ": needed with row_scales: " << fields.codes << " and "
-                            << fields.scale;
-}
-
-// Tokens as they came, or quantised into the codes beside them.
-Quantized kept(const Run& run, const TokenFields& fields) {
-  if (!run.call.has(fields.codes) || !run.call.has(fields.scale)) refuse_without_codes(run, fields);
-  const Quantized q = given_codes(run, fields);
-  if (run.call.has(fields.values)) quantise_into(run, fields, q);
   return q;
 }
 
@@ -540,32 +506,18 @@ void dgated(const Run& run) {
   if (!run.call.has("z") && !run.call.has("z_rows"))
     TVM_FFI_THROW(ValueError) << "dgated: needed: z and z_scale, or z_rows";
   const Quantized z = kept_z(run, {unread, unread, nullptr});
-  const bool folds = run.call.has("row_scales");
-  if (folds && !has_dz)
-    TVM_FFI_THROW(ValueError) << "dgated: row_scales are for operands of wgrad in FP8";
-  Matrix row_scales = unread;
-  if (folds) row_scales = run.given("row_scales");
   Quantized dz{unread, t.no_scales, nullptr}, y1s = dz;
   if (in_rows) dz.codes = run.given("dz_rows"), y1s.codes = run.given("y1s_rows");
-  if (has_dz) dz = WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes, folds).dz;
+  if (has_dz) dz = WgradDz(of_dz.in("dz", run.call["dz"]), run.sizes).dz;
   if (has_y1s) y1s = y1s_of(run, of_y1s);
   const auto kept_codes = [&](bool is_kept, const Quantized& q) {
     return is_kept ? Optional<TensorView>(q.codes.view) : Optional<TensorView>();
   };
-  if (!folds && !came_quantised(run, kDout)) {
+  if (!came_quantised(run, kDout)) {
     run.call.has("dout_scratch") ? dout_arena.in("dout_scratch", run.call["dout_scratch"])
                                  : behind_dz(run, dout_arena);
   }
-  const Quantized dout =
-      folds ? kept(run, kDout) : quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
-  if (folds) {
-    run.show(kDout.shown, dout);
-    const Quantized x = kept(run, kX);  // forward has shown it
-    run.stage("wgrad_operands", [&] {
-      run.kernel["gather_row_scales"](x.scale.view, dout.scale.view, run.route("row_token"),
-                                      run.route("padded_offsets"), row_scales.view, run.stream);
-    });
-  }
+  const Quantized dout = quantised(run, kDout, DoutScratch(dout_arena, run.sizes).dout);
   project_back(run, "down_b_t", dout, true, "down_v", "down_u", run.route("row_prob"), "d_down_b",
                run.down_scale);
   run.stage("dgated", [&] {
@@ -574,18 +526,15 @@ void dgated(const Run& run) {
         run.call.find("down_v"), run.bias("down_a_t"), run.route("row_token"), run.route("row_prob"), run.route("padded_offsets"), z.codes.view,
         z.scale.view, t.dz.codes.view, t.dz.scale.view, t.dprob_parts.view,
         kept_codes(in_rows || has_dz, dz), dz.scale.view, kept_codes(in_rows || has_y1s, y1s),
-        y1s.scale.view, row_scales.view, in_rows, run.setting, run.first, run.second,
-        run.multiprocessors, run.stream);
+        y1s.scale.view, in_rows, run.setting, run.first, run.second, run.multiprocessors, run.stream);
     sum_tokens(run, t.dprob_parts);
     run.kernel["sum_or_zero"](run.route("slot_row"), t.dprob_parts.view, run.call["dprobs"],
                               run.stream);
   });
   run.show("dz_fp8", t.dz);
   run.show("ds", "float32", run.given("dprobs"));
-  if (!folds) {  // else what wgrad reads is not dz, nor y1s
-    if (in_rows || has_dz) run.show("dz", dz);
-    if (in_rows || has_y1s) run.show("y1s", y1s);
-  }
+  if (in_rows || has_dz) run.show("dz", dz);
+  if (in_rows || has_y1s) run.show("y1s", y1s);
   if (run.call.has("db1")) sum_dz(run, t.dz);
   project_back(run, "up_b_t", t.dz, false, "up_v", "up_u", Optional<TensorView>(), "d_up_b",
                run.up_scale);
@@ -642,7 +591,7 @@ void add_product(const Run& run, const char* gradient, const Quantized& left,
 
 void add_dw1(const Run& run, const Quantized& x) {
   Arena arena("dz", run.call["dz"]);
-  add_product(run, "dw1", WgradDz(arena, run.sizes, run.call.has("row_scales")).dz, x);
+  add_product(run, "dw1", WgradDz(arena, run.sizes).dz, x);
 }
 
 void add_dw2(const Run& run, const Quantized& dout) {
@@ -650,17 +599,8 @@ void add_dw2(const Run& run, const Quantized& dout) {
   add_product(run, "dw2", dout, y1s_of(run, arena));
 }
 
-// Tokens in expert order, transposed and quantised in blocks of that order; or their codes, in
-// units of the largest scale of their rows.
+// Tokens in expert order, transposed and quantised in blocks of that order.
 void launch_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
-  if (run.call.has("row_scales")) {
-    if (!came_quantised(run, fields)) refuse_without_codes(run, fields);
-    run.kernel["gather_transpose_codes"](run.call[fields.codes], run.call[fields.scale],
-                                         run.call["row_scales"], &fields == &kDout,
-                                         run.route("row_token"), run.route("padded_offsets"),
-                                         q.codes.view, q.scale.view, run.stream);
-    return;
-  }
   const auto launch = [&](const char* kernel, const auto&... tokens) {
     run.kernel[kernel](tokens..., run.route("row_token"), run.route("padded_offsets"), q.codes.view,
                        q.scale.view, run.stream);
@@ -670,11 +610,6 @@ void launch_operand(const Run& run, const TokenFields& fields, const Quantized& 
       : launch("gather_transpose_quantize", run.call[fields.values]);
 }
 
-// Codes in units of their row's scale are no values of tokens.
-void show_operand(const Run& run, const TokenFields& fields, const Quantized& q) {
-  if (!run.call.has("row_scales")) run.show(fields.wgrad_operand, q);
-}
-
 // Both weight gradients; where both operands come as values, one launch reads the routing once.
 void wgrad(const Run& run) {
   Arena arena("scratch", run.call["scratch"]);
@@ -682,7 +617,7 @@ void wgrad(const Run& run) {
   const Quantized &x = t.x.tokens, &dout = t.dout.tokens;
   run.stage("wgrad_operands", [&] {
     const bool x_quantised = came_quantised(run, kX), dout_quantised = came_quantised(run, kDout);
-    if (x_quantised || dout_quantised || run.call.has("row_scales")) {
+    if (x_quantised || dout_quantised) {
       launch_operand(run, kX, x);
       launch_operand(run, kDout, dout);
     } else {
@@ -691,8 +626,8 @@ void wgrad(const Run& run) {
           x.codes.view, x.scale.view, dout.codes.view, dout.scale.view, run.stream);
     }
   });
-  show_operand(run, kX, x);
-  show_operand(run, kDout, dout);
+  run.show(kX.wgrad_operand, x);
+  run.show(kDout.wgrad_operand, dout);
   add_dw2(run, dout);
   add_dw1(run, x);
 }
@@ -702,7 +637,7 @@ void wgrad(const Run& run) {
 Quantized transposed(const Run& run, Arena& arena, const TokenFields& fields) {
   const Quantized q = TokensScratch(arena, run.sizes).tokens;
   run.stage("wgrad_operands", [&] { launch_operand(run, fields, q); });
-  show_operand(run, fields, q);
+  run.show(fields.wgrad_operand, q);
   return q;
 }
 

@@ -22,7 +22,6 @@ def fp8_grouped_gemm_source(
     arch: str,
     activation: ActivationType | None = None,
     z: ZCode = ZCode.ADAPTIVE,
-    steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
 ) -> CudaSource:
@@ -31,14 +30,13 @@ def fp8_grouped_gemm_source(
     and with or without low-rank adapters, because sizes, ranks and the activation's parameters are
     launch arguments.
     """
-    return _gated_source("fp8_grouped_gemm", arch, activation, z, steady, bias, low_rank)
+    return _gated_source("fp8_grouped_gemm", arch, activation, z, bias, low_rank)
 
 
 def fp8_dgated_source(
     arch: str,
     activation: ActivationType | None = None,
     z: ZCode = ZCode.ADAPTIVE,
-    steady: bool = False,
     low_rank: bool = False,
 ) -> CudaSource:
     """Exports `activation_names` and `gather_dgated_gemm`. One artefact serves every model of an
@@ -46,7 +44,7 @@ def fp8_dgated_source(
     """
     # The reader of the adaptive code reads INT8 too, so one artefact serves both.
     kept = ZCode.ADAPTIVE if z is ZCode.INT8 else z
-    return _gated_source("fp8_dgated", arch, activation, kept, steady, low_rank=low_rank)
+    return _gated_source("fp8_dgated", arch, activation, kept, low_rank=low_rank)
 
 
 def fp8_wgrad_source(arch: str) -> CudaSource:
@@ -120,14 +118,13 @@ def gemm_sources(
     arch: str,
     activation: ActivationType | None = None,
     z: ZCode = ZCode.ADAPTIVE,
-    steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
 ) -> tuple[CudaSource, ...]:
     """Every GEMM source; for all activations, as the spill check wants them, or for one."""
     return (
-        fp8_grouped_gemm_source(arch, activation, z, steady, bias, low_rank),
-        fp8_dgated_source(arch, activation, z, steady, low_rank),
+        fp8_grouped_gemm_source(arch, activation, z, bias, low_rank),
+        fp8_dgated_source(arch, activation, z, low_rank),
         fp8_wgrad_source(arch),
     )
 
@@ -136,7 +133,6 @@ def engine_sources(
     arch: str,
     activation: ActivationType,
     z: ZCode = ZCode.ADAPTIVE,
-    steady: bool = False,
     bias: bool = False,
     low_rank: bool = False,
 ) -> tuple[CudaSource, ...]:
@@ -146,7 +142,7 @@ def engine_sources(
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
     beside = [bias_gradients_source(arch)] * bias + [low_rank_source(arch)] * low_rank
-    gemms = gemm_sources(arch, activation, z, steady, bias, low_rank)
+    gemms = gemm_sources(arch, activation, z, bias, low_rank)
     return *gemms, *others, *beside, passes_source(arch)
 
 
@@ -155,11 +151,10 @@ def _gated_source(
     arch: str,
     activation: ActivationType | None,
     z: ZCode,
-    steady: bool,
     bias: bool = False,
     low_rank: bool = False,
 ) -> CudaSource:
-    on = {"STEADY_SCALES": steady, "BIAS": bias, "LOW_RANK": low_rank}
+    on = {"BIAS": bias, "LOW_RANK": low_rank}
     defines: dict[str, int | str] = {macro: 1 for macro, is_on in on.items() if is_on}
     if z is not ZCode.ADAPTIVE:
         defines[f"Z_{z.name}"] = 1

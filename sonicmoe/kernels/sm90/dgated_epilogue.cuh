@@ -5,18 +5,12 @@
 // dz goes out as e4m3 in 128x256 blocks, by rows for dgrad and transposed for wgrad (the same
 // codes), y1s in 128x128 blocks and transposed only.
 //
-// Built with STEADY_SCALES, wgrad reads the codes of x and dout, whose scales stand with these
-// operands. dz then leaves transposed times x's scale of its row, in codes of its own and 128x128
-// blocks, and y1s times dout's.
-//
 // A block's maximum spans both consumer warpgroups, so all of them go through the tile together,
 // 128 columns of dy1 (one block of dz and one of y1s) at a time. They wait for one another once in
 // such a turn, for both maxima. What waits for its scale takes the registers of the accumulators
 // that it was made of. The gather puts neighbouring tokens into one thread: stmatrix then
 // transposes pairs of bytes for free.
 #pragma once
-
-#include <type_traits>
 
 #include "epilogues.cuh"
 
@@ -36,9 +30,7 @@ struct DgatedParams {
       y1s_wide;  // [R, I]: operands of an unquantised wgrad, instead of the transposed codes
   int64_t rows;  // R
   int dz_features,
-      y1s_features;         // that leave transposed: 2I and I, or none, where nobody reads them
-  const float* row_scales;  // [R, 2], of x and of dout: what the transposed codes of dz and of y1s
-                            // are multiplied by (kFolds; dz_t_scale is [I / 64, R / 128] then)
+      y1s_features;  // that leave transposed: 2I and I, or none, where nobody reads them
 };
 
 // The transposed tiles of a turn, 128 features x 128 tokens each: dz^T of the left 64 columns, of
@@ -164,13 +156,6 @@ struct DgatedFp8 {
   };
   static constexpr bool kAdjacentRows = true, kNeedsRegisters = true;
   static constexpr int kColumnGroup = 32;  // z's, and dz's, 16 bytes of 8 columns lie together
-  static constexpr bool kFolds = kSteady && kWgradFp8;
-  enum { kProb, kXScale, kDoutScale };  // of a row, in shared memory where codes are folded
-  // Where gradients wait for two encodings, registers do not suffice for the z of the columns
-  // behind those of a side: it is loaded when they are done, from L2. Beside SiLU the left side has
-  // them.
-  template <int kSide>
-  static constexpr bool kLoadsZLate = kFolds && (kSide == 1 || !std::is_same_v<Activation, Silu>);
   // The z of a side's columns comes in two parts where registers do not suffice for all of it.
   static constexpr bool kLoadsZInParts = !kWgradFp8 && kZIsBf16 && Activation::kBoundsUp;
   const GemmParams& p;
@@ -197,12 +182,8 @@ struct DgatedFp8 {
     if constexpr (kWgradFp8) {
       load_z(row, tile.col);
     }
-    if constexpr (kFolds) {
-      fetch_rows(row0);
-    } else {
-      prob[0] = load_early(e.row_prob + row);
-      prob[1] = load_early(e.row_prob + row + 1);
-    }
+    prob[0] = load_early(e.row_prob + row);
+    prob[1] = load_early(e.row_prob + row + 1);
   }
 
   // A loop that shifts the accumulators down, because straight-line code for the whole tile misses
@@ -212,23 +193,17 @@ struct DgatedFp8 {
     const int row = row0 + slab_row<true>(lane, 0);  // and the next one
     const int end = min(tile.col + kTileN, p.n);
     float by[2] = {unit[0][0], unit[1][0]}, dprob[2] = {0.f, 0.f};
-    if constexpr (kFolds) {
-      cp_async_wait<0>();
-      __syncwarp();
-    }
 #pragma unroll 1
     for (int col = tile.col;;) {
       const bool both = col + 64 < end;
       Gradients gradients;
       compute<0>(acc[0], gradients, by, dprob, row, col + 64, end);
       if constexpr (kWgradFp8) tiles.send_y1s();
-      if (kLoadsZLate<0> && both) load_z(row, col + 64);
       if (!both) clear_right(acc[0]);
       compute<1>(acc[0], gradients, by, dprob, row, col + 128, end);
       hand_over(gradients, by, row, col, end, tile);
       col += 128;
       if (col >= end) break;
-      if constexpr (kLoadsZLate<1>) load_z(row, col);
       by[0] = unit[0][1], by[1] = unit[1][1];
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i];
@@ -259,22 +234,7 @@ struct DgatedFp8 {
     uint32_t y1s[2][2][8];    // two columns each
     float z_scale[2][2];
     float top_dz = 0.f, top_y1s = 0.f;
-    float top_folded[2] = {};  // of dz times x's scale, left and right
   };
-  // What is constant in a row, through shared memory, because registers are few.
-  __device__ __forceinline__ void fetch_rows(int row0) const {
-    if (lane < 16) {
-      const float* scales = e.row_scales + 2 * static_cast<int64_t>(row0 + lane);
-      cp_async_4(&s.of_row[kProb][16 * warp + lane], e.row_prob + row0 + lane);
-      cp_async_4(&s.of_row[kXScale][16 * warp + lane], scales);
-      cp_async_4(&s.of_row[kDoutScale][16 * warp + lane], scales + 1);
-    }
-    cp_async_commit();
-  }
-  __device__ __forceinline__ float of_row(int what, int h) const {
-    if constexpr (kFolds) return s.of_row[what][16 * warp + slab_row<true>(lane, h)];
-    return what == kProb ? prob[h] : 1.f;
-  }
   // Columns behind the last one, whose products are of another expert.
   __device__ __forceinline__ void clear_right(float (&acc)[64]) {
 #pragma unroll
@@ -363,10 +323,10 @@ struct DgatedFp8 {
       } else {
         compute_row<kSide, false>(h, false, acc, out, by, dprob, row, col, inside);
       }
-      if (kWgradFp8 && !kLoadsZLate<kSide> && next < end) {
+      if (kWgradFp8 && next < end) {
         // The compiler then does not ask for z before the values of both rows have their places:
         // with GeLU registers would not suffice. Nor would they under a clamp for either row.
-        if ((h == 1 || Activation::kClamps) && !kZIsBf16 && !kFolds) __syncwarp();
+        if ((h == 1 || Activation::kClamps) && !kZIsBf16) __syncwarp();
         load_row_of_z(h, row, next);
       }
     }
@@ -409,52 +369,34 @@ struct DgatedFp8 {
     }
     dprob[h] = fmaf(sum, by[h] * scale * scale, dprob[h]);
     out.top_dz = fmaxf(out.top_dz, larger_magnitude(largest_dz) * fabsf(dz_by(out, kSide, h, by)));
-    if constexpr (kFolds)
-      out.top_folded[kSide] =
-          fmaxf(out.top_folded[kSide], larger_magnitude(largest_dz) *
-                                           fabsf(dz_by(out, kSide, h, by) * of_row(kXScale, h)));
     out.top_y1s = fmaxf(out.top_y1s, larger_magnitude(largest_y1) * fabsf(y1s_by(out, kSide, h)));
   }
 
   // What a row of 64 columns is still to be multiplied by.
   __device__ __forceinline__ float dz_by(const Gradients& g, int side, int h,
                                          const float (&by)[2]) const {
-    return by[h] * of_row(kProb, h) * g.z_scale[side][h];
+    return by[h] * prob[h] * g.z_scale[side][h];
   }
   __device__ __forceinline__ float y1s_by(const Gradients& g, int side, int h) const {
-    const float by = of_row(kProb, h) * g.z_scale[side][h] * g.z_scale[side][h];
-    return kFolds ? by * of_row(kDoutScale, h) : by;
+    return prob[h] * g.z_scale[side][h] * g.z_scale[side][h];
   }
 
   // 128 columns, when their scales are known.
   __device__ __forceinline__ void hand_over(const Gradients& g, const float (&by)[2], int row,
                                             int col, int end, const OutputTile& tile) {
-    Multipliers multiplier;
-    if constexpr (kFolds) {
-      multiplier = exchange_folded(g, col, tile);
-    } else {
-      multiplier = exchange(g, col, tile);
-    }
+    const Multipliers multiplier = exchange(g, col, tile);
     uint32_t left[2][8], right[2][8];
-    quantise_dz<0, kFolds>(g, by, kFolds ? multiplier.folded[0] : multiplier.dz, left);
+    quantise_dz<0>(g, by, multiplier.dz, left);
     if constexpr (kWgradFp8) {
       transpose_dz(left, tiles.buffer(kDzLeft));
       tiles.filled(kDzLeft);
     }
-    if constexpr (kFolds) {
-      __syncwarp();  // the compiler then does not mix both encodings
-      quantise_dz<0, false>(g, by, multiplier.dz, left);
-    }
     store_dz(left, row, col);
-    quantise_dz<1, kFolds>(g, by, kFolds ? multiplier.folded[1] : multiplier.dz, right);
+    quantise_dz<1>(g, by, multiplier.dz, right);
     if constexpr (kWgradFp8) {
       tiles.send_dz(kDzLeft, tile.row, 2 * col, e.dz_features);
       transpose_dz(right, tiles.buffer(kDzRight));
       tiles.filled(kDzRight);
-    }
-    if constexpr (kFolds) {
-      __syncwarp();
-      quantise_dz<1, false>(g, by, multiplier.dz, right);
     }
     if (col + 64 < end) store_dz(right, row, col + 64);
     if constexpr (kWgradFp8) store_y1s(g, multiplier.y1s, col, tile);
@@ -462,7 +404,7 @@ struct DgatedFp8 {
   }
 
   struct Multipliers {
-    float dz, y1s, folded[2];  // the last of dz times x's scale, left and right
+    float dz, y1s;
   };
   // Both scales of the turn, from every warp's maxima. Divisions are dear and every lane needs the
   // same four: lanes 0 and 1 make the multipliers, lanes 2 and 3 the scales.
@@ -489,48 +431,16 @@ struct DgatedFp8 {
         (lane % 2 == 0 ? e.dz_t_scale : e.y1s_t_scale)[block * row_blocks + row_block] = quotient;
     }
     __syncwarp();
-    return {__shfl_sync(~0u, quotient, 0), __shfl_sync(~0u, quotient, 1), {}};
-  }
-  // The same where codes are folded: four scales, made by lanes 4 to 7 beside lanes 0 to 3.
-  __device__ __forceinline__ Multipliers exchange_folded(const Gradients& g, int col,
-                                                         const OutputTile& tile) {
-    const float of_warp[4] = {warp_max(g.top_dz), warp_max(g.top_y1s), warp_max(g.top_folded[0]),
-                              warp_max(g.top_folded[1])};
-    float4* slots = s.folded_amax[tiles.turn & 1];
-    if (lane == 0) slots[warp] = make_float4(of_warp[0], of_warp[1], of_warp[2], of_warp[3]);
-    tiles.meet();
-    float mine = kAmaxFloor;
-#pragma unroll
-    for (int i = 0; i < kConsumerWarps; ++i)
-      mine = fmaxf(mine, reinterpret_cast<const float*>(slots + i)[lane % 4]);
-    const bool is_scale = lane / 4 % 2 != 0;
-    const float quotient = __fdiv_rn(is_scale ? mine : kE4m3Max, is_scale ? kE4m3Max : mine);
-    if (warp == 1 && lane / 4 == 1) {
-      const int64_t row_block = tile.row / kTileM, row_blocks = e.rows / kTileM, block = col / 128,
-                    side = lane % 2;
-      if (lane % 4 == 0) {
-        e.dz_scale[row_block * ((p.n + 127) / 128) + block] = quotient;
-      } else if (lane % 4 == 1) {
-        e.y1s_t_scale[block * row_blocks + row_block] = quotient;
-      } else if (col + 64 * side < p.n) {
-        e.dz_t_scale[(2 * block + side) * row_blocks + row_block] = quotient;
-      }
-    }
-    __syncwarp();
-    return {__shfl_sync(~0u, quotient, 0),
-            __shfl_sync(~0u, quotient, 1),
-            {__shfl_sync(~0u, quotient, 2), __shfl_sync(~0u, quotient, 3)}};
+    return {__shfl_sync(~0u, quotient, 0), __shfl_sync(~0u, quotient, 1)};
   }
 
-  // 64 columns; kTimesX: times x's scales of the rows.
-  template <int kSide, bool kTimesX>
+  // 64 columns.
+  template <int kSide>
   __device__ __forceinline__ void quantise_dz(const Gradients& g, const float (&by)[2],
                                               float multiplier, uint32_t (&codes)[2][8]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float of_row_of_dz = dz_by(g, kSide, h, by);
-      if constexpr (kTimesX) of_row_of_dz *= of_row(kXScale, h);
-      const float all = of_row_of_dz * multiplier;
+      const float all = dz_by(g, kSide, h, by) * multiplier;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t (&dz)[2] = g.dz[kSide][h][j];

@@ -19,17 +19,14 @@ void launch_dgated(const Operands& o, const TensorMaps& maps, const typename Epi
 // its first axis is <dy1, y1>, and the operands of wgrad: with `wide` bf16 dz [R, 2I] and y1s [R,
 // I] in place of dz_t and y1s_t, else e4m3 dz_t [2I, R] and y1s_t [I, R] with dz_t_scale and
 // y1s_t_scale, both [ceil(I / 128), R / 128]. Where dz_t or y1s_t is None, only its scales are
-// written; with `wide` or STEADY_SCALES neither may be None. Built with STEADY_SCALES, and not
-// `wide`, dz_t and y1s_t are multiplied by row_scales fp32 [R, 2] (of x, of dout), and dz_t_scale is
-// [I / 64, R / 128]; else row_scales are not read. u, factor: see `take_adapter`. activation: a place
-// in `activation_names()`; first, second: its parameters in the order that stands there, else
-// anything.
+// written; with `wide` neither may be None. u, factor: see `take_adapter`. activation: a place in
+// `activation_names()`; first, second: its parameters in the order that stands there, else anything.
 // Rows at and behind padded_offsets[E] are not written. multiprocessors: how many at most; 0: all.
 void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, TensorView w2_scale,
                         Optional<TensorView> u, Optional<TensorView> factor, TensorView row_token,
                         TensorView row_prob, TensorView padded_offsets, TensorView z, TensorView z_scale, TensorView dz, TensorView dz_scale,
                         TensorView dprob_parts, Optional<TensorView> dz_t, TensorView dz_t_scale,
-                        Optional<TensorView> y1s_t, TensorView y1s_t_scale, TensorView row_scales, bool wide,
+                        Optional<TensorView> y1s_t, TensorView y1s_t_scale, bool wide,
                         int64_t activation, double first, double second, int64_t multiprocessors,
                         int64_t stream) {
   const int64_t rows = row_token.numel();
@@ -61,8 +58,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
       checked_f32(dprob_parts, "dprob_parts", o.device, ceil_div(n, kDprobColumns) * rows);
   const uint8_t *dz_t_data = nullptr, *y1s_t_data = nullptr;
   const bool has_dz = dz_t.has_value(), has_y1s = y1s_t.has_value();
-  TVM_FFI_CHECK((has_dz && has_y1s) || !(wide || sm90::kSteady), ValueError)
-      << "dz_t or y1s_t is None; needed: tensors, where they are wide or have steady scales";
+  TVM_FFI_CHECK((has_dz && has_y1s) || !wide, ValueError)
+      << "dz_t or y1s_t is None; needed: tensors, where they are wide";
   if (wide) {
     more.dz_wide =
         checked<__nv_bfloat16>(dz_t.value(), "dz_t", kDLBfloat, 16, o.device, rows * 2 * n);
@@ -73,11 +70,8 @@ void gather_dgated_gemm(TensorView dout, TensorView dout_scale, TensorView w2, T
     if (has_y1s) y1s_t_data = checked_bytes(y1s_t.value(), "y1s_t", o.device, rows * n);
     more.dz_features = has_dz ? static_cast<int>(2 * n) : 0;
     more.y1s_features = has_y1s ? static_cast<int>(n) : 0;
-    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device,
-                                  sm90::kSteady ? rows / 128 * (n / 64) : blocks);
+    more.dz_t_scale = checked_f32(dz_t_scale, "dz_t_scale", o.device, blocks);
     more.y1s_t_scale = checked_f32(y1s_t_scale, "y1s_t_scale", o.device, blocks);
-    if (sm90::kSteady)
-      more.row_scales = checked_f32(row_scales, "row_scales", o.device, 2 * rows);
   }
   if (rows == 0 || dout.size(0) == 0) return;
   TensorMaps maps = operand_maps(o, 0, sm90::DgatedFp8<sm90::Silu, true>::kColumnGroup);

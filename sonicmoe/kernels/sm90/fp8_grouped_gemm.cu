@@ -2,8 +2,6 @@
 #include "epilogues.cuh"
 #include "launch.hpp"
 
-#include <type_traits>
-
 namespace sonicmoe {
 namespace {
 
@@ -60,8 +58,6 @@ void grouped_gemm(TensorView a, TensorView a_scale, TensorView b, TensorView b_s
   gemm(a, a_scale, b, b_scale, bias, {u, factor}, padded_offsets, out, multiprocessors, stream);
 }
 
-using UpBlocks = std::conditional_t<sm90::kSteady, sm90::SquareBlocks, sm90::GateUpColumns>;
-
 // y1_scale and, where z is stored in INT8, z_scale; b1 where there is one.
 struct GatedOperands {
   float *y1_scale, *z_scale;
@@ -72,7 +68,7 @@ template <class Activation>
 void launch_gated(const Operands& o, const TensorMaps& maps, const Activation& gate,
                   const GatedOperands& more, bool store_z, int64_t multiprocessors,
                   int64_t stream) {
-  using Blocks = UpBlocks;
+  using Blocks = sm90::GateUpColumns;
   store_z ? launch<true, Blocks, sm90::GatedFp8<Activation, true>>(
                 o, maps, {gate, more.y1_scale, more.z_scale, more.b1}, multiprocessors, stream)
           : launch<true, Blocks, sm90::GatedFp8<Activation, false>>(
@@ -80,11 +76,10 @@ void launch_gated(const Operands& o, const TensorMaps& maps, const Activation& g
 }
 
 // z = a[row_token] * b^T + b1 with gate and up columns interleaved; y1 = act(gate) * up. a_scale [T,
-// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)], or, built with STEADY_SCALES, [E,
-// ceil(N / 128), ceil(K / 128)]. Writes z [R, N] unless `store_z` is false: int8 with z_scale [R, N
-// / 128], or, built with Z_BF16, bf16; and y1 e4m3 [R, N / 2] with y1_scale [R, ceil(N / 256)]. b1
-// fp32 [E, N], in the order of b's rows, where the module is built with BIAS, else None.
-// u, factor: see `take_adapter`.
+// ceil(K / 128)], b_scale [E, ceil(N / 256), ceil(K / 128)]. Writes z [R, N] unless `store_z` is
+// false: int8 with z_scale [R, N / 128], or, built with Z_BF16, bf16; and y1 e4m3 [R, N / 2] with
+// y1_scale [R, ceil(N / 256)]. b1 fp32 [E, N], in the order of b's rows, where the module is built
+// with BIAS, else None. u, factor: see `take_adapter`.
 // activation: a place in `activation_names()`; first, second: its parameters in the order that stands
 // there, else anything. Padding rows (row_token -1) come out as if their tokens were zeros.
 // multiprocessors: how many at most; 0: all.
@@ -95,7 +90,7 @@ void gather_gated_gemm(TensorView a, TensorView a_scale, TensorView b, TensorVie
                        double first, double second, bool store_z, int64_t multiprocessors,
                        int64_t stream) {
   const int64_t rows = row_token.numel();
-  Operands o = check_operands<UpBlocks>(a, a_scale, b, b_scale, padded_offsets, rows);
+  Operands o = check_operands<sm90::GateUpColumns>(a, a_scale, b, b_scale, padded_offsets, rows);
   take_adapter({u, factor}, o);
   const int64_t n = o.params.n;
   check_activation(activation);

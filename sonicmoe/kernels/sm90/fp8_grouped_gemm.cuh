@@ -27,13 +27,6 @@ constexpr int kTileK = kRowBytes;  // e4m3
 static_assert(kTileK == kScaleBlock, "scales change between k-blocks, not within");
 static_assert(kTileN == kGateUpBlock, "a tile has one scale of w1");
 static_assert(kTileN == kDprobColumns, "a tile writes one partial sum of dprobs");
-// Scales that stay along K (recipe `row128-dx256`): a warp of a GEMM that gathers multiplies its
-// sums only where a scale of its rows or columns changes.
-#ifdef STEADY_SCALES
-constexpr bool kSteady = true;
-#else
-constexpr bool kSteady = false;
-#endif
 constexpr float kMaxDrop =
     0x1p-44f;  // a scale more than this below the largest before it is treated as this far below
 
@@ -67,12 +60,10 @@ struct OwnMaps {
 using TensorMaps = WithAdapter<OwnMaps, 1>;
 
 struct alignas(1024) SharedStorage : StageMemory {
-  // An epilogue's exchange between warps where codes are folded, and what it knows of rows.
-  float4 folded_amax[kSteady ? 2 : 0][kConsumerWarps];
-  float of_row[kSteady ? 3 : 0][kTileM];
-  float2 amax[2][kConsumerWarps];  // and elsewhere: of dz and of y1s
-  int2 destination;                // of the tile of y1s^T that waits for its sending: token, row
-  uint64_t freed;                  // an epilogue's first buffer: the copy engine has read it
+  // An epilogue's exchange between warps: of dz and of y1s.
+  float2 amax[2][kConsumerWarps];
+  int2 destination;  // of the tile of y1s^T that waits for its sending: token, row
+  uint64_t freed;    // an epilogue's first buffer: the copy engine has read it
 };
 static_assert(sizeof(SharedStorage) + 1024 <= kMostSharedBytes);
 
@@ -246,13 +237,6 @@ __device__ __forceinline__ void add_low_rank(const GemmParams& p, SharedStorage&
   }
 }
 
-// The ratio by which sums change when a scale does; of equal scales exactly 1, which an approximate
-// quotient need not be.
-__device__ __forceinline__ float steady_step(float current, float following) {
-  return __float_as_uint(current) == __float_as_uint(following) ? 1.f
-                                                                : current * reciprocal(following);
-}
-
 template <bool kGather, class Blocks, class Epilogue>
 __device__ __forceinline__ void consume(const GemmParams& p, const typename Epilogue::Params& e,
                                         const TensorMaps& maps, SharedStorage& s) {
@@ -351,56 +335,29 @@ __device__ __forceinline__ void consume(const GemmParams& p, const typename Epil
           scales.load(first + 4);
         }
         if (u == 3) scales.enter();
-        if constexpr (kGather && kSteady) {
-          static_assert(Blocks::kPeriod == 1);
-          float following[TileScales::kCount];
-          bool changes = false;
+        float step[TileScales::kCount] = {};
+        if ((u + 1) % Blocks::kPeriod == 0) {
 #pragma unroll
           for (int i = 0; i < TileScales::kCount; ++i) {
-            following[i] = scales.now[i][(u + 1) % 4];
-            changes |= __float_as_uint(following[i]) != __float_as_uint(current[i]);
+            const float following = scales.now[i][(u + 1) % 4 / Blocks::kPeriod];
+            step[i] = current[i] * reciprocal(following);
+            current[i] = last ? current[i] : following;
           }
-          changes = __any_sync(~0u, changes && rescales);
-          wgmma_wait<0>();
-          fence_registers(acc[0]);
-          fence_registers(acc[1]);
-          release(s, ring.stage, lane);
-          ring.advance();
-          if (changes) {
-            float step[TileScales::kCount];
-#pragma unroll
-            for (int i = 0; i < TileScales::kCount; ++i) {
-              step[i] = steady_step(current[i], following[i]);
-              current[i] = following[i];
-            }
-            rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
-            rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
-          }
-        } else {
-          float step[TileScales::kCount] = {};
-          if ((u + 1) % Blocks::kPeriod == 0) {
-#pragma unroll
-            for (int i = 0; i < TileScales::kCount; ++i) {
-              const float following = scales.now[i][(u + 1) % 4 / Blocks::kPeriod];
-              step[i] = current[i] * reciprocal(following);
-              current[i] = last ? current[i] : following;
-            }
-          }
-          if constexpr (!kGather) {
-            wgmma_wait<1>();
-            fence_registers(acc[0]);
-            if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
-          }
-          wgmma_wait<0>();
-          if constexpr (kGather) fence_registers(acc[0]);
-          fence_registers(acc[1]);
-          release(s, ring.stage, lane);
-          ring.advance();
-          if constexpr (kGather) {
-            if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
-          }
-          if (rescales) rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
         }
+        if constexpr (!kGather) {
+          wgmma_wait<1>();
+          fence_registers(acc[0]);
+          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+        }
+        wgmma_wait<0>();
+        if constexpr (kGather) fence_registers(acc[0]);
+        fence_registers(acc[1]);
+        release(s, ring.stage, lane);
+        ring.advance();
+        if constexpr (kGather) {
+          if (rescales) rescale(acc[0], step[0] * step[kLeft], step[1] * step[kLeft]);
+        }
+        if (rescales) rescale(acc[1], step[0] * step[kRight], step[1] * step[kRight]);
       }
     }
     const float unit[2][2] = {{current[0] * current[kLeft], current[0] * current[kRight]},

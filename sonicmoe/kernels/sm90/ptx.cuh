@@ -265,11 +265,6 @@ __device__ __forceinline__ void cp_async_16_of_256(uint32_t destination, const v
                "l"(source), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void cp_async_4(float* destination, const float* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(destination)),
-               "l"(source)
-               : "memory");
-}
 // 4 bytes; zeros when !valid
 __device__ __forceinline__ void cp_async_4(float* destination, const float* source, bool valid) {
   const int bytes = valid ? 4 : 0;
@@ -282,13 +277,6 @@ __device__ __forceinline__ void cp_async_4(float* destination, const float* sour
 __device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar))
                : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
