@@ -78,7 +78,7 @@ def test_doctors_lines_are_those_of_the_page(tmp_path):
             "arch": "sm_90a", "activation_parameters": [],
         },
         "precision": "both",
-        "kernels": 13 * [{}],
+        "kernels": 18 * [{}],
         "at": "2026-11-22T20:00:00Z",
         "versions": {
             "sonicmoe": "0.1.0", "apache-tvm-ffi": "0.1.15.post2", "nvidia-cutlass-dsl": "4.8.1",
