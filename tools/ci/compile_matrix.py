@@ -66,7 +66,7 @@ from sonicmoe.kernels.triton.variants import all_variants as triton_variants  # 
 WORKER = ROOT / "tests" / "kernels" / "quack_variants.py"
 CHOICES = ("activation", "bias", "store_z", "gather", "transpose", "stored", "halves", "dtype")
 TRITON_CHOICES = ("store_z", "store_y1", "gradient", "step_m")
-# Columns of the table of docs/kernels.md: a target's architecture and class.
+# Columns of the table of docs/lab/compiled_kernels.md: a target's architecture and class.
 Cells = dict[str, dict[tuple[str, str], str]]
 
 
