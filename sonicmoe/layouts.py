@@ -44,20 +44,47 @@ class GateUp(NamedTuple):
         return experts, 2 * rows, hidden
 
 
-StackedWeights = tuple[Tensor | GateUp, Tensor, Tensor | None, Tensor | None]  # w1, w2, b1, b2
+class Codes(NamedTuple):
+    """Stands for a frozen weight that lives as FP8 codes alone, native and contiguous (`weights.frozen`).
+
+    held: uint8 `[E, R, C]`, the bytes of e4m3 codes. scales: int32, the bits of fp32 multipliers per
+    block. Neither dtype is a floating one, so no cast of a model changes them.
+    """
+
+    held: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return self.held.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+
+# w1 (a tensor, `GateUp` or `Codes`), w2 (a tensor or `Codes`), b1, b2.
+StackedWeights = tuple[Any, Any, Tensor | None, Tensor | None]
 
 
 def flat_weights(weights: StackedWeights) -> tuple[Any, ...]:
-    """Tensors alone, always five: `(w1, None, w2, b1, b2)`, or `(gate, up, w2, b1, b2)`."""
-    w1, *others = weights
+    """Tensors alone, always six: `(w1, None, w2, None, b1, b2)`; gate and up in the first two where
+    they are apart; scales behind the codes of each.
+    """
+    w1, w2, b1, b2 = weights
     # By class, because `isinstance` is a call more, and every call of a layer comes here.
-    return (*w1, *others) if type(w1) is GateUp else (w1, None, *others)
+    if type(w1) is Codes and type(w2) is Codes:
+        return *w1, *w2, b1, b2
+    return (*w1, w2, None, b1, b2) if type(w1) is GateUp else (w1, None, w2, None, b1, b2)
 
 
 def weights_of(flat: Sequence[Any]) -> StackedWeights:
     """Inverse of `flat_weights`."""
-    first, up, w2, b1, b2 = flat
-    return first if up is None else GateUp(first, up), w2, b1, b2
+    first, second, w2, scales, b1, b2 = flat
+    if scales is not None:
+        return Codes(first, second), Codes(w2, scales), b1, b2
+    return first if second is None else GateUp(first, second), w2, b1, b2
 
 
 def interleave_gate_up(split: Tensor) -> Tensor:

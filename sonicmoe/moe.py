@@ -18,9 +18,11 @@ from .enums import is_glu as is_gated
 from .errors import ConfigError, EngineUnavailableError, LayoutError, ShapeError, expect
 from .functional import softmax_topk_layer
 from .functional.border import WHOLE, check_router_dtype, need_values, need_whole
+from .functional.frozen import codes_in, frozen_in
 from .functional.peft_pairs import low_rank_of
 from .functional.plan import check_use_fp8
 from .interop import current_stream
+from .layouts import Codes
 from .observe import MOE
 from .refusals import need_shape, need_type
 from .weights.stacked_cache import forget
@@ -205,8 +207,11 @@ class MoE(nn.Module):
             )
             use_fp8 = True
         if fp8_only or backend == KernelBackendMoE.sonicmoe.value:
-            weights = self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
-            if type(weights[0]) not in WHOLE:  # before the router, which may be a part too
+            weights = *self._weights(), self.c_fc.bias, self.c_proj.bias
+            if type(weights[0]) not in (
+                *WHOLE,
+                Codes,
+            ):  # before the router, which may be a part too
                 need_whole("c_fc.weight", weights[0], self)
             logits = self._logits(hidden_states.reshape(-1, self.hidden_size))
             out, counts = softmax_topk_layer(
@@ -230,6 +235,9 @@ class MoE(nn.Module):
                 ConfigError,
                 "use_fp8=True needs kernel_backend_moe=KernelBackendMoE.sonicmoe",
             )
+            words = "kernel_backend_moe is 'torch', and the experts are frozen as codes"
+            is_plain = not isinstance(self._weights()[0], Codes)
+            expect(is_plain, ConfigError, f"{words}; needed: sonicmoe_fp8, or thaw_experts")
             tokens = hidden_states.reshape(-1, self.hidden_size)
             out, logits, counts = self._run_plain(tokens, adapters or Adapters())
             # Under autograd a reshaped tensor is a view, which FSDP2 cannot see written in place.
@@ -265,6 +273,16 @@ class MoE(nn.Module):
         from .diagnostics.capture import dump
 
         dump(self, path)
+
+    def _weights(self) -> tuple[Tensor | Codes, Tensor | Codes]:
+        """Of both projections; `Codes` where they are frozen."""
+        found: list[Tensor | Codes] = []
+        for module in (self.c_fc, self.c_proj):
+            base = module
+            while not isinstance(base, Experts) and hasattr(base, "base_layer"):
+                base = base.base_layer  # peft's wrappers
+            found.append(codes_in(base, "weight") if frozen_in(base) else module.weight)
+        return found[0], found[1]
 
     def _adapters_of_peft(self, given: Adapters | None) -> Adapters | None:
         """Of peft's layers around the experts: their forward, which adds the adapter, is not

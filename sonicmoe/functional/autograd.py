@@ -12,7 +12,7 @@ from ..autograd import refuse_second_derivative
 from ..autograd.torch_bridge import apply_function, refuse_transforms
 from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ActivationParameters, ActivationType
-from ..layouts import GateUp, WeightLayout, flat_weights, weights_of
+from ..layouts import Codes, GateUp, WeightLayout, flat_weights, weights_of
 from ..observe import FACES, STACKED, is_awaited, is_heard
 from ..weights.stacked_cache import Weights
 from .border import check_stored, check_switch
@@ -21,15 +21,15 @@ from .compiled import expert_operator, halves_of
 from .plan import Plan, make_plan
 
 Tensor = torch.Tensor
-WEIGHTS = 5  # so many are `flat_weights`
+WEIGHTS = 6  # so many are `flat_weights`
 
 
 def expert_mlp(
     x: Tensor,
     indices: Tensor,
     probs: Tensor,
-    w1: Tensor | GateUp,
-    w2: Tensor,
+    w1: Tensor | GateUp | Codes,
+    w2: Tensor | Codes,
     b1: Tensor | None,
     b2: Tensor | None,
     activation: ActivationType,
@@ -49,7 +49,7 @@ def expert_mlp(
         indices: int `[T, K]`, expert ids (docs/design.md, "Routing contract").
         probs: fp32 `[T, K]`.
         w1, w2, b1, b2: stacked weights, arranged as `layout` says (default: native `[E, N1, H]`,
-            `[E, H, I]`).
+            `[E, H, I]`). Both are `Codes` where they are frozen, in the native layout; FP8 only.
         parameters: of the activation, those that the layer sets.
         inference: keep nothing for a backward.
         use_fp8: True or False overrides the configuration's FP8 mode.
@@ -161,7 +161,7 @@ class _ExpertMlp(torch.autograd.Function):
         probs: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
-        """Run the engine, and keep its tensors through `save_for_backward`. Behind the five
+        """Run the engine, and keep its tensors through `save_for_backward`. Behind the six
         `flat_weights` are the four factors of adapters, where there are any.
         """
         flat, factors = tensors[:WEIGHTS], tensors[WEIGHTS:]
@@ -172,7 +172,8 @@ class _ExpertMlp(torch.autograd.Function):
         # FP8 weights are copies of their own. Plain ones are the user's: saving them lets autograd
         # refuse a backward after they were changed in place, and they are prepared again for
         # backward, so that no rearranged copy lives from one pass to the other.
-        quantised = plan.settings.recipe is not None
+        # Codes of frozen weights are the user's memory as well.
+        quantised = plan.settings.recipe is not None and flat[3] is None
         ctx.reading = reading if quantised else None
         ctx.save_for_backward(*(() if quantised else flat), *factors, *kept)
         ctx.scales = origin.adapters.scales if factors else None
@@ -180,16 +181,18 @@ class _ExpertMlp(torch.autograd.Function):
         # Who observes this forward sees its backward with the user's tensors. Nobody else may keep
         # those alive.
         ctx.observed = (weights, origin) if is_awaited() else None
-        ctx.dtypes = tuple([None if w is None else w.dtype for w in (flat[0], *flat[2:])])
+        ctx.dtypes = tuple([None if w is None else w.dtype for w in (flat[0], flat[2], *flat[4:])])
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, probs, w1, its up half, w2, b1, b2, and of the factors of adapters."""
+        """Gradients of x, probs, w1, its up half, w2, its scales, b1, b2, and of the factors of adapters."""
         refuse_second_derivative()
         tensors = ctx.saved_tensors
-        x_wanted, probs_wanted, w1_trained, up_trained, *trained = ctx.needs_input_grad[2:]
-        trained = [w1_trained or up_trained, *trained]
+        x_wanted, probs_wanted, w1_trained, up_trained, w2_trained, _, *trained = (
+            ctx.needs_input_grad[2:]
+        )
+        trained = [w1_trained or up_trained, w2_trained, *trained]
         weights, origin = ctx.observed or (None, NOWHERE)
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
@@ -220,7 +223,7 @@ class _ExpertMlp(torch.autograd.Function):
             dprobs = dprobs.view(ctx.shape_of_probs)
         of_tokens = dx if x_wanted else None, dprobs if probs_wanted else None
         nothing = (None,) * (len(trained) - len(gradients))
-        dw1, *others = gradients
+        dw1, dw2, *others = gradients
         are_two = ctx.plan.layout.apart
         halves = halves_of(dw1, w1_trained, up_trained) if are_two else (dw1, None)
-        return (None, None, *of_tokens, *halves, *others, *nothing)
+        return (None, None, *of_tokens, *halves, dw2, None, *others, *nothing)

@@ -17,6 +17,7 @@ from ..refusals import need_dtype, need_shape
 Tensor = torch.Tensor
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CODE_DTYPES = (*WEIGHT_DTYPES, torch.uint8, torch.int32)  # of `layouts.Codes` and biases
 
 
 def need_values(name: str, tensor: Any, module: object = None) -> None:
@@ -130,12 +131,12 @@ def check_stored(
     see `flat_weights`.
     """
     # Asked in every forward, so the usual case is comparisons alone.
-    device = x.device
+    device, dtypes = x.device, WEIGHT_DTYPES if flat[3] is None else CODE_DTYPES
     if type(x) not in WHOLE:
         need_whole(face.x, x, module)
     for index, weight in enumerate(flat):
         if weight is not None and not (
-            weight.dtype in WEIGHT_DTYPES
+            weight.dtype in dtypes
             and weight.device == device
             and weight.layout == torch.strided
             and device.type != "meta"
@@ -143,11 +144,12 @@ def check_stored(
             and weight.shape != _GONE
         ):
             first = face.w1 if flat[1] is None else f"{face.w1}[0]"
-            name = (first, f"{face.w1}[1]", face.w2, face.b1, face.b2)[index]
+            scales = f"{face.w2}[1]"
+            name = (first, f"{face.w1}[1]", face.w2, scales, face.b1, face.b2)[index]
             need_values(face.x, x)
             need_values(name, weight, module)
             need_whole(name, weight, module)
-            need_dtype(name, weight, *WEIGHT_DTYPES)
+            need_dtype(name, weight, *dtypes)
             require_same_device([(face.x, x), (name, weight)])
 
 

@@ -23,7 +23,7 @@ from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import dtypes_of, late_targets, targets_of_each
 from ..gradients.sink import GradientSink
 from ..interop import device_name, is_recomputed, plain_ops
-from ..layouts import GateUp, WeightLayout
+from ..layouts import Codes, GateUp, WeightLayout
 from ..observe import (
     FACES,
     BackwardBegins,
@@ -304,7 +304,7 @@ def _described(
         functools.partial(_native, plan.layout, reading, weights, origin.adapters),
         reading.values,
         {
-            name: tuple(weight) if isinstance(weight, GateUp) else (weight,)
+            name: tuple(weight) if isinstance(weight, (Codes, GateUp)) else (weight,)
             for name, weight in names
             if weight is not None
         },
@@ -318,8 +318,12 @@ def _native(
     layout: WeightLayout, reading: Reading, weights: Weights | None, adapters: Adapters
 ) -> NativeWeights:
     # Quantised weights are kept without the tensors that they were made of, so that a backward
-    # holds no more than it reads. Codes that FSDP2 gathered have no tensors with values at all.
-    if weights is None or codes_behind(weights[1]) is not None:
+    # holds no more than it reads. Codes that FSDP2 gathered have no tensors with values at all, nor
+    # have frozen ones.
+    is_coded = weights is not None and (
+        isinstance(weights[0], Codes) or codes_behind(weights[1]) is not None
+    )
+    if weights is None or is_coded:
         given = (*reading.values(), reading.weights.b1, reading.weights.b2)
     else:
         with plain_ops():

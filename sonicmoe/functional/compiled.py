@@ -57,6 +57,7 @@ def _expert_mlp(
     w1: Tensor,
     w1_up: Tensor | None,
     w2: Tensor,
+    w2_scales: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     up_a: Tensor | None,
@@ -73,7 +74,7 @@ def _expert_mlp(
     """
     plan = plan_of(plan_number)
     _check_config(plan)
-    weights = weights_of((w1, w1_up, w2, b1, b2))
+    weights = weights_of((w1, w1_up, w2, w2_scales, b1, b2))
     adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
     plan, origin = plan.fitted(x, weights), Origin(routes, adapters=adapters)
     how = {"save": save, "static_rows": True, "once": True}
@@ -99,8 +100,8 @@ def _expert_mlp(
 def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
-    weights, factors = weights_of(arguments[:5]), arguments[5:9]
-    plan_number, save = arguments[11:]
+    weights, factors = weights_of(arguments[:6]), arguments[6:10]
+    plan_number, save = arguments[12:]
     plan = plan_of(int(plan_number)).fitted(x, weights)
     # Rows in expert order are one slot each.
     slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
@@ -121,6 +122,7 @@ def _expert_mlp_backward(
     w1: Tensor,
     w1_up: Tensor | None,
     w2: Tensor,
+    w2_scales: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     up_a: Tensor | None,
@@ -140,7 +142,7 @@ def _expert_mlp_backward(
     """`dx, dprobs, dw1, dw2, db1, db2` and of the factors; empty where not wanted. dw1 is `[2, E, I,
     H]` of gate and up in two tensors, because outputs of an operator must not share memory.
     """
-    weights, given = weights_of((w1, w1_up, w2, b1, b2)), (w1, w2, b1, b2)
+    weights, given = weights_of((w1, w1_up, w2, w2_scales, b1, b2)), (w1, w2, b1, b2)
     factors = up_a, up_b, down_a, down_b
     adapters = Adapters.of(factors, (up_scale, down_scale))
     plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes, adapters=adapters)
@@ -180,10 +182,10 @@ def _(
 ) -> list[Tensor]:
     *_, trains_weights, trains_biases, trains_adapters = arguments
     wanted = [trains_weights] * 2 + [trains_biases] * 2 + [trains_adapters] * 4
-    w1, w1_up, *others = arguments[:9]
+    w1, w1_up, w2, _, *others = arguments[:10]
     gradients = [
         tensor.new_empty(tensor.shape) if trains and tensor is not None else x.new_empty(0)
-        for tensor, trains in zip((w1, *others), wanted, strict=True)
+        for tensor, trains in zip((w1, w2, *others), wanted, strict=True)
     ]
     if trains_weights and w1_up is not None:
         gradients[0] = w1.new_empty((2, *w1.shape))
@@ -203,20 +205,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    # The inputs: x, routes, probs, w1, w1_up, w2, b1, b2, four factors of adapters, then four
-    # numbers.
-    wanted = ctx.needs_input_grad[:12]
+    # The inputs: x, routes, probs, w1, w1_up, w2, w2_scales, b1, b2, four factors of adapters, then
+    # four numbers.
+    wanted = ctx.needs_input_grad[:13]
     # Nobody used the output, so there is no gradient to pass on.
     if dout is None:
-        return (None,) * 16
-    trained = any(wanted[3:6]), any(wanted[6:8]), any(wanted[8:])
+        return (None,) * 17
+    trained = any(wanted[3:6]), any(wanted[7:9]), any(wanted[9:])
     found = ctx.saved_tensors  # once: selective checkpointing refuses a second look
-    dx, dprobs, dw1, *others = _expert_mlp_backward(
-        dout, *found[:12], *ctx.low_rank_scales, *found[12:], ctx.plan_number, *trained
+    dx, dprobs, dw1, dw2, *others = _expert_mlp_backward(
+        dout, *found[:13], *ctx.low_rank_scales, *found[13:], ctx.plan_number, *trained
     )
     are_two = trained[0] and found[4] is not None
     halves = halves_of(dw1, *wanted[3:5]) if are_two else (dw1, None)
-    gradients = (dx, None, dprobs, *halves, *others)
+    gradients = (dx, None, dprobs, *halves, dw2, None, *others)
     kept = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return *kept, None, None, None, None
 

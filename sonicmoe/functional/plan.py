@@ -14,7 +14,7 @@ import torch
 
 from ..config import ResolvedConfig, SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights
-from ..engine.select import announce, choose_engine, ready_engine
+from ..engine.select import EngineChoice, announce, choose_engine, ready_engine
 from ..engine.settings import Workload
 from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
 from ..errors import ConfigError, expect
@@ -78,12 +78,14 @@ class Plan:
             self._fits[kind] = found._fits[kind] = found
         return found
 
-    def foretell(self, device: str, *workload: Any) -> None:
+    def foretell(self, device: str, *workload: Any) -> EngineChoice:
         """Log what `fitted` logs, and raise what it raises, but compile nothing. workload: H, I, the
         name of the tokens' dtype, and whether there are biases.
         """
         with self.config.activate():
-            announce(choose_engine(device, self.engine, self._workload(*workload)), device)
+            choice = choose_engine(device, self.engine, self._workload(*workload))
+            announce(choice, device)
+        return choice
 
     def _workload(self, hidden: int, inner: int, dtype: str, bias: bool) -> Workload:
         return Workload(self.settings, hidden, inner, dtype, bias, low_rank=self.low_rank)

@@ -93,8 +93,8 @@ def routed_mlp(
     Returns:
         `[T, H]`, the weighted sum over the experts of all ranks, differentiable in all but indices.
     """
-    w1, w1_up, w2, b1, b2 = flat_weights(weights)
-    assert w1_up is None
+    w1, w1_up, w2, scales, b1, b2 = flat_weights(weights)
+    assert w1_up is None and scales is None
     save = is_differentiated(x, probs, (w1, w2, b1, b2))
     ticket = _routed_dispatch(x.detach(), indices, probs.detach(), group)
     out: Tensor = _routed_mlp(ticket, x, probs, w1, w2, b1, b2, plan_number, save)
@@ -163,7 +163,7 @@ def _routed_mlp(
     save: bool,
 ) -> Tensor:
     """`[T, H]`; x and probs, which have been dispatched, get gradients."""
-    weights, kept = weights_of((w1, None, w2, b1, b2)), _kept_of(ticket)
+    weights, kept = weights_of((w1, None, w2, None, b1, b2)), _kept_of(ticket)
     # The compiler may take two dispatches of the same tensors for one.
     words = "two layers of experts took one dispatch, of the same tokens, ids and probabilities"
     expect(
@@ -218,7 +218,7 @@ def _routed_mlp_backward(
     kept, given = _kept_of(ticket), (w1, w2, b1, b2)
     trained = [trains_weights] * 2 + [trains_biases] * 2
     trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
-    weights = weights_of((w1, None, w2, b1, b2))
+    weights = weights_of((w1, None, w2, None, b1, b2))
     plan = plan_of(plan_number)
     plan = (plan if kept.saved is not None else without_z(plan)).fitted(dout, weights)
     routes, source = kept.tokens.handle, kept.tokens.dout_source

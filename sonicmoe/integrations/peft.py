@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..functional.frozen import freeze_weight, frozen_in, thaw_weight
 from ..functional.peft_pairs import low_rank_of, too_high
-from ..log import log_once
+from ..log import log_once, logger
 from ..weights.stacked_cache import forget
 
 Tensor = torch.Tensor
@@ -80,7 +81,18 @@ def _announcing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        base, name = self.get_base_layer(), self.parameter_name
         forget(self.get_param())
-        return method(self, *arguments, **options)
+        kind = frozen_in(base).get(name)
+        if kind is None:
+            return method(self, *arguments, **options)
+        # peft adds to numbers, and the parameter holds bytes of codes.
+        thaw_weight(base, name, torch.float32)
+        try:
+            return method(self, *arguments, **options)
+        finally:
+            lost = freeze_weight(base, name, *kind)
+            words = "%s of adapters into frozen codes of %s: relative error %.2f %%"
+            logger.log(INFO, words, method.__name__, name, 100 * lost.error)
 
     return call

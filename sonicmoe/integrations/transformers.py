@@ -26,6 +26,7 @@ from ..fsdp import FoundExperts, finders
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
+from ..functional.frozen import check_frozen, frozen_in, frozen_operands
 from ..functional.plan import Plan, make_plan
 from ..interop import device_name, dtype_name, parse_version
 from ..layouts import WeightLayout
@@ -106,10 +107,11 @@ def _foretell(experts: nn.Module) -> None:
     (activation, parameters), layout, down = found, _layout(experts), weights[1]
     use_fp8 = IMPLEMENTATIONS[str(_implementation(experts))]
     plan = make_plan(activation, layout, use_fp8, parameters)
-    dtype = torch.bfloat16 if down.dtype == torch.float32 else down.dtype
+    dtype = torch.bfloat16 if down.dtype in (torch.float32, torch.uint8) else down.dtype
     hidden = down.shape[2 if layout.transposed else 1]
     sizes = int(hidden), layout.intermediate_size(down), dtype_name(dtype), len(weights) > 2
-    plan.foretell("cpu" if down.is_meta else device_name(down), *sizes)
+    choice = plan.foretell("cpu" if down.is_meta else device_name(down), *sizes)
+    check_frozen(experts, plan, choice)
 
 
 def invalidate_caches(model: nn.Module) -> None:
@@ -205,7 +207,7 @@ def _problem_of(experts: nn.Module, weights: Sequence[Any]) -> str | None:
         # A class may keep its weights under other names, or in another form.
         if not isinstance(weight, torch.Tensor):
             return f"has no weight {name}"
-        if weight.dtype not in WEIGHT_DTYPES:
+        if weight.dtype not in WEIGHT_DTYPES and name not in frozen_in(experts):
             return f"has {name} in {weight.dtype}; needed: bfloat16, float16 or float32"
     return None
 
@@ -228,6 +230,7 @@ class _Known(NamedTuple):
 
 
 _known: dict[int, _Known] = {}
+_WITH_CODES = (*WEIGHT_DTYPES, torch.uint8)
 _READ = (
     "has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "_apply_gate", "act_fn", *ALWAYS_READ,
 )  # fmt: skip
@@ -246,7 +249,8 @@ def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any
     if form is not None:
         held = experts._parameters
         given = [held.get(name) for name in form.names]
-        if all([weight is not None and weight.dtype in WEIGHT_DTYPES for weight in given]):
+        dtypes = _WITH_CODES if frozen_in(experts) else WEIGHT_DTYPES
+        if all([weight is not None and weight.dtype in dtypes for weight in given]):
             return form, given
     weight_names = _weight_names(experts)
     given = [getattr(experts, name, None) for name in weight_names]
@@ -301,10 +305,14 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         if isinstance(form, str):
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {form}")
         names, layout, (activation, parameters) = form
-        up, down, *biases = [_local(weight) for weight in given]
+        up, down, *biases = map(_local, given)
         if up is not given[0]:
             _check_part(self, names[0], int(up.shape[0]), int(given[0].shape[0]))
         up_bias, down_bias = biases or (None, None)
+        pairs = Adapters(*map(adapters.get, names[:2])) if adapters else None
+        if frozen_in(self):
+            beside = layout, up_bias, pairs
+            up, down, layout, up_bias, pairs = frozen_operands(self, names, *beside)
         # Parallel models hand over DTensors; the engine computes on this rank's part.
         tokens = _local(hidden_states)
         out = expert_mlp(
@@ -323,7 +331,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             use_fp8=use_fp8,
             face=GATED_EXPERTS if names[0] == "gate_up_proj" else PLAIN_EXPERTS,
             module=self,
-            adapters=Adapters(*map(adapters.get, names[:2])) if adapters else None,
+            adapters=pairs,
         )
         return _in_dtype(out, tokens.dtype)
 

@@ -25,10 +25,11 @@ from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, data_ptr
-from ..layouts import GateUp, StackedWeights, WeightLayout, flat_weights
+from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
+from .frozen import engine_weights
 
 if IS_PADDLE:
     raise FrameworkError(
@@ -101,6 +102,8 @@ def read_weights(
     its weights in place does so at every replay, and `_captured` keeps its buffers for the graph.
     Any other engine prepares the weights inside the graph, in memory that is the graph's own.
     """
+    if type(weights[0]) is Codes:  # nothing is made of these, so nothing can be stale
+        return Reading(engine_weights(engine, weights, settings))
     flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
     present = [weight for weight in flat if weight is not None]
     w1 = present[0]  # its gate half where gate and up are two tensors

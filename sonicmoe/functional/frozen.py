@@ -1,0 +1,142 @@
+"""Frozen weights in the modules that own them.
+
+A frozen parameter keeps its name, its shape and its place in the module. It holds bytes (uint8), and
+its block scales are a second parameter beside it, `NAME_scale` (int32, the bits of fp32). In a
+`state_dict` both say what they are: `NAME_e4m3 [E, R, C]`, native, and `NAME_scale_inv` in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.low_rank import Adapters
+from ..engine.select import EngineChoice
+from ..errors import ConfigError, LayoutError, expect
+from ..layouts import NATIVE, Codes, WeightLayout
+from ..weights.frozen import Rounding, check_reader, from_codes, to_codes
+from .border import WEIGHT_DTYPES, need_values, need_whole
+from .plan import Plan
+
+Tensor = torch.Tensor
+_FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight
+Kinds = dict[str, tuple[WeightLayout, int]]
+
+
+def frozen_in(module: nn.Module) -> Kinds:
+    """The frozen weights of a module by their names: how they would lie, and 0 for w1, 1 for w2."""
+    return module.__dict__.get(_FROZEN, {})
+
+
+def scale_name(name: str) -> str:
+    """Of the parameter that holds a weight's block scales."""
+    return f"{name}_scale"
+
+
+def codes_in(module: nn.Module, name: str) -> Codes:
+    """A frozen weight of a module, by views."""
+    held: Tensor = getattr(module, name)
+    words = f"{name} of {type(module).__name__} is {held.dtype}, and it was frozen as codes"
+    expect(held.dtype == torch.uint8, LayoutError, f"{words}; needed: thaw_experts before a write")
+    turned = frozen_in(module)[name][0].transposed
+    return Codes(held.transpose(1, 2) if turned else held, getattr(module, scale_name(name)))
+
+
+def frozen_operands(
+    module: nn.Module,
+    names: Sequence[str],
+    layout: WeightLayout,
+    b1: Tensor | None,
+    adapters: Adapters | None,
+) -> tuple[Codes, Codes, WeightLayout, Tensor | None, Adapters | None]:
+    """Both frozen weights of a module, and what stands beside them, given in `layout`, as they do."""
+    w1, w2 = [codes_in(module, name) for name in names[:2]]
+    b1 = None if b1 is None else layout.native_b1(b1)
+    return w1, w2, NATIVE, b1, None if adapters is None else adapters.native(layout)
+
+
+def check_frozen(module: nn.Module, plan: Plan, choice: EngineChoice) -> None:
+    """Refuse a plan and its engine that cannot compute with the codes of this module, if it has any."""
+    if frozen_in(module):
+        check_reader(choice.settings or plan.settings, choice.engine.name)
+
+
+def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int) -> Rounding:
+    """Replace a weight by its codes, and give its memory back; nothing is done to a frozen one.
+
+    Args:
+        module: owns the parameter `name`, `[E, ..]` in `layout`.
+        index: 0 for the up-projection, 1 for the down-projection.
+
+    Raises:
+        LayoutError: the weight is a part of one, or has a value that is not finite.
+        ConfigError: the weight is no parameter of its module in a floating dtype.
+    """
+    if name in frozen_in(module):
+        return Rounding()
+    weight = module._parameters.get(name)
+    kind = type(module).__name__
+    words = f"{name} of {kind} is no parameter in {', '.join(map(str, WEIGHT_DTYPES))}"
+    needed = "plain weights without parametrizations"
+    is_plain = weight is not None and weight.dtype in WEIGHT_DTYPES
+    expect(is_plain, ConfigError, f"{words}; needed: {needed}")
+    assert weight is not None
+    need_values(name, weight, module)
+    need_whole(name, weight, module)
+    codes, rounding = to_codes(weight, layout, index)
+    put_codes(module, name, codes, layout, index)
+    return rounding
+
+
+def put_codes(module: nn.Module, name: str, codes: Codes, layout: WeightLayout, index: int) -> None:
+    """Have these codes be the weight `name` of a module."""
+    held = codes.held.transpose(1, 2) if layout.transposed else codes.held
+    for key, tensor in ((name, held), (scale_name(name), codes.scales)):
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else from_pretrained draws it
+        module.register_parameter(key, parameter)
+    if _FROZEN not in module.__dict__:
+        module.register_state_dict_post_hook(_name_codes)
+        module.register_load_state_dict_pre_hook(_take_codes)
+    # A new dictionary, because a shallow copy of a module shares the old one.
+    setattr(module, _FROZEN, {**frozen_in(module), name: (layout, index)})
+
+
+def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Replace a frozen weight by what its codes stand for, in `dtype`; it requires no gradient."""
+    weight = from_codes(codes_in(module, name), *frozen_in(module)[name], dtype)
+    del module._parameters[scale_name(name)]
+    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    setattr(module, _FROZEN, {key: kind for key, kind in frozen_in(module).items() if key != name})
+
+
+def _name_codes(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, (layout, _index) in frozen_in(module).items():
+        held, scales = state.pop(prefix + name), state.pop(prefix + scale_name(name))
+        held = held.transpose(1, 2) if layout.transposed else held
+        state[f"{prefix}{name}_e4m3"] = held.view(torch.float8_e4m3fn)
+        state[f"{prefix}{name}_scale_inv"] = scales.view(torch.float32)
+
+
+def _take_codes(
+    module: nn.Module, state: dict[str, Any], prefix: str, _: Any, __: bool, ___: Any, ____: Any,
+    errors: list[str],
+) -> None:  # fmt: skip
+    for name, (layout, _index) in frozen_in(module).items():
+        plain = state.get(prefix + name)
+        if plain is not None:  # would be copied into the bytes
+            del state[prefix + name]
+            errors.append(
+                f"{prefix}{name} is {plain.dtype}, and the weight is frozen as codes; needed: {prefix}{name}_e4m3 and "
+                f"{prefix}{name}_scale_inv, or thaw_experts(model) before"
+            )
+        held = state.pop(f"{prefix}{name}_e4m3", None)
+        scales = state.pop(f"{prefix}{name}_scale_inv", None)
+        if held is not None:
+            held = held.view(torch.uint8)
+            state[prefix + name] = held.transpose(1, 2) if layout.transposed else held
+        if scales is not None:
+            state[prefix + scale_name(name)] = scales.to(torch.float32).view(torch.int32)

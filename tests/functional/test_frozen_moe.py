@@ -1,0 +1,110 @@
+"""`MoE` whose experts are frozen as FP8 codes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functional.layer_golden import make_layer, make_tokens
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import Adapters, LowRank, SonicMoEConfig
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import ConfigError, LayoutError
+from sonicmoe.integrations.frozen import freeze_experts, frozen_bytes
+from sonicmoe.quant.recipes import ScaleFormat
+from sonicmoe.weights import frozen
+
+H = 32
+
+
+def pairs(moe):
+    generator = torch.Generator().manual_seed(5)
+
+    def pair(experts):
+        count, outputs, inputs = experts.weight.shape
+        sizes = (count, 3, inputs), (count, outputs, 3)
+        return LowRank(*[torch.randn(s, generator=generator).requires_grad_() for s in sizes], 0.3)
+
+    return Adapters(pair(moe.c_fc), pair(moe.c_proj))
+
+
+def run(moe, adapters, how="eager", **options):
+    x, called = make_tokens(19, H).requires_grad_(), moe
+    if how == "compiled":
+        torch._dynamo.reset()
+        called = torch.compile(moe, backend="aot_eager", fullgraph=True)
+
+    def call(tokens):
+        return called(tokens, adapters=adapters, use_fp8=True, **options)[0]
+
+    out = checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)
+    wanted = [x, moe.router.weight, *adapters.factors]
+    wanted += [] if moe.c_fc.bias is None else [moe.c_fc.bias, moe.c_proj.bias]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("activation", [a for a in ActivationType if a.value != "identity"])
+def test_every_gate_computes_as_beside_its_weights(activation, monkeypatch):
+    moe = make_layer(activation, bias=True)
+    adapters = pairs(moe)
+    wanted = run(moe, adapters)
+    # As the engine makes codes of weights that it has.
+    monkeypatch.setattr(frozen, "_FORMATS", (ScaleFormat.FP32,))
+    freeze_experts(moe)
+    for one, other in zip(run(moe, adapters), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compiled", "recomputed z"])
+def test_the_same_bits_however_it_is_called(how):
+    moe = make_layer(bias=True)
+    adapters = pairs(moe)
+    freeze_experts(moe)
+    wanted = run(moe, adapters)
+    with SonicMoEConfig(recompute_z=how == "recomputed z").activate():
+        found = run(moe, adapters, how)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_and_state():
+    moe = make_layer()
+    weights = moe.c_fc.weight.numel() + moe.c_proj.weight.numel()
+    freeze_experts(moe)
+    assert weights < frozen_bytes(moe) < 1.02 * weights
+    assert {"c_fc.weight_e4m3", "c_fc.weight_scale_inv"} < set(moe.state_dict())
+    other = make_layer(seed=1)
+    freeze_experts(other)
+    other.load_state_dict(moe.state_dict())
+    adapters = pairs(moe)
+    for one, two in zip(run(moe, adapters), run(other, adapters), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_write_between_forward_and_backward_is_refused():
+    moe = make_layer()
+    freeze_experts(moe)
+    x = make_tokens(5, H).requires_grad_()
+    out = moe(x, use_fp8=True)[0]
+    moe.c_fc.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_refusals():
+    moe = make_layer()
+    freeze_experts(moe)
+    x = make_tokens(5, H)
+    with pytest.raises(ConfigError, match="computes in BF16"):
+        moe(x)
+    with pytest.raises(ConfigError, match="frozen as codes"):
+        moe(x, "torch")
+    with (
+        SonicMoEConfig(fp8_mode="perf", recipe="iso128").activate(),
+        pytest.raises(ConfigError, match="codes of recipe 'dx256'"),
+    ):
+        moe(x)
+    scales = moe.c_fc.weight_scale
+    moe.c_fc.weight_scale = torch.nn.Parameter(scales[:, :, :0].clone(), requires_grad=False)
+    with pytest.raises(LayoutError, match="one scale per block"):
+        moe(x, use_fp8=True)
