@@ -248,7 +248,7 @@ def operator_inputs(options, save=True, trained=True, apart=False):
     w1 = moe.c_fc.weight, None
     if apart:
         w1 = map(torch.nn.Parameter, layout.user_w1(moe.c_fc.weight.detach()))
-    weights = *w1, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias
+    weights = *w1, moe.c_proj.weight, None, moe.c_fc.bias, moe.c_proj.bias
     low_rank = (*[None] * 4, 0.0, 0.0)
     return (x.requires_grad_(trained), indices, probs, *weights, *low_rank, number_of(plan), save)
 
