@@ -51,8 +51,8 @@ def frozen_operands(
     layout: WeightLayout,
     b1: Tensor | None,
     adapters: Adapters | None,
-) -> tuple[Codes, Codes, WeightLayout, Tensor | None, Adapters | None]:
-    """Both frozen weights of a module, and what stands beside them, given in `layout`, as they do."""
+) -> tuple[Any, Any, WeightLayout, Tensor | None, Adapters | None]:
+    """Both frozen weights of a module, `Codes`, and what stands beside them, given in `layout`, as they do."""
     w1, w2 = [codes_in(module, name) for name in names[:2]]
     b1 = None if b1 is None else layout.native_b1(b1)
     return w1, w2, NATIVE, b1, None if adapters is None else adapters.native(layout)

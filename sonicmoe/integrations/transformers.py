@@ -71,7 +71,6 @@ def register() -> None:
 
 def check_model(model: nn.Module) -> None:
     """Raise for a model whose experts the engine cannot compute; the first forward raises the same.
-
     Logs a warning where the engine could compute them, but another implementation is in force;
     where a forward would warn, as of sizes that no kernel takes; and where peft has to compute
     adapters, whose ranks are too high. Models in fp32 are taken for ones that run under autocast.
@@ -115,8 +114,8 @@ def _foretell(experts: nn.Module) -> None:
 
 
 def invalidate_caches(model: nn.Module) -> None:
-    """Have the next forward make the FP8 copies of every expert anew. Needed only after a write
-    that leaves no trace: through `.data`, or by an optimizer that is no `torch.optim.Optimizer`.
+    """Have the next forward make the FP8 copies of every expert anew. Needed only after a write that
+    leaves no trace: through `.data`, or by an optimizer that is no `torch.optim.Optimizer`.
     """
     for experts in filter(_is_experts, model.modules()):
         up, *_ = _weight_names(experts)
@@ -305,7 +304,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         if isinstance(form, str):
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {form}")
         names, layout, (activation, parameters) = form
-        up, down, *biases = map(_local, given)
+        up, down, *biases = [_local(weight) for weight in given]
         if up is not given[0]:
             _check_part(self, names[0], int(up.shape[0]), int(given[0].shape[0]))
         up_bias, down_bias = biases or (None, None)
@@ -374,9 +373,8 @@ def _check_part(experts: nn.Module, name: str, held: int, whole: int) -> None:
     # Expert parallelism sets the number to that of its own part.
     believed = getattr(experts, "num_experts", whole)
     kind = type(experts).__name__
-    words = (
-        f"{name} of {kind} has {held} of its {believed} experts on this rank: FSDP has sharded it"
-    )
+    part = f"{name} of {kind} has {held} of its {believed} experts on this rank"
+    words = f"{part}: FSDP has sharded it"
     needed = "a call by way of the module that was given to fully_shard, whose forward gathers it"
     expect(held == believed, LayoutError, f"{words}; needed: {needed}")
 
@@ -393,8 +391,7 @@ def _check_version() -> None:
     import transformers
 
     found = transformers.__version__
-    # 5.0 to 5.6 have the registry, but their models refuse every name that is not in a list of
-    # their own.
+    # 5.0 to 5.6 have the registry, but their models refuse names that are not in their own list.
     expect(
         parse_version(found) >= MINIMUM_TRANSFORMERS,
         FrameworkError,
