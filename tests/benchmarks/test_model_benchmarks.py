@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import processes
 import pytest
 import torch
+from worlds import ROOT, environment
 
 pytest.importorskip("transformers", minversion="5.7")
 # transformers' own grouped_mm calls such a function where it is compiled.
@@ -75,3 +77,23 @@ def test_steps_of_a_model(run, tmp_path):
     losses = [row["loss"] for row in figures["rows"].values()]
     assert max(losses) - min(losses) < 0.1
     assert len(said.split("| loss |")[1].strip().splitlines()) == 1 + 3
+
+
+@pytest.mark.slow
+def test_steps_under_fsdp2(tmp_path):
+    found, ways = tmp_path / "f.json", ("stock", "bf16", "fp8", "codes", "codes, one order")
+    options = ["--quick", "--layers=1", "--rounds=1", "--steps=1", f"--json={found}"]
+    options += [f"--way={way}" for way in ways]
+    program = ROOT / "benchmarks" / "fsdp_bench.py"
+    done = processes.run([program, *options], environment(), ROOT, timeout=400)
+    assert done.returncode == 0, done.stderr
+    (size,) = json.loads(found.read_text())["sizes"]
+    rows = size["rows"]
+    assert tuple(rows) == ways
+    for way, row in rows.items():
+        share = row["gathered"] / rows["stock"]["gathered"]
+        # Attention is a third of this layer, and gathered in bf16.
+        assert share == 1.0 if "codes" not in way else 0.5 < share < 0.65, way
+        assert f"| {way} | " in done.stdout
+    losses = [row["loss"] for row in rows.values()]
+    assert max(losses) - min(losses) < 0.1

@@ -63,24 +63,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GatheredBytes:
-    """What FSDP2 copies into its all-gathers, counted."""
+    """What FSDP2 copies into its all-gathers, counted. It stands for the operator that copies."""
 
     def __init__(self) -> None:
-        self.total = 0
-        self._gathers: Any = None
+        self.total, self._copy_in = 0, torch.ops.fsdp.all_gather_copy_in
 
     def __enter__(self) -> GatheredBytes:
-        self._gathers = gather = torch.ops.fsdp.all_gather_copy_in
-
-        def counted(inputs: Any, *others: Any) -> Any:
-            self.total += sum(each.nbytes for each in inputs)
-            return gather(inputs, *others)
-
-        torch.ops.fsdp.all_gather_copy_in = counted
+        torch.ops.fsdp.all_gather_copy_in = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch.ops.fsdp.all_gather_copy_in = self._gathers
+        torch.ops.fsdp.all_gather_copy_in = self._copy_in
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copy_in, name)  # the compiler asks every operator for its overloads
+
+    def __call__(self, inputs: Any, *others: Any) -> Any:
+        self.total += sum(each.nbytes for each in inputs)
+        return self._copy_in(inputs, *others)
 
 
 def trained(

@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+"""A training step of Qwen3-30B-A3B with fewer layers under FSDP2 over all GPUs of a host: each decoder
+layer is compiled and a unit of its own. One process per GPU; the ways take turns.
+
+    benchmarks/fsdp_bench.py --json a.json                             # all GPUs, 4,096 and 16,384 tokens each
+    torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4 --trace
+    benchmarks/fsdp_bench.py --way stock --way codes --way "codes, one order"
+    benchmarks/fsdp_bench.py --quick                                   # tiny, two CPU ranks: is it right?
+
+| way | what |
+|---|---|
+| stock | transformers' `grouped_mm` |
+| bf16, fp8 | this engine, on gathered values |
+| codes | this engine in FP8, on gathered codes (`sonicmoe.fsdp.gather_codes`) |
+| codes, one order | the same with `iso_weight`: a backward gathers forward's order, and transposes it |
+
+| figure | what |
+|---|---|
+| ms | of a step by the host's clock, median of the rounds; the N steps of a round are timed together |
+| gathered MB | what a rank gives to the all-gathers of decoder layers in one step, experts and the rest |
+| peak GiB | of a step on this GPU, without the parameters and AdamW's state of the other models |
+| loss | of the last step, on this rank |
+
+Values and codes need models of their own, with equal weights at the beginning. `--trace` prints the
+kernels that take the most time of one step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from model_step_bench import GIB, LENGTH, WARM_UPS, config_of
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+from sonicmoe import SonicMoEConfig
+from sonicmoe.bench.runner import machine
+from sonicmoe.bench.timing import trace_of
+from sonicmoe.bench.trace import kernels_of, short_name
+from sonicmoe.fsdp import gather_codes
+from sonicmoe.integrations.transformers import register
+
+# Implementation of the experts, and the configuration under which codes are gathered; None: values.
+WAYS: dict[str, tuple[str, SonicMoEConfig | None]] = {
+    "stock": ("grouped_mm", None),
+    "bf16": ("sonicmoe", None),
+    "fp8": ("sonicmoe_fp8", None),
+    "codes": ("sonicmoe_fp8", SonicMoEConfig(fp8_mode="perf")),
+    "codes, one order": ("sonicmoe_fp8", SonicMoEConfig(fp8_mode="perf", iso_weight=True)),
+}
+DEFAULT = ("stock", "bf16", "fp8", "codes")
+OF_A_LAYER = 5  # inputs of an all-gather, at least; embeddings, norm and head are three
+
+
+class Gathered:
+    """Bytes of this rank's inputs to FSDP2's all-gathers of layers, counted where it copies them. It
+    stands for the operator that does.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._copy_in = torch.ops.fsdp.all_gather_copy_in
+        torch.ops.fsdp.all_gather_copy_in = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copy_in, name)  # the compiler asks every operator for its overloads
+
+    def __call__(self, inputs: Any, *others: Any) -> Any:
+        if len(inputs) >= OF_A_LAYER:
+            self.bytes += sum(each.numel() * each.element_size() for each in inputs)
+        return self._copy_in(inputs, *others)
+
+
+@dataclass
+class Figures:
+    """Of one way and one number of tokens."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+    gathered: int = 0
+    loss: float = float("nan")
+    kernels: dict[str, float] = field(default_factory=dict)
+
+
+class Training:
+    """A sharded model with its optimizer."""
+
+    def __init__(
+        self, config: SonicMoEConfig | None, layers: int, vocabulary: int, masters: bool,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        quick = device.type == "cpu"
+        sizes = config_of(layers, quick)
+        sizes.vocab_size = min(sizes.vocab_size, vocabulary)
+        torch.manual_seed(0)
+        before = 0 if quick else torch.cuda.memory_allocated()
+        dtype = torch.float32 if masters else torch.bfloat16
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+        self.model.train()
+        if config is not None:
+            # Rounds run without a configuration, because a graph is of one only.
+            self.model.set_experts_implementation("sonicmoe_fp8")
+            with config.activate():
+                gather_codes(self.model)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in self.model.model.layers:
+            layer.compile(backend="aot_eager" if quick else "inductor")
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=not quick)
+        self._device = device
+        self.resident = (0 if quick else torch.cuda.memory_allocated()) - before
+        self._has_state = False
+
+    def steps(self, tokens: int, count: int) -> float:
+        """Forward, backward and AdamW; the loss of the last step, which waits for the device."""
+        length = min(tokens, LENGTH)
+        before = 0 if self._device.type == "cpu" else torch.cuda.memory_allocated()
+        for _ in range(count):
+            shape, vocabulary = (tokens // length, length), self.model.config.vocab_size
+            ids = torch.randint(vocabulary, shape, device=self._device)
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        last = float(loss.detach())
+        if not self._has_state and self._device.type != "cpu":
+            self.resident += torch.cuda.memory_allocated() - before  # AdamW's, and codes of shards
+        self._has_state = True
+        return last
+
+
+class Rank:
+    """What one rank measures. Prints where it is the first."""
+
+    def __init__(self, device: torch.device, options: dict[str, Any]) -> None:
+        self.device, self.options = device, options
+        self.on_gpu = device.type == "cuda"
+        self.say = click.echo if dist.get_rank() == 0 else lambda _: None
+        self.gathered = Gathered()
+        self.trainings: dict[Any, Training] = {}
+
+    def training(self, way: str) -> Training:
+        """Of this way; those on values share one."""
+        _, config = WAYS[way]
+        if config not in self.trainings:
+            given = config, self.options["layers"], self.options["vocabulary"]
+            self.say(f"a model for {way} ...")
+            self.trainings[config] = Training(*given, self.options["masters"], self.device)
+            gc.collect()
+            if self.on_gpu:
+                torch.cuda.empty_cache()
+        return self.trainings[config]
+
+    def round(self, way: str, tokens: int, count: int, figures: Figures) -> None:
+        """Time `count` steps behind one that follows the change of the implementation."""
+        training = self.training(way)
+        training.model.set_experts_implementation(WAYS[way][0])
+        training.steps(tokens, 1)
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        self.gathered.bytes, begin = 0, time.perf_counter()
+        figures.loss = training.steps(tokens, count)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        figures.seconds.append((time.perf_counter() - begin) / count)
+        figures.gathered = self.gathered.bytes // count
+        if self.on_gpu:
+            others = sum(t.resident for t in self.trainings.values() if t is not training)
+            figures.peak = max(figures.peak, torch.cuda.max_memory_allocated() - others)
+
+    def trace(self, way: str, tokens: int, figures: Figures) -> None:
+        """Milliseconds of one step, by kernel."""
+        training = self.training(way)
+        training.model.set_experts_implementation(WAYS[way][0])
+        training.steps(tokens, 1)
+        with torch.profiler.profile() as profiler:
+            training.steps(tokens, 1)
+        found: dict[str, float] = defaultdict(float)
+        for kernel in kernels_of(trace_of(profiler)):
+            found[short_name(kernel.name)] += kernel.us / 1e3
+        figures.kernels = dict(sorted(found.items(), key=lambda each: -each[1]))
+        self.say(f"\n{way}, {tokens} tokens: {sum(found.values()):.1f} ms of kernels")
+        for name, ms in list(figures.kernels.items())[:20]:
+            self.say(f"  {ms:8.2f} ms  {name[:100]}")
+
+    def measure(self, tokens: int) -> dict[str, Figures]:
+        """Rounds of all ways in turns; the first ones only warm up. A way that fails in those is left
+        out, and the reason printed.
+        """
+        found = {}
+        for way in self.options["ways"]:
+            begin, problem = time.perf_counter(), ""
+            try:
+                self.round(way, tokens, 1 if not self.on_gpu else WARM_UPS, Figures())
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            failed = torch.tensor(float(bool(problem)), device=self.device)
+            dist.all_reduce(failed)
+            if failed.item():
+                self.say(f"{way} is left out: {problem or 'another rank failed'}")
+                continue
+            found[way] = Figures()
+            self.say(f"{way}: warm after {time.perf_counter() - begin:.0f} s")
+        for index in range(self.options["rounds"]):
+            for way, figures in found.items():
+                self.round(way, tokens, self.options["steps"], figures)
+            took = ", ".join(f"{way} {1e3 * f.seconds[-1]:.1f}" for way, f in found.items())
+            self.say(f"round {index + 1}, ms: {took}")
+        if self.options["trace"] and self.on_gpu:
+            for way, figures in found.items():
+                self.trace(way, tokens, figures)
+        return found
+
+
+def table(found: dict[str, Figures], tokens: int) -> str:
+    """In Markdown."""
+    rows = [
+        f"\n{tokens} tokens of a GPU\n",
+        "| way | tokens/s of a GPU | ms | of the first | gathered MB | of the first | peak GiB | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first = next(iter(found.values()))
+    base = statistics.median(first.seconds)
+    for way, figures in found.items():
+        seconds = statistics.median(figures.seconds)
+        rows.append(
+            f"| {way} | {tokens / seconds:.0f} | {1e3 * seconds:.1f} | {base / seconds:.2f}x "
+            f"| {figures.gathered / 1e6:.1f} | {figures.gathered / max(1, first.gathered):.3f} "
+            f"| {figures.peak / GIB:.1f} | {figures.loss:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def run_rank(
+    rank: int, port: int | None, size: int, tokens: list[int], quick: bool,
+    json_file: Path | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """One rank's part of everything; `port` is None where torchrun has set the variables."""
+    if port is not None:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
+        given = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({name: str(value) for name, value in given.items()})
+    device = torch.device("cpu" if quick else f"cuda:{os.environ['LOCAL_RANK']}")
+    if quick:
+        torch.set_num_threads(1)  # ranks that share cores wait for each other's threads
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if quick else "nccl", device_id=None if quick else device)
+    register()
+    measuring, written = Rank(device, options), []
+    measuring.say(f"{size} ranks, {options['layers']} layers, {machine()}")
+    for count in tokens:
+        found = measuring.measure(count)
+        measuring.say(table(found, count))
+        written.append({"tokens": count, "rows": {way: vars(f) for way, f in found.items()}})
+        # After every size: a later one may not fit.
+        if json_file is not None and rank == 0:
+            figures = {"machine": machine(), "ranks": size, "options": options, "sizes": written}
+            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@click.command(help=__doc__)
+@click.option("--layers", type=click.IntRange(1), default=6, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), multiple=True, default=(4096, 16384),
+              show_default=True, help="Of a step and a GPU; several times for several sizes.")  # fmt: skip
+@click.option("--vocabulary", type=click.IntRange(1), default=32000, show_default=True)
+@click.option("--masters", is_flag=True, help="Parameters in fp32, gathered in bf16.")
+@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=DEFAULT,
+              show_default=True)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")
+@click.option("--trace", is_flag=True, help="Kernels of one step.")
+@click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
+@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+def main(
+    tokens: tuple[int, ...], ranks: int | None, quick: bool, json_file: Path | None, **options: Any
+) -> None:
+    """Start the ranks, or be one of torchrun's."""
+    if not quick and not torch.cuda.is_available():
+        raise click.ClickException("this needs GPUs, or --quick")
+    if quick:
+        tokens, options["layers"] = (64,), min(options["layers"], 2)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ["WORLD_SIZE"]) if launched else ranks
+    size = size or (2 if quick else torch.cuda.device_count())
+    common = size, list(tokens), quick, json_file, options
+    if launched:
+        run_rank(int(os.environ["RANK"]), None, *common)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (port, *common), nprocs=size)
+
+
+if __name__ == "__main__":
+    main()
