@@ -97,3 +97,20 @@ def test_steps_under_fsdp2(tmp_path):
         assert f"| {way} | " in done.stdout
     losses = [row["loss"] for row in rows.values()]
     assert max(losses) - min(losses) < 0.1
+
+
+def test_models_with_frozen_experts(run, tmp_path):
+    found = tmp_path / "f.json"
+    said = run("frozen_bench", "--quick", "--rounds=1", "--steps=3", "--rank=4", "--json", found)
+    figures = json.loads(found.read_text())
+    assert [each["model"] for each in figures["models"]] == ["Qwen3-30B-A3B", "gpt-oss-120b"]
+    for each in figures["models"]:
+        assert each["step s"] > 0 and each["codes GiB"] > 0 and len(each["losses"]) == 4
+        assert each["losses"][-1] < each["losses"][0]
+        assert f"| {each['model']} | step s {each['step s']:.2f} |" in said
+    layer = figures["layer"]["figures"]
+    assert set(layer) == {"codes alone", "two orders", "one order", "compiled"}
+    assert layer["compiled"]["error"] < 0.01 < layer["codes alone"]["error"] < 0.1
+    assert layer["two orders"] != layer["codes alone"] and all(
+        e["wall"] > 0 for e in layer.values()
+    )
