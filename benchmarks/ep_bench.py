@@ -189,7 +189,7 @@ class Ranks:
 
 
 def contestants(
-    layer: Layer, ranks: Ranks, precisions: tuple[str, ...], split: bool, operator: bool,
+    layer: Layer, ranks: Ranks, precisions: tuple[str, ...], operator: bool,
     accumulate: int, max_load: float,
 ) -> Iterator[Contestant]:  # fmt: skip
     """All that can be made here, warmed up."""
@@ -205,11 +205,7 @@ def contestants(
     yield from made("all-to-all", lambda: all_to_all(layer))
     yield from made("MinimalAsyncEP", lambda: minimal_async_ep(layer))
     yield from made("experts alone, grouped_mm", lambda: stock_alone(layer))
-    experts = {
-        (name, late): OurExperts(layer, name, late, accumulate)
-        for name in precisions
-        for late in (False, True)[: 1 + split]
-    }
+    experts = {name: OurExperts(layer, name, accumulate) for name in precisions}
     for name, options in ways(max_load):
         before: float | None = ranks.taken_outside()
         given = {**options, "max_tokens": layer.shape.T}
@@ -217,12 +213,12 @@ def contestants(
         dispatcher = ranks.tried(name, make)
         if dispatcher is None:
             continue
-        for (precision, late), own in experts.items():
-            whole = f"{name}, {precision}{', split_wgrad' if late else ''}"
+        for precision, own in experts.items():
+            whole = f"{name}, {precision}"
             given = dispatcher, precision, own
             yield from made(whole, partial(our_layer, layer, whole, *given), before)
             before = None
-            if name == "collective, waiting" and not late and precision != "fp8-rows":
+            if name == "collective, waiting" and precision != "fp8-rows":
                 yield from made(f"experts alone, {precision}", partial(ours_alone, layer, *given))
         for precision in precisions if operator else ():
             whole = f"operator, {name}, {precision}"
@@ -359,7 +355,6 @@ def sizes_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--accumulate", type=click.Choice((1, 2, CALLS)), default=1, show_default=True,
               help="Calls between two optimizer steps.")  # fmt: skip
-@click.option("--split", is_flag=True, help="Also with split_wgrad.")
 @click.option("--operator", is_flag=True, help="Also the operator of torchtitan's blocks.")
 @click.option("--max-load", default=1.5, show_default=True, help="Of the ways with a bound.")
 @click.option("--trace", "with_trace", is_flag=True, help="Kernels, and time without any.")

@@ -226,13 +226,13 @@ def gate_first(dw1: Tensor) -> Tensor:
 class OurExperts:
     """The node on copies of the layer's weights, with fp32 `main_grad`."""
 
-    def __init__(self, layer: Layer, precision: str, split_wgrad: bool, accumulate: int) -> None:
+    def __init__(self, layer: Layer, precision: str, accumulate: int) -> None:
         """accumulate: calls between two optimizer steps."""
         self.weights = [torch.nn.Parameter(weight) for weight in native_copies(layer)]
         for weight in self.weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        options = {"config": config_of(precision, layer.device), "split_wgrad": split_wgrad}
-        self._node = SonicMoEMlpNode.from_native(*self.weights, **options)
+        config = config_of(precision, layer.device)
+        self._node = SonicMoEMlpNode.from_native(*self.weights, config=config)
         self._accumulate, self._calls = accumulate, 0
 
     def __call__(self, tokens: Dispatched) -> Tensor:
@@ -243,7 +243,6 @@ class OurExperts:
     def end_call(self) -> None:
         """Behind every backward."""
         self._calls += 1
-        self._node.finish_wgrad()
         if self._calls % self._accumulate == 0:
             self._node.step()  # FP8 quantises the weights anew
 

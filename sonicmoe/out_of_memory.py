@@ -54,8 +54,8 @@ STATES = {
         "zero_grad) and run the step again"
     ),
     "weight gradients": (
-        "none of this backward's was added. finish_wgrad() and step() may be repeated; after an "
-        "error in a backward, drop the gradients of this optimizer step everywhere "
+        "this addition has added nothing, and one that a schedule put off may be repeated; after "
+        "an error in a backward, drop the gradients of this optimizer step everywhere "
         "(node.discard_grads(), zero_grad) and run the step again"
     ),
     "make_copies()": "nothing has changed, and the call may be repeated",

@@ -245,7 +245,7 @@ def check_node(have, config: SonicMoEConfig, **options):
     main_grads = {
         f"{name}.main_grad": parameter.main_grad for name, parameter in parameters.items()
     }
-    waits = options.get("flush") == "step" or options.get("split_wgrad")
+    waits = options.get("flush") == "step"
     before_step = main_grads if waits else {}
     with untouched(**inputs):
         with untouched(**before_step):
@@ -256,7 +256,6 @@ def check_node(have, config: SonicMoEConfig, **options):
                 given = (have.x, tokens_per_expert, have.indices, have.probs)
                 results = differentiated(node(*given), [have.x, have.probs], have.dout)
                 node(*given).backward(have.dout, inputs=list(parameters.values()))
-            node.finish_wgrad()
             node.invalidate_caches()
         node.step()
     assert counts == listed

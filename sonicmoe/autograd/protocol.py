@@ -64,7 +64,6 @@ class DifferentiableCall(ABC):
         *,
         reached: Sequence[bool] | None = None,
         collected: bool = False,
-        following: Any = None,
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
         """Gradients of the outputs -> gradients of the inputs (None for those that never have one),
         and of the parameters.
@@ -77,8 +76,6 @@ class DifferentiableCall(ABC):
                 (`torch.autograd.grad(loss, x)`, `loss.backward(inputs=[x])`, `paddle.grad(loss, x)`).
             collected: the caller takes gradients of parameters for itself and wants none accumulated
                 (`torch.autograd.grad(loss, weight)`, `paddle.grad(loss, weight)`).
-            following: the autograd node that takes the first input's gradient, where the framework
-                names it; a hook on it runs after that node.
         """
 
 

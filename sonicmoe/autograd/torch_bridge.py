@@ -39,20 +39,16 @@ class _CallFunction(torch.autograd.Function):
         them.
         """
         refuse_second_derivative()
-        following = ctx.next_functions  # one per tensor among the arguments
         saved = None
         try:
             saved = _take_saved(ctx)
             # Parameters that are no inputs of the node are the call's affair.
             reached, collected = None, False
             if ctx.call.attaches_parameters:
+                following = ctx.next_functions  # one per tensor among the arguments
                 reached, collected = asked_for([node for node, _ in following[ctx.num_inputs :]])
             of_inputs, of_parameters = ctx.call.backward(
-                gradients,
-                saved,
-                reached=reached,
-                collected=collected,
-                following=following[0][0],
+                gradients, saved, reached=reached, collected=collected
             )
         except Exception as error:
             # A backward that raised before it dropped z, for want of memory, may be repeated.

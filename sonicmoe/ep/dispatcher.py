@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from .interface import (
     zero_rows_unless,
     zero_where_not_here,
 )
-from .side_stream import SideStream
 
 Tensor = torch.Tensor
 
@@ -112,11 +110,9 @@ class DispatchCall(DifferentiableCall):
     tokens_per_expert: list[int] | None
     tokens: BlockScaledTensor | None = None
 
-    def __init__(
-        self, transport: Transport, topk_idx: Tensor, forms: Forms, side: SideStream
-    ) -> None:
+    def __init__(self, transport: Transport, topk_idx: Tensor, forms: Forms) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
-        self.transport, self.topk_idx, self.forms, self.side = transport, topk_idx, forms, side
+        self.transport, self.topk_idx, self.forms = transport, topk_idx, forms
 
     def explain(self, error: Exception, during: str) -> None:
         self.transport.explain(error, "dispatch" if during == "forward" else "combine of dx")
@@ -150,11 +146,7 @@ class DispatchCall(DifferentiableCall):
         self, gradients: tuple[Tensor, ...], saved: Any = None, **_: Any
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         """A combine of dx that carries dprobs."""
-        # On the stream of high priority, because a node with `split_wgrad` computes weight
-        # gradients beside it: the kernels that sum the rows would wait for the end of those.
-        combine = partial(self.route.dispatch_backward, *gradients)
-        moves = self.transport.moves
-        dx, dweights = self.side.run(combine, *gradients) if moves else combine()
+        dx, dweights = self.route.dispatch_backward(*gradients)
         return (dx.to(self.dtype), dweights), []
 
 
@@ -185,15 +177,14 @@ class Dispatcher:
     """
 
     def __init__(self, transport: Transport, fp8: bool = False, fp8_grad: bool = False) -> None:
-        """Stateless but for the transport and the stream of the combine of dx. fp8, fp8_grad: how
-        tokens and gradients travel where a dispatch does not say.
+        """Stateless but for the transport. fp8, fp8_grad: how tokens and gradients travel where a
+        dispatch does not say.
         """
         check_forms(fp8, fp8_grad)
         self.transport, self.fp8, self.fp8_grad = transport, fp8, fp8_grad
         self.num_experts = transport.num_experts
         self.num_local_experts = transport.num_local_experts
         self.name = transport.name
-        self.side = SideStream()
 
     @autograd.eagerly
     def dispatch(
@@ -270,7 +261,7 @@ class Dispatcher:
         autograd.refuse_transforms((x, topk_weights))
         if any(forms):
             self.transport.check_quantised(int(x.shape[1]))
-        call = DispatchCall(self.transport, ids.contiguous(), forms, self.side)
+        call = DispatchCall(self.transport, ids.contiguous(), forms)
         # Without gradients the autograd function is left out: no backward comes for which it would
         # have to keep the route.
         recorded = grad_enabled() and (requires_grad(x) or requires_grad(topk_weights))

@@ -52,7 +52,8 @@ def set_wgrad_deferral_hook(hook: Hook | None) -> None:
     if hook is not None and not IS_PADDLE:
         raise FrameworkError(
             "set_wgrad_deferral_hook needs Paddle, whose backward hooks can be fired from outside a "
-            "backward; under PyTorch: a node with split_wgrad=True"
+            "backward; under PyTorch: delay_wgrad_compute of Megatron-Core, whose schedule takes "
+            "the weight gradients of sonicmoe.integrations.megatron"
         )
     _hook = hook
 

@@ -50,8 +50,8 @@ class Overwriting:
         """Refuse to write gradients that wait."""
         if rule is FirstBackward.OVERWRITE and self._way is FlushMode.STEP:
             raise ConfigError(
-                "first_backward='overwrite' with flush='step' (or split_wgrad): gradients wait for "
-                "step(), which adds them; needed: flush='auto', or first_backward='add'"
+                "first_backward='overwrite' with flush='step': gradients wait for step(), "
+                "which adds them; needed: flush='auto', or first_backward='add'"
             )
 
     def begin(self, rule: FirstBackward, parameters: Sequence[Tensor]) -> None:
@@ -138,8 +138,8 @@ class Overwriting:
             if wanted and getattr(parameter, "overwrite_main_grad", False):
                 raise ConfigError(
                     f"{self._name_of(index)}.overwrite_main_grad is true, which asks each backward "
-                    "to write main_grad, and with flush='step' (or split_wgrad) gradients wait for "
-                    "step(), which adds them; needed: flush='auto', or a flag that is false"
+                    "to write main_grad, and with flush='step' gradients wait for step(), "
+                    "which adds them; needed: flush='auto', or a flag that is false"
                 )
 
     def _refuse_shared(self, parameters: Sequence[Tensor]) -> None:

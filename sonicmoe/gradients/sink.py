@@ -195,20 +195,20 @@ class GradientSink:
             except BaseException:
                 # Memory of this backward alone is dropped with it.
                 if targets.adding and (batch.is_direct or batch.waits):
-                    self.give_up(batch.is_direct)
+                    self._give_up(batch.is_direct)
                 targets.adding = False
                 raise
             finally:
                 if order is not None:
                     order.leave()
 
-    def give_up(self, is_direct: bool = False) -> None:
+    def _give_up(self, is_direct: bool) -> None:
         """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
         self._incomplete = _PARTLY_IN_MAIN_GRAD if is_direct else _PARTLY_HERE
 
     def close(self, batch: Batch) -> list[Tensor | None]:
-        """A backward has added its gradients, or has handed them to a queue that will. Returns
-        those that autograd is to accumulate, one entry per parameter.
+        """A backward has added its gradients. Returns those that autograd is to accumulate, one
+        entry per parameter.
         """
         returned: list[Tensor | None] = [None] * len(batch.trained)
         # Counted here and not when the memory was opened: a backward may fail in between.

@@ -20,7 +20,7 @@ from ..routing.metadata import RoutingMetadata
 from ..weights.changes import OPTIMIZER_STEPPED, change_watchers
 from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
-from .late_wgrad import WgradOffer, WgradQueue, WgradStore
+from .late_wgrad import WgradOffer, WgradStore
 from .questions import Questions
 
 Tensor = torch.Tensor
@@ -31,7 +31,6 @@ class LayerState:
     them. Holds no activation, and no memory before the first call.
 
     sizes: E, H and I.
-    wgrad_queue: takes weight gradients that are put off; None where nothing is.
     offers: gives the one to whom each weight's gradient is offered, if there is one now.
     face: a key of `observe.FACES`, for those who observe the calls.
     questions: what is asked of a loop that looks wrong.
@@ -41,30 +40,21 @@ class LayerState:
         self,
         parameters: ExpertParameters,
         flush: FlushMode | str = FlushMode.AUTO,
-        split_wgrad: bool = False,
         idle_grads: bool = True,
     ) -> None:
         """Wrap the parameters, and check the others; reads and allocates nothing."""
         way = member_of(FlushMode, flush, "flush")
-        need_type("split_wgrad", split_wgrad, bool, "True or False", ConfigError)
-        if split_wgrad and flush == "backward":
-            raise ConfigError(
-                "split_wgrad with flush='backward': gradients must be complete when a backward "
-                "returns; needed: flush='step', or 'auto', which then means 'step'"
-            )
         need_type("idle_grads", idle_grads, bool, "True or False", ConfigError)
-        waits = split_wgrad or way is FlushMode.STEP
         words = "idle_grads is False and gradients wait for step(), which adds all of them"
-        expect(idle_grads or not waits, ConfigError, f"{words}; needed: flush='auto'")
+        expect(
+            idle_grads or way is not FlushMode.STEP, ConfigError, f"{words}; needed: flush='auto'"
+        )
         self.idle_grads = idle_grads
         self.parameters = parameters
         (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
         self.sizes = experts, hidden, inner
         self.weights = LayerWeights(parameters)
-        # Weight gradients that are put off can go nowhere before step(): hooks, reductions and
-        # clearing all come before they exist.
-        self.gradients = GradientSink(parameters, FlushMode.STEP if split_wgrad else way)
-        self.wgrad_queue = WgradQueue() if split_wgrad else None
+        self.gradients = GradientSink(parameters, way)
         self.offers: Callable[[], WgradOffer | WgradStore | None] | None = None
         self.face = NODE
         self.questions = Questions()
@@ -84,7 +74,6 @@ class LayerState:
         if waiting == 1:
             change_watchers.add(self)
         if not self.gradients.accepts(parameters, trained):
-            self.finish_wgrad()
             self.gradients.flush()
         batch = self.gradients.open(engine, settings, parameters, trained, dout)
         self.questions.at_backward(batch.added, waiting)
@@ -134,8 +123,3 @@ class LayerState:
     def trained(self) -> Iterator[Tensor]:
         """The parameters that want a gradient, looked up when the first is asked for."""
         yield from filter(requires_grad, self.parameters.parameters())
-
-    def finish_wgrad(self) -> None:
-        """Have every weight gradient that was put off added, in stream order."""
-        if self.wgrad_queue is not None:
-            self.wgrad_queue.finish()

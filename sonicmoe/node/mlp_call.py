@@ -158,7 +158,6 @@ class MlpCall(DifferentiableCall):
         *,
         reached: Sequence[bool] | None = None,
         collected: bool = False,
-        following: Any = None,
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
         """`(dout,)` -> `(dx, dprobs)` and gradients to return per parameter; the others are added
         to `main_grad`, or wait in the node.
@@ -188,10 +187,6 @@ class MlpCall(DifferentiableCall):
             # expensive.
             left = partial(self._weight_gradients, returned, batch)
             emit(BackwardDone(self._described(int(dx.shape[0])), dx, dprobs, left))
-        if self.state.wgrad_queue is not None:
-            # Last, because everything that the caller's stream needs for dx must be launched before
-            # weight gradients fill the GPU.
-            self.state.wgrad_queue.launch_after(following)
         of_inputs = dx, dprobs.reshape([-1]) if self.is_sorted else dprobs, None, None
         return (*of_inputs[: self.num_inputs - self.num_behind], *behind), returned
 
@@ -216,20 +211,15 @@ class MlpCall(DifferentiableCall):
         behind += () if self.adapters is None else self.adapters.gradients(pending)
         returned: list[Tensor | None] = [None] * len(trained)
         if batch is not None:
-            if state.wgrad_queue is None:
-                state.gradients.add(self.engine, pending, batch)
-            else:
-                state.wgrad_queue.submit(self._work(), pending, batch)  # dx need not wait for them
+            state.gradients.add(self.engine, pending, batch)
             returned = state.gradients.close(batch)
             if not state.idle_grads:
                 returned = state.of_busy(returned, self.parameters, pending.routing)
         elif self.wgrad_offer is not None:
-            self._work().offer(self.wgrad_offer, trained, pending)
+            about = self.engine, self.settings, self.parameters
+            work = WgradWork(state.gradients, self.config, *about)
+            work.offer(self.wgrad_offer, trained, pending)
         return dx, dprobs, behind, returned, batch
-
-    def _work(self) -> WgradWork:
-        about = self.engine, self.settings, self.parameters
-        return WgradWork(self.state.gradients, self.config, *about)
 
     def _probs_in_slots(self, rows: int, probs: Tensor | None) -> Tensor:
         """`[T, K]`, for those who observe the call."""
@@ -268,9 +258,9 @@ class MlpCall(DifferentiableCall):
         self, returned: Sequence[Tensor | None], batch: Batch | None
     ) -> Iterator[tuple[str, Tensor]]:
         """The weight gradients of this backward, by name, wherever they were left; those that
-        `wgrad_queue` puts off are nowhere yet.
+        were put off are nowhere yet.
         """
-        if batch is None or self.state.wgrad_queue is not None:
+        if batch is None:
             return
         if batch.waits:
             yield from self.state.gradients.held().items()

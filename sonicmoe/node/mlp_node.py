@@ -41,7 +41,6 @@ class NodeOptions(TypedDict, total=False):
     config: SonicMoEConfig | None
     activation_parameters: Parameters
     flush: FlushMode | str
-    split_wgrad: bool
 
 
 class SonicMoEMlpNode(NodeUpkeep):
@@ -78,9 +77,6 @@ class SonicMoEMlpNode(NodeUpkeep):
             `main_grad`, or to `.grad`. Until then their memory stays in place and nobody else
             writes it. With "auto" the framework's gradient hooks see complete gradients, once per
             weight and backward. Hooks that take a gradient get None for one in `main_grad`.
-        split_wgrad: a backward returns dx before the weight gradients are computed, so that the
-            combine of dx need not wait: a side stream of the GPU computes them. Needs flush
-            "step", which "auto" then means.
         idle_grads: what an expert without a row in a batch gets where its gradients go to autograd:
             True: zeros, by which an optimizer with weight decay or momentum still moves it. False:
             none, so that `.grad` stays as it is. Each backward then waits for the GPU, to read the
@@ -108,7 +104,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         config: SonicMoEConfig | None = None,
         activation_parameters: Parameters = None,
         flush: FlushMode | str = "auto",
-        split_wgrad: bool = False,
         idle_grads: bool = True,
     ) -> None:
         activation = member_of(ActivationType, activation_type, "activation_type")
@@ -119,7 +114,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         parameters = PerExpertParameters(
             experts, n_experts, hidden_size, intermediate_size, activation
         )
-        state = LayerState(parameters, flush, split_wgrad, idle_grads)
+        state = LayerState(parameters, flush, idle_grads)
         self._init(state, activation, config, activation_parameters)
 
     @classmethod
@@ -161,11 +156,9 @@ class SonicMoEMlpNode(NodeUpkeep):
         cls,
         parameters: FusedParameters,
         flush: FlushMode | str = "auto",
-        split_wgrad: bool = False,
         **options: Any,
     ) -> SonicMoEMlpNode:
-        state = LayerState(parameters, flush, split_wgrad)
-        return cls.over(state, parameters.activation, **options)
+        return cls.over(LayerState(parameters, flush), parameters.activation, **options)
 
     @classmethod
     def over(

@@ -65,9 +65,6 @@ class NodeUpkeep:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
         micro-batches.
         """
-        # Weight gradients that were put off must be in the accumulators before these are handed
-        # over.
-        self.finish_wgrad()
         gradients = self._state.gradients
         # Where none waits there is no stage, and nothing that an activated configuration decides.
         if not gradients.waiting:
@@ -80,12 +77,6 @@ class NodeUpkeep:
         ):
             gradients.flush()
 
-    def finish_wgrad(self) -> None:
-        """Have every weight gradient that `split_wgrad` put off added to the accumulators, in
-        stream order.
-        """
-        self._state.finish_wgrad()
-
     def invalidate_caches(self) -> None:
         """Forget everything derived from the weights; call it after loading or swapping weights
         outside an optimizer step.
@@ -97,9 +88,6 @@ class NodeUpkeep:
         backward that failed half-way. What was added to `main_grad` goes when that is cleared; with
         `first_backward="overwrite"` the next backward writes over it, or `step()` zeroes it.
         """
-        # First, because additions that still run on the side stream must not follow the zeroing.
-        if self._state.wgrad_queue is not None:
-            self._state.wgrad_queue.discard()
         self._state.gradients.discard()
 
     def release_grads(self) -> None:
@@ -109,8 +97,6 @@ class NodeUpkeep:
         Raises:
             RuntimeError: they hold gradients that were not flushed.
         """
-        # The side stream may still add into the memory that is about to be freed.
-        self.finish_wgrad()
         self._state.gradients.release()
 
     def prequantize_weights(self) -> None:

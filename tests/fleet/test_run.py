@@ -252,5 +252,5 @@ def test_a_first_backward_since_a_step_that_nobody_calls_is_refused(problem):
 @pytest.mark.skipif(IS_PADDLE, reason="Paddle has the hook")
 def test_the_deferral_hook_is_refused_by_pytorch():
     set_wgrad_deferral_hook(None)
-    with pytest.raises(FrameworkError, match=r"needs Paddle.*split_wgrad=True"):
+    with pytest.raises(FrameworkError, match=r"needs Paddle.*delay_wgrad_compute"):
         set_wgrad_deferral_hook(lambda *_: False)

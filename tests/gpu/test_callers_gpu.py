@@ -27,7 +27,7 @@ def config_of(engine, **changes):
 
 ENGINES = ("hopper", "bf16")
 CONFIGS = [config_of("hopper"), config_of("hopper", fp8_wgrad=False), config_of("bf16")]
-WAYS = ({}, {"flush": "step"}, {"flush": "step", "split_wgrad": True})
+WAYS = ({}, {"flush": "step"})
 NODES = [
     *((engine, {}, options) for engine in ENGINES for options in WAYS),
     ("hopper", {"fp8_mode": "mem"}, {}),

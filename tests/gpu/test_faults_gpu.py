@@ -38,7 +38,7 @@ def bf16(**changes):
 FP8, MEM, BF16 = hopper(), hopper(fp8_mode="mem"), bf16()
 LEAST = hopper(fp8_mode="mem", iso_weight=True, recompute_z=True)
 PLAIN_WGRAD, STAGEWISE = hopper(fp8_wgrad=False), bf16(stagewise_memory=True)
-STEP, SPLIT = {"flush": "step"}, {"flush": "step", "split_wgrad": True}
+STEP = {"flush": "step"}
 FUSED, NATIVE = {"arrangement": "fused"}, {"arrangement": "native"}
 
 # Name: (configuration, where gradients go, options of the layer). `main_grad` is memory of its own or
@@ -58,11 +58,10 @@ CASES = {
     "fp8, plain wgrad, mem": (hopper(fp8_mode="mem", fp8_wgrad=False), "own", {}),
     "fp8, plain wgrad, native": (PLAIN_WGRAD, "own", NATIVE),
     "fp8, stacked": (FP8, "none", FUSED),
-    "fp8, split_wgrad": (FP8, "own", SPLIT),
-    "fp8, mem, split_wgrad": (MEM, "own", SPLIT),
+    "fp8, mem, step": (MEM, "own", STEP),
     "bf16, recompute_z": (bf16(recompute_z=True), "none", {}),
     "bf16, grad": (BF16, "grad", {}),
-    "bf16, split_wgrad": (BF16, "own", SPLIT),
+    "bf16, step": (BF16, "own", STEP),
     "bf16, stagewise, native": (STAGEWISE, "own", NATIVE),
 }
 

@@ -113,10 +113,10 @@ def test_a_receiver_of_the_gradient_may_be_expanded():
 
 
 def test_a_dispatcher_that_quantises_both_ways():
-    """The bits of codes that were made beside the node, on the side stream's kernels too."""
+    """The bits of codes that were made beside the node."""
     problem, results = Problem(3), []
     tokens, dout = quantize_tokens(problem.x), quantize_tokens(problem.dout)
-    for ways in ({}, {"flush": "step", "split_wgrad": True}):
+    for ways in ({}, {"flush": "step"}):
         node, weights = problem.node(**ways)
         x = problem.x.clone().requires_grad_()
         dispatcher = make_dispatcher(E, fp8=True, fp8_grad=True)

@@ -4,7 +4,6 @@ stream, never with stale weights.
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import pytest
@@ -24,7 +23,6 @@ from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.kernels.sm90 import engine_sources
 from sonicmoe.quant import gpu
 from sonicmoe.routing import backends
-from sonicmoe.routing.build import num_rows_bound
 
 pytestmark = pytest.mark.gpu
 
@@ -76,22 +74,16 @@ def memory_mode(**changes):
     return SonicMoEConfig(**{"fp8_mode": "perf", "engine": "hopper"} | changes)
 
 
-STEP, SPLIT, FUSED = (
-    {"flush": "step"},
-    {"flush": "step", "split_wgrad": True},
-    {"arrangement": "fused"},
-)
+STEP, FUSED = {"flush": "step"}, {"arrangement": "fused"}
 SYNC_FREE = {
     "plain": (FP8, {}),
     "iso_weight and recompute_z": (memory_mode(iso_weight=True, recompute_z=True), {}),
     "mem": (memory_mode(fp8_mode="mem"), {}),
     "plain wgrad": (PLAIN_WGRAD, {}),
     "step": (FP8, STEP),
-    "split_wgrad": (FP8, SPLIT),
     "from_fused": (FP8, FUSED),
     "bf16": (BF16, {}),
     "bf16, step": (BF16, STEP),
-    "bf16, split_wgrad": (BF16, SPLIT),
     "bf16, from_fused": (BF16, FUSED),
 }
 
@@ -198,58 +190,17 @@ def test_two_streams_share_a_node(config):
 
 
 @pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
-def test_split_weight_gradients_are_the_same_bits(config):
+def test_weight_gradients_that_wait_are_the_same_bits(config):
     """Whatever the caller writes into memory that a backward has dropped."""
     batches = batches_of(700, 4096, 300)
     wanted = whole_step(layer(config), *batches)
     for _ in range(3):
-        made, results = layer(config, split_wgrad=True), []
+        made, results = layer(config, **STEP), []
         for batch in batches:
             results += made.run(batch)
             torch.full([len(batch[0]) * K * 4, 2 * I], float("nan"), device="cuda")
         made.node.step()
         assert_same_bits(results + made.main_grads, wanted)
-
-
-def test_split_weight_gradients_outlive_the_callers_memory():
-    """The side stream is late, and the caller's goes on and takes every byte that the backward has
-    dropped.
-    """
-    made, (batch,) = layer(**SPLIT), batches_of(700)
-    wanted = whole_step(layer(), batch)[3:]
-    made.run(batch)
-    made.node.step()
-    made.clear()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(made.node._state.wgrad_queue._stream):
-        torch.cuda._sleep(LONG)
-    made.run(batch)
-    rows = num_rows_bound(len(batch[0]) * K, E, 128)
-    sizes = [n * rows for n in (I, 2 * I, H)] * 8
-    held = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
-    made.node.step()
-    assert_same_bits(made.main_grads, wanted)
-    del held
-
-
-def test_accumulators_outlive_their_node():
-    """The node is gone while its side stream is still to add: the memory that the caller gets next
-    must not be added to.
-    """
-    made, (batch,) = layer(AUTO, split_wgrad=True), batches_of(700)
-    made.run(batch)
-    made.node.step()
-    torch.cuda.synchronize()
-    bytes_held = made.node.gradient_bytes
-    with torch.cuda.stream(made.node._state.wgrad_queue._stream):
-        torch.cuda._sleep(2 * LONG)
-    made.run(batch)
-    del made
-    gc.collect()
-    sizes = (bytes_held // 12, bytes_held // 6)
-    taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(8)]
-    torch.cuda.synchronize()
-    assert bytes_held > 0 and not any(bool(tensor.any()) for tensor in taken)
 
 
 class TestWeightsThatChange:

@@ -87,7 +87,6 @@ class NodeSubject(Subject):
         yield "after a forward"
         call.backward()
         yield "after the first backward"
-        node.finish_wgrad()
         node.flush_grads()
         node.step()
         yield "after a step"
@@ -171,7 +170,7 @@ SUBJECTS = {
         "native", SonicMoEConfig(fp8_mode="mem"), "absent"
     ),
     "node, step": lambda: NodeSubject("fused", FP8, 0.0, flush="step"),
-    "node, split": lambda: NodeSubject("per_expert", None, 0.0, split_wgrad=True),
+    "node, step, per expert": lambda: NodeSubject("per_expert", None, 0.0, flush="step"),
 }
 if not IS_PADDLE:
     SUBJECTS |= {

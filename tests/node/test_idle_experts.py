@@ -85,6 +85,5 @@ def test_an_optimizer_leaves_them_as_it_does_in_a_loop(shared, counted):
 
 
 def test_what_waits_is_refused_by_name():
-    for options in ({"flush": "step"}, {"split_wgrad": True}):
-        with pytest.raises(ConfigError, match="idle_grads is False and gradients wait for step"):
-            SonicMoEMlpNode(experts_of(), E, H, I, idle_grads=False, **options)
+    with pytest.raises(ConfigError, match="idle_grads is False and gradients wait for step"):
+        SonicMoEMlpNode(experts_of(), E, H, I, idle_grads=False, flush="step")

@@ -144,7 +144,6 @@ REFUSED_ARGUMENTS = [
 ]
 TANH = r"activation_type is 'tanh'; needed: one of \['swiglu', "
 FLUSHES, UNKNOWN = r"needed: one of \['auto', 'step'\]", ("direct", "prompt", "sometimes")
-SPLIT = r"split_wgrad with flush='backward'.*needed: flush='step'"
 IMPOSSIBLE = SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True)
 # The same of a node's construction.
 REFUSED_EXPERTS = [
@@ -155,8 +154,6 @@ REFUSED_EXPERTS = [
     (ConfigError, TANH, {"activation_type": "tanh"}),
     (ConfigError, "iso_weight", {"config": IMPOSSIBLE}),
     *((ConfigError, rf"flush is '{gone}'; {FLUSHES}", {"flush": gone}) for gone in UNKNOWN),
-    (ConfigError, SPLIT, {"flush": "backward", "split_wgrad": True}),
-    (ConfigError, "split_wgrad is str; needed: True or False", {"split_wgrad": "off"}),
     (ShapeError, r"up_gate_proj\.weight", {"intermediate_size": 47}),
 ]
 

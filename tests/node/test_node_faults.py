@@ -38,8 +38,7 @@ CASES = {
     "fp8, mem": (MEM, PER_EXPERT, "fresh", {}),
     "fp8, recompute z": (FROM_SCRATCH, "fused", "bound", {}),
     "step": (FULL, PER_EXPERT, "bound", {"flush": "step"}),
-    "split": (FULL, PER_EXPERT, "bound", {"split_wgrad": True}),
-    "split, fp8": (FP8, "fused", "bound", {"split_wgrad": True}),
+    "step, fp8": (FP8, "fused", "bound", {"flush": "step"}),
 }
 
 
@@ -151,7 +150,7 @@ def test_repeated_calls_give_the_bits_of_a_run_without_a_fault(case, caplog):
 
 
 @pytest.mark.skipif(IS_PADDLE, reason="Paddle runs a PyLayer's backward once")
-@pytest.mark.parametrize("case", ["plain", "fp8", "plain, .grad", "split"])
+@pytest.mark.parametrize("case", ["plain", "fp8", "plain, .grad", "step"])
 def test_the_same_graph_takes_a_second_backward(case):
     """Whose first one ran out of memory."""
     wanted, allocations = count(case)

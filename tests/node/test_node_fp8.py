@@ -183,10 +183,10 @@ class TestBothWays:
             wanted = layer.result(layer.step(decoded, decoded))
         assert_same_bits(got, wanted)
 
-    def test_weight_gradients_that_are_put_off(self, problem, way):
+    def test_weight_gradients_that_wait(self, problem, way):
         arrived = way.of(problem)
-        split = way.result(problem, arrived, split_wgrad=True)
-        assert_same_bits(split, way.result(problem, arrived))
+        waited = way.result(problem, arrived, flush="step")
+        assert_same_bits(waited, way.result(problem, arrived))
 
     @pytest.mark.parametrize("use_reentrant", [True, False])
     def test_activation_recompute(self, problem, way, use_reentrant):

@@ -340,10 +340,9 @@ class TestGradientMemory:
 
 class TestCopies:
     @every_flush
-    @pytest.mark.parametrize("split", [False, True])
-    def test_a_copy_of_a_node_has_no_gradients(self, flush, split):
+    def test_a_copy_of_a_node_has_no_gradients(self, flush):
         """They are for the parameters of the original, which alone hands them over."""
-        layer = made(flush, split_wgrad=split)
+        layer = made(flush)
         layer.run()
         copied = copy.deepcopy(layer.node)
         assert copied.gradient_bytes == 0

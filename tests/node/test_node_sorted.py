@@ -47,10 +47,10 @@ class Case:
             tensor.requires_grad_()
         self.activation, self.dout = activation, torch.randn(T, H)
 
-    def node(self, store=None, split_wgrad=False, **options):
+    def node(self, store=None, **options):
         modules, sizes = (self.up, self.down), (E, H, I)
         numbered = NumberedParameters(*modules, sizes, self.activation, **options)
-        state = LayerState(numbered, split_wgrad=split_wgrad)
+        state = LayerState(numbered)
         state.offers = None if store is None else lambda: store
         return SonicMoEMlpNode.over(state, self.activation)
 
@@ -152,7 +152,7 @@ def test_what_is_frozen_gets_no_gradient_and_takes_no_sum(train, fp8_mode, recip
             bias.requires_grad_(is_trained)
         for weight in case.weights:
             weight.requires_grad_(train == "weights")
-        node = case.node(split_wgrad=True)
+        node = case.node()
         case.run(node).backward(case.dout)
         node.step()
     assert len(asked) == (train != "weights")

@@ -1,5 +1,5 @@
 """When gradients move: with `flush="step"` nobody touches the memory of gradients that wait; correct
-loops read no warning; `split_wgrad` hands dx over before dw is computed.
+loops read no warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from sonicmoe.enums import FlushMode
 from sonicmoe.node import questions
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
-each_split = pytest.mark.parametrize("split", [False, True])
 
 
 def scale(layer, factor=0.5):
@@ -68,11 +67,10 @@ each_clearing = pytest.mark.parametrize("clear", CLEARINGS)
 class TestWhileGradientsWait:
     """The memory that they go to stays where it is, and nobody else writes it."""
 
-    @each_split
     @pytest.mark.parametrize("touch", [zero, scale, remove, replace, take_away])
-    def test_the_next_backward_and_step_refuse_and_drop_nothing(self, touch, split):
+    def test_the_next_backward_and_step_refuse_and_drop_nothing(self, touch):
         """Nobody can tell a skipped batch from a reduction that came too early."""
-        layer = Layer(flush="step", split_wgrad=split, main_grad=1.0)
+        layer = Layer(flush="step", main_grad=1.0)
         layer.run()
         touch(layer)
         words = r"experts\[0\].up_gate_proj.weight.*gradients of 1 backward.*discard_grads\(\)"
@@ -317,10 +315,10 @@ class TestQuestions:
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_split_gives_the_same_bits(arrangement):
+def test_waiting_gives_the_same_bits(arrangement):
     batches, results = problems(3), []
-    for split in (False, True):
-        layer = Layer(batches[0], arrangement=arrangement, split_wgrad=split, main_grad=0.0)
+    for flush in FLUSHES:
+        layer = Layer(batches[0], arrangement=arrangement, flush=flush, main_grad=0.0)
         calls = [layer.call(problem) for problem in batches]
         for call in calls:
             call.backward()
@@ -332,7 +330,6 @@ def test_split_gives_the_same_bits(arrangement):
 WAYS = {
     "auto": ({"flush": "auto"}, "left a part of them in main_grad; zero main_grad"),
     "step": ({"flush": "step"}, r"left a part of them in the node; call node.discard_grads\(\)"),
-    "split": ({"split_wgrad": True}, r"left a part of them in the node; call node.discard_grads"),
 }
 
 
@@ -346,7 +343,6 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(way):
     layer.run()
     with no_room(half_way=True):
         layer.run()
-        layer.node.finish_wgrad()
     for refused in (layer.node.step, layer.node.flush_grads):
         with pytest.raises(RuntimeError, match=words):
             refused()
@@ -363,9 +359,8 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(way):
     layer.node.release_grads()
 
 
-@each_split
-def test_discarded_gradients_never_arrive(said, split):
-    layer = Layer(flush="step", split_wgrad=split, main_grad=0.0)
+def test_discarded_gradients_never_arrive(said):
+    layer = Layer(flush="step", main_grad=0.0)
     for _ in range(2):
         layer.run()
     layer.node.discard_grads()

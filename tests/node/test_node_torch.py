@@ -26,7 +26,6 @@ from sonicmoe.engine.interface import FreshTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ep import LocalDispatcher
 from sonicmoe.errors import RoutingError
-from sonicmoe.node.late_wgrad import WgradQueue
 
 if IS_PADDLE:
     pytest.skip("what only PyTorch has; tests/paddle has Paddle's", allow_module_level=True)
@@ -157,13 +156,11 @@ class TestGraphsRunTwice:
             torch.autograd.grad((call.out + call.x).sum(), call.x, create_graph=True)
 
     @pytest.mark.parametrize("flush", FLUSHES)
-    @pytest.mark.parametrize("split", [True, False])
-    def test_backward_to_other_inputs_only_adds_nothing(self, flush, split):
+    def test_backward_to_other_inputs_only_adds_nothing(self, flush):
         """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the
         real backwards alone.
         """
         wanted, layer = (Layer(flush=flush, main_grad=0.0) for _ in range(2))
-        layer.node._state.wgrad_queue = WgradQueue() if split else None
         call = layer.call()
         call.out.backward(call.dout, inputs=[call.x], retain_graph=True)
         torch.autograd.grad(call.out, [call.probs], call.dout, retain_graph=True)

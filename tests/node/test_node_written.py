@@ -142,9 +142,8 @@ class TestFlag:
         layer.run()
         assert not layer.has_gradients()
 
-    @pytest.mark.parametrize("options", [{"flush": "step"}, {"split_wgrad": True}])
-    def test_gradients_that_wait_cannot_be_written(self, options):
-        layer = Layer(main_grad=1.0, **options)
+    def test_gradients_that_wait_cannot_be_written(self):
+        layer = Layer(main_grad=1.0, flush="step")
         flag(layer.weights[:1])
         words = r"experts\[0\].up_gate_proj.weight.overwrite_main_grad is true.*flush='auto'"
         with pytest.raises((ConfigError, OSError), match=words):
@@ -316,12 +315,11 @@ class TestStepZeroes:
 class TestRefused:
     """By name, and nothing is written."""
 
-    @pytest.mark.parametrize("options", [{"flush": "step"}, {"split_wgrad": True}])
-    def test_gradients_that_wait(self, options):
+    def test_gradients_that_wait(self):
         words = "first_backward='overwrite' with flush='step'"
         with pytest.raises(ConfigError, match=words):
-            written_first(**options)
-        layer = Layer(main_grad=1.0, config=None, **options)
+            written_first(flush="step")
+        layer = Layer(main_grad=1.0, config=None, flush="step")
         with OVERWRITE.activate():
             call = layer.call()
         with pytest.raises((ConfigError, OSError), match=words):
