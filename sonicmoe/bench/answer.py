@@ -9,6 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
+from ..config import current_config
+from ..engine.capabilities import Workload
+from ..engine.settings import EngineSettings
+from ..enums import ActivationType
+from ..quant.recipes import RECIPES
 from .shapes import Shape
 
 KEPT_CALLS = 4  # calls for one write of the weights: micro-batches of an optimizer step
@@ -85,6 +90,13 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         """Everything, with the advice."""
         return {**asdict(self), "advice": self.advice}
+
+
+def workload_of(shape: Shape, name: str) -> Workload:
+    """What an engine must be able to compute to run the way `name`, `BF16` or `FP8`."""
+    recipe = RECIPES[current_config().recipe] if name == FP8 else None
+    settings = EngineSettings(ActivationType.SWIGLU, recipe)
+    return Workload(settings, shape.hidden, shape.intermediate)
 
 
 def _us(way: Way, mode: str) -> float:

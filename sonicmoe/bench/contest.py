@@ -19,7 +19,7 @@ from ..errors import SonicMoEError
 from ..functional.autograd import expert_mlp
 from ..host import require_memory
 from ..layouts import WeightLayout
-from .answer import BF16, FP8, KEPT_CALLS, STOCK, Answer, Way
+from .answer import BF16, FP8, KEPT_CALLS, STOCK, Answer, Way, workload_of
 from .shapes import Shape
 from .timing import MIB
 from .workload import Batch
@@ -151,7 +151,7 @@ def contest(shape: Shape, device: str, rounds: int = ROUNDS) -> Answer:
     for name, layer in layers(device).items():
         entrant = Entrant(layer, batch, weights)
         try:
-            _may_run(name, device)
+            _may_run(name, shape, device)
             for _ in range(WARM_UPS):
                 entrant.call(True)
             entrants[name] = entrant
@@ -171,10 +171,10 @@ def contest(shape: Shape, device: str, rounds: int = ROUNDS) -> Answer:
     return Answer(shape, ways, notes, measured=True)
 
 
-def _may_run(name: str, device: str) -> None:
-    """EngineUnavailableError where FP8 would run as BF16, which would be timed twice."""
+def _may_run(name: str, shape: Shape, device: str) -> None:
+    """EngineUnavailableError where FP8 would run without FP8: its times would be BF16's."""
     if name == FP8 and device != "cpu":
-        choose_engine(device, EngineName.HOPPER)
+        choose_engine(device, EngineName.HOPPER, workload_of(shape, name))
 
 
 def _way(name: str, entrants: Mapping[str, Entrant], refusals: Mapping[str, str]) -> Way:

@@ -7,7 +7,9 @@ added to fp32 `main_grad`.
 
 from __future__ import annotations
 
-from .answer import KEPT_CALLS, Answer, Way
+from ..engine.capabilities import BF16 as BF16_ENGINE
+from ..engine.capabilities import HOPPER, problem
+from .answer import BF16, FP8, KEPT_CALLS, Answer, Way, workload_of
 from .cost_model import evaluate
 from .models import CARD, DATE, nearest
 from .shapes import Shape
@@ -66,8 +68,14 @@ def estimate(shape: Shape) -> Answer:
     ]
     # z is kept as bf16, or as INT8 codes with an fp32 scale for each 128.
     ways = (
-        Way("BF16", bf16, bf16, memory_mib=2 * z / MIB),
-        Way("FP8", fp8 + quantise, fp8 + quantise / KEPT_CALLS,
+        Way(BF16, bf16, bf16, memory_mib=2 * z / MIB),
+        Way(FP8, fp8 + quantise, fp8 + quantise / KEPT_CALLS,
             memory_mib=(z * (1 + 4 / 128) + 2 * weights) / MIB),
     )  # fmt: skip
-    return Answer(shape, ways, tuple(notes), measured=False)
+    records = {BF16: BF16_ENGINE, FP8: HOPPER}
+    refusals = {way: problem(records[way], workload_of(shape, way), "sm_90a") for way in records}
+    able = tuple(
+        way if refusals[way.name] is None else Way(way.name, refusal=refusals[way.name])
+        for way in ways
+    )
+    return Answer(shape, able, tuple(notes), measured=False)

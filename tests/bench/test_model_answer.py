@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from framework import torch
 
 from sonicmoe.bench import contest as contest_module
-from sonicmoe.bench.answer import Answer, Way
+from sonicmoe.bench.answer import Answer, Way, workload_of
 from sonicmoe.bench.contest import Entrant, contest, ours, random_weights, stock
 from sonicmoe.bench.cost_model import fit_model
 from sonicmoe.bench.estimate import COEFFICIENTS, H100, HELD_OUT_ERROR, estimate
@@ -150,6 +150,26 @@ def test_an_estimate_of_what_is_kept_is_near_the_measured_one():
     found = estimate(Shape(8192, 3072, 1536, 8, 8))
     assert found.way("BF16").memory_mib == pytest.approx(385, rel=0.02)
     assert found.way("FP8").memory_mib - 216 == pytest.approx(199, rel=0.02)
+
+
+def test_sizes_that_an_engine_refuses_are_not_predicted():
+    found = estimate(Shape(4096, 1024, 1000, 16, 2))
+    assert found.way("FP8") is None and found.way("BF16") is not None
+    assert found.lines[0].startswith("FP8 did not run: H is 1024 and I is 1000, and it needs")
+    assert found.advice == "Take BF16, which alone ran here."
+    neither = estimate(Shape(4096, 1001, 1001, 16, 2))
+    assert neither.advice.startswith("Stay with stock: this package")
+
+
+def test_a_gpu_is_asked_whether_it_computes_these_sizes_in_fp8(monkeypatch):
+    asked = []
+    monkeypatch.setattr(contest_module, "choose_engine", lambda *each: asked.append(each))
+    for name in ("stock", "BF16", "FP8"):
+        contest_module._may_run(name, TINY, "cuda:0")
+    ((device, chosen, workload),) = asked
+    assert (device, chosen.value) == ("cuda:0", "hopper")
+    assert workload == workload_of(TINY, "FP8")
+    assert workload.settings.recipe is not None
 
 
 def test_json_has_the_figures_and_the_advice():
