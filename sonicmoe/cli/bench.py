@@ -167,7 +167,7 @@ def chosen_shapes(
             words = (
                 f"the shape {shape} has {shape.flop:.1g} operations; needed without a GPU: at most"
             )
-            remedy = "the same sizes beside --fit FILE predict a GPU's time from a sweep"
+            remedy = "--model, or these sizes with --tokens in place of --T, estimate a GPU's time"
             expect(shape.flop <= MOST_FLOP, ShapeError, f"{words} {MOST_FLOP:g}; {remedy}")
     return shapes
 
