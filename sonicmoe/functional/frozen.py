@@ -61,7 +61,7 @@ def frozen_operands(
 def check_frozen(module: nn.Module, plan: Plan, choice: EngineChoice) -> None:
     """Refuse a plan and its engine that cannot compute with the codes of this module, if it has any."""
     if frozen_in(module):
-        check_reader(choice.settings or plan.settings, choice.engine.name)
+        check_reader(choice.settings or plan.settings, choice.engine)
 
 
 def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int) -> Rounding:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import FrameworkError, LayoutError, expect
+from ..fsdp import finders
 from ..functional.frozen import (
     codes_in,
     freeze_weight,
@@ -87,6 +88,16 @@ def empty_codes(model: nn.Module, device: Any = None) -> None:
         held = torch.zeros(shape, dtype=torch.uint8, device=place)
         scales = torch.zeros(scale_shape(shape, BLOCKS[index]), dtype=torch.int32, device=place)
         put_codes(module, name, Codes(held, scales), layout, index)
+
+
+def _no_shard(module: nn.Module) -> None:
+    """Of `fsdp.finders`: codes of codes would be made."""
+    is_frozen = any(frozen_in(part) for part in module.modules())
+    words = "the experts are frozen as codes, which fsdp.gather_codes would take for values"
+    expect(not is_frozen, LayoutError, f"{words}; needed: thaw_experts(model) before it")
+
+
+finders.insert(0, _no_shard)
 
 
 def _weights(model: nn.Module) -> Iterator[Weight]:

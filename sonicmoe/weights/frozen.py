@@ -121,7 +121,7 @@ def engine_weights(engine: Engine, weights: Any, settings: EngineSettings) -> En
         ConfigError: the call computes without FP8, with other blocks, or by an engine that does not
             read such codes.
     """
-    check_reader(settings, engine.name)
+    check_reader(settings, engine)
     w1, w2, b1, b2 = weights
     with plain_ops():
         held = _block_scaled(w1, 0), _block_scaled(w2, 1)
@@ -131,22 +131,22 @@ def engine_weights(engine: Engine, weights: Any, settings: EngineSettings) -> En
         return EngineWeights(*held, *held, b1=biases[0], b2=biases[1])
 
 
-def check_reader(settings: EngineSettings, engine: str) -> None:
+def check_reader(settings: EngineSettings, engine: Engine) -> None:
     """Refuse what cannot compute with frozen codes."""
     recipe = settings.recipe
     expect(
         recipe is not None,
         ConfigError,
-        f"the experts are frozen as FP8 codes, and engine {engine!r} computes in BF16 here; needed: FP8 "
+        f"the experts are frozen as FP8 codes, and engine {engine.name!r} computes in BF16 here; needed: FP8 "
         "(experts_implementation='sonicmoe_fp8', use_fp8=True or SONIC_MOE_FP8_MODE=perf) on a GPU that "
         "has it, or thaw_experts(model)",
     )
     assert recipe is not None
     blocks = (recipe.w1, recipe.w2) == BLOCKS and recipe.shares_weight_buffers
     expect(
-        engine in READERS and blocks,
+        engine.joins_codes and blocks,
         ConfigError,
-        f"the experts are frozen as codes of recipe 'dx256', and engine {engine!r} with recipe {recipe.name!r} reads "
+        f"the experts are frozen as codes of recipe 'dx256', and engine {engine.name!r} with recipe {recipe.name!r} reads "
         f"others; needed: engine {' or '.join(map(repr, READERS))} with recipe 'dx256', or "
         "thaw_experts(model)",
     )

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from sonicmoe import Adapters, LowRank, SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, LayoutError
+from sonicmoe.fsdp import gather_codes
 from sonicmoe.integrations.frozen import freeze_experts, frozen_bytes
 from sonicmoe.quant.recipes import ScaleFormat
 from sonicmoe.weights import frozen
@@ -95,6 +96,8 @@ def test_refusals():
     moe = make_layer()
     freeze_experts(moe)
     x = make_tokens(5, H)
+    with pytest.raises(LayoutError, match="take for values"):
+        gather_codes(moe, use_fp8=True)
     with pytest.raises(ConfigError, match="computes in BF16"):
         moe(x)
     with pytest.raises(ConfigError, match="frozen as codes"):

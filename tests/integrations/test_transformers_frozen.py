@@ -323,6 +323,9 @@ def test_takes_the_codes_of_an_fp8_checkpoint(family, tmp_path):
     # A block of w1 has rows of gate and of up, whose scales differ: it is made again.
     assert loaded.worst[0].endswith("gate_up_proj") and 0.001 < loaded.worst[1] < 0.03
     assert abs(step(found)[0] - step(model)[0]) < 0.01 * step(model)[0]
+    found.save_pretrained(tmp_path / "codes")
+    again = load_frozen(tmp_path / "codes", dtype=torch.bfloat16, attn_implementation="eager")
+    assert step(again.train())[0] == step(found)[0]
 
 
 @pytest.mark.parametrize("spread", [4, 40])
