@@ -38,6 +38,13 @@ COEFFICIENTS = {
 HELD_OUT_ERROR = {"bf16": 3.4, "fp8": 2.6}  # percent, in the mean
 # Microseconds for each weight that is quantised: 170 at E=8 H=3072 I=1536, docs/lab/layer_times.md.
 QUANTISE_US = 170 / (3 * 8 * 3072 * 1536)
+# The sizes of BF16's points, which lie inside FP8's. Beyond them the estimate is less sure.
+SWEPT = {
+    "rows": (8192, 262144),
+    "hidden": (2048, 4096),
+    "intermediate": (768, 4096),
+    "experts": (8, 128),
+}
 MIB = float(1 << 20)
 
 
@@ -78,4 +85,9 @@ def estimate(shape: Shape) -> Answer:
         way if refusals[way.name] is None else Way(way.name, refusal=refusals[way.name])
         for way in ways
     )
+    beyond = [
+        name for name, (least, most) in SWEPT.items() if not least <= getattr(shape, name) <= most
+    ]
+    if beyond:
+        notes.append(f"less sure: beyond the points of the model in {', '.join(beyond)}")
     return Answer(shape, able, tuple(notes), measured=False)

@@ -15,7 +15,7 @@ from sonicmoe.bench import contest as contest_module
 from sonicmoe.bench.answer import Answer, Way, workload_of
 from sonicmoe.bench.contest import Entrant, contest, ours, random_weights, stock
 from sonicmoe.bench.cost_model import fit_model
-from sonicmoe.bench.estimate import COEFFICIENTS, H100, HELD_OUT_ERROR, estimate
+from sonicmoe.bench.estimate import COEFFICIENTS, H100, HELD_OUT_ERROR, SWEPT, estimate
 from sonicmoe.bench.models import CARD, DATE, MEASURED, model_shape, nearest
 from sonicmoe.bench.points import read_points
 from sonicmoe.bench.shapes import Shape
@@ -124,6 +124,18 @@ def test_the_coefficients_are_those_of_the_fits():
         assert model.card == H100 and model.fp8 == (precision == "fp8")
         assert COEFFICIENTS[precision] == pytest.approx(model.coefficients, rel=1e-6)
         assert HELD_OUT_ERROR[precision] == round(model.held_out_error, 1)
+
+
+def test_sizes_beyond_the_points_of_the_model_are_named():
+    files = (ROOT / "docs" / "data" / f"h100_{name}.jsonl" for name in ("bf16", "sweep"))
+    bf16, fp8 = ([point.shape for point in read_points(file)] for file in files)
+    for name, (least, most) in SWEPT.items():
+        sizes, wider = ([getattr(shape, name) for shape in points] for points in (bf16, fp8))
+        assert (least, most) == (min(sizes), max(sizes))
+        assert min(wider) <= least and most <= max(wider)
+    (line,) = (note for note in estimate(model_shape("DeepSeek-V3")).notes if "beyond" in note)
+    assert line == "less sure: beyond the points of the model in hidden"
+    assert not any("beyond" in note for note in estimate(model_shape("Qwen3-30B-A3B")).notes)
 
 
 def test_the_bf16_points_are_those_of_their_page():
