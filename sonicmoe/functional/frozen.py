@@ -39,8 +39,13 @@ def scale_name(name: str) -> str:
 def codes_in(module: nn.Module, name: str) -> Codes:
     """A frozen weight of a module, by views."""
     held: Tensor = getattr(module, name)
-    words = f"{name} of {type(module).__name__} is {held.dtype}, and it was frozen as codes"
-    expect(held.dtype == torch.uint8, LayoutError, f"{words}; needed: thaw_experts before a write")
+    # Where peft computes adapters itself, it adds them to what a parametrization shows.
+    is_plain = held.dtype == torch.uint8 and not hasattr(module, "parametrizations")
+    words = (
+        f"{name} of {type(module).__name__} was written or parametrized, and was frozen as codes"
+    )
+    needed = "thaw_experts(model) before, or adapters of rank 128 or less"
+    expect(is_plain, LayoutError, f"{words}; needed: {needed}")
     turned = frozen_in(module)[name][0].transposed
     return Codes(held.transpose(1, 2) if turned else held, getattr(module, scale_name(name)))
 

@@ -228,6 +228,8 @@ def test_refusals():
     freeze_experts(model)
     with pytest.raises(RuntimeError, match="floating"):
         experts.down_proj.requires_grad_(True)
+    with pytest.raises(LayoutError, match=r"parametrized, and was frozen .* rank 128 or less"):
+        step(adapted(copy.deepcopy(model), r=130))
     model.set_experts_implementation("sonicmoe")
     for call in (lambda: step(model), lambda: check_model(model)):
         with pytest.raises(ConfigError, match="frozen as FP8 codes"):
