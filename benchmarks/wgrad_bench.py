@@ -76,8 +76,8 @@ class Layer:
 
         def call(_: int) -> None:
             stream = current_stream(self.offsets)
-            kernel(*self.dout, *self.y1s, self.offsets, dw2, False, 0, stream)
-            kernel(*self.dz, *self.x, self.offsets, dw1, False, 0, stream)
+            kernel(*self.dout, *self.y1s, self.offsets, dw2, 0, stream)
+            kernel(*self.dz, *self.x, self.offsets, dw1, 0, stream)
 
         return call
 

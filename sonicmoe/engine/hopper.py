@@ -223,7 +223,6 @@ def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
         # Not the layer's: weight gradients that are put off may run on another stream.
         "stream": current_stream(pending.dz),
         "multiprocessors": pending.settings.gemm_num_sms,
-        "shares_gpu": pending.shares_gpu,
         "inner": pending.native.inner,
     }
 

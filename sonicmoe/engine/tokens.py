@@ -210,11 +210,11 @@ class PendingWgrad:
     (probability times y1), plain or quantised for wgrad. x, dout `[T, H]` are gathered inside.
     dz and y1s may be None where nobody wanted gradients of weights (`Saved.wants_weights`).
     split_half: the columns of plain dz are all gates and then all up values, as the rows of w1 are.
-    shares_gpu: other kernels will run beside these, on another stream. native: the engine's handle
-    of the routing. biases: db1 and db2, as `Engine.bias_gradients` has them, where the backward to
-    the tokens has summed them. donated: dz lies in the memory of a z that autograd still holds, and
-    that nobody else reads. adapters: computes fp32 gradients of `Adapters.factors`, summed in a
-    fixed order, of operands of its own, which live as long as it does; None without adapters.
+    native: the engine's handle of the routing. biases: db1 and db2, as `Engine.bias_gradients` has
+    them, where the backward to the tokens has summed them. donated: dz lies in the memory of a z
+    that autograd still holds, and that nobody else reads. adapters: computes fp32 gradients of
+    `Adapters.factors`, summed in a fixed order, of operands of its own, which live as long as it
+    does; None without adapters.
     """
 
     settings: EngineSettings
@@ -224,7 +224,6 @@ class PendingWgrad:
     dz: Any  # a tensor or a block-scaled one, the engine's own affair
     y1s: Any
     split_half: bool = False
-    shares_gpu: bool = False
     native: Any = None
     biases: tuple[Tensor, Tensor] | None = None
     donated: bool = False

@@ -51,12 +51,11 @@ class Case:
         weights = engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, settings)
         return weights, *engine.forward(self.x, self.routing, weights, settings, **options)
 
-    def run(self, engine, settings, targets=None, shares_gpu=False):
+    def run(self, engine, settings, targets=None):
         """Everything that a step gives, by name; weight gradients in the native layout."""
         sums = targets or self.accumulators()
         weights, out, saved = self.forward(engine, settings)
         dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
-        pending.shares_gpu = shares_gpu
         engine.backward_dw(pending, sums)
         found = {"out": out, "dx": dx, "dprobs": dprobs}
         found |= {name: sums.sums(name) for name in ("dw1", "dw2")}

@@ -351,9 +351,7 @@ def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
             yield expert, left[first:last].T @ right[first:last]
 
 
-def grouped_wgrad(
-    a, a_scale, b, b_scale, padded_offsets, accumulator, shares_gpu, multiprocessors, stream
-):
+def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, multiprocessors, stream):
     total = at(accumulator, "float32")
     operands = a, a_scale, b, b_scale, padded_offsets
     for expert, gradient in wgrad_products(*operands, total.shape):
@@ -386,7 +384,7 @@ class Destination:
 
 
 def grouped_wgrad_into(
-    a, a_scale, b, b_scale, padded_offsets, destination, shares_gpu, multiprocessors, stream
+    a, a_scale, b, b_scale, padded_offsets, destination, multiprocessors, stream
 ):
     operands = a, a_scale, b, b_scale, padded_offsets
     size = len(destination.places), *destination.size

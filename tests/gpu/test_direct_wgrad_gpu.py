@@ -91,12 +91,12 @@ class Operands:
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):
             self.launch(module.grouped_wgrad, left, right, sums)
 
-    def launch(self, kernel, left, right, to, shares_gpu=False, multiprocessors=0):
+    def launch(self, kernel, left, right, to, multiprocessors=0):
         stream = current_stream(left[0])
         offsets = self.routing.padded_offsets
-        kernel(*left, *right, offsets, to, shares_gpu, multiprocessors, stream)
+        kernel(*left, *right, offsets, to, multiprocessors, stream)
 
-    def put(self, targets, shares_gpu=False, multiprocessors=0, output=WgradOutput.ADD_F32):
+    def put(self, targets, multiprocessors=0, output=WgradOutput.ADD_F32):
         """As the passes do."""
         for weight, split, left, right in (
             (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
@@ -105,7 +105,7 @@ class Operands:
             places = [number for place in weight.places(split) for number in place]
             to = self.module.wgrad_destination(*weight.native_size, split, places, output)
             into = self.module.grouped_wgrad_into
-            self.launch(into, left, right, to, shares_gpu, multiprocessors)
+            self.launch(into, left, right, to, multiprocessors)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +125,13 @@ def operands(module):
     ("shape", "arrangement", "layout"), pairwise(SHAPES, ARRANGEMENTS, LAYOUTS), ids=ids
 )
 def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape):
-    """Again beside other kernels' share of the GPU, and on an odd number of multiprocessors; all
-    bytes around are as before.
-    """
+    """Again on an odd number of multiprocessors; all bytes around are as before."""
     given, memory = operands(shape), memory_of(shape, layout, arrangement)
     dw1, dw2 = given.native
     assert memory.targets.problem(*memory.native, "cuda:0") is None
     assert memory.targets.copy_engine_problem() is None
-    for shares_gpu, multiprocessors in ((False, 0), (True, 0), (True, 37)):
-        given.put(memory.targets, shares_gpu, multiprocessors)
+    for multiprocessors in (0, 37):
+        given.put(memory.targets, multiprocessors)
         memory.take(dw1, dw2)
     empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
     assert empty and not any(dw1[e].any() or dw2[e].any() for e in empty)
@@ -148,8 +146,8 @@ def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, sh
 def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrangement, shape):
     """Over whatever was there, zeros for experts without tokens; all bytes around are as before."""
     given, memory = operands(shape), memory_of(shape, layout, arrangement, dtype)
-    for shares_gpu, multiprocessors in ((False, 0), (True, 37)):
-        given.put(memory.targets, shares_gpu, multiprocessors, WRITTEN[dtype])
+    for multiprocessors in (0, 37):
+        given.put(memory.targets, multiprocessors, WRITTEN[dtype])
         memory.take(*(sums.to(dtype) for sums in given.native), over=True)
 
 
@@ -174,7 +172,7 @@ def fp8_addition(sums, offsets):
     scales = [torch.rand((-(-len(c) // 128), ROWS // 128), device="cuda") for c in codes]
     left, right = zip(codes, scales, strict=True)
     kernel = fp8_wgrad_source("sm_90a").load().grouped_wgrad
-    return lambda: kernel(*left, *right, offsets, sums, False, 0, current_stream(sums))
+    return lambda: kernel(*left, *right, offsets, sums, 0, current_stream(sums))
 
 
 def bf16_addition(sums, offsets, tokens_first=False):

@@ -232,7 +232,7 @@ def wgrad_operands(shape, seed=0, spread=0.0):
 
 def run_wgrad(launch, a, b, routing, accumulator):
     stream = current_stream(accumulator)
-    launch(*transposed(a, b), routing.padded_offsets, accumulator, False, 0, stream)
+    launch(*transposed(a, b), routing.padded_offsets, accumulator, 0, stream)
 
 
 def transposed(a, b):
@@ -311,9 +311,9 @@ def test_wrong_arguments_are_named(wgrad, dgated):
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
     offsets = routing.padded_offsets
     with pytest.raises(Exception, match=r"a is \["):
-        wgrad(*transposed(b, a), offsets, accumulator, False, 0, 0)
+        wgrad(*transposed(b, a), offsets, accumulator, 0, 0)
     with pytest.raises(Exception, match="accumulator must have 32-bit"):
-        wgrad(*transposed(a, b), offsets, accumulator.half(), False, 0, 0)
+        wgrad(*transposed(a, b), offsets, accumulator.half(), 0, 0)
     case = Backward(SHAPES[0], seed=7)
     beyond = len(HOPPER.activations)
     with pytest.raises(Exception, match=f"activation is {beyond}"):

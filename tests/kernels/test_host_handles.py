@@ -104,7 +104,7 @@ def head(passes):
     return {
         "weights": passes.weights(**tensors(WEIGHTS)), "routing": passes.routing(**tensors(ROUTING)),
         "stream": 0, "multiprocessors": 0, "activation": 0, "first": 0.0, "second": 0.0,
-        "shares_gpu": 0, "inner": I, "up_scale": 1.0, "down_scale": 1.0,
+        "inner": I, "up_scale": 1.0, "down_scale": 1.0,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pairwise import pairwise
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import DTypeError, RoutingError, ShapeError
+from sonicmoe.errors import DTypeError, OutOfMemoryError, RoutingError, ShapeError
 from sonicmoe.node.late_wgrad import WgradStore
 from sonicmoe.node.layer_state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
@@ -129,6 +129,24 @@ def test_a_schedule_runs_the_gradients_of_whole_backwards_in_order():
         close([weight.main_grad for weight in case.weights], [times * dw for dw in wanted])
     assert all(weight.grad_added_to_main_grad for weight in case.weights)
     assert all((weight.grad == 0).all() for weight in case.weights)
+
+
+def test_a_schedule_may_run_again_what_found_no_memory(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    case, store = Case(), WgradStore()
+    for weight in case.weights:
+        weight.main_grad = torch.zeros_like(weight)
+    case.run(case.node(store)).backward(case.dout)
+    words = "(?s)out of memory in the weight gradients.*put off may be repeated"
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceEngine, "backward_dw", full)
+        with pytest.raises(OutOfMemoryError, match=words):
+            store.run()
+    assert not any(weight.main_grad.any() for weight in case.weights)
+    store.run()
+    close([weight.main_grad for weight in case.weights], case.wanted()[len(case.inputs) :])
 
 
 @pytest.mark.parametrize(

@@ -579,8 +579,7 @@ void add_product(const Run& run, const char* gradient, const Quantized& left,
                  const Quantized& right) {
   const auto launch = [&](const char* kernel, const auto& to) {
     run.kernel[kernel](left.codes.view, left.scale.view, right.codes.view, right.scale.view,
-                       run.route("padded_offsets"), to, run.setting != 0, run.multiprocessors,
-                       run.stream);
+                       run.route("padded_offsets"), to, run.multiprocessors, run.stream);
   };
   run.stage(gradient, [&] {
     const Any& destination = run.into(gradient);
@@ -674,9 +673,9 @@ constexpr std::array kPasses = {
     Pass{{"activation", "first", "second", "up_scale", "down_scale"}, {}, &kForwardTable, forward},
     Pass{{"activation", "first", "second", "up_scale", "down_scale"}, {}, &kDgatedTable, dgated},
     Pass{{}, {}, &kDgradTable, dgrad},
-    Pass{{"shares_gpu"}, {"dw1", "dw2"}, &kWgradTable, wgrad},
-    Pass{{"shares_gpu"}, {"dw1"}, &kDw1Table, dw1},
-    Pass{{"shares_gpu"}, {"dw2"}, &kDw2Table, dw2},
+    Pass{{}, {"dw1", "dw2"}, &kWgradTable, wgrad},
+    Pass{{}, {"dw1"}, &kDw1Table, dw1},
+    Pass{{}, {"dw2"}, &kDw2Table, dw2},
     Pass{{}, {}, &kAdaptersTable, adapters},
 };
 

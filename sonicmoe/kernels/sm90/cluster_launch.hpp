@@ -1,4 +1,4 @@
-// The two ways of launching a grouped GEMM for Hopper.
+// How a grouped GEMM for Hopper is launched.
 #pragma once
 
 #include <algorithm>
@@ -47,17 +47,6 @@ void launch_persistent(Kernel kernel, int64_t limit, DLDevice device, int64_t st
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
   const int64_t used = limit > 0 ? std::min<int64_t>(limit, processors) : processors;
   launch_clusters(kernel, used / sm90::kCluster, device, stream, arguments...);
-}
-
-// Clusters of a few tiles each, which the hardware hands to processors as they come free: beside
-// kernels of another stream a persistent CTA that has to wait for its SM would keep its whole share
-// of the tiles waiting.
-template <class Kernel, class... Arguments>
-void launch_sharing(Kernel kernel, int64_t tiles, DLDevice device, int64_t stream,
-                    const Arguments&... arguments) {
-  constexpr int64_t kTilesPerCluster = 2;  // the second hides the first one's way out
-  tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  launch_clusters(kernel, ceil_div(tiles, kTilesPerCluster), device, stream, arguments...);
 }
 
 }  // namespace sonicmoe

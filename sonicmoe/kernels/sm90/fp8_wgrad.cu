@@ -22,7 +22,6 @@ struct Product {
   WgradOperand a, b;
   int64_t rows, experts;  // R, E
   const int64_t* padded_offsets;
-  bool shares_gpu;
   int64_t multiprocessors;
   DLDevice device;
   int64_t stream;
@@ -42,8 +41,7 @@ WgradOperand checked_operand(const TensorView& codes, const TensorView& scale, c
 
 Product checked_product(const TensorView& a, const TensorView& a_scale, const TensorView& b,
                         const TensorView& b_scale, const TensorView& padded_offsets, int64_t m,
-                        int64_t n, int64_t experts, bool shares_gpu, int64_t multiprocessors,
-                        int64_t stream) {
+                        int64_t n, int64_t experts, int64_t multiprocessors, int64_t stream) {
   TVM_FFI_ICHECK(a.ndim() == 2 && b.ndim() == 2) << "a must be [M, R] and b [N, R]";
   const int64_t rows = a.size(1);
   TVM_FFI_ICHECK(a.size(0) == m && b.size(0) == n && b.size(1) == rows)
@@ -57,7 +55,6 @@ Product checked_product(const TensorView& a, const TensorView& a_scale, const Te
           rows,
           experts,
           checked_i64(padded_offsets, "padded_offsets", device, experts + 1),
-          shares_gpu,
           multiprocessors,
           device,
           stream};
@@ -104,29 +101,21 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
       fetches_sums(p.output, product.rows, product.experts, kRowsToFetch, product.device)
           ? sm90::fp8_wgrad<kMaps, true>
           : sm90::fp8_wgrad<kMaps, false>;
-  // Under a limit every CTA finds its SM free, and persistent ones cost less.
-  if (!product.shares_gpu || product.multiprocessors > 0) {
-    launch_persistent(kernel, product.multiprocessors, product.device, product.stream, maps, p);
-    return;
-  }
-  const int64_t row_groups = ceil_div(ceil_div(a.size, sm90::kTileM), sm90::kCluster),
-                tiles = (last - first) * row_groups * ceil_div(b.size, sm90::kTileN);
-  launch_sharing(kernel, tiles, product.device, product.stream, maps, p);
+  launch_persistent(kernel, product.multiprocessors, product.device, product.stream, maps, p);
 }
 
 // accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
 // both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
 // alike), or one per 256 rows of an operand, which are gate and up in turns, and 128 of R. Rows of
 // expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128, clamped to R. An
-// expert without rows leaves its matrix untouched. shares_gpu: kernels of another stream run beside
-// it. multiprocessors: how many at most; 0: all.
+// expert without rows leaves its matrix untouched. multiprocessors: how many at most; 0: all.
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                   TensorView padded_offsets, TensorView accumulator, bool shares_gpu,
-                   int64_t multiprocessors, int64_t stream) {
+                   TensorView padded_offsets, TensorView accumulator, int64_t multiprocessors,
+                   int64_t stream) {
   TVM_FFI_ICHECK(accumulator.ndim() == 3) << "accumulator must be [E, M, N]";
   const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2);
   const Product product = checked_product(a, a_scale, b, b_scale, padded_offsets, m, n, experts,
-                                          shares_gpu, multiprocessors, stream);
+                                          multiprocessors, stream);
   float* data = checked_f32(accumulator, "accumulator", product.device, experts * m * n);
   if (product.rows == 0 || experts == 0) return;
   const sm90::OutputShape shape({reinterpret_cast<uint64_t>(data), n, 0, 1}, m, n, false, experts,
@@ -139,12 +128,12 @@ void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_
 // [M, N]. Or written there, in fp32 or bf16, as the destination says: zeros for an expert without
 // rows. An expert whose gradient nobody wants is not computed.
 void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                        TensorView padded_offsets, WgradDestination destination, bool shares_gpu,
+                        TensorView padded_offsets, WgradDestination destination,
                         int64_t multiprocessors, int64_t stream) {
   if (!destination->is_wanted()) return;
   const int64_t experts = destination->experts();
   Product product = checked_product(a, a_scale, b, b_scale, padded_offsets, destination->m,
-                                    destination->n, experts, shares_gpu, multiprocessors, stream);
+                                    destination->n, experts, multiprocessors, stream);
   TVM_FFI_ICHECK(padded_offsets.numel() == experts + 1)
       << "padded_offsets is of " << padded_offsets.numel() - 1 << " experts, the destination of "
       << experts;
