@@ -21,7 +21,6 @@ from .enums import ActivationType, layer_parameters, member_of
 from .errors import LayoutError, ShapeError, expect
 from .functional import layout_of
 from .functional.plan import Plan, check_use_fp8, make_plan
-from .interop import require_framework_tensor
 from .layouts import NATIVE, GateUp, WeightLayout
 from .moe import MoE
 from .observe import MOE, STACKED
@@ -147,17 +146,12 @@ def _functional(
 ) -> FoundExperts:
     first, second = weights
     names = (*first, second) if isinstance(first, tuple) else (first, second)
-    held: list[Any] = [getattr(model, name, None) for name in names]
+    held: list[Any] = [model._parameters.get(name) for name in names]
     for name, weight in zip(names, held, strict=True):
-        require_framework_tensor(weight, name)
+        words = f"{name} is no parameter of {type(model).__name__} itself; needed: the module's own"
+        expect(weight is not None, LayoutError, words)
         words = f"{name} has shape {tuple(weight.shape)}; needed: experts first, then two axes"
         expect(weight.dim() == 3, ShapeError, words)
-        words = f"{name} is no parameter of {type(model).__name__} itself"
-        expect(
-            name in model._parameters,
-            LayoutError,
-            f"{words}; needed: one, and the module that has it",
-        )
     layout = layout_of(activation, concat_layout, GateUp(*held[:2]) if len(held) == 3 else None)
 
     def plan(use_fp8: bool | None) -> Plan:

@@ -266,7 +266,13 @@ class LayerCodes:
         parameters, role = self._parameters(), shard.role
         whole = parameters[role]
         # Other axes of the mesh, as of expert parallelism, have cut E before.
-        experts = whole.shape[0] * mesh.size() // whole._spec.num_shards_map[0]
+        shards = whole._spec.num_shards_map[0]
+        if shards < mesh.size():
+            words = (
+                f"{self._owners[role][1]} is sharded along another axis than that of the experts"
+            )
+            raise LayoutError(f"{words}, which cuts blocks; needed: Shard(0), or no gather_codes")
+        experts = whole.shape[0] * mesh.size() // shards
         if whole._local_tensor.device != shard.device:
             raise LayoutError(
                 f"the shards of the experts are on {whole._local_tensor.device} and are gathered on {shard.device}; codes are made "

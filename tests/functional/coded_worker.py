@@ -1,28 +1,40 @@
 """One of several ranks: trains a layer whose codes FSDP2 gathers beside one whose values it gathers,
 in one of the ways of `WAYS`, and compares losses, gradients and weights to the bit.
 
-python coded_worker.py RANK STORE_FILE RANKS WAY ...
+python coded_worker.py RANK STORE_FILE RANKS DEVICE WAY ...
 """
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.errors import ConfigError, LayoutError
 from sonicmoe.fsdp import gather_codes
+from sonicmoe.quant.format import Orientation
+from sonicmoe.weights.gathered import ExpertShard, LayerCodes, codes_behind
 
 H, I, E, STEPS = 128, 128, 4, 4
 BF16 = torch.bfloat16
+DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
 
 
 def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: int = 0) -> MoE:
@@ -35,7 +47,7 @@ def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: i
 
 def batch(step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(24, H, generator=generator).to(BF16)
+    return torch.randn(24, H, generator=generator, device="cpu").to(DEVICE, BF16)
 
 
 class Block(nn.Module):
@@ -161,7 +173,7 @@ def each(module: Any, **options: Any) -> None:
 
 def hybrid(module: Any) -> None:
     ranks = dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    mesh = dist.init_device_mesh(DEVICE, (2, ranks // 2), mesh_dim_names=("copies", "shards"))
     fully_shard(module, mesh=mesh)
 
 
@@ -170,7 +182,7 @@ def on_meta(module: Any) -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.to("meta")
     each(module)
-    module.to_empty(device="cpu")
+    module.to_empty(device=DEVICE)
     for name, parameter in module.named_parameters():
         parts = torch.distributed.tensor.distribute_tensor(
             state[name], parameter.device_mesh, parameter.placements
@@ -288,18 +300,232 @@ def check(name: str, rank: int) -> None:
     assert coded_bytes == all_bytes or way.bytes < 1.0, (name, coded_bytes, all_bytes)
 
 
+def sharded(layer: nn.Module, **options: Any) -> Any:
+    """Two units, of which the inner one gathers codes."""
+    block = Block(layer)
+    gather_codes(block, use_fp8=True)
+    each(block, **options)
+    return block
+
+
+def check_alone(rank: int) -> None:
+    """Outputs and gradients are those of a layer that nobody sharded."""
+    for experts in (E, 5):
+        expected, block = Block(moe(experts, bias=True)), sharded(moe(experts, bias=True))
+        for step in range(2):
+            x = batch(step, rank).requires_grad_()
+            outputs = [model(x) for model in (expected, block)]
+            assert torch.equal(*outputs), experts
+            for out in outputs:
+                out.float().square().mean().backward()
+        for alone, mine in zip(expected.parameters(), block.parameters(), strict=True):
+            mean = alone.grad.float()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(
+                whole(mine.grad).float(), mean / dist.get_world_size(), rtol=0.02, atol=1e-2
+            )
+
+
+def check_what_is_gathered(rank: int) -> None:
+    """Forward's order for a forward and backward's for a backward; with `iso_weight` one. The values
+    between are one NaN.
+    """
+    orders, hold = [], LayerCodes.hold
+
+    def held(codes: LayerCodes, role: int, outputs: Any, gathered: Any) -> None:
+        orders.append(gathered.like.orientation)
+        hold(codes, role, outputs, gathered)
+
+    LayerCodes.hold = held
+    rows, columns = Orientation.ROWS, Orientation.COLUMNS
+    for iso_weight, expected in ((False, [rows, rows, columns, columns]), (True, [rows] * 4)):
+        with SonicMoEConfig(iso_weight=iso_weight).activate():
+            block = sharded(moe())
+            orders.clear()
+            block(batch(0, rank)).sum().backward()
+        assert orders == expected
+    LayerCodes.hold = hold
+    block.moe.unshard()
+    weight = block.moe.c_fc.weight
+    assert tuple(weight.shape) == (E, 2 * I, H) and weight.untyped_storage().nbytes() == 2
+    assert weight.isnan().all() and codes_behind(weight) is not None
+    block.moe.reshard()
+
+
+def check_quantised_once(rank: int) -> None:
+    """After an optimizer step, a write or an announcement; and not for frozen experts after steps."""
+    prepare, made = ReferenceEngine.prepare_weights, []
+    ReferenceEngine.prepare_weights = lambda *given: made.append(1) or prepare(*given)
+    block = sharded(moe())
+    adam = torch.optim.SGD(block.parameters(), lr=0.1)
+
+    def passes() -> int:
+        made.clear()
+        for micro in range(2):
+            block(batch(micro, rank)).float().square().mean().backward()
+        return len(made)
+
+    assert [passes(), passes()] == [1, 0]
+    adam.step()
+    assert [passes(), passes()] == [1, 0]
+    before = block(batch(0, rank))
+    with torch.no_grad():
+        block.moe.c_proj.weight.mul_(2.0)
+    assert passes() == 1 and not torch.equal(block(batch(0, rank)), before)
+    block.moe.c_fc.weight._local_tensor.plain().mul_(2.0)  # a write that leaves no trace
+    assert passes() == 0
+    block.moe.invalidate_caches()
+    assert passes() == 1
+    block.moe.requires_grad_(False)
+    adam.zero_grad()
+    passes()
+    adam.step()
+    assert passes() == 0
+    ReferenceEngine.prepare_weights = prepare
+
+
+def check_checkpoints(rank: int) -> None:
+    """DCP saves and loads values under stock names; a copy and a pickle of a module have values."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    block, other = sharded(moe(5)), Block(moe(5, seed=7))
+    fully_shard(other)
+    dcp.save(block.state_dict(), checkpoint_id=folder[0])
+    assert set(block.state_dict()) == set(other.state_dict())
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state)
+    for mine, its in zip(block.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(mine), whole(its)) and whole(mine).dtype == BF16
+    file = io.BytesIO()
+    torch.save({n: p._local_tensor for n, p in block.named_parameters()}, file)
+    file.seek(0)
+    assert {type(part) for part in torch.load(file).values()} == {torch.Tensor}
+    # A checkpoint of other weights: codes follow.
+    third = Block(moe(5, seed=8))
+    fully_shard(third)
+    wanted = third(batch(0, rank))
+    dcp.save(third.state_dict(), checkpoint_id=folder[0] + "/third")
+    state = block.state_dict()
+    dcp.load(state, checkpoint_id=folder[0] + "/third")
+    assert torch.equal(block(batch(0, rank)), wanted)
+    layer = moe()
+    gather_codes(layer)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not any(isinstance(p.data, ExpertShard) for p in copied.parameters())
+        assert torch.equal(copied(batch(0, rank))[0], layer(batch(0, rank))[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def check_refusals(rank: int) -> None:
+    """Each names what came and what is needed."""
+
+    def refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except error as found:
+            assert re.search(words, str(found)), found
+        else:
+            raise AssertionError(words)
+
+    refused(
+        LayoutError,
+        "Linear has no MoE layer, and no experts",
+        lambda: gather_codes(nn.Linear(2, 2)),
+    )
+    refused(ConfigError, "use_fp8 is 1", lambda: gather_codes(moe(), use_fp8=1))  # type: ignore[arg-type]
+    named = TopK(False)
+    refused(
+        LayoutError,
+        "router.weight is no parameter",
+        lambda: gather_codes(named, weights=("fused", "router.weight")),
+    )
+    block = sharded(moe())
+    refused(LayoutError, "needed: gather_codes before it", lambda: gather_codes(block))
+    local = block.moe.c_fc.weight._local_tensor
+    mesh = block.moe.c_fc.weight.device_mesh
+    refused(
+        LayoutError, "without CPUOffloadPolicy", lambda: local.to("meta").fsdp_pre_all_gather(mesh)
+    )
+    along_rows = sharded(moe(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
+    words = "weight is sharded along another axis"
+    refused(LayoutError, words, lambda: along_rows(batch(0, rank)))
+    block(batch(0, rank))
+    words = "gathered codes of the experts for .*, and this call computes with engine 'reference', recipe None"
+    refused(ConfigError, words, lambda: block.moe(batch(0, rank), use_fp8=False))
+    block.moe.reshard()
+    block.moe.unshard()
+    weights = block.moe.c_fc.weight, block.moe.c_proj.weight
+    block.moe.reshard()
+    given = (weight.permute(1, 2, 0) for weight in weights)
+    router, (w1, w2) = moe().router.weight, given
+    layer = partial(moe_TC_softmax_topk_layer, batch(0, rank), router, w1, None, w2, None, 2)
+    refused(LayoutError, "were freed, as FSDP2 does", lambda: layer(use_fp8=True))
+
+
+def check_accelerate(rank: int) -> None:
+    """Its own preparation, with the model on meta between, of a model whose optimizer is there."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    found = []
+    for codes, efficient in ((False, False), (True, False), (True, True)):
+        model = decoder("qwen3-moe").to(BF16)
+        if codes:
+            gather_codes(model)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=efficient, reshard_after_forward=True,
+            auto_wrap_policy="no_wrap",
+        )  # fmt: skip
+        plugin.set_mixed_precision("bf16")
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
+        losses = []
+        with GatheredBytes() as gathered_bytes:
+            for step in range(3):
+                loss = (model(batch(step, rank)).float() - 1).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        found.append((losses, gathered_bytes.total))
+    (losses, all_bytes), *coded = found
+    for coded_losses, coded_bytes in coded:
+        assert coded_bytes < 0.55 * all_bytes
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(coded_losses), rtol=0.02, atol=0
+        )
+
+
+CHECKS: dict[str, Callable[[int], None]] = {
+    "alone": check_alone,
+    "what is gathered": check_what_is_gathered,
+    "quantised once": check_quantised_once,
+    "checkpoints": check_checkpoints,
+    "refusals": check_refusals,
+    "accelerate": check_accelerate,
+}
+
+
 def main() -> None:
     rank, store, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for name in sys.argv[4:]:
+    torch.set_default_device(DEVICE)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    if DEVICE != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for name in sys.argv[5:]:
         CHECKS.get(name, partial(check, name))(rank)
         print(name, flush=True)
     dist.destroy_process_group()
     print("equal")
 
-
-CHECKS: dict[str, Callable[[int], None]] = {}
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import framework
 import pytest
+import torch
 from worlds import run_world
+
+from sonicmoe.quant import gpu
+from sonicmoe.quant.format import Orientation
+from sonicmoe.quant.recipes import BlockShape
+from sonicmoe.quant.reference import quantize, transpose_storage
 
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
 WORKER = Path(__file__).with_name("coded_worker.py")
@@ -16,9 +22,10 @@ EAGER = (
 )
 
 
-def run(tmp_path, ranks, *ways):
+def run(tmp_path, ranks, *ways, device="cpu"):
     outputs = run_world(
-        lambda rank: [WORKER, rank, tmp_path / "store", ranks, *ways], [{} for _ in range(ranks)]
+        lambda rank: [WORKER, rank, tmp_path / "store", ranks, device, *ways],
+        [{} for _ in range(ranks)],
     )
     assert all(out.endswith("equal\n") for out in outputs)
 
@@ -26,6 +33,10 @@ def run(tmp_path, ranks, *ways):
 @pytest.mark.trained
 def test_two_ranks_train_as_on_gathered_values(tmp_path):
     run(tmp_path, 2, *EAGER)
+
+
+def test_what_ranks_gather_and_refuse(tmp_path):
+    run(tmp_path, 2, "alone", "what is gathered", "quantised once", "checkpoints", "refusals")
 
 
 @pytest.mark.trained
@@ -40,7 +51,51 @@ def test_a_compiled_layer(tmp_path):
 
 
 @pytest.mark.trained
-@pytest.mark.parametrize(("way", "needs"), [("LoRA", "peft"), ("qwen3", "transformers"), ("gpt-oss", "transformers")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "needs"),
+    [
+        ("LoRA", "peft"),
+        ("qwen3", "transformers"),
+        ("gpt-oss", "transformers"),
+        ("accelerate", "accelerate"),
+    ],
+)
 def test_models(tmp_path, way, needs):
     pytest.importorskip(needs)
     run(tmp_path, 2, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.trained
+def test_on_gpus(tmp_path):
+    """As many as two; one copies codes without a collective."""
+    ways = "resharded", "uneven", "checkpointed", "accumulated", "compiled"
+    run(tmp_path, min(2, torch.cuda.device_count()), *ways, device="cuda")
+
+
+@pytest.mark.parametrize("block", [(256, 128), (128, 128)])
+@pytest.mark.parametrize("orientation", list(Orientation))
+def test_both_orders_are_transposed_by_the_kernel(monkeypatch, block, orientation):
+    """The kernel knows blocks of 128 columns, and backward's order of w1 has some of 256."""
+    torch.manual_seed(0)
+    rows = quantize(torch.randn(2, 400, 272), BlockShape(*block))
+    given, wanted = rows, transpose_storage(rows)
+    if orientation is Orientation.COLUMNS:
+        given, wanted = wanted, given
+
+    class Kernels:
+        @staticmethod
+        def transpose_bytes(codes, scales, out, out_scales, stream):
+            n_rows, n_cols = codes.shape[1:]
+            assert scales.shape[1] in (-(-n_rows // 128), -(-n_rows // 256))
+            assert scales.shape[2] == -(-n_cols // 128) and scales.is_contiguous()
+            out.copy_(codes.transpose(1, 2))
+            out_scales.copy_(scales.transpose(1, 2))
+
+    monkeypatch.setattr(gpu, "is_cuda", lambda _: True)
+    monkeypatch.setattr(gpu, "_kernels", lambda _: Kernels)
+    monkeypatch.setattr(gpu, "current_stream", lambda _: 0)
+    found = gpu.transposed(given)
+    assert found.orientation is wanted.orientation and found.shape == wanted.shape
+    assert torch.equal(found.bytes, wanted.bytes)
+    assert torch.equal(found.scale_inv, wanted.scale_inv)
