@@ -39,6 +39,7 @@ from ..enums import ActivationType, EngineName, layer_parameters
 from ..ep import make_dispatcher
 from ..ep.interface import check_num_experts
 from ..errors import ConfigError, EngineUnavailableError, LayoutError, did_you_mean, expect
+from ..fsdp import FoundExperts, finders
 from ..functional.autograd import planned_mlp
 from ..functional.plan import Plan, make_plan, number_of
 from ..functional.routed import ExpertGroup, name_of, routed_mlp
@@ -155,6 +156,19 @@ class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
         # stock module leaves the gradient whole, too.
         parts = self._sizes[1] // w2.shape[-1]
         return w1, w2, b1, ScaleBiasForward.apply(b2, parts, b2.dtype) if parts > 1 else b2
+
+
+def _found_experts(module: nn.Module) -> FoundExperts | None:
+    """For `fsdp.gather_codes`."""
+    if not isinstance(module, _OnEngine):
+        return None
+    fused, apart = ("w13", "w2_EDF"), ("mlp1_weight_EGD", "mlp2_weight_EDF")
+    names = fused if isinstance(module, SonicGroupedExperts) else apart
+    weights = tuple((module, name) for name in names)
+    return FoundExperts(weights, NATIVE, module._sizes[2], lambda _: module._plan)
+
+
+finders.append(_found_experts)
 
 
 class SonicRoutedExperts(RoutedExperts):
