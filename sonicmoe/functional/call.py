@@ -42,8 +42,8 @@ from ..routing.ids import ids_of_sorted
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from ..weights.cache import Reading
-from ..weights.gathered import codes_behind
 from ..weights.parameters import ExpertParameters
+from ..weights.shards import codes_behind
 from ..weights.stacked_cache import Weights, read_weights
 from .plan import Plan
 

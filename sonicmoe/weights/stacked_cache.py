@@ -42,7 +42,7 @@ if IS_PADDLE:
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .gathered import codes_behind, expire_codes  # which imports such too
+from .shards import codes_behind, expire_codes  # which imports such too
 
 Tensor = torch.Tensor
 Weights = StackedWeights

@@ -30,7 +30,8 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError, LayoutError
 from sonicmoe.fsdp import gather_codes
 from sonicmoe.quant.format import Orientation
-from sonicmoe.weights.gathered import ExpertShard, LayerCodes, codes_behind
+from sonicmoe.weights.gathered import LayerCodes
+from sonicmoe.weights.shards import ExpertShard, codes_behind
 
 H, I, E, STEPS = 128, 128, 4, 4
 BF16 = torch.bfloat16
