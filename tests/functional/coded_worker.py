@@ -255,7 +255,7 @@ WAYS = {
     "kept": Way(lambda: Block(moe()), partial(fully_shard, reshard_after_forward=False)),
     "resharded": Way(lambda: Block(moe()), each),
     "uneven": Way(lambda: Block(moe(5, bias=True)), each, bytes=0.6),
-    "fewer": Way(lambda: Block(moe(2)), each),
+    "fewer": Way(lambda: Block(moe(2)), each, bytes=0.6),
     "masters": Way(lambda: Block(moe(dtype=torch.float32)), partial(each, mp_policy=MASTERS), exact=False),
     "checkpointed": Way(lambda: Block(moe(), checkpointed=True), each),
     "compiled": Way(lambda: Block(moe()), compiled),
