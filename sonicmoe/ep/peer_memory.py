@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import platform
 import threading
 import time
@@ -33,6 +34,7 @@ MOST_RANKS, MOST_EXPERTS, HEAD = 8, 4096, 1024
 LOST, OVERFLOW, ROWS = 0, 1, 2
 TOKENS, SLOTS = ROWS + MOST_RANKS, ROWS + 2 * MOST_RANKS
 _WATCH_S = 0.5  # between two looks for a lost rank; kernels wait for six of them
+_SAID_BYTES = 2048  # of the words of a rank: two of 150 characters, six bytes each at most
 _LOOK_EVERY = 4096  # looks at a word, between two questions whether the device still works
 
 
@@ -271,7 +273,7 @@ def _problem_of(group: Any) -> str:
     if world > MOST_RANKS:
         return f"it serves {MOST_RANKS} ranks, and the group has {world}"
     # Before anybody begins what needs all: a rank that cannot would leave the others waiting.
-    hosts, problems = zip(*_from_all(group, (platform.node(), _own_problem(group))), strict=True)
+    hosts, problems = zip(*_from_all(group, platform.node(), _own_problem(group)), strict=True)
     if any(problems):
         return next(filter(None, problems))
     if len(set(hosts)) > 1:
@@ -281,11 +283,15 @@ def _problem_of(group: Any) -> str:
         problem = ""
     except Exception as error:
         problem = f"mapping fails: {str(error).strip().splitlines()[:1]}"
-    return next(filter(None, _from_all(group, problem)), "")
+    return next((found for (found,) in _from_all(group, problem) if found), "")
+
+
+def _has_nccl(group: Any) -> bool:
+    return "nccl" in str(torch.distributed.get_backend_config(group)).lower()
 
 
 def _own_problem(group: Any) -> str:
-    if "nccl" not in str(torch.distributed.get_backend_config(group)).lower():
+    if not _has_nccl(group):
         return "the group has no NCCL, so no GPUs"
     try:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
@@ -295,7 +301,14 @@ def _own_problem(group: Any) -> str:
     return "" if backend in ("CUDA", None) else f"PyTorch's own is set to {backend}"
 
 
-def _from_all(group: Any, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * int(group.size())
-    torch.distributed.all_gather_object(gathered, value, group=group)
-    return gathered
+def _from_all(group: Any, *words: str) -> list[list[str]]:
+    """The words of every rank, cut to 150 characters each. They travel as text, because an object
+    would be unpickled.
+    """
+    text = json.dumps([word[:150] for word in words]).encode()
+    own = torch.zeros([_SAID_BYTES], dtype=torch.uint8)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    own = own.to("cuda" if _has_nccl(group) else "cpu")
+    said = [torch.empty_like(own) for _ in range(int(group.size()))]
+    torch.distributed.all_gather(said, own, group=group)
+    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in said]

@@ -42,8 +42,8 @@ def peer_rows_source(arch: str) -> CudaSource:
 
 
 def cuda_sources(arch: str) -> tuple[CudaSource, ...]:
-    """Every CUDA source of routing, aggregation and exchange, for warm-up and for the spill check."""
-    return routing_metadata_source(arch), aggregate_source(arch), peer_rows_source(arch)
+    """The CUDA sources of routing and aggregation, which every layer on a GPU launches."""
+    return routing_metadata_source(arch), aggregate_source(arch)
 
 
 # From an architecture to a source.

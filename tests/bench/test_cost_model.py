@@ -196,7 +196,10 @@ def test_a_cpu_refuses_sizes_that_would_take_it_hours(monkeypatch):
     monkeypatch.setattr("sonicmoe.bench.runner.measure", None)
     refused = bench("--T", 4096, "--H", 1024, "--I", 2816, "--E", 16, "--K", 2)
     assert refused.exit_code == 2 and len(refused.stderr.splitlines()) == 1
-    assert "needed without a GPU: at most 1e+11; the same sizes beside --fit" in refused.stderr
+    assert (
+        "needed without a GPU: at most 1e+11; --model, or these sizes with --tokens"
+        in refused.stderr
+    )
 
 
 def test_commands(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.shared_object import BUILD_LOG
-from sonicmoe.kernels import cuda_sources, routing_metadata_source, sm90
+from sonicmoe.kernels import cuda_sources, peer_rows_source, routing_metadata_source, sm90
 from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
 from sonicmoe.kernels.cuda_wgrad import (
     bias_gradients_source,
@@ -67,6 +67,7 @@ def adapted(activation: ActivationType, bias: bool = False) -> tuple[CudaSource,
 
 WHOLE = (
     *cuda_sources("sm_90a"),
+    peer_rows_source("sm_90a"),
     quantize_source("sm_90a"),
     wgrad_operands_source("sm_90a"),
     bias_gradients_source("sm_90a"),
