@@ -43,7 +43,7 @@ from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from ..weights.cache import Reading
 from ..weights.parameters import ExpertParameters
-from ..weights.shards import codes_behind
+from ..weights.shards import GATHERED, codes_behind
 from ..weights.stacked_cache import Weights, read_weights
 from .plan import Plan
 
@@ -321,7 +321,7 @@ def _native(
     # holds no more than it reads. Codes that FSDP2 gathered have no tensors with values at all, nor
     # have frozen ones.
     is_coded = weights is not None and (
-        isinstance(weights[0], Codes) or codes_behind(weights[1]) is not None
+        type(weights[0]) is Codes or (GATHERED and codes_behind(weights[1]) is not None)
     )
     if weights is None or is_coded:
         given = (*reading.values(), reading.weights.b1, reading.weights.b2)

@@ -22,13 +22,13 @@ from .border import WEIGHT_DTYPES, need_values, need_whole
 from .plan import Plan
 
 Tensor = torch.Tensor
-_FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight
+FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight
 Kinds = dict[str, tuple[WeightLayout, int]]
 
 
 def frozen_in(module: nn.Module) -> Kinds:
     """The frozen weights of a module by their names: how they would lie, and 0 for w1, 1 for w2."""
-    return module.__dict__.get(_FROZEN, {})
+    return module.__dict__.get(FROZEN, {})
 
 
 def scale_name(name: str) -> str:
@@ -103,11 +103,11 @@ def put_codes(module: nn.Module, name: str, codes: Codes, layout: WeightLayout, 
         parameter = nn.Parameter(tensor, requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else from_pretrained draws it
         module.register_parameter(key, parameter)
-    if _FROZEN not in module.__dict__:
+    if FROZEN not in module.__dict__:
         module.register_state_dict_post_hook(_name_codes)
         module.register_load_state_dict_pre_hook(_take_codes)
     # A new dictionary, because a shallow copy of a module shares the old one.
-    setattr(module, _FROZEN, {**frozen_in(module), name: (layout, index)})
+    setattr(module, FROZEN, {**frozen_in(module), name: (layout, index)})
 
 
 def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -115,7 +115,7 @@ def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat1
     weight = from_codes(codes_in(module, name), *frozen_in(module)[name], dtype)
     del module._parameters[scale_name(name)]
     module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-    setattr(module, _FROZEN, {key: kind for key, kind in frozen_in(module).items() if key != name})
+    setattr(module, FROZEN, {key: kind for key, kind in frozen_in(module).items() if key != name})
 
 
 def _name_codes(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

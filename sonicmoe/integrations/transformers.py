@@ -26,7 +26,7 @@ from ..fsdp import FoundExperts, finders
 from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
-from ..functional.frozen import check_frozen, frozen_in, frozen_operands
+from ..functional.frozen import FROZEN, check_frozen, frozen_in, frozen_operands
 from ..functional.plan import Plan, make_plan
 from ..interop import device_name, dtype_name, parse_version
 from ..layouts import WeightLayout
@@ -248,7 +248,8 @@ def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any
     if form is not None:
         held = experts._parameters
         given = [held.get(name) for name in form.names]
-        dtypes = _WITH_CODES if frozen_in(experts) else WEIGHT_DTYPES
+        has_codes = FROZEN in experts.__dict__ and frozen_in(experts)
+        dtypes = _WITH_CODES if has_codes else WEIGHT_DTYPES
         if all([weight is not None and weight.dtype in dtypes for weight in given]):
             return form, given
     weight_names = _weight_names(experts)
@@ -309,7 +310,7 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             _check_part(self, names[0], int(up.shape[0]), int(given[0].shape[0]))
         up_bias, down_bias = biases or (None, None)
         pairs = Adapters(*map(adapters.get, names[:2])) if adapters else None
-        if frozen_in(self):
+        if FROZEN in self.__dict__ and frozen_in(self):
             beside = layout, up_bias, pairs
             up, down, layout, up_bias, pairs = frozen_operands(self, names, *beside)
         # Parallel models hand over DTensors; the engine computes on this rank's part.

@@ -160,11 +160,12 @@ class Gathered(NamedTuple):
 
 # By the memory of the parameters that stand for gathered codes.
 _layers = WeakIdKeyDictionary()
+GATHERED = _layers.data  # empty where no codes are gathered, which costs no call to ask
 
 
 def codes_behind(weight: Tensor) -> Codes | None:
     """The layer whose codes were gathered for this parameter, or view of one; None for any other."""
-    return _layers.get(weight.untyped_storage()) if _layers else None  # type: ignore[no-any-return]
+    return _layers.get(weight.untyped_storage()) if GATHERED else None  # type: ignore[no-any-return]
 
 
 def expire_codes(weight: Tensor) -> None:

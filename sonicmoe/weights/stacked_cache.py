@@ -42,7 +42,7 @@ if IS_PADDLE:
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .shards import codes_behind, expire_codes  # which imports such too
+from .shards import GATHERED, codes_behind, expire_codes  # which imports such too
 
 Tensor = torch.Tensor
 Weights = StackedWeights
@@ -107,7 +107,7 @@ def read_weights(
     flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
     present = [weight for weight in flat if weight is not None]
     w1 = present[0]  # its gate half where gate and up are two tensors
-    codes = codes_behind(w1)
+    codes = codes_behind(w1) if GATHERED else None
     if codes is not None:
         b1, b2 = weights[2:]
         biases = None if b1 is None else layout.native_b1(b1.detach()), b2

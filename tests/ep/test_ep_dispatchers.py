@@ -209,9 +209,9 @@ def test_ranks_say_together_why_they_cannot_map_each_others_memory(monkeypatch):
     """The first reason that any rank has; and before any of them maps anything."""
     said = []
 
-    def from_all(group, value):
-        said.append(value)
-        return [value, ("another", "")] if isinstance(value, tuple) else [value, "no peer access"]
+    def from_all(group, *words):
+        said.append(words)
+        return [list(words), ["another", ""] if len(words) > 1 else ["no peer access"]]
 
     monkeypatch.setattr(peer_memory, "_from_all", from_all)
     monkeypatch.setattr(peer_memory, "_own_problem", lambda group: "")
@@ -226,7 +226,7 @@ def test_ranks_say_together_why_they_cannot_map_each_others_memory(monkeypatch):
     monkeypatch.setattr(peer_memory, "TorchPeers", lambda group, device: mapped)
     # Another group of the same name, as after `destroy_process_group`.
     assert peer_memory.peers_problem(named(2, "apart")) == "no peer access"
-    assert said[2:] == [peer_memory.HEAD, ""]
+    assert said[2:] == [peer_memory.HEAD, ("",)]
 
 
 def test_the_library_is_found_by_what_it_offers(monkeypatch):

@@ -18,12 +18,12 @@ from sonicmoe.jit import toolchain as toolchain_module
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.errors import CompileError, ToolchainError
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels import cuda_sources, peer_rows_source
 
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason=f"{NOT_RUN}needs nvcc")
 DIMENSIONS = ["--E", "8", "--H", "256", "--I", "128"]
 ENGINE = "reference"  # whose plan has CUDA sources only: these, and `flush`
-LARGE = cuda_sources("sm_90a")
+LARGE = *cuda_sources("sm_90a"), peer_rows_source("sm_90a")
 # Every thread keeps 96 values alive across a barrier, and a block of 1024 leaves it 64 registers to
 # keep them in.
 SPILLING = """\
