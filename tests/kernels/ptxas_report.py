@@ -19,10 +19,12 @@ _LOSS = re.compile(r"\(C\d+\) Potential Performance Loss: .*\S")
 
 
 # Spills that stay, by architecture and part of the entry's name: bytes of stores and loads together.
-# All but two are of kernels that wait for memory, and whose registers are bounded so that several
-# blocks share a multiprocessor; without the bound fewer of them would. The two are of dgated under a
-# clamp with gradients for an unquantised wgrad: one word, stored and loaded once a tile.
+# All but three are of kernels that wait for memory, and whose registers are bounded so that several
+# blocks share a multiprocessor; without the bound fewer of them would. The three are of dgated with
+# gradients for an unquantised wgrad, under a clamp, or under GELU's tanh form with z in bf16: one
+# word, stored and loaded once a tile.
 ALLOWED = {
+    ("sm_90a", "DgatedFp8INS0_8GeluTanhELb0E"): 8,
     ("sm_90a", "DgatedFp8INS0_11ClampedSiluELb0E"): 8,
     ("sm_90a", "DgatedFp8INS0_3OaiELb0E"): 8,
     **{(arch, "flush_tilesILb1E"): 24 for arch in ("sm_100a", "sm_103a")},
