@@ -24,6 +24,9 @@ package does, in turn within one process group.
 | held | MiB outside PyTorch's allocator, until it was warm: symmetric memory, buffers of libraries, code of kernels |
 | error | relative L2 from the first contestant, the largest of y, dx, dprobs and weight gradients |
 
+MinimalAsyncEP keeps the rows it has received in memory that the backward's exchange overwrites. Its
+trainer therefore recomputes the forward. Nothing is recomputed here, so its dw1 is wrong.
+
 `fp8-rows` sends tokens and gradients to the experts in FP8 too. FP8 quantises the weights anew in
 every call, as a training does without accumulation, and with `--accumulate 4` in every fourth.
 """
@@ -32,8 +35,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import socket
 import statistics
 import sys
 import time
@@ -48,7 +49,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from ep_contestants import (
     PRECISIONS,
     Contestant,
@@ -65,6 +65,7 @@ from ep_contestants import (
     stock_alone,
     ways,
 )
+from rank_processes import run_ranks, world_size
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.bench.runner import machine
@@ -289,20 +290,10 @@ def table(found: list[Contestant], on_gpu: bool) -> Iterator[str]:
 
 
 def run_rank(
-    rank: int, port: int | None, size: int, shapes: list[Shape], quick: bool,
+    rank: int, device: torch.device, size: int, shapes: list[Shape], quick: bool,
     json_file: Path | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """One rank's part of everything; `port` is None where torchrun has set the variables."""
-    if port is not None:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
-        given = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({name: str(value) for name, value in given.items()})
-    device = torch.device("cpu" if quick else f"cuda:{os.environ['LOCAL_RANK']}")
-    if quick:
-        torch.set_num_threads(1)  # ranks that share cores wait for each other's threads
-    else:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if quick else "nccl", device_id=None if quick else device)
+    """One rank's part of everything."""
     ranks = Ranks(device, click.echo if rank == 0 else lambda _: None)
     written: list[dict[str, Any]] = []
     ranks.say(f"{size} ranks, {machine()}")
@@ -326,8 +317,6 @@ def run_rank(
         ranks.skipped = {}
         if not quick:
             torch.cuda.empty_cache()
-    ranks.meet()
-    dist.destroy_process_group()
 
 
 def warm_up(shape: Shape, ranks: int, device: torch.device, precisions: tuple[str, ...]) -> None:
@@ -366,16 +355,8 @@ def main(ranks: int | None, quick: bool, json_file: Path | None, **options: Any)
         raise click.ClickException("this needs GPUs, or --quick")
     usual = TINY if quick else SHAPES
     given = {name: options.pop(name) or usual[name] for name in Shape._fields}
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if launched else ranks
-    size = size or (2 if quick else torch.cuda.device_count())
-    common = size, shapes_of(given, size), quick, json_file, options
-    if launched:
-        run_rank(int(os.environ["RANK"]), None, *common)
-        return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (port, *common), nprocs=size)
+    size = world_size(ranks, quick)
+    run_ranks(run_rank, size, quick, size, shapes_of(given, size), quick, json_file, options)
 
 
 if __name__ == "__main__":

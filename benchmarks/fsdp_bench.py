@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import socket
 import statistics
 import sys
 import time
@@ -45,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from model_step_bench import GIB, LENGTH, WARM_UPS, config_of
+from rank_processes import run_ranks, world_size
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -252,20 +250,10 @@ def table(found: dict[str, Figures], tokens: int) -> str:
 
 
 def run_rank(
-    rank: int, port: int | None, size: int, tokens: list[int], quick: bool,
-    json_file: Path | None, options: dict[str, Any],
+    rank: int, device: torch.device, size: int, tokens: list[int], json_file: Path | None,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """One rank's part of everything; `port` is None where torchrun has set the variables."""
-    if port is not None:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
-        given = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({name: str(value) for name, value in given.items()})
-    device = torch.device("cpu" if quick else f"cuda:{os.environ['LOCAL_RANK']}")
-    if quick:
-        torch.set_num_threads(1)  # ranks that share cores wait for each other's threads
-    else:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if quick else "nccl", device_id=None if quick else device)
+    """One rank's part of everything."""
     register()
     measuring, written = Rank(device, options), []
     measuring.say(f"{size} ranks, {options['layers']} layers, {machine()}")
@@ -277,8 +265,6 @@ def run_rank(
         if json_file is not None and rank == 0:
             figures = {"machine": machine(), "ranks": size, "options": options, "sizes": written}
             json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @click.command(help=__doc__)
@@ -303,16 +289,8 @@ def main(
         raise click.ClickException("this needs GPUs, or --quick")
     if quick:
         tokens, options["layers"] = (64,), min(options["layers"], 2)
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if launched else ranks
-    size = size or (2 if quick else torch.cuda.device_count())
-    common = size, list(tokens), quick, json_file, options
-    if launched:
-        run_rank(int(os.environ["RANK"]), None, *common)
-        return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (port, *common), nprocs=size)
+    size = world_size(ranks, quick)
+    run_ranks(run_rank, size, quick, size, list(tokens), json_file, options)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,8 @@ ALLOWED = {
     # The pipe to a worker that this process has started with its own interpreter and code. Nobody
     # else holds an end of it.
     "sonicmoe/jit/worker.py": ["pickle", "pickle.load", "pickle.load"],
-    # Ranks that the program itself starts, with its own code.
-    "benchmarks/ep_bench.py": ["torch.multiprocessing"],
-    "benchmarks/fsdp_bench.py": ["torch.multiprocessing"],
+    # Ranks that a program itself starts, with its own code.
+    "benchmarks/rank_processes.py": ["torch.multiprocessing"],
     # Threads, to which nothing is sent.
     "examples/on_cpu/for_megatron.py": ["multiprocessing.dummy"],
     # A weak reference to an allocation; nothing is sent.
