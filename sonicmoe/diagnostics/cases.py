@@ -167,18 +167,14 @@ def _add_outlier(made: StepDump, kind: str, rng: np.random.Generator) -> None:
         along = weights[made.indices[tokens, 0]]
         rows[tokens] += LONE_GAIN * along / np.linalg.norm(along, axis=1, keepdims=True)
         return
-    values = getattr(made, operand)
+    first, last = (2 * unit, channel) if operand == "w1" else (channel, unit)
+    places: dict[str, Any] = {"column": (..., last), "element": (slice(None), first, last)}
     if operand in ("x", "dout"):
-        place: Any = {"row": tokens, "column": (..., channel), "element": (tokens, channels)}[part]
-    else:
-        rows_of = {"gate-row": [2 * unit], "up-row": [2 * unit + 1], "row": [channel]}
-        rows_of["both-rows"] = [2 * unit, 2 * unit + 1]
-        columns = channel if operand == "w1" else unit
-        first = 2 * unit if operand == "w1" else channel
-        place = {"column": (..., columns), "element": (slice(None), first, columns)}.get(
-            part, (slice(None), rows_of.get(part, [0]))
-        )
-    values[place] *= LONE_GAIN
+        places = {"row": tokens, "column": (..., channel), "element": (tokens, channels)}
+    rows_of = {"row": [channel], "gate-row": [2 * unit], "up-row": [2 * unit + 1]}
+    for name, chosen in {**rows_of, "both-rows": [2 * unit, 2 * unit + 1]}.items():
+        places.setdefault(name, (slice(None), chosen))
+    getattr(made, operand)[places[part]] *= LONE_GAIN
 
 
 def load_case(path: str | Path) -> StepDump:
