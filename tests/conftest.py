@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +67,7 @@ FIRST = (
     "ep/test_ep_worlds.py",
 )
 TESTS = Path(__file__).parent
+KEPT_BY_A_WORKER = 2 << 30  # bytes of a GPU's memory
 
 AVAILABLE = {"gpu": hopper_gpu, "paddle": cache(lambda: is_importable("paddle"))}
 
@@ -102,6 +104,25 @@ def _everything_is_new() -> None:
     """
     reload_environment()
     forget_what_was_said()
+
+
+@pytest.fixture(autouse=True)
+def _room_on_the_gpu(request: pytest.FixtureRequest, session_folder: Path) -> Iterator[None]:
+    """Workers share one GPU. No two tests that need much of its memory run at once, and no worker keeps
+    much of what it no longer uses.
+    """
+    if request.node.get_closest_marker("gpu") is None or not hopper_gpu():
+        yield
+        return
+    import torch
+    from filelock import FileLock
+
+    large = request.node.get_closest_marker("large")
+    with FileLock(session_folder / "large.lock") if large else nullcontext():
+        yield
+        if torch.cuda.memory_reserved() > KEPT_BY_A_WORKER:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

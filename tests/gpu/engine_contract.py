@@ -71,6 +71,7 @@ class EngineContract:
     # ---- numbers ----
 
     @pytest.mark.parametrize(("hidden", "intermediate"), EXPERT_SIZES.values(), ids=EXPERT_SIZES)
+    @pytest.mark.large
     def test_sizes_of_public_models(self, hidden, intermediate):
         few = hidden * intermediate > 2**25
         options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}
@@ -314,6 +315,7 @@ class PlainEngineContract(EngineContract):
     def test_700_experts(self):
         self.check(make_case(900, experts=700, topk=4, empty=(0, 1, 600, 699)))
 
+    @pytest.mark.large
     def test_past_two_to_the_31_elements(self):
         """A row's results do not depend on the other rows: the last 128 tokens alone give the bits
         they give behind 860 000.

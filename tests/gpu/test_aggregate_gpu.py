@@ -64,6 +64,7 @@ def test_tokens_without_rows_are_exact_zeros(kernels):
     assert bool((out == 0).all())
 
 
+@pytest.mark.large
 def test_rows_past_two_to_the_31_elements(kernels):
     tokens, width = 900_000, 2560
     indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)

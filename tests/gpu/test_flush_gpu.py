@@ -85,6 +85,7 @@ def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fr
         assert not dw1.any() and not dw2.any()
 
 
+@pytest.mark.large
 def test_past_two_to_the_31_elements(kernel, flush_gradients):
     experts, n1, hidden = 200, 4096, 2688
     assert experts * n1 * hidden > 2**31

@@ -191,6 +191,7 @@ class TestHopperEngine(EngineContract):
 
     # ---- tensors of more than 2^31 elements ----
 
+    @pytest.mark.large
     def test_rows_past_two_to_the_31_elements(self):
         """32 copies of a batch that fills whole blocks: every copy gives the bits it gives alone."""
         copies = 32
@@ -209,6 +210,7 @@ class TestHopperEngine(EngineContract):
             # test of its own.
             assert float(errors(name, got[name], copies * wanted[name], big).max()) < 0.05, name
 
+    @pytest.mark.large
     def test_weights_past_two_to_the_31_elements(self):
         """The first, middle and last experts of 128 give the bits they give in a layer of their
         own.

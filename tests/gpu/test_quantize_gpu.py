@@ -85,6 +85,7 @@ class TestRows:
             assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
 
     @pytest.mark.parametrize("columns", [3072, 3088], ids=["whole blocks", "partial blocks"])
+    @pytest.mark.large
     def test_past_two_to_the_31_elements(self, columns):
         repeats, tokens = 700, 1024
         pattern = values((tokens, columns), torch.bfloat16)
@@ -160,6 +161,7 @@ class TestWeights:
             assert weights.w1 is held and weights.nbytes == 2 * nbytes
             check(weights, source, "both orders")
 
+    @pytest.mark.large
     def test_past_two_to_the_31_elements(self):
         experts, hidden, inner = 17, 8192, 8192
         shapes = (experts, hidden, 2 * inner), (experts, inner, hidden)

@@ -216,6 +216,7 @@ def test_slot_values(kernels, poisoned):
         assert bool((ds[routing.slot_row < 0] == 0).all()), name
 
 
+@pytest.mark.large
 def test_slots_past_two_to_the_31():
     """Offsets of slots are 64-bit: 67 million tokens of 32 slots, of which three are routed."""
     tokens, topk = 2**26 + 5, 32

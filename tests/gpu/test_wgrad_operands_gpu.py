@@ -194,6 +194,7 @@ def test_rows_behind_the_last_expert_stay_untouched_and_their_tokens_unread():
     assert_bits(q, on_host(x, routing), used)
 
 
+@pytest.mark.large
 def test_past_two_to_the_31_elements():
     tokens, width, rows = 4096, 4096, 128 * 4200
     assert rows * width > 2**31

@@ -221,13 +221,15 @@ class Sorted(Node):
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         order = np.argsort(scene.indices[:, 0], kind="stable")
-        there, back = (tensor(places) for places in (order, np.argsort(order)))
+        there, back = (tensor(places).to(self.device) for places in (order, np.argsort(order)))
         counts = np.bincount(scene.indices[:, 0], minlength=scene.num_experts)
         given = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
         listed = None if self.case.counts == "none" else counts.tolist()
         rows = x[there] if len(order) else x
         scores = probs[:, 0][there] if len(order) else probs[:, 0]
-        out = self.node.forward_sorted(rows, tensor(counts), scores, listed, **given)
+        out = self.node.forward_sorted(
+            rows, tensor(counts).to(self.device), scores, listed, **given
+        )
         return out[back] if len(order) else out
 
 
@@ -432,17 +434,48 @@ LAYERS: dict[str, type[Layer]] = {
 FACES = ("node", "sorted", "fleet") if IS_PADDLE else tuple(LAYERS)
 
 
-def normal(case: Case) -> Case:
-    """The case with what its face has in the place of what it has not."""
+# What the engines of a GPU have of the axes: their tokens have 16 bits, and a GPU's memory is filled with
+# NaN by tests/gpu/kernel_checks.py.
+ON_A_GPU: dict[str, tuple[Any, ...]] = {
+    "face": tuple(name for name in ("node", *FACES) if name not in ROUTERS),
+    "law": tuple(name for name in AXES["law"] if name != "memory"),
+    "dtype": ("bfloat16", "float16"),
+}
+ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "reference": {},
+    "hopper": ON_A_GPU | {
+        "recipe": ("dx256",), "activation": tuple(GATED), "dtype": ("bfloat16",), "iso_weight": (False,),
+        "save_z": ("adaptive", "int8", "bf16"),
+    },
+    "bf16": ON_A_GPU | {"recipe": ("none",)},
+    "triton": ON_A_GPU | {"recipe": ("none",)},
+}  # fmt: skip
+# Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes.
+SIZES_ON_A_GPU = (
+    (300, 512, 256, 8, 2),
+    (37, 256, 128, 4, 3),
+    (1, 512, 256, 8, 4),
+    (0, 256, 128, 4, 2),
+)
+
+
+def normal(case: Case, engine: str = "reference") -> Case:
+    """The case with what its face and the engine have in the place of what they have not."""
     if case.face not in FACES:
         case = replace(case, face=FACES[len(case.face) % len(FACES)])
-    for name, values in LAYERS[case.face].takes.items():
-        if getattr(case, name) not in values:
-            case = replace(case, **{name: values[0]})
-    return replace(case, **_that_exclude_each_other(case))
+    case = _with(case, ENGINES[engine])
+    case = _with(case, LAYERS[case.face].takes)
+    return replace(case, **_that_exclude_each_other(case, engine))
 
 
-def _that_exclude_each_other(case: Case) -> dict[str, Any]:
+def _with(case: Case, takes: dict[str, tuple[Any, ...]]) -> Case:
+    others = {name: values for name, values in takes.items() if getattr(case, name) not in values}
+    return replace(
+        case, **{name: values[case.seed % len(values)] for name, values in others.items()}
+    )
+
+
+def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
     """Values in the place of those that mean nothing beside others of the case, or are refused."""
     changes: dict[str, Any] = {}
     if not case.fp8:
@@ -459,20 +492,25 @@ def _that_exclude_each_other(case: Case) -> dict[str, Any]:
         changes |= {"gradients": "autograd", "flush": "auto", "first": "add"}
     if changes.get("gradients", case.gradients) != "main_grad" or case.flush == "step":
         changes["first"] = "add"
-    return changes | _of_sizes(case)
+    return changes | _of_sizes(case, engine)
 
 
-def _of_sizes(case: Case) -> dict[str, Any]:
+def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
     changes: dict[str, Any] = {}
+    many, some = AXES["sizes"][2], AXES["sizes"][1]
     sizes = case.sizes
+    if engine != "reference":
+        many, some, *_ = SIZES_ON_A_GPU
+        if sizes[1] % 16 or sizes[2] % 64:
+            sizes = SIZES_ON_A_GPU[case.seed % len(SIZES_ON_A_GPU)]
     if case.scene == "w1 unit":
-        sizes, changes["routing"] = AXES["sizes"][2], "full"
+        sizes, changes["routing"] = many, "full"
         if case.dtype == "float16":  # whose largest value its square passes
             changes["dtype"] = "bfloat16"
         if case.save_z == "int8":  # which loses it, as docs/env.md says
             changes["save_z"] = "adaptive"
-    elif case.scene != "usual" and case.sizes[0] < 37:
-        sizes = AXES["sizes"][1]  # among few numbers an outlier is nearly all that there is
+    elif case.scene != "usual" and sizes[0] < 37:
+        sizes = some  # among few numbers an outlier is nearly all that there is
     tokens, hidden, inner, experts, topk = sizes
     if case.law == "permuted" and (hidden % 16 or inner % 16):
         # The host's products have other bits where an expert's memory begins off a vector's boundary.

@@ -149,7 +149,7 @@ def face(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
 def _as(other: Case, case: Case, scene: Scene, engine: str, but: str = "") -> Iterator[Found]:
     """A run of another case that has the same operands, where its face can express it; what `but`
     names may differ."""
-    fitted = normal(other)
+    fitted = normal(other, engine)
     differing = [name for name in AXES if getattr(fitted, name) != getattr(other, name)]
     if fitted != case and set(differing) <= set(but.split()):
         yield run(fitted, scene, engine)

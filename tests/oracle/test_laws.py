@@ -27,10 +27,10 @@ def covering_set() -> list[Case]:
     return covering(normal)
 
 
-def problems(case: Case) -> list[str]:
+def problems(case: Case, engine: str = "reference") -> list[str]:
     """What is wrong, an error included."""
     try:
-        return broken(case)
+        return broken(case, engine)
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
 
