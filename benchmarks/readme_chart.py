@@ -34,6 +34,13 @@ class Page:
     bf16: str
     fp8: str
 
+    @property
+    def colours(self) -> dict[str, str]:
+        """Of a figure, as matplotlib's settings."""
+        ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+        ground = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+        return {**dict.fromkeys(ink, self.ink), **dict.fromkeys(ground, self.ground)}
+
 
 PAGES = (
     Page("light", "#ffffff", "#1f2328", "#8c959f", "#54aeff", "#2da44e"),
@@ -142,10 +149,7 @@ def draw(picture: str, page: Page) -> Path:
     from matplotlib.figure import Figure
 
     paint, figures, height = PICTURES[picture]
-    ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    ground = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
-    colours = {**dict.fromkeys(ink, page.ink), **dict.fromkeys(ground, page.ground)}
-    with matplotlib.rc_context(colours):
+    with matplotlib.rc_context(page.colours):
         figure = Figure(figsize=(8.4, height), layout="constrained")
         paint(figure.subplots(), page)
         path = path_of(picture, page)
