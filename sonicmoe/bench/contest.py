@@ -6,10 +6,10 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +21,7 @@ from ..host import require_memory
 from ..layouts import WeightLayout
 from .answer import BF16, FP8, KEPT_CALLS, STOCK, Answer, Way, workload_of
 from .shapes import Shape
-from .timing import MIB
+from .timing import in_turns, peak_mib, wall_us
 from .workload import Batch
 
 Tensor = torch.Tensor
@@ -65,57 +65,44 @@ def ours(use_fp8: bool) -> Layer:
 
 @dataclass(eq=False)
 class Entrant:
-    """One way, the tensors that all ways share, and its times by mode."""
+    """One way, and the tensors that all ways share."""
 
     layer: Layer
     batch: Batch
     weights: tuple[Tensor, Tensor]
-    walls: dict[str, list[float]] = field(default_factory=lambda: {m: [] for m in CALLS_OF_WEIGHTS})
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for tensor in (self.batch.x, self.batch.probs, *self.weights):
+            tensor.grad = None
 
     def call(self, write: bool) -> None:
         """Forward and backward with fresh gradients; `write`: count a write of the weights before,
         as an optimizer's step does.
         """
         batch = self.batch
-        for tensor in (batch.x, batch.probs, *self.weights):
-            tensor.grad = None
+        self.clear()
         for weight in self.weights if write else ():
             torch.autograd.graph.increment_version(weight)
         self.layer(batch.x, batch.indices, batch.probs, *self.weights).backward(batch.dout)
 
-    def timed(self, mode: str) -> None:
-        """One round of a mode, in microseconds a call. A cycle of untimed calls comes before, as the
+    def wall_us(self, mode: str) -> float:
+        """Microseconds of a call in one round of a mode. A cycle of untimed calls comes before, as the
         way before this one may have left other copies of the weights.
         """
         cycle, device = CALLS_OF_WEIGHTS[mode], self.batch.x.device
         for number in range(cycle):
             self.call(number == 0)
-        wait(device)
-        began = time.perf_counter()
-        for number in range(CALLS):
-            self.call(number % cycle == 0)
-        wait(device)
-        self.walls[mode].append(1e6 * (time.perf_counter() - began) / CALLS)
+        writes = itertools.cycle(number == 0 for number in range(cycle))
+        return wall_us(lambda: self.call(next(writes)), device, CALLS)
 
     def peak_mib(self) -> float | None:
         """MiB of a call above what lies there before it; None on a CPU."""
         if self.batch.x.device.type == "cpu":
             return None
         self.call(True)
-        for tensor in (self.batch.x, self.batch.probs, *self.weights):
-            tensor.grad = None
-        wait(self.batch.x.device)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.call(True)
-        wait(self.batch.x.device)
-        return float(torch.cuda.max_memory_allocated() - before) / MIB
-
-
-def wait(device: torch.device) -> None:
-    """Let the device finish."""
-    if device.type != "cpu":
-        torch.cuda.synchronize()
+        self.clear()
+        return peak_mib(lambda: self.call(True), self.batch.x.device)
 
 
 def random_weights(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
@@ -158,12 +145,15 @@ def contest(shape: Shape, device: str, rounds: int = ROUNDS) -> Answer:
         # RuntimeError: what PyTorch says of sizes that its products do not take, or of memory.
         except (SonicMoEError, RuntimeError) as error:
             refusals[name] = " ".join(str(error).split())[:300]
-    for number in range(rounds):
-        for mode in CALLS_OF_WEIGHTS:
-            names = list(entrants)
-            for name in names if number % 2 == 0 else reversed(names):
-                entrants[name].timed(mode)
-    ways = tuple(_way(name, entrants, refusals) for name in (STOCK, BF16, FP8))
+    pairs = [(mode, name) for mode in CALLS_OF_WEIGHTS for name in entrants]
+    walls = in_turns(dict(zip(pairs, pairs, strict=True)), rounds,
+                     lambda pair: entrants[pair[1]].wall_us(pair[0]))  # fmt: skip
+    ways = tuple(
+        Way(name, refusal=refusals[name])
+        if name in refusals
+        else Way(name, *_medians(name, walls), entrants[name].peak_mib())
+        for name in (STOCK, BF16, FP8)
+    )
     notes = (
         "stock: grouped_mm under torch.compile; wall times, median of rounds in turns; bf16 .grad",
         "memory: the peak of a call above what lies there before it, with its gradients",
@@ -177,9 +167,6 @@ def _may_run(name: str, shape: Shape, device: str) -> None:
         choose_engine(device, EngineName.HOPPER, workload_of(shape, name))
 
 
-def _way(name: str, entrants: Mapping[str, Entrant], refusals: Mapping[str, str]) -> Way:
-    if name not in entrants:
-        return Way(name, refusal=refusals[name])
-    entrant = entrants[name]
-    new, kept = (statistics.median(entrant.walls[mode]) for mode in CALLS_OF_WEIGHTS)
-    return Way(name, new, kept, entrant.peak_mib())
+def _medians(name: str, walls: Mapping[tuple[str, str], list[float]]) -> list[float]:
+    """Of a way, by mode."""
+    return [statistics.median(walls[mode, name]) for mode in CALLS_OF_WEIGHTS]

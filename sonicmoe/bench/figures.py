@@ -83,7 +83,7 @@ class Result:
 
     `busy` is kernel time of single calls per phase, empty without a GPU; `stages` and `kernels` sum
     the same by stage and by kernel name, and work outside every stage stands under "". `steady` is
-    wall time per layer of steps issued back to back (`steady.py`), `steady_busy` the time in which
+    wall time per layer of steps issued back to back (`timing.py`), `steady_busy` the time in which
     the GPU worked during such steps; None where not measured. `sustained` is the same for seconds.
     `card` names the GPU. `refusal` says why the engine did not run, and then nothing else is set.
     `has_peaks` says whether peaks and floors, which are those of Hopper, hold for the GPU.

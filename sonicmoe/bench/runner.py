@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,10 +19,18 @@ from ..routing.backends import arch_of
 from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
-from .steady import SETTLE_S, Stack, profile_steps, sustain, time_steps
-from .timing import Phases, measure_memory, profile_phases
+from .timing import (
+    SETTLE_S,
+    Phases,
+    in_turns,
+    measure_memory,
+    profile_phases,
+    profile_steps,
+    sustain,
+    time_steps,
+)
 from .trace import total_us
-from .workload import Batch, Call, Layer, Variant, rotating_batches
+from .workload import Batch, Call, Layer, Stack, Variant, rotating_batches
 
 WARM_UPS = 2
 PROFILED_CALLS = 5
@@ -30,8 +38,6 @@ STEADY_ROUNDS, STEADY_STEPS, PROFILED_STEPS = 5, 2, 3
 HOST_ROUNDS = 1  # a step takes seconds there, and nobody decides by its time
 TURNS = 2  # of a sustained row
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "deep-gemm")
-Run = TypeVar("Run")
-Figure = TypeVar("Figure")
 
 
 @dataclass
@@ -135,24 +141,6 @@ def time_all(
     if sustained_s:
         # Behind everything that is short, because it heats the GPU.
         _time_sustained(stacks, results, sustained_s, device)
-
-
-def in_turns(
-    runs: Mapping[int, Run], rounds: int, once: Callable[[Run], Figure]
-) -> dict[int, list[Figure]]:
-    """`once(run)` of every run per round; the order turns round by round, so that none always
-    follows the same one. A run that does not fit into memory is left out.
-    """
-    # Clocks and temperature drift during a measurement. Taking turns spreads the drift over all
-    # runs, so their ratio is good even where their absolute times are not.
-    found: dict[int, list[Figure]] = {index: [] for index in runs}
-    for number in range(rounds):
-        for index in list(found) if number % 2 == 0 else list(reversed(found)):
-            try:
-                found[index].append(once(runs[index]))
-            except torch.OutOfMemoryError:  # several layers' activations at once; single calls fit
-                del found[index]  # the loop goes over a copy
-    return found
 
 
 def _time_steady(stacks: Mapping[int, Stack], results: Sequence[Result], device: str) -> None:

@@ -1,7 +1,7 @@
 """A sweep over E x (H, I) x T*K into a file of JSON lines that can be stopped and continued.
 
 A point on a GPU is the time in which it worked, per layer, during steps issued back to back
-(`steady.py`): no host time in it, and the clocks of a training run. Experts are built once for all
+(`timing.py`): no host time in it, and the clocks of a training run. Experts are built once for all
 T, and freed before the next are built; those of one (E, H, I) follow each other.
 """
 
@@ -20,8 +20,8 @@ from ..node.mlp_node import SonicMoEMlpNode
 from .points import Point, cut_line, read_points
 from .runner import find_device, machine
 from .shapes import Shape
-from .steady import Stack, profile_steps, time_steps
-from .workload import Layer, Variant, rotating_batches
+from .timing import profile_steps, time_steps
+from .workload import Layer, Stack, Variant, rotating_batches
 
 # E, (H, I), T and K of a grid
 GRIDS = {

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from framework import torch
 
-from sonicmoe.bench import runner, steady, timing, workload
+from sonicmoe.bench import runner, timing, workload
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
@@ -133,7 +133,7 @@ def test_results_of_two_variants_are_taken_in_turns(monkeypatch):
 
 
 def test_table_and_json_hold_machine_and_figures(monkeypatch):
-    monkeypatch.setattr(steady.sustain, "__defaults__", (0.0,))
+    monkeypatch.setattr(timing.sustain, "__defaults__", (0.0,))
     variants = ["--engine", "reference:off", "--engine", "hopper"]
     shown = run(*TINY_OPTIONS, "--T", "96", *variants)
     assert shown.exit_code == 0, shown.output

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from framework import torch
 
-from sonicmoe.bench import power, runner, steady
+from sonicmoe.bench import power, runner, timing
 from sonicmoe.bench.figures import Reading, Result, Sustained
 from sonicmoe.bench.power import Meter, mean_watts
 from sonicmoe.bench.shapes import Shape
-from sonicmoe.bench.steady import AHEAD, Stack, profile_steps, sustain, time_steps
 from sonicmoe.bench.tables import notes, result_table
-from sonicmoe.bench.workload import Batch, Call, Layer, Variant
+from sonicmoe.bench.timing import AHEAD, profile_steps, sustain, time_steps
+from sonicmoe.bench.workload import Batch, Call, Layer, Stack, Variant
 from sonicmoe.enums import EngineName
 
 TINY = Shape(48, 32, 16, 4, 2)
@@ -221,7 +221,7 @@ class TimedSteps:
 
 def test_steps_before_clocks_have_settled_do_not_count(monkeypatch):
     steps = TimedSteps()
-    monkeypatch.setattr(steady.time, "perf_counter", lambda: steps.now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: steps.now)
     us, reason = sustain(steps, 0.2, "cpu", settle_s=0.1)
     assert us == pytest.approx([5000.0] * len(us))
     assert 20 <= len(us) <= 21 and reason == "no GPU"
