@@ -28,26 +28,20 @@ weights, and another one may have dropped the codes that FP8 keeps of them.
 from __future__ import annotations
 
 import json
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
-from experts_bench import CALLS, MIB, WARM_UPS, busy_us, wait
-from model_experts import ROWS, Experts, Row, tiny
+from model_experts import ROWS, Experts, Row, exact_copy, tiny, worst_error
 from peft import LoraConfig, get_peft_model
+from timing import Way, cell, markdown
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.runner import machine
 from sonicmoe.integrations.transformers import register
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -90,8 +84,6 @@ class Contestant:
     module: Callable[..., torch.Tensor]
     trains: bool = False
     factors: dict[str, nn.Parameter] = field(default_factory=dict)
-    walls: list[float] = field(default_factory=list)
-    forwards: list[float] = field(default_factory=list)
 
     def forward(self) -> torch.Tensor:
         """Alone, as in training: what backward needs is kept."""
@@ -105,34 +97,14 @@ class Contestant:
             factor.grad = None
         self.forward().backward(self.experts.dout)
 
-    def timed(self) -> None:
-        """One round of each."""
-        self.experts.train_weights(self.trains)
-        for found, call in ((self.walls, self.call), (self.forwards, self.forward)):
-            call()  # untimed: the codes of the weights may be gone
-            wait(self.experts.device)
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            wait(self.experts.device)
-            found.append(1e6 * (time.perf_counter() - begin) / CALLS)
+    def way(self, call: Callable[[], object]) -> Way:
+        """`call`, or `forward` alone, on weights that train or do not."""
 
-    def figures(self) -> dict[str, float]:
-        """Medians of the rounds, and what is measured once."""
-        self.experts.train_weights(self.trains)
-        self.call()  # as in `timed`
-        device = self.experts.device
-        found = {"forward": statistics.median(self.forwards), "wall": statistics.median(self.walls)}
-        found |= {"busy": busy_us(self.call, device), "peak": 0.0}
-        if device != "cpu":
-            self.experts.clear()
-            wait(device)
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self.call()
-            wait(device)
-            found["peak"] = (torch.cuda.max_memory_allocated() - before) / MIB
-        return found
+        def settle() -> None:
+            self.experts.train_weights(self.trains)
+            call()
+
+        return Way(call, settle, self.experts.clear)
 
 
 def adapted(experts: Experts, implementation: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -161,8 +133,7 @@ def contestants(experts: Experts, rank: int, ours: bool = False) -> dict[str, Co
         return made
     wrapped, factors = adapted(experts, "grouped_mm", rank)
     made["peft"] = Contestant(experts, wrapped, factors=factors)
-    backend = "aot_eager" if experts.device == "cpu" else "inductor"
-    folded = torch.compile(Folded(wrapped), backend=backend)
+    folded = torch.compile(Folded(wrapped), backend=timing.backend_of(experts.device))
     made["peft compiled"] = Contestant(experts, folded, factors=factors)
     return made
 
@@ -175,13 +146,9 @@ def gradients(contestant: Contestant) -> dict[str, torch.Tensor]:
 
 def exact_gradients(experts: Experts, rank: int) -> dict[str, torch.Tensor]:
     """In fp32, by the reference engine."""
-    wide = Experts.__new__(Experts)
-    wide.row, wide.device, wide.ids = experts.row, experts.device, experts.ids
-    wide.weights = {n: nn.Parameter(w.detach().float(), False) for n, w in experts.weights.items()}
-    wide.x, wide.probs = (t.detach().float().requires_grad_() for t in (experts.x, experts.probs))
-    wide.dout = experts.dout.float()
+    wide = exact_copy(experts)
     module, factors = adapted(wide, "sonicmoe", rank)
-    with SonicMoEConfig(engine="reference").activate(), torch.no_grad():
+    with torch.no_grad():
         for factor in factors.values():  # peft's are rounded to the weights' dtype elsewhere
             factor.copy_(factor.to(torch.bfloat16))
     with SonicMoEConfig(engine="reference").activate():
@@ -196,63 +163,56 @@ def measure(row: Row, rank: int, rounds: int, device: str, ours: bool = False) -
     for name, contestant in made.items():
         if contestant.factors:
             experts.train_weights(False)
-            found = gradients(contestant)
-            errors[name] = max(
-                float((found[n] - value).norm() / value.norm()) for n, value in exact.items()
-            )
-    for number in range(rounds + 1):
-        for contestant in made.values():
-            for _ in range(0 if number else WARM_UPS):
-                experts.train_weights(contestant.trains)
-                contestant.call()
-            if number:
-                contestant.timed()
-    figures = {name: contestant.figures() for name, contestant in made.items()}
+            errors[name] = worst_error(gradients(contestant), exact)
+    ways = {
+        (name, kind): each.way(getattr(each, kind))
+        for name, each in made.items()
+        for kind in ("call", "forward")
+    }
+    found = timing.measured(ways, device, rounds)
+    figures = {
+        name: {"forward": found[name, "forward"]["wall"], **found[name, "call"]} for name in made
+    }
     return {"row": row._asdict(), "rank": rank, "errors": errors, "figures": figures}
 
 
-def table(found: dict[str, Any]) -> Iterator[str]:
-    """Markdown: a row a contestant."""
+def table(found: dict[str, Any]) -> str:
+    """A row a contestant."""
     figures, errors = found["figures"], found["errors"]
     full, stock = figures["full fp8"], figures.get("peft compiled")
-    title = f"{Row(**found['row']).title}, r = {found['rank']}"
     heads = (
-        "forward us",
-        "adapters %",
-        "wall us",
-        "of full fp8",
-        "as fast as peft compiled",
-        "busy us",
+        *(
+            f"{Row(**found['row']).title}, r = {found['rank']}",
+            "forward us",
+            "adapters %",
+            "wall us",
+        ),
+        *("of full fp8", "as fast as peft compiled", "busy us"),
+        *("peak MiB", "of full fp8", "error %"),
     )
-    yield f"| {title} | {' | '.join((*heads, 'peak MiB', 'of full fp8', 'error %'))} |"
-    yield "|---" * (len(heads) + 4) + "|"
+    rows = []
     for name, each in figures.items():
         kind, _, precision = name.partition(" ")
-        base = figures.get(f"frozen {precision}")
-        added = 100 * (each["forward"] / base["forward"] - 1) if base and kind == "lora" else None
-        ratio = each["peak"] / full["peak"] if full["peak"] else None
-        cells = [
-            f"{each['forward']:.0f}",
-            "–" if added is None else f"{added:.1f}",
-            f"{each['wall']:.0f}",
-            f"{each['wall'] / full['wall']:.2f}",
-            f"{stock['wall'] / each['wall']:.2f}x" if stock else "–",
-            f"{each['busy']:.0f}",
-            f"{each['peak']:.0f}",
-            "–" if ratio is None else f"{ratio:.2f}",
-            f"{100 * errors[name]:.2f}" if name in errors else "–",
-        ]
-        yield f"| {name} | {' | '.join(cells)} |"
+        base = figures[f"frozen {precision}"]["forward"] if kind == "lora" else None
+        rows.append((
+            name, cell(each["forward"]), cell(base and 100 * (each["forward"] / base - 1), ".1f"),
+            cell(each["wall"]), cell(each["wall"] / full["wall"], ".2f"),
+            cell(stock and stock["wall"] / each["wall"], ".2f") + ("x" if stock else ""),
+            cell(each["busy"]), cell(each["peak"]),
+            cell(each["peak"] / full["peak"] if full["peak"] else None, ".2f"),
+            cell(100 * errors[name] if name in errors else None, ".2f"),
+        ))  # fmt: skip
+    return markdown(heads, rows)
 
 
 @click.command(help=__doc__)
 @click.option("--only", default="Qwen3-30B-A3B", help="Rows whose title contains this.")
 @click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@timing.rounds_option
 @click.option("--ours", is_flag=True, help="Without peft alone, which takes most of the time.")
-@click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 @click.option("--show", type=click.Path(path_type=Path), help="Print such a file only.")
 def main(
     only: str,
@@ -268,19 +228,16 @@ def main(
     if show is not None:
         every = json.loads(show.read_text(encoding="utf-8"))["rows"]
     else:
-        if not quick and not torch.cuda.is_available():
-            raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
+        device = timing.device_of(quick)
         register()
         chosen = {
             row.model: row for row in ROWS if only in row.title
         }.values()  # of several sizes, one
         rows = [tiny(row) if quick else row._replace(tokens=tokens) for row in chosen]
-        every = [measure(row, rank, rounds, "cpu" if quick else "cuda", ours) for row in rows]
-        if json_file is not None:
-            figures = {"machine": machine(), "rows": every}
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        every = [measure(row, rank, rounds, device, ours) for row in rows]
+        timing.write_figures(json_file, rows=every)
     for found in every:
-        click.echo("\n".join(table(found)))
+        click.echo(table(found))
 
 
 if __name__ == "__main__":

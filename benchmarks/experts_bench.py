@@ -40,129 +40,53 @@ an expert of this rank, with the ids of other ranks as sentinels.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
 from model_experts import ROWS, Experts, Row, errors_of, tiny
+from timing import Way, cell, markdown
 from torchao_experts import TORCHAO, register_torchao
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.runner import machine
-from sonicmoe.bench.timing import trace_of
-from sonicmoe.bench.trace import covered_us, kernels_of
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.integrations.transformers import register
 
 MODES = ("new", "kept4", "kept8", "frozen", "forward")
 CALLS_OF_WEIGHTS = {"new": 1, "kept4": 4, "kept8": 8}  # of the modes that train them
 WITH_NODE = ("Qwen3-30B-A3B", "ERNIE-4.5-21B-A3B", "Qwen3-Next-80B")
-# A round has a whole number of writes, so that every round measures the same.
-CALLS, HOST_CALLS, WARM_UPS = 8, 5, 3
 HOST_BURSTS = 10  # in a round
-MIB = 1 << 20
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass
-class Contestant:
-    """One implementation, and what was found about it in one mode."""
+def way_of(experts: Experts, module: Module, mode: str) -> Way:
+    """One implementation in one mode. Its untimed calls are a whole cycle of writes, so that the calls
+    behind them have as many writes as without them.
+    """
+    cycle = CALLS_OF_WEIGHTS.get(mode, 1)
+    writes = itertools.cycle(number == 0 for number in range(cycle))
 
-    experts: Experts
-    module: Module
-    mode: str
-    calls: int = 0
-    walls: list[float] = field(default_factory=list)
-    hosts: list[float] = field(default_factory=list)
-
-    def call(self) -> None:
-        """One layer; gradients of the call before are dropped first."""
-        experts = self.experts
-        if self.mode in CALLS_OF_WEIGHTS and self.calls % CALLS_OF_WEIGHTS[self.mode] == 0:
+    def call() -> None:
+        if mode in CALLS_OF_WEIGHTS and next(writes):
             experts.write_weights()
-        self.calls += 1
-        if self.mode == "forward":
+        if mode == "forward":
             with torch.no_grad():
-                self.module(experts.x, experts.ids, experts.probs)
+                module(experts.x, experts.ids, experts.probs)
             return
         experts.clear()
-        self.module(experts.x, experts.ids, experts.probs).backward(experts.dout)
+        module(experts.x, experts.ids, experts.probs).backward(experts.dout)
 
-    def settle(self) -> None:
-        """Calls that nobody times: another contestant may have dropped the codes of the weights. A
-        whole cycle of writes, so that the calls behind it have as many writes as without it.
-        """
-        for _ in range(CALLS_OF_WEIGHTS.get(self.mode, 1)):
-            self.call()
-
-    def timed(self) -> None:
-        """Time one round: a row of calls, then bursts of calls as the host launches them."""
-        self.settle()
-        wait(self.experts.device)
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            self.call()
-        wait(self.experts.device)
-        self.walls.append(1e6 * (time.perf_counter() - begin) / CALLS)
-        # A CPU only checks the program.
-        for burst in range(2 if self.experts.device == "cpu" else HOST_BURSTS):
-            wait(self.experts.device)
-            begin = time.perf_counter()
-            for _ in range(HOST_CALLS):  # more could fill the launch queue, and the host would wait
-                self.call()
-            if burst:  # the first one is a warm-up
-                self.hosts.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
-
-    def figures(self) -> dict[str, float]:
-        """Medians of the rounds, and what is measured once."""
-        self.settle()
-        return {
-            "wall": statistics.median(self.walls),
-            "host": statistics.median(self.hosts),
-            "busy": busy_us(self.call, self.experts.device),
-            "peak": self._peak(),
-        }
-
-    def _peak(self) -> float:
-        if self.experts.device == "cpu":
-            return 0.0
-        self.settle()
-        self.experts.clear()
-        wait(self.experts.device)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.call()
-        wait(self.experts.device)
-        return (torch.cuda.max_memory_allocated() - before) / MIB
-
-
-def wait(device: str) -> None:
-    """Let the device finish."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def busy_us(call: Callable[[], object], device: str) -> float:
-    """Microseconds of a call in which the GPU ran anything; 0 on a CPU."""
-    if device == "cpu":
-        return 0.0
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    wait(device)
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(CALLS):
+    def settle() -> None:
+        for _ in range(cycle):
             call()
-        wait(device)
-    return covered_us(kernels_of(trace_of(profiler))) / CALLS
+
+    return Way(call, settle, experts.clear)
 
 
 def modules_of(experts: Experts) -> dict[str, Module]:
@@ -177,9 +101,8 @@ def modules_of(experts: Experts) -> dict[str, Module]:
 
 
 def compiled(experts: Experts, implementation: str) -> Module:
-    """As `module.compile()` makes it; a CPU, which checks the program, generates no code."""
-    backend = "aot_eager" if experts.device == "cpu" else "inductor"
-    return torch.compile(experts.module(implementation), backend=backend)
+    """As `module.compile()` makes it."""
+    return torch.compile(experts.module(implementation), backend=timing.backend_of(experts.device))
 
 
 def node_of(experts: Experts) -> Module:
@@ -235,23 +158,17 @@ def measure_mode(
     """Figures of every implementation that fits into memory."""
     trained = mode in CALLS_OF_WEIGHTS
     experts.train_weights(trained)
-    found = {
-        name: Contestant(experts, module, mode)
+    ways = {
+        name: way_of(experts, module, mode)
         for name, module in modules.items()
         if name != "node" or trained
     }
-    for number in range(rounds + 1):
-        for name, contestant in list(found.items()):
-            try:
-                if number:
-                    contestant.timed()
-                else:
-                    for _ in range(WARM_UPS):
-                        contestant.call()
-            except torch.OutOfMemoryError:
-                del found[name]
+    # A CPU only checks the program.
+    found = timing.measured(
+        ways, experts.device, rounds, 2 if experts.device == "cpu" else HOST_BURSTS
+    )
     experts.clear()
-    return {name: contestant.figures() for name, contestant in found.items()}
+    return found
 
 
 def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[str, Any]:
@@ -259,8 +176,8 @@ def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[
     experts = Experts(row, device)
     modules = modules_of(experts)
     experts.train_weights(True)
-    errors = {name: asdict(errors_of(experts, module)) for name, module in modules.items()}
-    six = busy_us(six_products(experts), device)
+    errors = {name: errors_of(experts, module) for name, module in modules.items()}
+    six = timing.busy_us(six_products(experts), device, timing.CALLS)
     if row.model in WITH_NODE:
         modules["node"] = node_of(experts)
     figures = {}
@@ -271,38 +188,32 @@ def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[
     return {"row": row._asdict(), "six": six, "errors": errors, **figures}
 
 
-def table(figures: list[dict[str, Any]], mode: str, figure: str) -> Iterator[str]:
-    """Markdown: a row per model, a column per implementation, ratios to compiled stock for times."""
+def table(figures: list[dict[str, Any]], mode: str, figure: str) -> str:
+    """A row per model, a column per implementation, ratios to compiled stock for times."""
     names = ("stock", "compiled", "torchao", "bf16", "fp8", "node")
-    yield f"| {mode}: {figure} | {' | '.join(names)} | six |"
-    yield "|---" * (len(names) + 2) + "|"
+    rows = []
     for each in figures:
-        found = each[mode]
-        base = found.get("compiled", {}).get(figure)
-        cells = []
-        for name in names:
-            value = found.get(name, {}).get(figure)
-            ratio = (
-                f" ({base / value:.2f}x)" if base and value and figure in ("wall", "busy") else ""
-            )
-            cells.append("–" if value is None else f"{value:.0f}{ratio}")
-        yield f"| {Row(**each['row']).title} | {' | '.join(cells)} | {each['six']:.0f} |"
+        found = {name: each[mode].get(name, {}).get(figure) for name in names}
+        base = found["compiled"] if figure in ("wall", "busy") else None
+        gains = (f" ({base / us:.2f}x)" if base and us else "" for us in found.values())
+        cells = (f"{cell(us)}{gain}" for us, gain in zip(found.values(), gains, strict=True))
+        rows.append((Row(**each["row"]).title, *cells, cell(each["six"])))
+    return markdown((f"{mode}: {figure}", *names, "six"), rows)
 
 
-def gains(figures: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: wall time of compiled stock with new weights, and how many times as fast as compiled
-    stock in the same mode this package is; peaks in MiB of compiled stock, BF16 and FP8.
+def gains(figures: list[dict[str, Any]]) -> str:
+    """Wall time of compiled stock with new weights, and how many times as fast as compiled stock in
+    the same mode this package is; peaks in MiB of compiled stock, BF16 and FP8.
     """
     columns = [("bf16", "new"), *(("fp8", mode) for mode in MODES)]
-    heads = " | ".join(f"{name.upper()}, {mode}" for name, mode in columns)
-    yield f"| experts | compiled stock, us | {heads} | peak MiB |"
-    yield "|---" * (len(columns) + 3) + "|"
+    heads = (f"{name.upper()}, {mode}" for name, mode in columns)
+    rows = []
     for each in figures:
         walls = [_ratio(each.get(mode, {}), name) for name, mode in columns]
         peaks = [each["new"].get(name, {}).get("peak") for name in ("compiled", "bf16", "fp8")]
-        shown = " / ".join("–" if peak is None else f"{peak:.0f}" for peak in peaks)
         base = each["new"]["compiled"]["wall"]
-        yield f"| {Row(**each['row']).title} | {base:.0f} | {' | '.join(walls)} | {shown} |"
+        rows.append((Row(**each["row"]).title, cell(base), *walls, " / ".join(map(cell, peaks))))
+    return markdown(("experts", "compiled stock, us", *heads, "peak MiB"), rows)
 
 
 def _ratio(found: dict[str, dict[str, float]], name: str) -> str:
@@ -311,23 +222,23 @@ def _ratio(found: dict[str, dict[str, float]], name: str) -> str:
     return f"{found['compiled']['wall'] / found[name]['wall']:.2f}x"
 
 
-def error_table(figures: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: the largest error of every implementation, in per cent."""
+def error_table(figures: list[dict[str, Any]]) -> str:
+    """The largest error of every implementation, in per cent."""
     names = ("stock", "compiled", "torchao", "bf16", "fp8")
-    yield f"| error in % | {' | '.join(names)} |"
-    yield "|---" * (len(names) + 1) + "|"
+    rows = []
     for each in figures:
-        found = [max(each["errors"][n].values()) if n in each["errors"] else None for n in names]
-        cells = ["–" if value is None else f"{100 * value:.2f}" for value in found]
-        yield f"| {Row(**each['row']).title} | {' | '.join(cells)} |"
+        found = (each["errors"].get(name) for name in names)
+        cells = (cell(errors and 100 * max(errors.values()), ".2f") for errors in found)
+        rows.append((Row(**each["row"]).title, *cells))
+    return markdown(("error in %", *names), rows)
 
 
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, help="Rows whose title contains one of these.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), default=MODES)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.rounds_option
+@timing.quick_option
+@timing.json_option
 @click.option(
     "--show", multiple=True, type=click.Path(path_type=Path), help="Print such files only."
 )
@@ -343,9 +254,7 @@ def main(
     if show:
         print_tables([row for file in show for row in json.loads(file.read_text())["rows"]])
         return
-    device = "cpu" if quick else "cuda"
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
+    device = timing.device_of(quick)
     register()
     every: list[dict[str, Any]] = []
     for row in ROWS:
@@ -353,9 +262,7 @@ def main(
             continue
         click.echo(row.title, err=True)
         every.append(measure(tiny(row) if quick else row, modes, rounds, device))
-        if json_file is not None:  # after every row: a later one may not fit
-            figures = {"machine": machine(), "rows": every}
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        timing.write_figures(json_file, rows=every)  # after every row: a later one may not fit
         torch._dynamo.reset()
         gc.collect()
         if not quick:
@@ -368,10 +275,10 @@ def print_tables(figures: list[dict[str, Any]]) -> None:
     found = [mode for mode in MODES if all(mode in each for each in figures)]
     for mode in found:
         for figure in ("wall", "busy", "host", "peak"):
-            click.echo("\n" + "\n".join(table(figures, mode, figure)))
+            click.echo("\n" + table(figures, mode, figure))
     if "new" in found:
-        click.echo("\n" + "\n".join(gains(figures)))
-    click.echo("\n" + "\n".join(error_table(figures)))
+        click.echo("\n" + gains(figures))
+    click.echo("\n" + error_table(figures))
 
 
 if __name__ == "__main__":

@@ -25,31 +25,25 @@ Factors and their moments are fp32, of gpt-oss-120b bf16. Peaks are what PyTorch
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
-from experts_bench import CALLS, WARM_UPS, busy_us, wait
-from model_experts import ROWS, Experts, tiny
+from model_experts import ROWS, Experts, exact_copy, tiny, worst_error
+from timing import GIB, Way
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from sonicmoe import LowRank, SonicMoEConfig
-from sonicmoe.bench.runner import machine
 from sonicmoe.integrations.frozen import empty_codes, freeze_experts, frozen_bytes
 from sonicmoe.integrations.transformers import register
 
-GIB = 1 << 30
 WEIGHTS = "gate_up_proj", "down_proj"
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 LOSS_AT_ONCE = 1024
@@ -198,7 +192,7 @@ def measure_model(name: str, case: dict[str, Any], rank: int, steps: int, device
     begin = time.perf_counter()
     model = build(case["config"], case["attention"], device)
     factors = adapt(model, rank, device, case["dtype"])
-    wait(device)
+    timing.wait(device)
     found: dict[str, Any] = {
         "model": name,
         "codes GiB": frozen_bytes(model) / GIB,
@@ -218,7 +212,7 @@ def measure_model(name: str, case: dict[str, Any], rank: int, steps: int, device
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        wait(device)
+        timing.wait(device)
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
         found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
@@ -243,34 +237,25 @@ def layer_of(experts: Experts, implementation: str, rank: int, freeze: bool) -> 
     return AdaptedExperts(module, rank, experts.device, torch.bfloat16)
 
 
-def gradients(experts: Experts, layer: AdaptedExperts, call: Callable[[], None]) -> Any:
-    """Of the factors, after one call."""
-    layer.zero_grad()
-    call()
-    return {name: factor.grad.float() for name, factor in layer.factors.items()}
+def way_of(experts: Experts, layer: nn.Module, module: Callable[..., Any], config: Any) -> Way:
+    """Forward and backward of a contestant."""
 
-
-def exact_gradients(experts: Experts, rank: int) -> Any:
-    """In fp32, by the reference engine."""
-    wide = Experts.__new__(Experts)
-    wide.row, wide.device, wide.ids = experts.row, experts.device, experts.ids
-    wide.weights = {n: nn.Parameter(w.detach().float(), False) for n, w in experts.weights.items()}
-    wide.x, wide.probs = (t.detach().float().requires_grad_() for t in (experts.x, experts.probs))
-    wide.dout = experts.dout.float()
-    layer = layer_of(wide, "sonicmoe", rank, freeze=False)
-    with SonicMoEConfig(engine="reference").activate():
-        return gradients(wide, layer, caller(wide, layer, layer))
-
-
-def caller(experts: Experts, layer: nn.Module, module: Callable[..., Any]) -> Callable[[], None]:
-    """Forward and backward."""
-
-    def call() -> None:
+    def clear() -> None:
         experts.clear()
         layer.zero_grad()
-        module(experts.x, experts.ids, experts.probs).backward(experts.dout)
 
-    return call
+    def call() -> None:
+        clear()
+        with config.activate():
+            module(experts.x, experts.ids, experts.probs).backward(experts.dout)
+
+    return Way(call, call, clear)
+
+
+def gradients(layer: AdaptedExperts, way: Way) -> dict[str, torch.Tensor]:
+    """Gradients of the factors, in fp32, after one call."""
+    way.call()
+    return {name: factor.grad.float() for name, factor in layer.factors.items()}
 
 
 def measure_layer(rank: int, rounds: int, tokens: int, device: str) -> Any:
@@ -278,57 +263,35 @@ def measure_layer(rank: int, rounds: int, tokens: int, device: str) -> Any:
     row = next(row for row in ROWS if row.model == "Qwen3-30B-A3B")
     row = tiny(row) if device == "cpu" else row._replace(tokens=tokens)
     experts = Experts(row, device)
-    exact = exact_gradients(experts, rank)
-    backend = "aot_eager" if device == "cpu" else "inductor"
+    wide, reference = exact_copy(experts), SonicMoEConfig(engine="reference")
+    layer = layer_of(wide, "sonicmoe", rank, freeze=False)
+    exact = gradients(layer, way_of(wide, layer, layer, reference))
     layers = {
         "codes alone": layer_of(experts, "sonicmoe_fp8", rank, freeze=True),
         "two orders": layer_of(experts, "sonicmoe_fp8", rank, freeze=False),
         "one order": layer_of(experts, "sonicmoe_fp8", rank, freeze=False),
         "compiled": layer_of(experts, "grouped_mm", rank, freeze=False),
     }
-    calls, found = {}, {"row": row.title, "figures": {}}
+    ways, errors = {}, {}
     for name, layer in layers.items():
         module: Any = layer
         if name == "compiled":
-            module = torch.compile(Folded(layer, layer.base), backend=backend)
+            folded = Folded(layer, layer.base)
+            module = torch.compile(folded, backend=timing.backend_of(device))
         config = SonicMoEConfig(iso_weight=True) if name == "one order" else SonicMoEConfig()
-
-        own = caller(experts, layer, module)
-
-        def call(own: Any = own, config: Any = config) -> None:
-            with config.activate():
-                own()
-
+        way = way_of(experts, layer, module, config)
         try:
-            found["figures"][name] = {"error": worst(gradients(experts, layer, call), exact)}
+            errors[name] = worst_error(gradients(layer, way), exact)
         except Exception as error:  # the others are measured all the same
             say(f"layer, {name}: {type(error).__name__}: {error}")
             continue
-        calls[name] = call
-    walls: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name, call in calls.items():
-            for _ in range(1 if number else WARM_UPS):
-                call()
-            wait(device)
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            wait(device)
-            walls[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
-    for name, call in calls.items():
-        figures = found["figures"][name]
-        call()
-        figures |= {"wall": statistics.median(walls[name]), "busy": busy_us(call, device)}
-        say(
-            f"layer, {name}: {figures['wall']:.0f} us wall, {figures['busy']:.0f} us busy, error {100 * figures['error']:.2f} %"
-        )
-    return found
-
-
-def worst(found: Any, exact: Any) -> float:
-    """The largest relative RMSE."""
-    return max(float((found[n] - value).norm() / value.norm()) for n, value in exact.items())
+        ways[name] = way
+    figures = timing.measured(ways, device, rounds)
+    for name, each in figures.items():
+        each["error"] = errors[name]
+        times = f"{each['wall']:.0f} us wall, {each['busy']:.0f} us busy"
+        say(f"layer, {name}: {times}, error {100 * each['error']:.2f} %")
+    return {"row": row.title, "figures": figures}
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -361,10 +324,10 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 @click.option("--only", type=click.Choice(["layer", "qwen3", "gpt-oss"]), help="One of the three.")
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@timing.rounds_option
 @click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
-@click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 def main(
     only: str | None,
     rank: int,
@@ -375,11 +338,9 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Measure, and print."""
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
+    device, failed = timing.device_of(quick), []
     register()
-    device, failed = "cpu" if quick else "cuda", []
-    found: dict[str, Any] = {"machine": machine(), "models": [], "layer": None}
+    found: dict[str, Any] = {"models": [], "layer": None}
     programs: dict[str, Callable[[], None]] = {}
     if only in (None, "layer"):
         programs["layer"] = lambda: found.update(layer=measure_layer(rank, rounds, tokens, device))
@@ -398,8 +359,7 @@ def main(
             failed.append(name)
         if device != "cpu":
             torch.cuda.empty_cache()
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        timing.write_figures(json_file, **found)
     for each in found["models"]:
         keys = "step s", "tokens/s", "peak GiB", "reserved GiB", "resident GiB", "codes GiB"
         say(f"| {each['model']} | " + " | ".join(f"{key} {each[key]:.2f}" for key in keys) + " |")

@@ -28,9 +28,7 @@ kernels that take the most time of one step.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -38,18 +36,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
 import torch.distributed as dist
-from model_step_bench import GIB, LENGTH, WARM_UPS, config_of
+from model_step_bench import Figures, Training, config_of
 from rank_processes import run_ranks, world_size
+from timing import GIB, WARM_UPS
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.runner import machine
 from sonicmoe.bench.timing import trace_of
 from sonicmoe.bench.trace import kernels_of, short_name
 from sonicmoe.fsdp import gather_codes
@@ -87,63 +82,53 @@ class Gathered:
 
 
 @dataclass
-class Figures:
+class ShardedFigures(Figures):
     """Of one way and one number of tokens."""
 
-    seconds: list[float] = field(default_factory=list)
-    peak: int = 0
     gathered: int = 0
-    loss: float = float("nan")
     kernels: dict[str, float] = field(default_factory=dict)
 
 
-class Training:
-    """A sharded model with its optimizer."""
+class Sharded(Training):
+    """A sharded model, whose `resident` bytes are its parameters, AdamW's state and codes of shards."""
 
     def __init__(
-        self, config: SonicMoEConfig | None, layers: int, vocabulary: int, masters: bool,
-        device: torch.device,
+        self, gathered: Gathered, codes: SonicMoEConfig | None, layers: int, vocabulary: int,
+        masters: bool, device: str,
     ) -> None:  # fmt: skip
-        quick = device.type == "cpu"
-        sizes = config_of(layers, quick)
-        sizes.vocab_size = min(sizes.vocab_size, vocabulary)
-        torch.manual_seed(0)
-        before = 0 if quick else torch.cuda.memory_allocated()
-        dtype = torch.float32 if masters else torch.bfloat16
-        with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(sizes, dtype=dtype)
-        self.model.train()
-        if config is not None:
+        """codes: the configuration under which codes are gathered; None: values."""
+        self.gathered, self.codes, self.resident, self._has_state = gathered, codes, 0, False
+        config = config_of(layers, device == "cpu")
+        config.vocab_size = min(config.vocab_size, vocabulary)
+        before = _allocated(device)
+        super().__init__(config, device, True, torch.float32 if masters else torch.bfloat16)
+        self.resident = _allocated(device) - before
+
+    def prepare(self) -> None:
+        if self.codes is not None:
             # Rounds run without a configuration, because a graph is of one only.
             self.model.set_experts_implementation("sonicmoe_fp8")
-            with config.activate():
+            with self.codes.activate():
                 gather_codes(self.model)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for layer in self.model.model.layers:
-            layer.compile(backend="aot_eager" if quick else "inductor")
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=not quick)
-        self._device = device
-        self.resident = (0 if quick else torch.cuda.memory_allocated()) - before
-        self._has_state = False
+
+    def shard(self, part: torch.nn.Module) -> None:
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
     def steps(self, tokens: int, count: int) -> float:
-        """Forward, backward and AdamW; the loss of the last step, which waits for the device."""
-        length = min(tokens, LENGTH)
-        before = 0 if self._device.type == "cpu" else torch.cuda.memory_allocated()
-        for _ in range(count):
-            shape, vocabulary = (tokens // length, length), self.model.config.vocab_size
-            ids = torch.randint(vocabulary, shape, device=self._device)
-            loss = self.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        last = float(loss.detach())
-        if not self._has_state and self._device.type != "cpu":
-            self.resident += torch.cuda.memory_allocated() - before  # AdamW's, and codes of shards
+        before = _allocated(self.device)
+        last = super().steps(tokens, count)
+        if not self._has_state:
+            self.resident += _allocated(self.device) - before
         self._has_state = True
         return last
+
+    def meet(self) -> None:
+        dist.barrier()
+        self.gathered.bytes = 0
+
+
+def _allocated(device: str) -> int:
+    return 0 if device == "cpu" else torch.cuda.memory_allocated()
 
 
 class Rank:
@@ -154,39 +139,27 @@ class Rank:
         self.on_gpu = device.type == "cuda"
         self.say = click.echo if dist.get_rank() == 0 else lambda _: None
         self.gathered = Gathered()
-        self.trainings: dict[Any, Training] = {}
+        self.trainings: dict[Any, Sharded] = {}
 
-    def training(self, way: str) -> Training:
+    def training(self, way: str) -> Sharded:
         """Of this way; those on values share one."""
         _, config = WAYS[way]
         if config not in self.trainings:
-            given = config, self.options["layers"], self.options["vocabulary"]
+            given = self.gathered, config, self.options["layers"], self.options["vocabulary"]
             self.say(f"a model for {way} ...")
-            self.trainings[config] = Training(*given, self.options["masters"], self.device)
+            self.trainings[config] = Sharded(*given, self.options["masters"], str(self.device))
             gc.collect()
             if self.on_gpu:
                 torch.cuda.empty_cache()
         return self.trainings[config]
 
-    def round(self, way: str, tokens: int, count: int, figures: Figures) -> None:
+    def round(self, way: str, tokens: int, count: int, figures: ShardedFigures) -> None:
         """Time `count` steps behind one that follows the change of the implementation."""
         training = self.training(way)
-        training.model.set_experts_implementation(WAYS[way][0])
-        training.steps(tokens, 1)
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        self.gathered.bytes, begin = 0, time.perf_counter()
-        figures.loss = training.steps(tokens, count)
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        figures.seconds.append((time.perf_counter() - begin) / count)
+        training.timed(WAYS[way][0], tokens, count, figures)
         figures.gathered = self.gathered.bytes // count
-        if self.on_gpu:
-            others = sum(t.resident for t in self.trainings.values() if t is not training)
-            figures.peak = max(figures.peak, torch.cuda.max_memory_allocated() - others)
 
-    def trace(self, way: str, tokens: int, figures: Figures) -> None:
+    def trace(self, way: str, tokens: int, figures: ShardedFigures) -> None:
         """Milliseconds of one step, by kernel."""
         training = self.training(way)
         training.model.set_experts_implementation(WAYS[way][0])
@@ -201,7 +174,7 @@ class Rank:
         for name, ms in list(figures.kernels.items())[:20]:
             self.say(f"  {ms:8.2f} ms  {name[:100]}")
 
-    def measure(self, tokens: int) -> dict[str, Figures]:
+    def measure(self, tokens: int) -> dict[str, ShardedFigures]:
         """Rounds of all ways in turns; the first ones only warm up. A way that fails in those is left
         out, and the reason printed.
         """
@@ -209,7 +182,7 @@ class Rank:
         for way in self.options["ways"]:
             begin, problem = time.perf_counter(), ""
             try:
-                self.round(way, tokens, 1 if not self.on_gpu else WARM_UPS, Figures())
+                self.round(way, tokens, 1 if not self.on_gpu else WARM_UPS, ShardedFigures())
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             failed = torch.tensor(float(bool(problem)), device=self.device)
@@ -217,36 +190,35 @@ class Rank:
             if failed.item():
                 self.say(f"{way} is left out: {problem or 'another rank failed'}")
                 continue
-            found[way] = Figures()
+            found[way] = ShardedFigures()
             self.say(f"{way}: warm after {time.perf_counter() - begin:.0f} s")
         for index in range(self.options["rounds"]):
             for way, figures in found.items():
                 self.round(way, tokens, self.options["steps"], figures)
             took = ", ".join(f"{way} {1e3 * f.seconds[-1]:.1f}" for way, f in found.items())
             self.say(f"round {index + 1}, ms: {took}")
+        for way, figures in found.items():
+            others = (t for t in self.trainings.values() if t is not self.training(way))
+            figures.peak -= sum(other.resident for other in others)
         if self.options["trace"] and self.on_gpu:
             for way, figures in found.items():
                 self.trace(way, tokens, figures)
         return found
 
 
-def table(found: dict[str, Figures], tokens: int) -> str:
+def table(found: dict[str, ShardedFigures], tokens: int) -> str:
     """In Markdown."""
-    rows = [
-        f"\n{tokens} tokens of a GPU\n",
-        "| way | tokens/s of a GPU | ms | of the first | gathered MB | of the first | peak GiB | loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     first = next(iter(found.values()))
-    base = statistics.median(first.seconds)
+    base, rows = statistics.median(first.seconds), []
     for way, figures in found.items():
         seconds = statistics.median(figures.seconds)
-        rows.append(
-            f"| {way} | {tokens / seconds:.0f} | {1e3 * seconds:.1f} | {base / seconds:.2f}x "
-            f"| {figures.gathered / 1e6:.1f} | {figures.gathered / max(1, first.gathered):.3f} "
-            f"| {figures.peak / GIB:.1f} | {figures.loss:.3f} |"
-        )
-    return "\n".join(rows)
+        rows.append((
+            *(way, f"{tokens / seconds:.0f}", f"{1e3 * seconds:.1f}", f"{base / seconds:.2f}x"),
+            f"{figures.gathered / 1e6:.1f}", f"{figures.gathered / max(1, first.gathered):.3f}",
+            *(f"{figures.peak / GIB:.1f}", f"{figures.loss:.3f}"),
+        ))  # fmt: skip
+    heads = ("way", "tokens/s of a GPU", "ms", "of the first", "gathered MB", "of the first")
+    return f"\n{tokens} tokens of a GPU\n\n" + timing.markdown((*heads, "peak GiB", "loss"), rows)
 
 
 def run_rank(
@@ -256,15 +228,14 @@ def run_rank(
     """One rank's part of everything."""
     register()
     measuring, written = Rank(device, options), []
-    measuring.say(f"{size} ranks, {options['layers']} layers, {machine()}")
+    measuring.say(f"{size} ranks, {options['layers']} layers, {timing.machine()}")
     for count in tokens:
         found = measuring.measure(count)
         measuring.say(table(found, count))
         written.append({"tokens": count, "rows": {way: vars(f) for way, f in found.items()}})
         # After every size: a later one may not fit.
-        if json_file is not None and rank == 0:
-            figures = {"machine": machine(), "ranks": size, "options": options, "sizes": written}
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        file = json_file if rank == 0 else None
+        timing.write_figures(file, ranks=size, options=options, sizes=written)
 
 
 @click.command(help=__doc__)
@@ -275,18 +246,17 @@ def run_rank(
 @click.option("--masters", is_flag=True, help="Parameters in fp32, gathered in bf16.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=DEFAULT,
               show_default=True)  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@timing.rounds_option
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")
 @click.option("--trace", is_flag=True, help="Kernels of one step.")
 @click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
-@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 def main(
     tokens: tuple[int, ...], ranks: int | None, quick: bool, json_file: Path | None, **options: Any
 ) -> None:
     """Start the ranks, or be one of torchrun's."""
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs GPUs, or --quick")
+    timing.device_of(quick)
     if quick:
         tokens, options["layers"] = (64,), min(options["layers"], 2)
     size = world_size(ranks, quick)

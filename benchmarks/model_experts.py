@@ -4,6 +4,7 @@ and gradients in fp32 to compare with. experts_bench measures them.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from dataclasses import dataclass, field
@@ -175,18 +176,24 @@ def _experts_class(models: Any) -> type[nn.Module]:
     )
 
 
-@dataclass
-class Errors:
-    """Relative RMSE against fp32, over all elements of a kind."""
+def exact_copy(experts: Experts) -> Experts:
+    """The same layer in fp32, whose weights are frozen."""
+    wide = copy.copy(experts)
+    wide.weights = {n: nn.Parameter(w.detach().float(), False) for n, w in experts.weights.items()}
+    wide.x, wide.probs = (t.detach().float().requires_grad_() for t in (experts.x, experts.probs))
+    wide.dout = experts.dout.float()
+    return wide
 
-    out: float
-    dx: float
-    dweights: float
+
+def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest relative RMSE of all of these tensors."""
+    return max(_relative(found[name], value) for name, value in exact.items())
 
 
-def errors_of(experts: Experts, module: nn.Module) -> Errors:
-    """One call of the module beside the same products in fp32, expert by expert, so that fp32
-    copies of one expert's weights suffice.
+def errors_of(experts: Experts, module: nn.Module) -> dict[str, float]:
+    """Relative RMSE of out, dx and dweights, each over all of its elements: one call of the module
+    beside the same products in fp32, expert by expert, so that fp32 copies of one expert's weights
+    suffice.
     """
     experts.clear()
     out = module(experts.x, experts.ids, experts.probs)
@@ -202,9 +209,11 @@ def errors_of(experts: Experts, module: nn.Module) -> Errors:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = matmul
     assert x.grad is not None and experts.x.grad is not None
-    found = Errors(
-        _relative(out, golden), _relative(experts.x.grad, x.grad), (sums[0] / sums[1]) ** 0.5
-    )
+    found = {
+        "out": _relative(out, golden),
+        "dx": _relative(experts.x.grad, x.grad),
+        "dweights": (sums[0] / sums[1]) ** 0.5,
+    }
     experts.clear()
     return found
 

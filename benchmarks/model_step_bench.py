@@ -20,28 +20,22 @@ There is one model, whose experts implementation changes between rounds: three o
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
+from timing import GIB, WARM_UPS
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from sonicmoe.bench.runner import machine
 from sonicmoe.integrations.transformers import invalidate_caches, register
 
 IMPLEMENTATIONS = ("grouped_mm", "sonicmoe", "sonicmoe_fp8")
 LENGTH = 4096  # of a sequence, at most
-WARM_UPS = 3
-GIB = 1 << 30
 
 
 def config_of(layers: int, quick: bool) -> Qwen3MoeConfig:
@@ -76,60 +70,78 @@ class Figures:
 
 
 class Training:
-    """The model, its optimizer and a stream of random tokens."""
+    """A model, its optimizer and a stream of random tokens."""
 
     def __init__(
-        self, layers: int, tokens: int, compiled: bool, checkpoint: bool, quick: bool
+        self,
+        config: Qwen3MoeConfig,
+        device: str,
+        compiled: bool,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         torch.manual_seed(0)
-        self.device = "cpu" if quick else "cuda"
-        with torch.device(self.device):
-            self.model = AutoModelForCausalLM.from_config(
-                config_of(layers, quick), dtype=torch.bfloat16
-            )
+        self.device, self.on_gpu = device, not device.startswith("cpu")
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.model.train()
-        if checkpoint:
-            self.model.gradient_checkpointing_enable()
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile(backend="aot_eager" if quick else "inductor")
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=not quick)
-        length = min(tokens, LENGTH)
-        self._shape = tokens // length, length
+        self.prepare()
+        for layer in self.model.model.layers:
+            if compiled:
+                layer.compile(backend=timing.backend_of(device))
+            self.shard(layer)
+        self.shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=self.on_gpu)
 
-    def steps(self, count: int) -> float:
+    def prepare(self) -> None:
+        """What comes before a layer is compiled."""
+
+    def shard(self, part: torch.nn.Module) -> None:
+        """What becomes of every layer, and last of the model."""
+
+    def steps(self, tokens: int, count: int) -> float:
         """Forward, backward and AdamW; the loss of the last step, which waits for the device."""
+        length = min(tokens, LENGTH)
+        shape, vocabulary = (tokens // length, length), self.model.config.vocab_size
         for _ in range(count):
-            ids = torch.randint(self.model.config.vocab_size, self._shape, device=self.device)
+            ids = torch.randint(vocabulary, shape, device=self.device)
             loss = self.model(input_ids=ids, labels=ids).loss
             loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def round(self, implementation: str, count: int, figures: Figures) -> None:
-        """Time `count` steps of an implementation, behind as many that it needs to warm up."""
+    def timed(self, implementation: str, tokens: int, count: int, figures: Figures) -> None:
+        """Time `count` steps of an implementation of the experts, behind one that warms up: another one
+        ran before, with caches of its own, and in FP8 the codes of weights.
+        """
         self.model.set_experts_implementation(implementation)
-        self.steps(1)  # another implementation ran before: caches, and in FP8 the codes of weights
-        if self.device != "cpu":
+        self.steps(tokens, 1)
+        if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        self.meet()
         begin = time.perf_counter()
-        figures.loss = self.steps(count)
+        figures.loss = self.steps(tokens, count)
+        timing.wait(self.device)
         figures.seconds.append((time.perf_counter() - begin) / count)
-        if self.device != "cpu":
+        if self.on_gpu:
             figures.peak = max(figures.peak, torch.cuda.max_memory_allocated())
-        # What this implementation keeps beside the weights must not count as another's memory.
-        invalidate_caches(self.model)
+
+    def meet(self) -> None:
+        """What comes between the untimed step and the timed ones."""
 
 
-def measure(training: Training, rounds: int, steps: int) -> dict[str, Figures]:
+def measure(training: Training, tokens: int, rounds: int, steps: int) -> dict[str, Figures]:
     """Rounds of all implementations in turns; the first ones only warm up."""
-    for name in IMPLEMENTATIONS:
-        training.round(name, WARM_UPS, Figures())
     found = {name: Figures() for name in IMPLEMENTATIONS}
-    for _ in range(rounds):
-        for name, figures in found.items():
-            training.round(name, steps, figures)
+
+    def turn(name: str, count: int, figures: Figures) -> None:
+        training.timed(name, tokens, count, figures)
+        # What this implementation keeps beside the weights must not count as another's memory.
+        invalidate_caches(training.model)
+
+    names = {name: name for name in found}
+    timing.in_turns(names, 1, lambda name: turn(name, WARM_UPS, Figures()))
+    timing.in_turns(names, rounds, lambda name: turn(name, steps, found[name]))
     return found
 
 
@@ -140,40 +152,45 @@ def measure(training: Training, rounds: int, steps: int) -> dict[str, Figures]:
 )
 @click.option("--compile", "compiled", is_flag=True, help="Compile every decoder layer.")
 @click.option("--checkpoint", is_flag=True, help="Gradient checkpointing.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@timing.rounds_option
 @click.option("--steps", type=click.IntRange(1), default=1, show_default=True, help="Of a round.")
-@click.option("--quick", is_flag=True, help="Tiny sizes on a CPU.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 def main(
     layers: int, tokens: int, compiled: bool, checkpoint: bool, rounds: int, steps: int,
     quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure and print."""
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs a GPU, or --quick")
+    device = timing.device_of(quick)
     register()
     layers, tokens = (min(layers, 2), min(tokens, 64)) if quick else (layers, tokens)
-    training = Training(layers, tokens, compiled, checkpoint, quick)
+    training = Training(config_of(layers, quick), device, compiled)
+    if checkpoint:
+        training.model.gradient_checkpointing_enable()
     click.echo(
         f"{layers} layers, {tokens} tokens, {'every layer' if compiled else 'nothing'} compiled\n"
     )
-    found = measure(training, rounds, steps)
+    found = measure(training, tokens, rounds, steps)
     base = statistics.median(found[IMPLEMENTATIONS[0]].seconds)
-    click.echo(
-        "| experts | tokens/s | ms | of grouped_mm | peak GiB | loss |\n|---|---|---|---|---|---|"
-    )
-    rows: dict[str, Any] = {}
+    rows = []
     for name, figures in found.items():
         seconds = statistics.median(figures.seconds)
-        rows[name] = {"seconds": figures.seconds, "peak": figures.peak, "loss": figures.loss}
-        click.echo(
-            f"| {name} | {tokens / seconds:.0f} | {1e3 * seconds:.1f} | {base / seconds:.2f}x "
-            f"| {figures.peak / GIB:.1f} | {figures.loss:.3f} |"
+        rate, gain = f"{tokens / seconds:.0f}", f"{base / seconds:.2f}x"
+        rows.append(
+            (
+                name,
+                rate,
+                f"{1e3 * seconds:.1f}",
+                gain,
+                f"{figures.peak / GIB:.1f}",
+                f"{figures.loss:.3f}",
+            )
         )
-    if json_file is not None:
-        said = {"layers": layers, "tokens": tokens, "compiled": compiled, "checkpoint": checkpoint}
-        figures_of_all = {"machine": machine(), **said, "rows": rows}
-        json_file.write_text(json.dumps(figures_of_all, indent=2) + "\n", encoding="utf-8")
+    heads = ("experts", "tokens/s", "ms", "of grouped_mm", "peak GiB", "loss")
+    click.echo(timing.markdown(heads, rows))
+    said = {"layers": layers, "tokens": tokens, "compiled": compiled, "checkpoint": checkpoint}
+    every: dict[str, Any] = {name: vars(figures) for name, figures in found.items()}
+    timing.write_figures(json_file, **said, rows=every)
 
 
 if __name__ == "__main__":

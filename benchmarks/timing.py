@@ -1,0 +1,138 @@
+"""What the benchmarks here share: the GPU that they need, ways that take turns, launches by the GPU's
+clock, tables and files of figures. `sonicmoe.bench.timing` has the clocks below them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree's package, for all of them
+
+import torch
+
+from sonicmoe.bench.runner import machine
+from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, wait, wall_us
+
+MIB, GIB = 1 << 20, 1 << 30
+CALLS, WARM_UPS = 8, 3  # a round has a whole number of writes of the weights, up to one in eight
+HOST_CALLS = 5  # more could fill the launch queue, and the host would wait
+PAUSE = 200_000  # cycles, in which the host gets ahead
+
+quick_option = click.option("--quick", is_flag=True, help="Tiny sizes on a CPU: is it right?")
+rounds_option = click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+json_option = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too."
+)
+
+
+def device_of(quick: bool) -> str:
+    """ "cpu" with `--quick`, else "cuda"; ends the program where there is no GPU."""
+    if not quick and not torch.cuda.is_available():
+        raise click.ClickException("this needs an NVIDIA Hopper GPU, or --quick")
+    return "cpu" if quick else "cuda"
+
+
+def backend_of(device: str | torch.device) -> str:
+    """What `torch.compile` generates: a CPU checks the program, and generates no code for it."""
+    return "aot_eager" if str(device) == "cpu" else "inductor"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute something. call: what is timed. settle: what runs untimed before each turn,
+    because another way may have dropped what this one keeps. clear: drops gradients.
+    """
+
+    call: Callable[[], object]
+    settle: Callable[[], object]
+    clear: Callable[[], object]
+
+
+def measured(
+    ways: Mapping[str, Way], device: str, rounds: int, bursts: int = 0
+) -> dict[str, dict[str, float]]:
+    """By way: `wall`, microseconds of a call, in rows of eight, median of rounds in turns; `busy`,
+    those in which the GPU ran anything; `peak`, MiB of a call; with `bursts`, `host`, microseconds
+    until the host had launched one of five calls behind a wait, so often in a round, the first burst
+    left out. A way that does not fit into memory is left out.
+    """
+
+    def warm_up(way: Way) -> None:
+        for _ in range(WARM_UPS):
+            way.call()
+
+    def turn(way: Way) -> tuple[float, list[float]]:
+        way.settle()
+        wall = wall_us(way.call, device, CALLS)
+        return wall, [host_us(way.call, device) for _ in range(bursts)][1:]
+
+    fitting = {name: ways[name] for name in in_turns(ways, 1, warm_up)}
+    found: dict[str, dict[str, float]] = {}
+    for name, turns in in_turns(fitting, rounds, turn).items():
+        way, hosts = ways[name], [host for _, burst in turns for host in burst]
+        found[name] = {"wall": statistics.median(wall for wall, _ in turns)}
+        if hosts:
+            found[name]["host"] = statistics.median(hosts)
+        way.settle()
+        found[name]["busy"] = busy_us(way.call, device, CALLS)
+        way.settle()
+        way.clear()
+        found[name]["peak"] = peak_mib(way.call, device)
+    return found
+
+
+def host_us(call: Callable[[], object], device: str) -> float:
+    """Microseconds of the host for one of `HOST_CALLS` calls behind a wait."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return 1e6 * (time.perf_counter() - began) / HOST_CALLS
+
+
+def launches_us(launches: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median microseconds of GPU time of each launch, in turns. The host is ahead: a pause on the GPU
+    comes before each.
+    """
+    marks: list[tuple[str, Any, Any]] = []
+    for number in range(-2, rounds):  # two rounds warm up
+        for name, launch in launches.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(PAUSE)
+            start.record()
+            launch()
+            stop.record()
+            marks += [(name, start, stop)] if number >= 0 else []
+        torch.cuda.synchronize()
+    return {
+        name: statistics.median(1e3 * a.elapsed_time(b) for own, a, b in marks if own == name)
+        for name in launches
+    }
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, *rows]
+    head, *body = (f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(heads), *body])
+
+
+def cell(value: float | None, form: str = ".0f") -> str:
+    """A number of a table, or a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def write_figures(file: Path | None, **figures: Any) -> None:
+    """The figures and the machine as JSON, where a file is asked for."""
+    if file is not None:
+        every = {"machine": machine(), **figures}
+        file.write_text(json.dumps(every, indent=2) + "\n", encoding="utf-8")
