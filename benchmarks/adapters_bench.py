@@ -209,7 +209,7 @@ def table(found: dict[str, Any]) -> str:
 @click.option("--only", default="Qwen3-30B-A3B", help="Rows whose title contains this.")
 @click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
-@timing.rounds_option
+@timing.rounds_option()
 @click.option("--ours", is_flag=True, help="Without peft alone, which takes most of the time.")
 @timing.quick_option
 @timing.json_option

@@ -8,20 +8,13 @@ GEMMs of a step cost without an engine. The two take turns launch by launch.
 
 from __future__ import annotations
 
-import json
-import statistics
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import timing
 import torch
-from gpu_timing import idle
 
 from sonicmoe.engine.bf16_sm90 import HopperProducts, add_gradients, kernels_for
 from sonicmoe.engine.bf16_weights import weights_in_place
@@ -155,51 +148,32 @@ def launches(
     }
 
 
-def in_turns(pair: tuple[Launch, Launch], rounds: int) -> tuple[float, float]:
-    """Median microseconds of GPU time of each. The host is ahead: a pause on the GPU comes before
-    each launch.
-    """
-    for launch in pair * 2:
-        launch()
-    idle(0.1)
-    marks: tuple[list[Any], list[Any]] = ([], [])
-    for _ in range(rounds):
-        for launch, own in zip(pair, marks, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(200_000)  # cycles
-            start.record()
-            launch()
-            stop.record()
-            own.append((start, stop))
-    torch.cuda.synchronize()
-    one, other = (statistics.median(a.elapsed_time(b) for a, b in own) * 1e3 for own in marks)
-    return one, other
-
-
 def measure(model: Model, tokens: int, rounds: int) -> dict[str, tuple[float, float]]:
     """Microseconds of each product: ours, torch's."""
-    layer = Layer(model, tokens)
+    layer, found = Layer(model, tokens), {}
     ours, bare = layer.ours(), layer.bare()
-    return {name: in_turns((ours[name], bare[name]), rounds) for name in PRODUCTS}
+    for name in PRODUCTS:
+        us = timing.launches_us({"ours": ours[name], "bare": bare[name]}, rounds)
+        found[name] = us["ours"], us["bare"]
+    return found
 
 
 def table(name: str, tokens: int, found: Mapping[str, tuple[float, float]]) -> str:
     """A line for each product, and their sums."""
     sums = tuple(sum(column) for column in zip(*found.values(), strict=True))
-    lines = [f"{name}, T={tokens}: microseconds ours, torch's, and ours over torch's"]
-    for product, (one, other) in {**found, "sum": sums}.items():
-        lines.append(f"    {product:11} {one:8.0f} {other:8.0f} {one / other:7.3f}")
-    return "\n".join(lines)
+    rows = (
+        (product, timing.cell(one), timing.cell(other), timing.cell(one / other, ".3f"))
+        for product, (one, other) in {**found, "sum": sums}.items()
+    )
+    return timing.markdown((f"{name}, T={tokens}", "us, ours", "torch's", "over torch's"), rows)
 
 
 @click.command()
 @click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), default=MODELS)
 @click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here."
-)
-def main(names: tuple[str, ...], tokens: int, rounds: int, json_path: Path | None) -> None:
+@timing.rounds_option(20)
+@timing.json_option
+def main(names: tuple[str, ...], tokens: int, rounds: int, json_file: Path | None) -> None:
     """Time the products of these models' layers."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise click.ClickException("needs a Hopper GPU")
@@ -208,8 +182,7 @@ def main(names: tuple[str, ...], tokens: int, rounds: int, json_path: Path | Non
         report[name] = measure(MODELS[name], tokens, rounds)
         click.echo(table(name, tokens, report[name]))
         torch.cuda.empty_cache()
-    if json_path:
-        json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    timing.write_figures(json_file, models=report)
 
 
 if __name__ == "__main__":

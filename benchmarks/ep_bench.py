@@ -34,19 +34,14 @@ every call, as a training does without accumulation, and with `--accumulate 4` i
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
 import torch.distributed as dist
 from ep_contestants import (
@@ -66,9 +61,9 @@ from ep_contestants import (
     ways,
 )
 from rank_processes import run_ranks, world_size
+from timing import MIB, WARM_UPS, cell
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.runner import machine
 from sonicmoe.bench.timing import trace_of
 from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
 from sonicmoe.distributed_utils import clear_ep_cache
@@ -79,8 +74,7 @@ from sonicmoe.jit_warmup import warmup_jit
 SHAPES = {"T": (8192, 16384, 8192), "H": (2048, 2048, 3072), "I": (768, 768, 1536),
           "E": (128, 128, 16), "K": (8, 8, 8)}  # fmt: skip
 TINY = {"T": (64,), "H": (256,), "I": (128,), "E": (8,), "K": (2,)}
-CALLS, WARM_UPS, KERNELS = 4, 3, 14
-MIB = 1 << 20
+CALLS, KERNELS = 4, 14
 T = TypeVar("T")
 HEADS = ("contestant", "ms", "of the first", "idle", "peak", "held", "error")
 
@@ -105,14 +99,9 @@ class Ranks:
     def __init__(self, device: torch.device, said: Callable[[str], None]) -> None:
         self.device, self.say, self.skipped = device, said, dict[str, str]()
 
-    def wait(self) -> None:
-        """Let this rank's device finish."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def meet(self) -> None:
         """Wait for all ranks."""
-        self.wait()
+        timing.wait(self.device)
         dist.barrier()
 
     def largest(self, values: list[float]) -> list[float]:
@@ -145,7 +134,7 @@ class Ranks:
         """The contestant, which may have taken memory outside since `before`."""
         for _ in range(WARM_UPS):
             contestant.call()
-        self.wait()
+        timing.wait(self.device)
         contestant.figures["held"] = self.taken_outside() - before
         return contestant
 
@@ -153,23 +142,7 @@ class Ranks:
         """One round."""
         contestant.call()
         self.meet()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            contestant.call()
-        self.wait()
-        contestant.walls.append(1e3 * (time.perf_counter() - begin) / CALLS)
-
-    def peak(self, contestant: Contestant) -> float:
-        """MiB above what lies there."""
-        if self.device.type != "cuda":
-            return 0.0
-        contestant.call()
-        self.wait()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        contestant.call()
-        self.wait()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
+        contestant.walls.append(timing.wall_us(contestant.call, self.device, CALLS) / 1e3)
 
     def traced(self, contestant: Contestant) -> dict[str, Any]:
         """ms of a call without a kernel, and us of a call by kernel, on this rank's GPU."""
@@ -178,7 +151,7 @@ class Ranks:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for _ in range(CALLS):
                 contestant.call()
-            self.wait()
+            timing.wait(self.device)
         kernels = kernels_of(trace_of(profiler))
         if not kernels:  # a CPU, or nobody may profile
             return {}
@@ -260,8 +233,9 @@ def measure(
             ranks.timed(contestant)
     for contestant in found:
         contestant.figures["ms"] = statistics.median(ranks.largest(contestant.walls))
-        held = contestant.figures["held"]
-        peaks = ranks.largest([ranks.peak(contestant), held])
+        contestant.call()
+        peak = timing.peak_mib(contestant.call, ranks.device)
+        peaks = ranks.largest([peak, contestant.figures["held"]])
         contestant.figures.update(zip(("peak", "held"), peaks, strict=True))
         if with_trace:
             contestant.figures.update(ranks.traced(contestant))
@@ -270,19 +244,15 @@ def measure(
 
 def table(found: list[Contestant], on_gpu: bool) -> Iterator[str]:
     """Markdown."""
-    yield f"| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}"
-    first = found[0].figures["ms"]
+    first, rows = found[0].figures["ms"], []
     for each in found:
-        figures = each.figures
-        is_layer = "error" in figures
-        cells = (
-            *(each.name, f"{figures['ms']:.2f}"),
-            f"{first / figures['ms']:.2f}x" if is_layer else "–",
-            f"{figures['idle']:.2f}" if "idle" in figures else "–",
-            *(f"{figures[name]:.0f}" if on_gpu else "–" for name in ("peak", "held")),
-            f"{100 * figures['error']:.2f} %" if is_layer else "–",
-        )
-        yield f"| {' | '.join(cells)} |"
+        figures, name = each.figures, each.name
+        gain = f"{first / figures['ms']:.2f}x" if "error" in figures else "–"
+        error = f"{100 * figures['error']:.2f} %" if "error" in figures else "–"
+        memory = (cell(figures[kind] if on_gpu else None) for kind in ("peak", "held"))
+        idle = cell(figures.get("idle"), ".2f")
+        rows.append((name, f"{figures['ms']:.2f}", gain, idle, *memory, error))
+    yield timing.markdown(HEADS, rows)
     for each in found:
         if kernels := each.figures.get("kernels"):
             yield f"\n{each.name}: us of a call by kernel, of {sum(kernels.values()):.0f}"
@@ -296,7 +266,7 @@ def run_rank(
     """One rank's part of everything."""
     ranks = Ranks(device, click.echo if rank == 0 else lambda _: None)
     written: list[dict[str, Any]] = []
-    ranks.say(f"{size} ranks, {machine()}")
+    ranks.say(f"{size} ranks, {timing.machine()}")
     for shape in shapes:
         ranks.say(f"\n{', '.join(f'{n}={size}' for n, size in shape._asdict().items())}\n")
         if rank == 0 and not quick:
@@ -307,9 +277,8 @@ def run_rank(
         rows = [{"name": each.name, "walls": each.walls, **each.figures} for each in found]
         written.append({"shape": shape._asdict(), "skipped": ranks.skipped, "rows": rows})
         # After every shape: a later one may not fit.
-        if json_file is not None and rank == 0:
-            figures = {"machine": machine(), "ranks": size, "options": options, "shapes": written}
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        file = json_file if rank == 0 else None
+        timing.write_figures(file, ranks=size, options=options, shapes=written)
         del found
         clear_ep_cache()
         torch._dynamo.reset()
@@ -341,18 +310,17 @@ def sizes_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)),
               default=tuple(PRECISIONS), show_default=True)  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@timing.rounds_option(10)
 @click.option("--accumulate", type=click.Choice((1, 2, CALLS)), default=1, show_default=True,
               help="Calls between two optimizer steps.")  # fmt: skip
 @click.option("--operator", is_flag=True, help="Also the operator of torchtitan's blocks.")
 @click.option("--max-load", default=1.5, show_default=True, help="Of the ways with a bound.")
 @click.option("--trace", "with_trace", is_flag=True, help="Kernels, and time without any.")
-@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 def main(ranks: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
     """Start the ranks, or be one of torchrun's."""
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs GPUs, or --quick")
+    timing.device_of(quick)
     usual = TINY if quick else SHAPES
     given = {name: options.pop(name) or usual[name] for name in Shape._fields}
     size = world_size(ranks, quick)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from timing import backend_of
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
@@ -137,15 +138,14 @@ def exchanged(rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
 
 
 def compiled_experts(device: torch.device) -> Callable[..., Tensor]:
-    """Stock experts on rows in expert order; a CPU, which checks the program, generates no code."""
+    """Stock experts on rows in expert order."""
 
     def experts(rows: Tensor, offsets: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, value = grouped_mm(rows, up.transpose(1, 2), offs=offsets).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * value
         return grouped_mm(hidden, down.transpose(1, 2), offs=offsets)
 
-    backend = "inductor" if device.type == "cuda" else "eager"
-    return torch.compile(experts, backend=backend, dynamic=True)
+    return torch.compile(experts, backend=backend_of(device), dynamic=True)
 
 
 def all_to_all(layer: Layer) -> Contestant:
@@ -297,8 +297,7 @@ def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: st
     def routed(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         return routed_mlp(*place, x, ids, probs, (*weights, None, None))
 
-    backend = "inductor" if layer.device.type == "cuda" else "aot_eager"
-    compiled = torch.compile(routed, backend=backend, fullgraph=True)
+    compiled = torch.compile(routed, backend=backend_of(layer.device), fullgraph=True)
 
     def call() -> None:
         for weight in weights:

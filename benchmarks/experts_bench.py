@@ -236,7 +236,7 @@ def error_table(figures: list[dict[str, Any]]) -> str:
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, help="Rows whose title contains one of these.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), default=MODES)
-@timing.rounds_option
+@timing.rounds_option()
 @timing.quick_option
 @timing.json_option
 @click.option(

@@ -324,7 +324,7 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 @click.option("--only", type=click.Choice(["layer", "qwen3", "gpt-oss"]), help="One of the three.")
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True)
-@timing.rounds_option
+@timing.rounds_option()
 @click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
 @timing.quick_option
 @timing.json_option

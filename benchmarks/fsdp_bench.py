@@ -246,7 +246,7 @@ def run_rank(
 @click.option("--masters", is_flag=True, help="Parameters in fp32, gathered in bf16.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=DEFAULT,
               show_default=True)  # fmt: skip
-@timing.rounds_option
+@timing.rounds_option()
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")
 @click.option("--trace", is_flag=True, help="Kernels of one step.")
 @click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")

@@ -54,61 +54,29 @@ NODE_FACES = "node", "grad", "stacked", "step"
 MODULE_FACES = "transformers", "written", "frozen"
 
 
+def _several(name: str, kept: str, default: Any, kind: Any, text: str) -> Any:
+    words = f"{text}; may be repeated."
+    return click.option(
+        name, kept, multiple=True, default=[default], type=kind, help=words, show_default=True
+    )
+
+
 @click.command(help=__doc__)
-@click.option(
-    "--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True
-)
-@click.option(
-    "--experts",
-    multiple=True,
-    default=[8],
-    show_default=True,
-    help="Local experts; may be given several times.",
-)
+@click.option("--framework", type=click.Choice(["torch", "paddle"]), default="torch", show_default=True)  # fmt: skip
+@_several("--experts", "experts", 8, int, "Local experts")
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a batch.")
 @click.option("--steps", default=120, show_default=True, help="Of eight layers each.")
-@click.option(
-    "--face",
-    "faces",
-    multiple=True,
-    type=click.Choice([*NODE_FACES, "MoE", *MODULE_FACES]),
-    default=["node"],
-    show_default=True,
-    help="Whose layer; may be given several times.",
-)
-@click.option(
-    "--precision",
-    "precisions",
-    multiple=True,
-    type=click.Choice(["fp8", "bf16"]),
-    default=["fp8"],
-    show_default=True,
-    help="FP8 on engine hopper, BF16 on engine bf16; may be given several times.",
-)
-@click.option(
-    "--flush",
-    type=click.Choice(["auto", "step"]),
-    default="auto",
-    show_default=True,
-    help="A node's weight gradients straight into main_grad, or into accumulators.",
-)
-@click.option(
-    "--profile",
-    is_flag=True,
-    help="Print where Python's part goes (a profiler's own cost is in it).",
-)
+@_several("--face", "faces", "node", click.Choice([*NODE_FACES, "MoE", *MODULE_FACES]), "Whose layer")  # fmt: skip
+@_several("--precision", "precisions", "fp8", click.Choice(["fp8", "bf16"]),
+          "FP8 on engine hopper, BF16 on engine bf16")  # fmt: skip
+@click.option("--flush", type=click.Choice(["auto", "step"]), default="auto", show_default=True,
+              help="A node's weight gradients straight into main_grad, or into accumulators.")  # fmt: skip
+@click.option("--profile", is_flag=True, help="Print where Python's part goes, with a profiler's own cost.")  # fmt: skip
 @click.option("--count", is_flag=True, help="Count calls of functions, and print them as JSON.")
 def main(
-    framework: str,
-    experts: tuple[int, ...],
-    tokens: int,
-    steps: int,
-    faces: tuple[str, ...],
-    precisions: tuple[str, ...],
-    flush: str,
-    profile: bool,
-    count: bool,
-) -> None:
+    framework: str, experts: tuple[int, ...], tokens: int, steps: int, faces: tuple[str, ...],
+    precisions: tuple[str, ...], flush: str, profile: bool, count: bool,
+) -> None:  # fmt: skip
     """Time steps, count their calls or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
         import paddle
@@ -176,12 +144,11 @@ def take_host_for_gpu() -> None:
     """Every module that asks about a device is answered as for `cuda:0`, a Hopper GPU."""
     from sonicmoe import interop
 
-    answers = {
-        "is_cuda": lambda _: True,
-        "device_name": lambda _: "cuda:0",
-        "current_stream": lambda _: 0,
-    }
-    replace_everywhere({name: (getattr(interop, name), answer) for name, answer in answers.items()})
+    answers = {"is_cuda": True, "device_name": "cuda:0", "current_stream": 0}
+    replace_everywhere({
+        name: (getattr(interop, name), lambda _, answer=answer: answer)
+        for name, answer in answers.items()
+    })  # fmt: skip
     steady_addresses()
 
 
@@ -235,6 +202,7 @@ def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
 
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
+    from sonicmoe import interop
     from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.engine.wgrad_destinations import Destinations
@@ -252,11 +220,9 @@ def launch_nothing() -> None:
     kernels["wgrad_destination"] = lambda *_: nothing  # any object will do
     passes = hopper_passes.Passes(native, (names, names), kernels)
     hopper_layer.passes_on = lambda *_: passes
+    of_weights = "store_addresses", "check_weights", "quantize_weights"
     weight_kernels = SimpleNamespace(
-        num_checksums=lambda *_: 1,
-        store_addresses=nothing,
-        check_weights=nothing,
-        quantize_weights=nothing,
+        num_checksums=lambda *_: 1, **dict.fromkeys(of_weights, nothing)
     )
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
@@ -266,13 +232,8 @@ def launch_nothing() -> None:
     routing._aggregate_routed = RoutedCall(nothing, 1, "slot_row row_prob", bind)
     routing._memory_of = lambda *_: ((0, 0, 0, 0, 0, 1 << 20), 1 << 20)
     backends._choose = lambda device: routing
-    empty = SimpleNamespace(
-        up=nothing,
-        grouped_gemm=nothing,
-        dgated=nothing,
-        gather_rows=nothing,
-        wgrad=nothing,
-    )
+    of_bf16 = "up", "grouped_gemm", "dgated", "gather_rows", "wgrad"
+    empty = SimpleNamespace(**dict.fromkeys(of_bf16, nothing))
     modules, matrices = (empty, empty, empty), lambda *_: nothing
     products = bf16_sm90.Kernels.of(*modules, matrices, (0.0, 0.0), bind)
     bf16_sm90.kernels_on = lambda *_: products
@@ -288,28 +249,19 @@ def launch_nothing() -> None:
         return made[workload.settings.recipe is not None]
 
     choices.ready_engine = ready_engine
-    if framework_is_torch():
+    if not interop.IS_PADDLE:
         from sonicmoe.functional import plan
 
         plan.ready_engine = ready_engine
         answer_for_streams()
 
 
-def framework_is_torch() -> bool:
-    """Whether the engine runs on PyTorch, whose faces Paddle has not."""
-    from sonicmoe.interop import IS_PADDLE
-
-    return not IS_PADDLE
-
-
 def answer_for_streams() -> None:
     """Every question about PyTorch's streams is answered as on a GPU with one stream."""
     import torch
 
-    torch.cuda.is_current_stream_capturing, torch.cuda.current_stream = (
-        lambda: False,
-        lambda device=None: None,
-    )
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda device=None: None
 
 
 @contextlib.contextmanager

@@ -152,7 +152,7 @@ def measure(training: Training, tokens: int, rounds: int, steps: int) -> dict[st
 )
 @click.option("--compile", "compiled", is_flag=True, help="Compile every decoder layer.")
 @click.option("--checkpoint", is_flag=True, help="Gradient checkpointing.")
-@timing.rounds_option
+@timing.rounds_option()
 @click.option("--steps", type=click.IntRange(1), default=1, show_default=True, help="Of a round.")
 @timing.quick_option
 @timing.json_option

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.ep import Dispatched, Dispatcher, LocalDispatcher, make_dispatcher
+from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import ConfigError, EngineUnavailableError
 from sonicmoe.jit import no_compile
@@ -30,8 +29,7 @@ POISON_BYTES = 1 << 30
 CHECKED_SHARE = 8
 
 
-@dataclass(frozen=True)
-class LayerSizes:
+class LayerSizes(NamedTuple):
     """tokens is per rank, experts of all ranks."""
 
     tokens: int
@@ -41,8 +39,7 @@ class LayerSizes:
     topk: int
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One rank's tokens bf16 `[T, H]`, routing, and the gradient of the output."""
 
     x: Tensor
@@ -66,12 +63,8 @@ class World:
         """
         names: list[str] = []
         if self.rank == 0 and self.on_gpu:
-            shape = (
-                self.sizes.experts // self.size,
-                self.sizes.hidden,
-                self.sizes.intermediate,
-                str(self.device),
-            )
+            local = self.sizes.experts // self.size
+            shape = local, self.sizes.hidden, self.sizes.intermediate, str(self.device)
             with ThreadPoolExecutor(len(precisions) or 1) as pool:
                 reports = pool.map(
                     lambda precision: warmup_jit(*shape, config=self._config(precision)), precisions
@@ -88,18 +81,13 @@ class World:
         """After warm-up, a compile is an error that names the kernel."""
         return no_compile() if self.on_gpu else nullcontext()
 
-    def dispatcher(self, kind: str, wait_for_counts: bool = True) -> tuple[Dispatcher | None, str]:
-        """`(dispatcher, "")`, or `(None, why not)`."""
+    def dispatcher(self, kind: str, waits: bool) -> tuple[Dispatcher | None, str]:
+        """`(dispatcher, "")`, or `(None, why not)`; waits: for the counts."""
         if kind == "deepep" and not self.on_gpu:
             return None, "DeepEP needs GPUs"
         try:
-            return make_dispatcher(
-                self.sizes.experts,
-                self.group,
-                kind=kind,
-                max_tokens=self.sizes.tokens,
-                wait_for_counts=wait_for_counts,
-            ), ""
+            given = {"kind": kind, "max_tokens": self.sizes.tokens, "wait_for_counts": waits}
+            return make_dispatcher(self.sizes.experts, self.group, **given), ""
         # A buffer may be there and may not do without counts.
         except (EngineUnavailableError, ConfigError) as error:
             return None, str(error)
@@ -131,7 +119,7 @@ class World:
 
     def _checked_batches(self) -> dict[str, list[Batch]]:
         """Everybody's tokens, by case."""
-        sizes = replace(self.sizes, tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
+        sizes = self.sizes._replace(tokens=max(1, self.sizes.tokens // CHECKED_SHARE))
         return {
             case: [self._batch(sizes, rank, idle) for rank in range(self.size)]
             for case, idle in (("even", False), ("idle_rank", True))
@@ -157,31 +145,16 @@ class World:
         """y, dx, dweights of the rank's tokens and the gradients of its experts."""
         node = self._node(dispatcher, precision)
         x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
-        y = self._forward(dispatcher, node, x, batch.ids, weights, precision)
+        fp8 = precision in TRAVELS_IN_FP8
+        received = dispatcher.dispatch(x, batch.ids, weights, fp8=fp8, fp8_grad=fp8)
+        given = received.x, received.tokens_per_expert, received.indices, received.probs
+        out = node(*given, received.x_scale, received.dx_to, received.dout_source)
+        y = dispatcher.combine(out, received.handle)
         y.backward(batch.dout)
         node.step()
-        up, down = (
-            torch.stack([e_weight.main_grad for e_weight in half]) for half in self._weights
-        )
-        return {
-            "y": y.detach(),
-            "dx": _grad(x),
-            "dweights": _grad(weights),
-            "up_gate": up,
-            "down": down,
-        }
-
-    def _forward(
-        self,
-        dispatcher: Dispatcher,
-        node: SonicMoEMlpNode,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        precision: str,
-    ) -> Tensor:
-        received = _dispatched(dispatcher, x, ids, weights, precision)
-        return dispatcher.combine(_experts(node, received), received.handle)
+        up, down = (torch.stack([weight.main_grad for weight in half]) for half in self._weights)
+        found = {"y": y.detach(), "dx": _grad(x), "dweights": _grad(weights)}
+        return {**found, "up_gate": up, "down": down}
 
     def _errors(
         self, mine: dict[str, Tensor], batches: list[Batch], precision: str
@@ -190,9 +163,7 @@ class World:
         gathered = {name: self._gather(tensor) for name, tensor in mine.items()}
         if self.rank:
             return {}
-        together = Batch(
-            *(torch.cat([getattr(b, name) for b in batches]) for name in Batch.__dataclass_fields__)
-        )
+        together = Batch(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
         wanted = self._run(LocalDispatcher(self.sizes.experts), together, precision)
         return {name: _relative(torch.cat(gathered[name]), wanted[name]) for name in wanted}
 
@@ -212,17 +183,10 @@ class World:
         first = self.rank * count if count < self.sizes.experts else 0
         experts = [self._expert(expert) for expert in range(first, first + count)]
         self._weights = [
-            [e.up_gate_proj.weight for e in experts],
-            [e.down_proj.weight for e in experts],
+            [getattr(e, name).weight for e in experts] for name in ("up_gate_proj", "down_proj")
         ]
-        config = self._config(precision)
-        return SonicMoEMlpNode(
-            experts,
-            count,
-            self.sizes.hidden,
-            self.sizes.intermediate,
-            config=config,
-        )
+        sizes = count, self.sizes.hidden, self.sizes.intermediate
+        return SonicMoEMlpNode(experts, *sizes, config=self._config(precision))
 
     def _config(self, precision: str) -> SonicMoEConfig:
         """On a GPU with the engine by name: another one in its place would be checked and timed
@@ -236,11 +200,10 @@ class World:
         hidden, width = self.sizes.hidden, self.sizes.intermediate
 
         def weight(rows: int, columns: int) -> torch.nn.Parameter:
-            values = (
-                torch.randn(rows, columns, generator=generator, device=self.device) * rows**-0.5
-            )
+            values = torch.randn(rows, columns, generator=generator, device=self.device)
+            values *= rows**-0.5
             made = torch.nn.Parameter(values.to(torch.bfloat16))
-            made.main_grad = torch.zeros(rows, columns, device=self.device)  # type: ignore[attr-defined]
+            made.main_grad = torch.zeros(rows, columns, device=self.device)
             return made
 
         return SimpleNamespace(
@@ -272,31 +235,11 @@ class World:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-            blocks = [
-                torch.full([size], 0xFF, dtype=torch.uint8, device=self.device)
-                for size in _block_sizes()
-            ]
+            # Small blocks and large ones: the caching allocator keeps the kinds apart.
+            sizes = [1 << 19] * 64 + [POISON_BYTES // 8] * 8
+            blocks = [torch.full([n], 0xFF, dtype=torch.uint8, device=self.device) for n in sizes]
             torch.cuda.synchronize(self.device)
             del blocks
-
-
-def _dispatched(
-    dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor, precision: str
-) -> Dispatched:
-    fp8 = precision in TRAVELS_IN_FP8
-    return dispatcher.dispatch(x, ids, weights, fp8=fp8, fp8_grad=fp8)
-
-
-def _experts(node: SonicMoEMlpNode, received: Dispatched) -> Tensor:
-    return node(
-        received.x, received.tokens_per_expert, received.indices, received.probs,
-        received.x_scale, received.dx_to, received.dout_source,
-    )  # fmt: skip
-
-
-def _block_sizes() -> list[int]:
-    """Small blocks and large ones, a GiB of each kind the caching allocator keeps apart."""
-    return [1 << 19] * 64 + [POISON_BYTES // 8] * 8
 
 
 def _grad(leaf: Tensor) -> Tensor:

@@ -14,26 +14,21 @@ backward.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.runner import machine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 LAYERS, HIDDEN, INNER, TOPK = 8, 3072, 1536, 8
 FINE = 2048, 768  # H and I from 128 experts on
-STEPS, ROUNDS, WARM_UPS = 10, 7, 3
+STEPS, ROUNDS = 10, 7
 
 
 class Row(NamedTuple):
@@ -99,27 +94,25 @@ def measure(tokens: int, experts: int) -> Row:
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
     ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices
     stack = Stack(nodes_of(experts, hidden, inner), x, ids)
-    rounds = [stack.timed() for _ in range(ROUNDS + WARM_UPS)][WARM_UPS:]
+    rounds = [stack.timed() for _ in range(ROUNDS + timing.WARM_UPS)][timing.WARM_UPS :]
     return Row(*map(statistics.median, zip(*rounds, strict=True)))
 
 
 @click.command(help=__doc__)
 @click.option("--tokens", multiple=True, type=int, default=[256, 512, 1024, 2048])
 @click.option("--experts", multiple=True, type=int, default=[8, 128])
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures too.")
+@timing.json_option
 def main(tokens: tuple[int, ...], experts: tuple[int, ...], json_file: Path | None) -> None:
     """Measure and print."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("this needs an NVIDIA Hopper GPU")
-    click.echo("| T, E | wall | host | GPU |\n|---|---|---|---|")
-    figures: dict[str, Any] = {"machine": machine()}
+    timing.device_of(quick=False)
+    figures: dict[str, Any] = {}
     for count in experts:
         for size in tokens:
             row = measure(size, count)
             figures[f"{size}, {count}"] = row._asdict()
-            click.echo(f"| {size}, {count} | {row.wall:.0f} | {row.host:.0f} | {row.gpu:.0f} |")
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    rows = ((name, *map(timing.cell, row.values())) for name, row in figures.items())
+    click.echo(timing.markdown(("T, E", "wall", "host", "GPU"), rows))
+    timing.write_figures(json_file, **figures)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,14 @@ HOST_CALLS = 5  # more could fill the launch queue, and the host would wait
 PAUSE = 200_000  # cycles, in which the host gets ahead
 
 quick_option = click.option("--quick", is_flag=True, help="Tiny sizes on a CPU: is it right?")
-rounds_option = click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 json_option = click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too."
 )
+
+
+def rounds_option(default: int = 5) -> Callable[..., Any]:
+    """`--rounds`, of all ways in turns."""
+    return click.option("--rounds", type=click.IntRange(1), default=default, show_default=True)
 
 
 def device_of(quick: bool) -> str:

@@ -61,7 +61,7 @@ def test_they_compute_alike(measured):
     [
         (["--quick", "--E=9"], "2 ranks and 2 slots do not suit --E 9"),
         (["--quick", "--T=8", "--T=9", "--H=64", "--H=64", "--H=128"], "--T is given 2 times; needed: 1 or 3"),
-        ([], "this needs GPUs, or --quick"),
+        ([], "this needs an NVIDIA Hopper GPU, or --quick"),
     ],
 )  # fmt: skip
 def test_refuses_by_name(run, options, words):

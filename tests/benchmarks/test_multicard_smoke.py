@@ -10,7 +10,7 @@ from worlds import ROOT, environment
 
 SMOKE = ROOT / "benchmarks" / "multicard_smoke.py"
 SIZES = {"tokens": 128, "hidden": 64, "intermediate": 32, "experts": 4, "topk": 2}
-OPTIONS = ["--device=cpu", "--precisions", "fp8", *(f"--{n}={size}" for n, size in SIZES.items())]
+OPTIONS = ["--device=cpu", "--precision=fp8", *(f"--{n}={size}" for n, size in SIZES.items())]
 
 
 def run(*more):
@@ -22,7 +22,7 @@ def run(*more):
 @pytest.fixture(scope="module")
 def checked():
     """Figures and words of a whole run: both ways that tokens travel, and both of waiting."""
-    options = ["--precisions", "fp8-dispatch", "fp8", "--hidden", "256", "--no-wait"]
+    options = ["--precision=fp8-dispatch", "--hidden=256", "--no-wait"]
     code, figures, said = run("--steps", "4", *options)
     assert code == 0, said
     return figures, said
@@ -39,7 +39,7 @@ def test_runs_over_gloo_and_reports(checked):
     for name in ("unmoved_parameters", "differing_parameters", "failed_ranks"):
         assert figures[name] == 0
     # 1e-5 to 2.7e-5 over 6 seeds.
-    assert figures["gap_to_one_process"] <= 1e-3 and figures["seconds"]["training"] > 0
+    assert figures["gap_to_one_process"] <= 1e-3
 
 
 def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts(checked):
@@ -47,9 +47,16 @@ def test_rows_that_travel_in_fp8_beside_those_that_nobody_counts(checked):
     layers = {(layer["dispatcher"], layer["precision"]): layer for layer in figures["layers"]}
     gloo = "torch.distributed (gloo)"
     names = (gloo, f"{gloo}, not waiting")
-    assert list(layers) == [(n, precision) for precision in ("fp8-dispatch", "fp8") for n in names]
+    assert list(layers) == [(n, precision) for precision in ("fp8", "fp8-dispatch") for n in names]
     for precision in ("fp8-dispatch", "fp8"):
         waiting, blind = (layers[name, precision] for name in names)
         assert waiting["even"] == blind["even"]
     for case in ("even", "idle_rank"):
         assert f"{gloo}, fp8, {case}: the same bits without waiting for counts" in said
+
+
+def test_ranks_that_take_too_long_are_stopped_and_said():
+    code, figures, said = run("--timeout=1")
+    assert code == 1 and figures["failed_ranks"] == 2
+    (failure,) = figures["failures"]
+    assert failure.startswith("the ranks were stopped after 1 s; rank 0 in: ") and failure in said

@@ -82,7 +82,8 @@ def test_checkpoints_are_exchanged_and_another_shape_is_named(ranks):
 def test_the_benchmark_runs_and_its_contestants_compute_alike():
     done = processes.of_checkout("benchmarks/doors_bench.py", "--quick", "--rounds=1")
     assert done.returncode == 0, done.stderr
-    errors = {line.split()[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[1:]}
+    rows = (line.strip("| ").split(" | ") for line in done.stdout.splitlines()[4:])
+    errors = {name: float(cells[-1]) for name, *cells in rows}
     assert list(errors) == ["SequentialMLP", "bf16", "fp8"]
     assert errors["bf16"] <= errors["SequentialMLP"] < 0.01 < errors["fp8"] < 0.1
 

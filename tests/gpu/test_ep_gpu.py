@@ -48,7 +48,11 @@ def smoke():
     compiled already.
     """
     program = ROOT / "benchmarks" / "multicard_smoke.py"
-    options = [*OPTIONS, "--cache", str(default_cache().root), "--precisions", *PRECISIONS]
+    options = [
+        *OPTIONS,
+        f"--cache={default_cache().root}",
+        *(f"--precision={p}" for p in PRECISIONS),
+    ]
     command = [sys.executable, str(program), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.stdout.strip(), result.stderr[-4000:]
