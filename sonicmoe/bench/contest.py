@@ -167,9 +167,7 @@ def _may_run(name: str, shape: Shape, device: str) -> None:
         choose_engine(device, EngineName.HOPPER, workload_of(shape, name))
 
 
-def _medians(
-    name: str, walls: Mapping[tuple[str, str], list[float]]
-) -> tuple[float, float]:
+def _medians(name: str, walls: Mapping[tuple[str, str], list[float]]) -> tuple[float, float]:
     """A way's microseconds with new and with kept weights."""
     new, kept = (statistics.median(walls[mode, name]) for mode in CALLS_OF_WEIGHTS)
     return new, kept
