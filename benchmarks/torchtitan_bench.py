@@ -12,6 +12,7 @@ one job.
 | stock | behind all-to-all |
 | minimal | stock experts behind MinimalAsyncEP, which needs GPUs, several ranks and full recompute |
 | bf16, fp8 | the whole routed path; the host waits for counts, or does not with `--no-wait` |
+| fp8-codes | the same as fp8, and FSDP2 gathers codes of weights, quantised once per optimizer step |
 | fp8-rows | the same as fp8, and tokens and gradients travel to the experts in FP8 |
 
 | figure | what |
@@ -50,8 +51,8 @@ import torch
 from sonicmoe.bench.runner import machine
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-rows")
-USUAL = EXPERTS[:4]
+EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-codes", "fp8-rows")
+USUAL = EXPERTS[:5]
 # Layers, experts and tokens of a sequence, of the model and of the tiny one.
 SIZES, TINY = (48, 128, 4096), (4, 8, 64)
 GIB = 1 << 30

@@ -46,6 +46,7 @@ CONTESTANTS = {
     "minimal": (None, True),
     "bf16": ({"fp8_mode": "off"}, False),
     "fp8": ({"fp8_mode": "perf"}, False),
+    "fp8-codes": ({"fp8_mode": "perf", "gather_codes": True}, False),
     "fp8-rows": ({"fp8_mode": "perf"}, False),
 }
 

@@ -94,8 +94,13 @@ def gather_codes(
     words = "no MoE layer, and no experts of transformers or torchtitan on this engine"
     expect(bool(found), LayoutError, f"{kind} has {words}; needed: one, or weights by name")
     for experts in found:
-        LayerCodes(experts.weights, experts.layout, _chooser(experts, use_fp8))
+        coded(experts, use_fp8)
     return len(found)
+
+
+def coded(experts: FoundExperts, use_fp8: bool | None = None) -> LayerCodes:
+    """Have the codes of these experts gathered."""
+    return LayerCodes(experts.weights, experts.layout, _chooser(experts, use_fp8))
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,16 +37,16 @@ from ..engine.settings import Workload
 from ..enums import ActivationType, EngineName, layer_parameters
 from ..ep import make_dispatcher
 from ..ep.interface import check_num_experts
-from ..errors import ConfigError, EngineUnavailableError, LayoutError, did_you_mean, expect
-from ..fsdp import FoundExperts, finders
+from ..errors import ConfigError, EngineUnavailableError, did_you_mean, expect
+from ..fsdp import FoundExperts, coded, finders
 from ..functional.autograd import planned_mlp
 from ..functional.plan import Plan, make_plan, number_of
 from ..functional.routed import ExpertGroup, name_of, routed_mlp
 from ..layouts import NATIVE
 from ..log import log_once
 from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS
-from ..refusals import need_shape
 from ..weights.stacked_cache import Weights
+from .torchtitan_weights import fused_initialisers, fused_shardings, split, stack
 
 Tensor = torch.Tensor
 Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
@@ -70,6 +69,16 @@ class _OnEngine(nn.Module):
         self._plan, self._number = plan, number_of(plan)
         self._sizes = config.dim, config.hidden_dim, bias
         _check_sizes(plan, *self._sizes)
+        self._gathers_codes = config.gather_codes
+        self._take_codes()
+
+    def _take_codes(self) -> None:
+        self._codes = coded(_found_experts(self)) if self._gathers_codes else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, as pipeline parallelism makes one of each stage, has codes of its own."""
+        super().__setstate__(state)
+        self._take_codes()
 
     def parallelize(self, parallel_dims: Any) -> None:
         """As the stock module; the part of F that tensor parallelism leaves must suit an engine."""
@@ -79,6 +88,8 @@ class _OnEngine(nn.Module):
         words = f"hidden_dim {hidden_dim} of the experts is no multiple of tensor_parallel_degree {parts}"
         expect(hidden_dim % parts == 0, ConfigError, words)
         _check_sizes(self._plan, dim, hidden_dim // parts, bias)
+        if self._codes is not None:
+            self._codes.wrap()  # the stock module has made other parameters
 
     def _weights(self) -> Weights:
         """This rank's weights in the native layout, of which torchtitan's are views."""
@@ -116,9 +127,10 @@ class SonicGroupedExperts(_OnEngine, GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """options: fields of `SonicMoEConfig`."""
+        """options: fields of `SonicMoEConfig`. gather_codes: as in `routed_experts`."""
 
         options: dict[str, Any] = field(default_factory=dict)
+        gather_codes: bool = False
 
     def __init__(self, config: Config) -> None:
         """The stock parameters, gate and up in one."""
@@ -126,8 +138,8 @@ class SonicGroupedExperts(_OnEngine, GroupedExperts):
         del self.w1_EFD, self.w3_EFD
         shape = config.num_experts, config.hidden_dim, 2, config.dim
         self.w13 = nn.Parameter(torch.empty(shape))
-        self.register_state_dict_post_hook(_split)
-        self.register_load_state_dict_pre_hook(_stack)
+        self.register_state_dict_post_hook(split)
+        self.register_load_state_dict_pre_hook(stack)
         self._prepare(config, _plan(config.options, ActivationType.SWIGLU, GROUPED_EXPERTS), False)
 
     def _weights(self) -> Weights:
@@ -139,9 +151,10 @@ class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
-        """options: fields of `SonicMoEConfig`."""
+        """options: fields of `SonicMoEConfig`. gather_codes: as in `routed_experts`."""
 
         options: dict[str, Any] = field(default_factory=dict)
+        gather_codes: bool = False
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -158,17 +171,19 @@ class SonicGptOssGroupedExperts(_OnEngine, GptOssGroupedExperts):
         return w1, w2, b1, ScaleBiasForward.apply(b2, parts, b2.dtype) if parts > 1 else b2
 
 
-def _found_experts(module: nn.Module) -> FoundExperts | None:
+def _found(module: nn.Module) -> FoundExperts | None:
     """For `fsdp.gather_codes`."""
-    if not isinstance(module, _OnEngine):
-        return None
+    return _found_experts(module) if isinstance(module, _OnEngine) else None
+
+
+def _found_experts(module: _OnEngine) -> FoundExperts:
     fused, apart = ("w13", "w2_EDF"), ("mlp1_weight_EGD", "mlp2_weight_EDF")
     names = fused if isinstance(module, SonicGroupedExperts) else apart
     weights = tuple((module, name) for name in names)
     return FoundExperts(weights, NATIVE, module._sizes[2], lambda _: module._plan)
 
 
-finders.append(_found_experts)
+finders.append(_found)
 
 
 class SonicRoutedExperts(RoutedExperts):
@@ -248,17 +263,22 @@ class SonicSelectiveAC(SelectiveAC):
 
 @override(target=RoutedExperts.Config, description="sonicmoe engine, and the way to the experts")
 def routed_experts(
-    config: Any, *, transport: Mapping[str, Any] | bool = True, **options: Any
+    config: Any,
+    *,
+    transport: Mapping[str, Any] | bool = True,
+    gather_codes: bool = False,
+    **options: Any,
 ) -> Any:
     """Replace experts, and with them the way to them where their dispatcher is a stock one.
 
     transport: options of `make_dispatcher` but `max_tokens`, under expert parallelism; False:
         torchtitan's dispatcher stays there.
+    gather_codes: whether FSDP2 gathers the experts' codes in place of values (`fsdp.gather_codes`).
     """
     if not isinstance(transport, bool):
         transport = dict(transport)
         _check_names(transport, TRANSPORT, "transport", "option of make_dispatcher")
-    inner = _on_engine(config.inner_experts, options)
+    inner = _on_engine(config.inner_experts, options, gather_codes)
     if inner is config.inner_experts:
         return config
     if type(config) is not RoutedExperts.Config:
@@ -267,9 +287,9 @@ def routed_experts(
 
 
 @override(target=GroupedExperts.Config, description="sonicmoe engine; any dispatcher")
-def grouped_experts(config: Any, **options: Any) -> Any:
-    """Replace experts alone, beside an override of their dispatcher."""
-    return _on_engine(config, options)
+def grouped_experts(config: Any, *, gather_codes: bool = False, **options: Any) -> Any:
+    """Replace experts alone, beside an override of their dispatcher. gather_codes: as above."""
+    return _on_engine(config, options, gather_codes)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="keeps the outputs of sonicmoe")
@@ -278,20 +298,22 @@ def selective_ac(config: Any) -> Any:
     return derive(config, SonicSelectiveAC.Config)
 
 
-def _on_engine(config: Any, options: Mapping[str, Any]) -> Any:
+def _on_engine(config: Any, options: Mapping[str, Any], codes: bool) -> Any:
     """The configuration of the same experts on the engine; those of classes that it does not know
-    stay as they are.
+    stay as they are. codes: whether FSDP2 gathers those.
     """
     known = [flag.name for flag in dataclasses.fields(SonicMoEConfig)]
     _check_names(options, known, "option", "field of SonicMoEConfig")
-    kind = type(config)
+    words = f"gather_codes is {codes!r}; needed: True or False"
+    expect(isinstance(codes, bool), ConfigError, words)
+    kind, given = type(config), {"options": dict(options), "gather_codes": codes}
     if kind is GptOssGroupedExperts.Config:
-        return derive(config, SonicGptOssGroupedExperts.Config, options=dict(options))
+        return derive(config, SonicGptOssGroupedExperts.Config, **given)
     if kind is GroupedExperts.Config:
-        made = derive(config, SonicGroupedExperts.Config, options=dict(options))
-        made.param_init = _fused_initialisers(config.param_init)
+        made = derive(config, SonicGroupedExperts.Config, **given)
+        made.param_init = fused_initialisers(config.param_init)
         if config.sharding_config is not None:
-            made.sharding_config = _fused_shardings(config.sharding_config)
+            made.sharding_config = fused_shardings(config.sharding_config)
         return made
     if kind not in (SonicGroupedExperts.Config, SonicGptOssGroupedExperts.Config):
         words = "experts of class %s stay as they are: sonicmoe knows GroupedExperts and GptOssGroupedExperts"
@@ -335,54 +357,3 @@ def _local(weight: Any) -> Tensor:
     # A view of a temporary tensor, of which the caches keep nothing: a write to the DTensor does not
     # show in the version of its part.
     return weight.to_local()[:] if isinstance(weight, DTensor) else weight
-
-
-def _split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """`w13` as the stock w1 (gate) and w3 (up), when a state dict was made. They are views of it,
-    because the trainer holds a state dict all the time.
-    """
-    w13 = state.pop(f"{prefix}w13").detach()
-    halves = w13[:, :, 0], w13[:, :, 1]
-    if isinstance(w13, DTensor):
-        # A DTensor with an offset has an address, where torch's copies to the host for asynchronous
-        # checkpoints expect none. So the second half is a DTensor without one, too.
-        halves = halves[0], w13[:, :, 0]
-        halves[1]._local_tensor = w13.to_local()[:, :, 1]  # type: ignore[attr-defined]
-    state[f"{prefix}w1_EFD"], state[f"{prefix}w3_EFD"] = halves
-
-
-def _stack(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The reverse, before a state dict is loaded."""
-    names = [f"{prefix}w1_EFD", f"{prefix}w3_EFD"]
-    there = [name for name in names if name in state]
-    if not there:
-        return
-    words = f"the checkpoint has {there[0]} alone; needed: {' and '.join(names)}"
-    expect(there == names, LayoutError, words)
-    experts, hidden_dim, _, dim = module.w13.shape
-    needed = experts, hidden_dim, dim
-    for name in names:
-        need_shape(tuple(state[name].shape) == needed, name, state[name], needed)
-    state[f"{prefix}w13"] = torch.stack([state.pop(name) for name in names], 2)
-
-
-def _fused_initialisers(stock: dict[str, Callable[..., Any]] | None) -> Any:
-    """Each half of `w13` keeps its own: up is often drawn as the down-projection is."""
-    if stock is None:
-        return None
-    rest = dict(stock)
-    gate, up = rest.pop("w1_EFD"), rest.pop("w3_EFD")
-    # No function in here: the module holds it, and must be pickled.
-    return {**rest, "w13": partial(_initialise, gate, up)}
-
-
-def _initialise(gate: Callable[..., Any], up: Callable[..., Any], w13: Tensor) -> None:
-    gate(w13[:, :, 0])
-    up(w13[:, :, 1])
-
-
-def _fused_shardings(stock: Any) -> Any:
-    """Experts and F are the first two axes of `w13` as they are of w1 and w3."""
-    rest = dict(stock.state_shardings)
-    w1, _ = rest.pop("w1_EFD"), rest.pop("w3_EFD")
-    return dataclasses.replace(stock, state_shardings={**rest, "w13": w1})

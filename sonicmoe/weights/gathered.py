@@ -69,13 +69,19 @@ class LayerCodes:
         self._served: set[int] = set()  # roles that were given what was made
         self._held: dict[int, BlockScaledTensor] = {}
         self._read: dict[bool, EngineWeights] = {}
-        for role, (module, name) in enumerate(parameters):
-            self._wrap(module, name, role)
+        self.wrap()
+        for role, (module, _) in enumerate(parameters):
             module.register_load_state_dict_post_hook(partial(_wrap_again, self, role))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a module has no codes, and its hooks nothing to do."""
         return type(None), ()
+
+    def wrap(self) -> None:
+        """Make shards of the parameters, where others have taken their places too."""
+        for role, (reference, name) in enumerate(self._owners):
+            if (module := reference()) is not None:
+                self._wrap(module, name, role)
 
     def _wrap(self, module: nn.Module, name: str, role: int) -> None:
         held: Any = module._parameters[name]

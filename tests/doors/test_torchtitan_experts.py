@@ -38,6 +38,7 @@ from sonicmoe.errors import (
 )
 from sonicmoe.functional import plan, routed
 from sonicmoe.integrations import torchtitan as door
+from sonicmoe.weights.shards import ExpertShard
 
 EXPERTS, TOPK, DIM, HIDDEN, TOKENS = 6, 2, 256, 128, 96
 SIZES = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": EXPERTS}
@@ -396,3 +397,16 @@ def test_a_copy_is_compiled_in_a_process_that_knows_no_plan(monkeypatch):
     monkeypatch.setattr(plan, "_plans", {})
     inner = pickle.loads(stored).inner_experts
     assert plan.plan_of(inner._number) == inner._plan
+
+
+@KINDS
+def test_a_copy_has_codes_of_its_own(kind):
+    """As pipeline parallelism copies a model, once for each stage, before FSDP2 takes it."""
+    made = overridden(stock_config(kind), gather_codes=True, fp8_mode="perf").experts.build()
+    ours, other = made.inner_experts, copy.deepcopy(made.inner_experts)
+    for module in (ours, other):
+        weights = [p for p in module.parameters() if isinstance(p, ExpertShard)]
+        assert len(weights) == 2 and all(weight.codes is module._codes for weight in weights)
+    assert ours._codes is not other._codes
+    with pytest.raises(ConfigError, match="gather_codes is 1; needed: True or False"):
+        overridden(stock_config(kind), gather_codes=1)

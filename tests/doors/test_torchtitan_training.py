@@ -12,12 +12,15 @@ import processes
 import pytest
 import worlds
 
-JOBS = 15
+JOBS = 18
 # Relative to the stock loss, at every step. bf16 sums in another order, and steps of Adam multiply
 # that: 0.04 % was seen after twenty. FP8's own bar over a training is 0.25 % (docs/numerics.md).
 BARS = {
     "bf16": ("stock", 2e-3),
     "fp8": ("stock", 2.5e-3),
+    "fp8, codes": ("stock", 2.5e-3),
+    "fp8, FSDP2 alone": ("stock", 2.5e-3),
+    "fp8, FSDP2 alone, codes": ("stock", 2.5e-3),
     "compiled": ("stock", 2e-3),
     "experts alone": ("stock", 2e-3),
     "FSDP2 alone": ("stock", 2e-3),
@@ -50,6 +53,13 @@ def test_losses_are_the_stock_ones(found, name):
     assert np.abs(ours / stock - 1).max() < bar
     # Otherwise one of them did not run on what it says.
     assert list(ours) != list(stock) and (name != "fp8" or found["fp8"] != found["bf16"])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8, FSDP2 alone"])
+def test_gathered_codes_are_nearly_those_of_gathered_values(found, name):
+    """They are of the fp32 parameters, and those of values of their bf16 casts."""
+    codes, values = found[f"{name}, codes"], found[name]
+    assert codes == pytest.approx(values, rel=5e-4) and codes != values
 
 
 def test_the_model_learns(found):

@@ -23,12 +23,16 @@ from torchtitan.trainer import Trainer
 
 DOOR = "sonicmoe.integrations.torchtitan"
 BF16 = [f"{DOOR}.routed_experts", f"{DOOR}.selective_ac"]
+CODES = {"fp8_mode": "perf", "gather_codes": True}
 EP, TP = {"expert_parallel_degree": 2}, {"tensor_parallel_degree": 2}
 # Name: overrides, steps, and what a job changes in parallelism. FSDP2 has the ranks that TP leaves.
 JOBS = {
     "stock": ([], 5, EP),
     "bf16": (BF16, 5, EP),
     "fp8": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 5, EP),
+    "fp8, codes": ([(f"{DOOR}.routed_experts", CODES)], 5, EP),
+    "fp8, FSDP2 alone": ([(f"{DOOR}.routed_experts", {"fp8_mode": "perf"})], 3, {}),
+    "fp8, FSDP2 alone, codes": ([(f"{DOOR}.routed_experts", CODES)], 3, {}),
     "compiled": (BF16, 2, EP),
     "not waiting, full": (BF16, 2, EP),
     "experts alone": ([f"{DOOR}.grouped_experts"], 2, EP),
@@ -97,6 +101,13 @@ def replaces_dispatchers(trainer):
     return any(getattr(module, "_group", None) is not None for module in modules)
 
 
+def gathers_codes(trainer):
+    """Whether the experts' parameters are shards whose codes were gathered."""
+    experts = [p for n, p in trainer.model_parts[0].named_parameters() if "inner_experts" in n]
+    chosen = [p._local_tensor.codes.chooses_codes() for p in experts]
+    return len(chosen) > 1 and all(chosen)
+
+
 def spreads(trainer):
     """Standard deviation of each weight of the experts, as it was initialised."""
     return {n: float(t.std()) for n, t in whole(state_of(trainer)).items() if "inner_experts" in n}
@@ -138,6 +149,8 @@ def main(folder, ports):
         if name == "bf16":
             found["held once"] = is_held_once(trainer)
             ours, saved = whole(state_of(trainer)), checkpoint_of(trainer, 5)
+        if "codes" in name:
+            assert gathers_codes(trainer), name
         end(trainer)
     os.environ["MASTER_PORT"] = ports[-1]
     trainer = trainer_of("stock", folder / "again", saved)
