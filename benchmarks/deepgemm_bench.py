@@ -19,38 +19,26 @@ operands.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import timing
 from deepgemm_gemms import PeerError, load, prepare
-from rich.console import Console
-from rich.table import Table
+from timing import cell, markdown
 
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
 from sonicmoe.bench.floors import gemm_flop
 from sonicmoe.bench.runner import result_of, time_all, warmed_up
 from sonicmoe.bench.shapes import SHAPES, Shape
-from sonicmoe.bench.tables import NONE, ratio
 from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating_batches
 
 NAME = "DeepGEMM (six GEMMs)"
 
 
 def measure(
-    shape: Shape,
-    variants: list[Variant],
-    device: str,
-    sustained_s: float,
-    layers: int | None = None,
-    turns: int = 0,
+    shape: Shape, variants: list[Variant], sustained_s: float, layers: int | None, turns: int
 ) -> tuple[list[Result], dict[str, dict[str, float]]]:
     """The six GEMMs first, then the engines, all with the rows per expert of the same batches; and
     what `stages_in_turns` says of them.
@@ -58,6 +46,7 @@ def measure(
     Raises:
         PeerError: the GEMMs do not take these sizes, or are wrong.
     """
+    device = "cuda:0"
     layer, batches = Layer(shape, device), rotating_batches(shape, device)
     six = prepare(load(), shape, [batch.counts for batch in batches], device)
     runs: dict[int, Any] = {0: six}
@@ -79,7 +68,7 @@ def stages_in_turns(
         runner.profile(runs[index], results[index])
         return results[index].stages
 
-    found = runner.in_turns({index: index for index in runs}, turns, stages)
+    found = timing.in_turns({index: index for index in runs}, turns, stages)
     return {
         results[index].variant: {stage: median(row[stage] for row in rows) for stage in rows[0]}
         for index, rows in found.items()
@@ -101,38 +90,28 @@ def figures(results: list[Result]) -> list[dict[str, Any]]:
     return found
 
 
-def engine_table(results: list[Result]) -> Table:
-    """A row for each, the GEMMs first."""
-    heads = ("engine", "busy us", "over", "sustained us", "over", "J/layer")
-    table = Table(*heads, title=str(results[0].shape), title_justify="left")
-    rows = figures(results)
-    for row in rows:
-        cells = [row["engine"]]
-        for name in ("busy_us", "sustained_us"):
-            cells += [_number(row[name], ",.0f"), ratio(row[name], rows[0][name])]
-        table.add_row(*cells, _number(row["joules"], ".3g"))
-    return table
+def tables(results: list[Result], stages: dict[str, dict[str, float]]) -> str:
+    """Engines beside the GEMMs, busy time and rate of each GEMM, and the stages in turns."""
+    shape, rows = results[0].shape, figures(results)
+    base, flop = rows[0], gemm_flop(results[0].shape)
 
+    def over(row: dict[str, Any], name: str) -> str:
+        known = row[name] and base[name]
+        return cell(row[name] / base[name] if known else None, ".2f")
 
-def gemm_table(result: Result) -> Table:
-    """Busy time and rate of each GEMM."""
-    table = Table("GEMM", "us", "TFLOPS", title=f"{result.shape}, {NAME}", title_justify="left")
-    flop = gemm_flop(result.shape)
-    for name, us in result.stages.items():
-        table.add_row(name, f"{us:,.0f}", f"{flop[name] / us / 1e6:,.0f}")
-    return table
-
-
-def turn_table(stages: dict[str, dict[str, float]]) -> Table:
-    """A row for each stage, a column for each variant."""
-    table = Table("stage, us", *stages, title="in turns", title_justify="left")
-    for name in dict.fromkeys(name for own in stages.values() for name in own if name):
-        table.add_row(name, *(_number(own.get(name), ",.0f") for own in stages.values()))
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
+    engines = (
+        (row["engine"], cell(row["busy_us"]), over(row, "busy_us"), cell(row["sustained_us"]),
+         over(row, "sustained_us"), cell(row["joules"], ".3g"))
+        for row in rows
+    )  # fmt: skip
+    heads = (str(shape), "busy us", "over", "sustained us", "over", "J/layer")
+    gemms = (
+        (name, cell(us), cell(flop[name] / us / 1e6)) for name, us in results[0].stages.items()
+    )
+    names = dict.fromkeys(name for own in stages.values() for name in own if name)
+    turns = ((name, *(cell(own.get(name)) for own in stages.values())) for name in names)
+    found = [markdown(heads, engines), markdown((NAME, "us", "TFLOPS"), gemms)]
+    return "\n\n".join([*found, *([markdown(("in turns, us", *stages), turns)] if stages else [])])
 
 
 @click.command()
@@ -143,33 +122,23 @@ def _number(value: float | None, form: str) -> str:
 @click.option("--turns", default=0, show_default=True, help="Profiles of each in turns.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
-    names: tuple[str, ...],
-    engines: tuple[str, ...],
-    layers: int | None,
-    sustained: float,
-    turns: int,
+    names: tuple[str, ...], engines: tuple[str, ...], layers: int | None, sustained: float, turns: int,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Measure and print."""
-    device = runner.find_device()
-    if device == "cpu":
-        raise click.ClickException("needs a Hopper GPU")
-    variants = [Variant.parse(name) for name in engines] or available_variants(device)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    timing.device_of(quick=False)
+    variants = [Variant.parse(name) for name in engines] or available_variants("cuda:0")
     for name in names:
         try:
-            results, stages = measure(SHAPES[name], variants, device, sustained, layers, turns)
+            results, stages = measure(SHAPES[name], variants, sustained, layers, turns)
         except PeerError as error:
             raise click.ClickException(f"{SHAPES[name]}: {error}") from None
         if as_json:
             every = [result.to_json() for result in results]
-            line = {"machine": runner.machine(), "rows": figures(results), "turns": stages}
+            line = {"machine": timing.machine(), "rows": figures(results), "turns": stages}
             click.echo(json.dumps({"shape": vars(SHAPES[name]), **line, "results": every}))
         else:
-            console.print(engine_table(results))
-            console.print(gemm_table(results[0]))
-            if stages:
-                console.print(turn_table(stages))
+            click.echo(tables(results, stages))
 
 
 if __name__ == "__main__":

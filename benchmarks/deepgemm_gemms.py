@@ -69,13 +69,8 @@ def load() -> ModuleType:
 def prepare(
     library: ModuleType, shape: Shape, counts: Sequence[Sequence[int]], device: str
 ) -> SixGemms:
-    """The six products, compiled and checked against their definition.
-
-    Args:
-        library: `deep_gemm`.
-        shape: sizes of the layer.
-        counts: rows of each expert, of one batch after another.
-        device: where the operands live.
+    """The six products, compiled and checked against their definition; counts: rows of each expert,
+    of one batch after another.
 
     Raises:
         PeerError: sizes or a GPU that these GEMMs do not take, an interface other than the one
@@ -84,9 +79,8 @@ def prepare(
     for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
         if size % BLOCK:
             raise PeerError(f"{name} is {size}; needed: a multiple of {BLOCK}, the scales' block")
-    if device != "cpu" and (capability := torch.cuda.get_device_capability(device))[0] != 9:
-        found = ".".join(map(str, capability))
-        raise PeerError(f"compute capability {found}; needed: 9.0, on others its formats differ")
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        raise PeerError("this is no Hopper GPU; needed: one, on others its formats differ")
     try:
         aligned = getattr(library, ALIGNMENT)()
         if aligned != BLOCK:
@@ -125,7 +119,8 @@ class SixGemms:
     ) -> None:
         """Quantises all operands; compiles and runs nothing yet."""
         torch.manual_seed(0)
-        weights = _Weights(shape, device)
+        sizes = (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+        weights = [_weight(shape.experts, *size, device) for size in sizes]
         layouts = [_Layout(each, device) for each in counts[: _rotation(shape, len(counts))]]
         outputs = _Outputs(shape, max(layout.rows for layout in layouts), device)
         self._sets = [_products(library, shape, each, weights, outputs) for each in layouts]
@@ -197,14 +192,6 @@ class _Layout:
         return max(expert for expert, count in enumerate(self.counts) if count)
 
 
-class _Weights:
-    """Both weights and their transposes, in blocks of 128 x 128."""
-
-    def __init__(self, shape: Shape, device: str) -> None:
-        self.up, self.up_transposed = _weight(shape, 2 * shape.intermediate, shape.hidden, device)
-        self.down, self.down_transposed = _weight(shape, shape.hidden, shape.intermediate, device)
-
-
 class _Outputs:
     """Buffers of the six products, for the most rows of any batch."""
 
@@ -229,19 +216,21 @@ def _rotation(shape: Shape, batches: int) -> int:
 
 
 def _products(
-    library: ModuleType, shape: Shape, layout: _Layout, weights: _Weights, outputs: _Outputs
-) -> list[Gemm]:
-    """In the order of a layer's forward and backward."""
+    library: ModuleType, shape: Shape, layout: _Layout, weights: list[tuple[Scaled, Scaled]],
+    outputs: _Outputs,
+) -> list[Gemm]:  # fmt: skip
+    """In the order of a layer's forward and backward; weights: each and its transpose."""
+    (up, up_transposed), (down, down_transposed) = weights
     x_rows, x_columns = _operand(layout, shape.hidden)
     y_rows, y_columns = _operand(layout, shape.intermediate)
     dout_rows, dout_columns = _operand(layout, shape.hidden)
     dz_rows, dz_columns = _operand(layout, 2 * shape.intermediate)
     by_rows, by_experts = getattr(library, M_GROUPED), getattr(library, K_GROUPED)
     return [
-        _row_gemm(by_rows, "up", layout, x_rows, weights.up, outputs.z),
-        _row_gemm(by_rows, "down", layout, y_rows, weights.down, outputs.out),
-        _row_gemm(by_rows, "dgated", layout, dout_rows, weights.down_transposed, outputs.dy),
-        _row_gemm(by_rows, "dx_gemm", layout, dz_rows, weights.up_transposed, outputs.dx),
+        _row_gemm(by_rows, "up", layout, x_rows, up, outputs.z),
+        _row_gemm(by_rows, "down", layout, y_rows, down, outputs.out),
+        _row_gemm(by_rows, "dgated", layout, dout_rows, down_transposed, outputs.dy),
+        _row_gemm(by_rows, "dx_gemm", layout, dz_rows, up_transposed, outputs.dx),
         _weight_gemm(by_experts, "dw2", layout, dout_columns, y_columns, outputs.dw2),
         _weight_gemm(by_experts, "dw1", layout, dz_columns, x_columns, outputs.dw1),
     ]
@@ -333,10 +322,10 @@ def _of_expert(operand: Scaled, layout: _Layout, expert: int) -> Tensor:
     return _values(own, scales[:, start // BLOCK : (start + count) // BLOCK])
 
 
-def _weight(shape: Shape, height: int, width: int, device: str) -> tuple[Scaled, Scaled]:
+def _weight(experts: int, height: int, width: int, device: str) -> tuple[Scaled, Scaled]:
     """A random normal weight `[E, height, width]` and its transpose, of variance 1 / width."""
     straight, transposed = [], []
-    for _ in range(shape.experts):
+    for _ in range(experts):
         values = torch.randn((height, width), device=device) * width**-0.5
         straight.append(quantize(values.to(torch.bfloat16), iso(BLOCK)))
         transposed.append(transpose_storage(straight[-1]))

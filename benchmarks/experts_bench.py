@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a layer of your model gains: the experts of real models as transformers' own modules, with
-stock `grouped_mm`, with the same under `torch.compile`, with torchao's FP8 where it is installed,
-and with this engine in BF16 and in FP8. One layer, forward and backward, bf16 `.grad`.
+stock `grouped_mm`, with the same under `torch.compile`, and with this engine in BF16 and in FP8. One
+layer, forward and backward, bf16 `.grad`.
 
     benchmarks/experts_bench.py                                  # one Hopper GPU, all sixteen rows
     benchmarks/experts_bench.py --only Qwen3-30B --mode kept4    # some of it
@@ -52,7 +52,6 @@ import timing
 import torch
 from model_experts import ROWS, Experts, Row, errors_of, tiny
 from timing import Way, cell, markdown
-from torchao_experts import TORCHAO, register_torchao
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -92,17 +91,12 @@ def way_of(experts: Experts, module: Module, mode: str) -> Way:
 def modules_of(experts: Experts) -> dict[str, Module]:
     """Every implementation that computes these experts as its name says."""
     stock = experts.module("grouped_mm")
-    made: dict[str, Module] = {"stock": stock, "compiled": compiled(experts, "grouped_mm")}
-    if register_torchao() and not stock.has_bias and not stock.is_transposed:
-        made["torchao"] = compiled(experts, TORCHAO)
-    made["bf16"] = experts.module("sonicmoe")
-    made["fp8"] = experts.module("sonicmoe_fp8")
-    return made
-
-
-def compiled(experts: Experts, implementation: str) -> Module:
-    """As `module.compile()` makes it."""
-    return torch.compile(experts.module(implementation), backend=timing.backend_of(experts.device))
+    return {
+        "stock": stock,
+        "compiled": torch.compile(stock, backend=timing.backend_of(experts.device)),
+        "bf16": experts.module("sonicmoe"),
+        "fp8": experts.module("sonicmoe_fp8"),
+    }
 
 
 def node_of(experts: Experts) -> Module:
@@ -190,7 +184,7 @@ def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[
 
 def table(figures: list[dict[str, Any]], mode: str, figure: str) -> str:
     """A row per model, a column per implementation, ratios to compiled stock for times."""
-    names = ("stock", "compiled", "torchao", "bf16", "fp8", "node")
+    names = ("stock", "compiled", "bf16", "fp8", "node")
     rows = []
     for each in figures:
         found = {name: each[mode].get(name, {}).get(figure) for name in names}
@@ -224,7 +218,7 @@ def _ratio(found: dict[str, dict[str, float]], name: str) -> str:
 
 def error_table(figures: list[dict[str, Any]]) -> str:
     """The largest error of every implementation, in per cent."""
-    names = ("stock", "compiled", "torchao", "bf16", "fp8")
+    names = ("stock", "compiled", "bf16", "fp8")
     rows = []
     for each in figures:
         found = (each["errors"].get(name) for name in names)

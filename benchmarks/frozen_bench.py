@@ -28,6 +28,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ import click
 import timing
 import torch
 from model_experts import ROWS, Experts, exact_copy, tiny, worst_error
+from model_step_bench import config_of
 from timing import GIB, Way
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig
 
 from sonicmoe import LowRank, SonicMoEConfig
 from sonicmoe.integrations.frozen import empty_codes, freeze_experts, frozen_bytes
@@ -296,28 +298,19 @@ def measure_layer(rank: int, rounds: int, tokens: int, device: str) -> Any:
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
     """Models of real sizes, or tiny ones."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
-    }  # fmt: skip
     small = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 16, "num_experts_per_tok": 2, "pad_token_id": 0,
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "num_experts_per_tok": 2,
+        "pad_token_id": 0, "num_local_experts": 4,
     }  # fmt: skip
-    qwen3 = Qwen3MoeConfig(
-        **(small | {"moe_intermediate_size": 64, "num_experts": 4} if quick else sizes)
-    )
     # The defaults of the class are the sizes of gpt-oss-120b.
-    gpt_oss = GptOssConfig(**(small | {"num_local_experts": 4} if quick else {}))
+    gpt_oss = {"config": GptOssConfig(**(small if quick else {})), "attention": "eager"}
+    qwen3 = {"config": config_of(2 if quick else 48, quick), "attention": "sdpa"}
+    batches = [(2, 12), (2, 12)] if quick else [(4, 2048), (2, 2048)]
     return {
-        "Qwen3-30B-A3B": {
-            "config": qwen3, "attention": "sdpa", "batch": (2, 12) if quick else (4, 2048), "dtype": torch.float32,
-        },
-        "gpt-oss-120b": {
-            "config": gpt_oss, "attention": "eager", "batch": (2, 12) if quick else (2, 2048), "dtype": torch.bfloat16,
-        },
-    }  # fmt: skip
+        "Qwen3-30B-A3B": {**qwen3, "batch": batches[0], "dtype": torch.float32},
+        "gpt-oss-120b": {**gpt_oss, "batch": batches[1], "dtype": torch.bfloat16},
+    }
 
 
 @click.command(help=__doc__)
@@ -329,31 +322,26 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 @timing.quick_option
 @timing.json_option
 def main(
-    only: str | None,
-    rank: int,
-    steps: int,
-    rounds: int,
-    tokens: int,
-    quick: bool,
+    only: str | None, rank: int, steps: int, rounds: int, tokens: int, quick: bool,
     json_file: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure, and print."""
     device, failed = timing.device_of(quick), []
     register()
     found: dict[str, Any] = {"models": [], "layer": None}
-    programs: dict[str, Callable[[], None]] = {}
-    if only in (None, "layer"):
-        programs["layer"] = lambda: found.update(layer=measure_layer(rank, rounds, tokens, device))
-    for name, case in cases(quick).items():
-        if only is None or name.lower().startswith(only):
-
-            def one(name: str = name, case: dict[str, Any] = case) -> None:
-                found["models"].append(measure_model(name, case, rank, steps, device))
-
-            programs[name] = one
+    programs = {
+        name: partial(measure_model, name, case, rank, steps, device)
+        for name, case in cases(quick).items()
+    }
+    programs = {"layer": partial(measure_layer, rank, rounds, tokens, device), **programs}
+    if only is not None:
+        programs = {name: p for name, p in programs.items() if name.lower().startswith(only)}
     for name, program in programs.items():
         try:
-            program()
+            figures = program()
+            found |= (
+                {"layer": figures} if name == "layer" else {"models": [*found["models"], figures]}
+            )
         except Exception as error:  # what was measured before is written all the same
             say(f"{name} FAILED: {type(error).__name__}: {error}")
             failed.append(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 LAYERS = 8
@@ -19,21 +20,19 @@ def torch_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) -
     """A step of a node; see `host_bench.py` for its faces."""
     import torch
 
-    modules = [
-        make_expert(torch.nn.Module, torch.nn.Linear, bias=False, dtype=torch.bfloat16)
-        for _ in range(experts)
-    ]
+    linear = partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16)
+    modules = [make_expert(torch.nn.Module, linear) for _ in range(experts)]
     for module in modules:
         for linear in (module.up_gate_proj, module.down_proj):
             linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
-    node = make_node(
-        modules,
-        face == "stacked",
-        lambda weights: torch.nn.Parameter(torch.stack([w.detach() for w in weights])),
-        lambda weight: torch.zeros(weight.shape),
-        is_fp8,
-        flush,
-    )
+
+    def stack(parts: list[Any]) -> Any:
+        return torch.nn.Parameter(torch.stack([part.detach() for part in parts]))
+
+    def zeros_like(weight: Any) -> Any:
+        return torch.zeros(weight.shape)
+
+    node = make_node(modules, face == "stacked", stack, zeros_like, is_fp8, flush)
     weights = [p for module in modules for p in module.parameters()]
     if face == "grad":
         for weight in weights:
@@ -112,9 +111,8 @@ def paddle_step(experts: int, tokens: int, is_fp8: bool, stacked: bool, flush: s
     """A step of a node in Paddle."""
     import paddle
 
-    modules = [
-        make_expert(paddle.nn.Layer, paddle.nn.Linear, bias_attr=False) for _ in range(experts)
-    ]
+    linear = partial(paddle.nn.Linear, bias_attr=False)
+    modules = [make_expert(paddle.nn.Layer, linear) for _ in range(experts)]
     for module in modules:
         for linear in (module.up_gate_proj, module.down_proj):
             linear.to(dtype="bfloat16")
@@ -123,7 +121,9 @@ def paddle_step(experts: int, tokens: int, is_fp8: bool, stacked: bool, flush: s
         shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
         return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
 
-    zeros_like = lambda w: paddle.zeros(w.shape, "float32")  # noqa: E731
+    def zeros_like(weight: Any) -> Any:
+        return paddle.zeros(weight.shape, "float32")
+
     node = make_node(modules, stacked, stack, zeros_like, is_fp8, flush)
     indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
     counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
@@ -142,22 +142,18 @@ def paddle_step(experts: int, tokens: int, is_fp8: bool, stacked: bool, flush: s
     return step
 
 
-def make_expert(module: Any, linear: Any, **options: Any) -> Any:
+def make_expert(module: Any, linear: Any) -> Any:
     """A module with the two projections of one expert."""
     expert = module()
-    expert.up_gate_proj = linear(HIDDEN, 2 * INNER, **options)
-    expert.down_proj = linear(INNER, HIDDEN, **options)
+    expert.up_gate_proj = linear(HIDDEN, 2 * INNER)
+    expert.down_proj = linear(INNER, HIDDEN)
     return expert
 
 
 def make_node(
-    modules: list[Any],
-    stacked: bool,
-    stack: Callable[[list[Any]], Any],
-    zeros_like: Callable[[Any], Any],
-    is_fp8: bool,
-    flush: str,
-) -> Any:
+    modules: list[Any], stacked: bool, stack: Callable[[list[Any]], Any],
+    zeros_like: Callable[[Any], Any], is_fp8: bool, flush: str,
+) -> Any:  # fmt: skip
     """A node on the modules, or on stacked parameters of their weights' shapes; all of them have
     `main_grad`.
     """

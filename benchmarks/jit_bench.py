@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from start_together import start_together, with_package
 
 ROWS = {
@@ -67,16 +65,8 @@ def child(root: Path) -> None:
     for _ in range(REUSES):
         cache.get(key, source.build_into, source.load_artefact)
     mark("reuse_s", moment, REUSES)
-    print(
-        json.dumps(
-            {
-                **marks,
-                "built_at": built_at,
-                "builder": artefact.manifest["built"]["pid"] == os.getpid(),
-            }
-        ),
-        flush=True,
-    )
+    is_builder = artefact.manifest["built"]["pid"] == os.getpid()
+    print(json.dumps({**marks, "built_at": built_at, "builder": is_builder}), flush=True)
 
 
 def run_together(root: Path, processes: int) -> tuple[float, list[dict[str, Any]]]:
@@ -119,36 +109,26 @@ def measure(processes: int, repeat: int) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the table."""
-    table = Table("step", "ms", "what")
-    table.columns[1].justify = "right"
-    for name, (step, meaning) in ROWS.items():
-        table.add_row(step, f"{figures[name] * 1e3:.3f}", meaning)
-    table.add_section()
-    table.add_row(
-        "one",
-        f"{figures['one_process_s'] * 1e3:.0f}",
-        "cold start of one process, until it has the artefact",
+    one, racing = (
+        f"{figures[f'{name}_s'] * 1e3:.0f}" for name in ("one_process", "racing_processes")
     )
-    table.add_row(
-        f"{figures['processes']} racing",
-        f"{figures['racing_processes_s'] * 1e3:.0f}",
-        f"the same on one directory, {figures['cpus']} CPUs: {figures['race_ratio']:.2f} x one, "
-        f"{figures['builds_per_race']:g} build(s)",
-    )
-    Console().print(table)
+    race = f"the same on one directory, {figures['cpus']} CPUs: {figures['race_ratio']:.2f} x one, "
+    rows = [
+        *((step, f"{figures[name] * 1e3:.3f}", text) for name, (step, text) in ROWS.items()),
+        ("one", one, "cold start of one process, until it has the artefact"),
+        (
+            f"{figures['processes']} racing",
+            racing,
+            f"{race}{figures['builds_per_race']:g} build(s)",
+        ),
+    ]
+    for step, ms, text in rows:  # no framework may be imported here: what loads it is measured
+        click.echo(f"{step:10} {ms:>10} ms  {text}")
 
 
 @click.command()
-@click.option(
-    "--processes", type=click.IntRange(2), default=8, show_default=True, help="Racing processes."
-)
-@click.option(
-    "--repeat",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Repetitions; medians are shown.",
-)
+@click.option("--processes", type=click.IntRange(2), default=8, show_default=True, help="Racing processes.")  # fmt: skip
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Medians are shown.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--child", "child_root", type=click.Path(path_type=Path), hidden=True)
 def main(processes: int, repeat: int, as_json: bool, child_root: Path | None) -> None:

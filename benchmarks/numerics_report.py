@@ -38,80 +38,39 @@ if TYPE_CHECKING:
     from sonicmoe.diagnostics.step_dump import StepDump
 
 
-def _several(name: str, choices: Iterable[str], text: str) -> Any:
-    return click.option(
-        name,
-        multiple=True,
-        type=click.Choice(list(choices)),
-        help=f"{text}; may be repeated.  [default: all]",
-    )
+def _several(name: str, choices: Iterable[str], text: str, **more: Any) -> Any:
+    words = f"{text}; may be repeated." + ("" if more else "  [default: all]")
+    return click.option(name, multiple=True, type=click.Choice(list(choices)), help=words, **more)
 
 
 @click.command(cls=OneLineCommand)
-@_several(
-    "--recipe", RECIPES, "Blocks and scale format of the operands (sonicmoe/quant/recipes.py)"
-)
+@_several("--recipe", RECIPES, "Blocks and scale format of the operands (sonicmoe/quant/recipes.py)")  # fmt: skip
 @_several("--z", [code.value for code in ZCode], "Storage of the saved pre-activation z")
-@click.option(
-    "--data",
-    multiple=True,
-    type=click.Choice([*DATA_KINDS, *LONE_OUTLIERS]),
-    help="Kind of generated inputs; may be repeated.  [default: "
-    f"{', '.join(DATA_KINDS)}; none when only --captured is given]",
-)
-@click.option(
-    "--dispatch",
-    multiple=True,
-    type=click.Choice([way.value for way in Dispatch]),
-    default=[Dispatch.BF16.value],
-    show_default=True,
-    help="How tokens reach the experts, and (-both) gradients of their output; may be repeated. "
-    "Behind all but bf16 the bar is DeepSeek-V3's way alone.",
-)
-@click.option(
-    "--against",
-    type=click.Choice(list(BASELINES)),
-    default="deepseek-v3",
-    show_default=True,
-    help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3; DeepSeek-V3.1's, "
-    "which has power-of-two scales, without slack, for recipes by name; or MXFP8 (one power-of-two "
-    "scale per 32 of the contraction) with z in bf16, for recipes with power-of-two scales.",
-)
-@click.option(
-    "--captured",
-    multiple=True,
-    type=Location(),
-    metavar="FILE",
-    help="Inputs of a real call (.npz); may be repeated.",
-)
+@_several("--data", [*DATA_KINDS, *LONE_OUTLIERS], "Kind of generated inputs, by default "
+          f"{', '.join(DATA_KINDS)}, or none where --captured is given", default=())  # fmt: skip
+@_several("--dispatch", [way.value for way in Dispatch], "How tokens reach the experts, and (-both) "
+          "gradients of their output; behind all but bf16 the bar is DeepSeek-V3's way alone",
+          default=[Dispatch.BF16.value], show_default=True)  # fmt: skip
+@click.option("--against", type=click.Choice(list(BASELINES)), default="deepseek-v3", show_default=True,
+              help="What every tensor is compared with: DeepSeek-V3's recipe with z in E4M3; "
+              "DeepSeek-V3.1's, which has power-of-two scales, without slack, for recipes by name; or "
+              "MXFP8 (one power-of-two scale per 32 of the contraction) with z in bf16, for recipes with "
+              "power-of-two scales.")  # fmt: skip
+@click.option("--captured", multiple=True, type=Location(), metavar="FILE",
+              help="Inputs of a real call (.npz); may be repeated.")  # fmt: skip
 @size_options(Sizes())
 @activation_options
-@click.option(
-    "--biases",
-    type=click.FloatRange(0.0, 1e4),
-    default=0.0,
-    show_default=True,
-    help="Standard deviation of both biases of generated experts, whose x W1 has 1; 0: no biases. The "
-    "bars on Gaussian data are of experts without.",
-)
+@click.option("--biases", type=click.FloatRange(0.0, 1e4), default=0.0, show_default=True,
+              help="Standard deviation of both biases of generated experts, whose x W1 has 1; 0: no "
+              "biases. The bars on Gaussian data are of experts without.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @framework_option("Runs the reference engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    recipe: tuple[str, ...],
-    z: tuple[str, ...],
-    data: tuple[str, ...],
-    dispatch: tuple[str, ...],
-    against: str,
-    captured: tuple[Path, ...],
-    activation: str,
-    parameters: tuple[tuple[str, float], ...],
-    biases: float,
-    seed: int,
-    framework: str,
-    as_json: bool,
-    **sizes: int,
-) -> None:
+    recipe: tuple[str, ...], z: tuple[str, ...], data: tuple[str, ...], dispatch: tuple[str, ...],
+    against: str, captured: tuple[Path, ...], activation: str, parameters: tuple[tuple[str, float], ...],
+    biases: float, seed: int, framework: str, as_json: bool, **sizes: int,
+) -> None:  # fmt: skip
     """Print the error of every FP8 recipe on every kind of data, against fp64, and whether it meets
     the bars.
 

@@ -6,7 +6,6 @@ import json
 
 import processes
 import pytest
-import torch
 from worlds import ROOT, environment
 
 pytest.importorskip("transformers", minversion="5.7")
@@ -57,15 +56,6 @@ def test_adapters_on_experts(run, tmp_path):
     assert max(errors["peft"], errors["peft compiled"]) < 0.01
     assert said.endswith(run("adapters_bench", "--show", found))
     assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 8
-
-
-def test_torchaos_groups_are_padded(load):
-    torchao = load("torchao_experts")
-    # Three experts with 2, 0 and 17 slots, and one slot of another rank's expert.
-    sorted_ids = torch.tensor([0, 0, *[2] * 17, 3])
-    position, ends = torchao.padded_positions(sorted_ids, 3)
-    assert ends.tolist() == [16, 16, 48] and ends.dtype == torch.int32
-    assert position.tolist() == [0, 1, *range(16, 33), 48]
 
 
 def test_steps_of_a_model(run, tmp_path):
