@@ -19,14 +19,11 @@ from torch.autograd import forward_ad
 from sonicmoe.ep import Dispatcher, LocalDispatcher, make_dispatcher, peer_memory, select
 from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import DeepEPTransport, find_library
-from sonicmoe.ep.dispatcher import LocalTransport, Route
+from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
 from sonicmoe.ep.symmetric import SymmetricTransport
 from sonicmoe.errors import (
-    ConfigError,
-    DTypeError,
     EngineUnavailableError,
-    RoutingError,
     ShapeError,
 )
 
@@ -361,67 +358,3 @@ def test_gradients_of_dropped_slots_are_zeros_whatever_a_library_returns():
     received.probs.sum().backward()
     here = (ids >= 0) & (ids < EXPERTS)
     assert not here.all() and torch.equal(weights.grad, here.to(torch.float32))
-
-
-ROUTE = Route(LocalTransport(4), None, torch.zeros(4, 2), torch.zeros(4, 2))
-
-
-@pytest.mark.parametrize("handle", [None, 12, ROUTE])
-def test_a_combine_takes_the_handle_of_its_own_dispatch(handle):
-    for dispatcher in (LocalDispatcher(4), Dispatcher(deepep(4))):
-        if handle is not ROUTE:
-            with pytest.raises(TypeError, match=f"handle is {type(handle).__name__}; needed: the"):
-                dispatcher.combine(X, handle)
-        with pytest.raises(TypeError, match="out must be a torch tensor"):
-            dispatcher.combine(X.numpy(), handle)
-
-
-@pytest.mark.parametrize("number", [0, -4, True, "4", 4.0, None])
-def test_a_number_of_experts_is_a_positive_integer(number):
-    for make in (LocalDispatcher, deepep):
-        with pytest.raises(RoutingError, match=re.escape(f"num_experts is {number!r}; ")):
-            make(number)
-
-
-X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-
-
-@pytest.mark.parametrize(
-    "arguments,error,words",
-    [
-        ((X.numpy(), IDS, WEIGHTS), TypeError, "x must be a torch tensor"),
-        ((X.to(torch.int32), IDS, WEIGHTS), DTypeError, "x is int32"),
-        ((X, IDS.float(), WEIGHTS), DTypeError, "topk_idx is float32; needed: int64"),
-        ((X, IDS, WEIGHTS.double()), DTypeError, "topk_weights is float64; needed: float32"),
-        ((X[0], IDS, WEIGHTS), ShapeError, r"x has shape \(8,\)"),
-        ((X, IDS[0], WEIGHTS), ShapeError, r"topk_idx has shape \(2,\)"),
-        ((X, IDS[:3], WEIGHTS), ShapeError, r"topk_idx has shape \(3, 2\).*\(4, 2\)"),
-        ((X, IDS, WEIGHTS[:, :1]), ShapeError, r"topk_weights has shape \(4, 1\).*\(4, 2\)"),
-    ],
-)
-def test_unfit_arguments_are_refused_by_name(arguments, error, words):
-    over_deepep = Dispatcher(DeepEPTransport(4, Group(), Recording(0)))
-    for dispatcher in (LocalDispatcher(4), over_deepep):
-        with pytest.raises(error, match=words):
-            dispatcher.dispatch(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: deepep(9), RoutingError, "num_experts is 9; 2 ranks"),
-        (lambda: make_dispatcher(8, kind="nvshmem"), ConfigError, "kind is 'nvshmem'"),
-        (lambda: make_dispatcher(8, kind="deepep"), ConfigError, "needs a group"),
-        (lambda: make_dispatcher(8, Group(), kind="local"), ConfigError, "one rank"),
-        (lambda: deepep().dispatch(X, IDS, WEIGHTS), DTypeError, "x is float32; DeepEP carries bfloat16"),
-        (lambda: deepep().dispatch(X[:, :4].bfloat16(), IDS, WEIGHTS), ShapeError,
-         "x has 4 columns; DeepEP needs a multiple of 8"),
-    ],
-)  # fmt: skip
-def test_unfit_worlds_are_refused(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-
-
-def deepep(experts=8):
-    return DeepEPTransport(experts, Group(), Recording(0))

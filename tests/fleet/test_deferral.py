@@ -16,7 +16,6 @@ from node.node_harness import problems, want_gradient
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.errors import ConfigError
 from sonicmoe.fleet import deferral
 from sonicmoe.fleet.deferral import (
     DOWN_POINT,
@@ -244,8 +243,3 @@ class TestNotOffered:
         hooked = Hooked(experts)
         self.ran(problem, experts, x=bf16(problem.x), scores_grad=False)
         assert asked == [] and hooked.counts == [1, 1]
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises(ConfigError, match="hook is str; needed: a function"):
-        set_wgrad_deferral_hook("later")

@@ -10,32 +10,21 @@ import pytest
 from engine.fp8_arrivals import quantised
 from engine.moe_golden import golden, make_problem
 from fleet.fleet_calls import Experts, assert_same, bf16, each_layout, overwrite
-from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import Layer, assert_close
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, DTypeError, FrameworkError, RoutingError, ShapeError
 from sonicmoe.fleet import carrier
 from sonicmoe.fleet import layer as layers
 from sonicmoe.fleet.carrier import Carrier, declare_carrier
 from sonicmoe.fleet.configuration import FP8Config
-from sonicmoe.fleet.deferral import set_wgrad_deferral_hook
 from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
-from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.weights.stacked import GROUPED, NATIVE, layout_of_pair
 
 # Fleet's engine keeps z in BF16 unless it is told otherwise.
 FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
-
-
-def result_of_the_node(problem, layout, **options):
-    """The same experts as a node of its own."""
-    arrangement = "native" if layout == "sonic" else "fused"
-    node = Layer(problem, arrangement=arrangement, dtype=torch.bfloat16, **options)
-    node.set_main_grad(0.0)
-    return node.result(node.run())
 
 
 @each_layout
@@ -105,21 +94,6 @@ class TestLayouts:
             sonic, grouped = ((3, 2 * i, h), (3, h, i)), ((3, h, 2 * i), (3, i, h))
             assert layout_of_pair(*sonic, h) == NATIVE
             assert layout_of_pair(*grouped, h) == GROUPED
-
-    @pytest.mark.parametrize(
-        "shapes",
-        [
-            ((3, 8, 16), (3, 16, 5)),
-            ((3, 8, 16), (2, 16, 4)),
-            ((3, 16, 8), (3, 16, 4)),
-            ((3, 8), (3, 16, 4)),
-            ((0, 8, 16), (0, 16, 4)),
-        ],
-    )
-    def test_shapes_that_fit_nothing_are_refused(self, shapes):
-        words = r"w1 has shape .* and w2 .* H = 16; needed: \[E, 2I, H\]"
-        with pytest.raises(ShapeError, match=words):
-            layout_of_pair(*shapes, 16)
 
     @pytest.mark.parametrize(
         ("fp8", "hidden", "intermediate"),
@@ -202,55 +176,3 @@ class TestActivations:
             config.swiglu_clamp_value = 1.0
         experts = Experts(p, fp8_config=config, **given)
         assert_close(experts.result(experts.call().backward()), golden(p), 0.015)
-
-
-def scores_of(problem):
-    return tensor(problem.probs, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("error", "words", "changes"),
-    [
-        (ShapeError, r"topk_indices has shape \(37, 2\).* K = 4", lambda p: {"K": 4}),
-        (ShapeError, r"topk_scores has shape \(36, 2\).* T = 37", lambda p: {"topk_scores": scores_of(p)[1:]}),
-        (ShapeError, r"topk_scores has shape \(37, 1\) and", lambda p: {"topk_scores": scores_of(p)[:, :1]}),
-        (RoutingError, "E is 5, and w1 and w2 hold 4 experts.*MoonEP", lambda p: {"E": 5}),
-        (ShapeError, r"hidden_states has shape \(1, 37, 256\)", lambda p: {"hidden_states": bf16(p.x)[None]}),
-        (ShapeError, "and w2 .* with H = 40", lambda p: {"hidden_states": bf16(p.x)[:, :40]}),
-        (DTypeError, "hidden_states is float64", lambda p: {"hidden_states": bf16(p.x).to(torch.float64)}),
-        (DTypeError, "topk_scores is float16", lambda p: {"topk_scores": scores_of(p).to(torch.float16)}),
-        (DTypeError, "topk_indices is float32", lambda p: {"topk_indices": scores_of(p)}),
-        (DTypeError, "float8_e4m3fn and fp8_scale is None", lambda p: {"hidden_states": quantised(p.x).codes}),
-        (DTypeError, "fp8_scale came with hidden_states in bfloat16", lambda p: {"fp8_scale": quantised(p.x).scale_inv}),
-        (TypeError, "hidden_states must be a", lambda p: {"hidden_states": np.zeros((2, 256))}),
-        (TypeError, "topk_indices must be a", lambda p: {"topk_indices": p.indices}),
-        (TypeError, "w2 must be a", lambda p: {"w2": np.zeros((4, 256, 64))}),
-        (ConfigError, "fp8_config is dict", lambda p: {"fp8_config": {}}),
-        (ConfigError, "needed: a gated activation", lambda p: {"activation_type": "relu"}),
-    ],
-)  # fmt: skip
-def test_refusals(wide, error, words, changes):
-    experts = Experts(wide)
-    given = {
-        "hidden_states": bf16(wide.x), "topk_indices": tensor(wide.indices),
-        "topk_scores": scores_of(wide), "K": wide.indices.shape[1], "E": wide.num_experts,
-        "w1": experts.weights[0], "w2": experts.weights[1],
-    }  # fmt: skip
-    with pytest.raises(error, match=words):
-        run_sonic_moe(**(given | changes(wide)))
-
-
-def test_a_first_backward_since_a_step_that_nobody_calls_is_refused(problem):
-    words = "first_backward='overwrite' counts from node.step"
-    with (
-        SonicMoEConfig(first_backward="overwrite").activate(),
-        pytest.raises(ConfigError, match=words),
-    ):
-        Experts(problem).call()
-
-
-@pytest.mark.skipif(IS_PADDLE, reason="Paddle has the hook")
-def test_the_deferral_hook_is_refused_by_pytorch():
-    set_wgrad_deferral_hook(None)
-    with pytest.raises(FrameworkError, match=r"needs Paddle.*delay_wgrad_compute"):
-        set_wgrad_deferral_hook(lambda *_: False)

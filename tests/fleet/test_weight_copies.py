@@ -12,12 +12,11 @@ import pytest
 from engine.moe_golden import make_problem
 from fleet.fleet_calls import Experts
 from fleet.fleet_steps import FleetExpert, same_bits, swap_freed, train
-from framework import IS_PADDLE, numpy, tensor, torch
+from framework import IS_PADDLE, numpy, torch
 from node.node_harness import problems
 from pairwise import pairwise
-from weights.freed_memory import free, holds_memory
+from weights.freed_memory import holds_memory
 
-from sonicmoe.errors import LayoutError, ShapeError, StaleWeightsError
 from sonicmoe.fleet.layer import known_layer, weights_changed
 from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
@@ -103,64 +102,7 @@ class TestOrderOfEvents:
             gc.enable()
 
 
-class TestStaleness:
-    def freed(self, expert):
-        expert.to_layout("sonic")
-        free(*expert.weights)
-        return expert
-
-    def test_an_announced_write(self, quantised):
-        weights_changed(*quantised.weights)
-        with pytest.raises(StaleWeightsError, match=r"announced a write; .* hold no memory"):
-            self.freed(quantised).forward(quantised.problem)
-
-    def test_clearing_after_a_backward_ends_what_the_backward_has_read(self, quantised):
-        """The trainer clears caches before its optimizer, and forgets the attributes."""
-        quantised.forward(quantised.problem).backward()
-        clear_all_fp8_weight_caches()
-        with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
-            self.freed(quantised).forward(quantised.problem)
-
-    @pytest.mark.parametrize("layers", [1, 2])
-    def test_a_layer_that_the_callback_does_not_reach(self, layers):
-        """Its attributes stay, and the optimizer frees its storage with that of the others."""
-        batch = make_problem()
-        unreached, *others = (FleetExpert(batch) for _ in range(1 + layers))
-        for expert in (unreached, *others):
-            expert.step_begin()
-            expert.forward(batch).backward()
-        for expert in others:
-            expert.optimizer_begin()
-        for expert in others:
-            expert.optimizer_step()
-            expert.step_begin()
-        with pytest.raises(StaleWeightsError, match="clear_all_fp8_weight_caches"):
-            unreached.forward(batch)
-
-    def test_no_copies_and_no_memory(self, quantised):
-        quantised.clear_fp8_weights()
-        self.freed(quantised)
-        with pytest.raises(LayoutError, match=r"hold no memory; .*FP8 copies"):
-            quantised.call(fp8=True)
-        with pytest.raises(LayoutError, match="hold no memory"):
-            quantised.quant_weight()
-
-
 class TestAttributes:
-    def test_copies_of_somebody_else_are_refused(self, quantised):
-        w1, _ = quantised.weights
-        w1.fp8 = (w1.fp8[0].clone() if not IS_PADDLE else tensor(np.zeros(3)), w1.fp8[1])
-        with pytest.raises(LayoutError, match=r"w1\.fp8 holds .* has not made"):
-            quantised.forward(quantised.problem)
-
-    def test_copies_of_two_events_are_refused(self, quantised):
-        w1, _ = quantised.weights
-        first = w1.fp8
-        quantised.quant_weight()
-        w1.fp8 = first
-        with pytest.raises(LayoutError, match="two quantisations"):
-            quantised.forward(quantised.problem)
-
     def test_parameters_that_are_copied_or_saved_leave_them_behind(self, quantised, tmp_path):
         for weight in quantised.weights:
             assert getattr(copy.deepcopy(weight), "fp8", None) is None
@@ -198,16 +140,6 @@ class TestPayload:
                 back = BlockScaledTensor(*transposed, block, Code.E4M3, Orientation.COLUMNS)
                 assert tuple(transposed[0].shape) == (shape[0], shape[2], shape[1])
                 assert np.array_equal(numpy(dequantize(back)), numpy(values))
-
-    def test_weights_that_are_no_pair_are_refused(self):
-        expert = FleetExpert(make_problem())
-        w1, w2 = expert.weights
-        with pytest.raises(ShapeError, match=r"needed: \[E, 2I, H\] and \[E, H, I\]"):
-            quantize_native_fp8_weights(w2, w1)
-        with pytest.raises(ShapeError, match="w1 has shape"):
-            quantize_native_fp8_weights(tensor(np.zeros((3, 4))), w2)
-        with pytest.raises(TypeError, match="w2 must be"):
-            quantize_native_fp8_weights(w1, None)
 
 
 def test_clearing_frees_what_the_engine_quantised_by_itself(weights_on_a_gpu):

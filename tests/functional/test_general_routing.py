@@ -21,9 +21,8 @@ from functional.layer_golden import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
+from sonicmoe import moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, DTypeError, RoutingError, ShapeError
 
 SWIGLU = ActivationType.SWIGLU
 EXPERTS = 5
@@ -32,7 +31,6 @@ EXPERTS = 5
 # last.
 TOKENS = [0, 0, 1, 3, 3, 3, 3, 3, 3, 4, 4, 6, 6, 6]
 EXPERT_IDS = [-1, 2, 0, 4, 1, 5, 0, 2, -1, 3, 3, 1, 99, 0]
-NUM_TOKENS = 8  # tokens 2, 5 and 7 have no triple
 DROPPED = [i for i, e in enumerate(EXPERT_IDS) if not 0 <= e < EXPERTS]
 
 
@@ -160,103 +158,3 @@ def test_inference_keeps_nothing(saves):
     with torch.inference_mode():
         split, _ = moe_general_routing_inputs(*arguments, concat_layout=True)
     assert split.shape == x.shape
-
-
-def ids(*values):
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
-
-
-REFUSED = [
-    # argument, value, error, message
-    ("token_indices", ids(0, 2, 1), RoutingError, "token_indices is not ascending"),
-    ("token_indices", ids(0, 1, 8), RoutingError, r"1 ids outside \[0, 8\)"),
-    ("token_indices", ids(-2, -1, 3), RoutingError, r"2 ids outside \[0, 8\)"),
-    (
-        "token_indices",
-        ids(0, 1),
-        ShapeError,
-        r"shape \(2,\); needed: that of router_scores, \(3,\)",
-    ),
-    ("expert_indices", ids(0, 1, 2, 3), ShapeError, r"expert_indices has shape \(4,\)"),
-    ("router_scores", torch.ones(3, 1), ShapeError, r"router_scores has shape \(3, 1\)"),
-    ("router_scores", ids(1, 1, 1), DTypeError, "router_scores is int64"),
-    ("token_indices", zeros(3), DTypeError, "token_indices is float32"),
-    ("expert_indices", zeros(3), DTypeError, "expert_indices is float32"),
-    ("E", 4, ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts"),
-    ("w1", zeros(48, 32, 4), ShapeError, "w1 .* needed: 5 experts"),
-    ("w1", zeros(5, 48, 32), ShapeError, r"w1 .* needed: 5 experts .* w1.permute\(1, 2, 0\)"),
-    ("w1", zeros(48, 5), ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]"),
-    ("w1", zeros(46, 32, 5), ShapeError, "w1 has 46 rows per expert"),
-    ("w2", zeros(16, 24, 5), ShapeError, "w2 has shape"),
-    ("b1", zeros(5, 48), ShapeError, "both or neither"),
-    ("x", zeros(8, 16), ShapeError, r"x has shape \(8, 16\)"),
-    ("x", zeros(8, 32, dtype=torch.float64), DTypeError, "x is float64"),
-    ("x", zeros(8, 32, dtype=torch.int32), DTypeError, "x is int32"),
-    ("x", zeros(2, 4, 32), ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]"),
-    ("activation_type", "swish", ConfigError, r"_type is 'swish'; needed: one of \['swiglu'"),
-    ("max_experts_per_token", "2", ShapeError, "max_experts_per_token is '2'; needed: an integer"),
-    ("max_experts_per_token", 0, ShapeError, "max_experts_per_token is 0; needed: .*, at least 1"),
-    ("use_fp8", "off", ConfigError, "use_fp8 is 'off'; needed: True, False or None"),
-]
-
-
-def three_triples():
-    w1, b1, w2, b2 = views(make_layer())
-    given = {"x": make_tokens(8, 32), "router_scores": torch.ones(3)}
-    given |= {"token_indices": ids(0, 0, 4), "expert_indices": ids(0, 1, 2)}
-    return given | {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
-
-
-@pytest.mark.parametrize(("name", "value", "error", "message"), REFUSED)
-def test_refused(name, value, error, message):
-    arguments = three_triples()
-    moe_general_routing_inputs(**arguments)
-    with pytest.raises(error, match=message):
-        moe_general_routing_inputs(**arguments | {name: value})
-
-
-@pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize(
-    ("changed", "value", "message"),
-    [
-        (
-            "scores",
-            float("nan"),
-            r"^router_scores of token 3, slot 3, is nan at a valid slot \(expert 0\)",
-        ),
-        ("ids", -7, r"^expert_indices of token 3, slot 3, is -7; ids below -1 mean nothing"),
-        (
-            "ids",
-            2,
-            r"^expert_indices of token 3 names expert 2 twice \(slots 3 and 4\); ids must",
-        ),
-    ],
-)
-def test_validation_names_token_and_slot(changed, value, message, saves):
-    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
-    experts = torch.where(torch.arange(len(TOKENS)) == 10, -1, experts)  # 3 stands twice
-    scores = scores.detach()
-    (scores if changed == "scores" else experts)[6] = value
-    with (
-        SonicMoEConfig(validate_dispatch=True).activate(),
-        torch.set_grad_enabled(saves),
-        pytest.raises(RoutingError, match=message),
-    ):
-        moe_general_routing_inputs(x, scores, tokens, experts, *views(moe))
-
-
-@pytest.mark.parametrize(
-    ("turned", "looks"), [("w1", "w1 looks"), ("w2", "w2 looks"), ("w1 w2", "both look")]
-)
-def test_transposed_weights_are_blamed_themselves(turned, looks):
-    moe, x, (scores, tokens, experts) = make_layer(), make_tokens(8, 32), triples()
-    w1, b1, w2, b2 = views(moe)
-    w1 = w1.transpose(0, 1) if "w1" in turned else w1
-    w2 = w2.transpose(0, 1) if "w2" in turned else w2
-    needed = r"needed: \[E, N1, H\] = \(5, 48, 32\) and \[E, H, I\] = \(5, 32, 24\)"
-    with pytest.raises(ShapeError, match=rf"and {looks} transposed; {needed}"):
-        moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2)

@@ -10,7 +10,6 @@ from functional.layer_golden import make_layer, make_tokens
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import Adapters, LowRank
-from sonicmoe.errors import ConfigError, LayoutError, ShapeError
 
 E, H, I = 5, 32, 24
 
@@ -95,30 +94,3 @@ class TestOfPeft:
             assert (moe(x)[0] - apart).norm() > 0.1 * apart.norm()
         model.merge_adapter()
         torch.testing.assert_close(moe(x)[0], apart, rtol=1e-4, atol=1e-4)
-
-    def test_beside_an_argument_are_refused(self):
-        moe = self.adapted(["c_fc.weight"]).get_base_model()
-        with pytest.raises(ConfigError, match="adapters came as an argument, and peft has some"):
-            moe(make_tokens(19, H), adapters=pairs(make_layer()))
-
-    def test_of_too_high_a_rank_are_refused_in_the_words_of_peft(self):
-        moe = self.adapted(r=129).get_base_model()
-        words = (
-            r"^active adapters \['default'\] of weight have ranks \(r\) of 129 in all, above 128"
-        )
-        with pytest.raises(ConfigError, match=words):
-            moe(make_tokens(19, H))
-
-    def test_on_a_bias_are_refused(self):
-        moe = self.adapted(["c_fc.bias"]).get_base_model()
-        with pytest.raises(LayoutError, match="c_fc is ParamWrapper, an adapter that would do"):
-            moe(make_tokens(19, H))
-
-
-def test_what_is_refused():
-    moe = frozen_layer()
-    up, down = pairs(moe)
-    with pytest.raises(TypeError, match="adapters is tuple; needed: an Adapters, or None"):
-        moe(make_tokens(19, H), adapters=(up, down))
-    with pytest.raises(ShapeError, match=r"^down\.b has shape"):
-        moe(make_tokens(19, H), adapters=Adapters(down=down._replace(b=down.b[:4])))

@@ -4,8 +4,6 @@ activation checkpointing is in test_checkpointing.py.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from framework import torch
@@ -24,11 +22,7 @@ from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_general_routing_
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import (
     ConfigError,
-    DeviceError,
     DTypeError,
-    EngineUnavailableError,
-    LayoutError,
-    RoutingError,
     ShapeError,
 )
 
@@ -194,44 +188,6 @@ def test_backward_twice(options):
         loss.backward()
 
 
-def test_second_derivatives_are_refused():
-    moe, x = make_layer(), make_tokens(19, 32).requires_grad_()
-    for penalised in (lambda: moe(x)[0], lambda: moe(x)[0] + x, lambda: moe(x)[1]):
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            torch.autograd.grad(penalised().square().sum() + moe(x)[0].sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.functional.hessian(lambda x: moe(x)[0].square().sum(), x)
-
-
-def weights_with_tangents(moe, x):
-    weights = {name: weight.detach() for name, weight in moe.named_parameters()}
-    return torch.func.jvp(
-        lambda given: torch.func.functional_call(moe, given, (x,))[0], (weights,), (weights,)
-    )
-
-
-def dual(moe, x):
-    with torch.autograd.forward_ad.dual_level():
-        return moe(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-
-
-@pytest.mark.parametrize("trains", [True, False], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("gradients", [True, False], ids=["enabled", "no_grad"])
-def test_forward_mode_is_refused_and_not_silently_zero(trains, gradients):
-    moe, x = make_layer().requires_grad_(trains), make_tokens(19, 32)
-    for transformed in (
-        lambda: torch.func.jvp(lambda x: moe(x)[0], (x,), (torch.ones_like(x),)),
-        lambda: torch.func.jacfwd(lambda x: moe(x)[0])(x),
-        lambda: torch.func.vmap(lambda x: moe(x)[0])(torch.stack([x, x])),
-        lambda: weights_with_tangents(moe, x),
-        lambda: dual(moe, x),
-    ):
-        with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="in place of vmap one call"):  # fmt: skip
-            transformed()
-    with torch.autograd.forward_ad.dual_level():
-        moe(x)
-
-
 def test_gradient_of_any_stride():
     moe, (x, _) = make_layer(), batch()
     wide = make_tokens(19, 64, seed=5)
@@ -286,89 +242,13 @@ def test_training_learns_and_moves_every_expert(precision):
 
 # Border
 
-BAD_SIZES = {
-    "K above E": ((4, 5, 8, 8), "num_experts_per_tok is 5; only 4 experts"),
-    "no experts": ((0, 1, 8, 8), "num_experts is 0; needed: at least 1"),
-    "no experts per token": ((4, 0, 8, 8), "num_experts_per_tok is 0"),
-    "no hidden size": ((4, 1, 0, 8), "hidden_size is 0"),
-    "negative intermediate size": ((4, 1, 8, -8), "intermediate_size is -8"),
-    "a size in words": (("4", 1, 8, 8), "num_experts is '4'; needed: at least 1"),
-    "half an expert": ((4, 1.5, 8, 8), "num_experts_per_tok is 1.5; needed: at least 1"),
-    "no size": ((4, 1, None, 8), "hidden_size is None; needed: at least 1"),
-    "a flag for a size": ((4, 1, 8, True), "intermediate_size is True; needed: at least 1"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SIZES)
-def test_bad_sizes(case):
-    sizes, message = BAD_SIZES[case]
-    with pytest.raises(ShapeError, match=message):
-        MoE(*sizes)
-
 
 def test_sizes_of_numpy_are_sizes():
     moe = MoE(*map(np.int64, (4, 2, 8, 8)))
     assert moe(torch.zeros(3, 8))[0].shape == (3, 8)
 
 
-REFUSED_BY_THE_CONSTRUCTOR = [
-    (
-        {"activation_parameters": [7.0]},
-        ConfigError,
-        r"^activation_parameters is \[7.0\]; needed: num",
-    ),
-    (
-        {"activation_function": "swish"},
-        ConfigError,
-        r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'gelu_tanh'\]",
-    ),
-    ({"std": float("nan")}, ConfigError, "^std is nan; needed: a number, at least 0"),
-    ({"std": "0.02"}, ConfigError, "^std is '0.02'; needed: a number"),
-    ({"add_bias": "no"}, ConfigError, "^add_bias is str; needed: True or False"),
-    ({"norm_topk_prob": False}, TypeError, r"unexpected keyword argument 'norm_topk_prob'$"),
-]
-
-
-@pytest.mark.parametrize(("given", "error", "words"), REFUSED_BY_THE_CONSTRUCTOR)
-def test_refused_by_the_constructor(given, error, words):
-    with pytest.raises(error, match=words):
-        MoE(4, 1, 8, 8, **{"activation_function": "swiglu_clamp"} | given)
-
-
 BACKENDS = pytest.mark.parametrize("backend", [each.value for each in list(KernelBackendMoE)[1:]])
-REFUSED_TOKENS = [
-    *(
-        (value, TypeError, "^hidden_states must be a torch tensor, got")
-        for value in (None, np.eye(32))
-    ),
-    *(
-        (torch.zeros(shape), ShapeError, r"hidden_states has shape .*; needed: \[..., 32\]")
-        for shape in ((4, 31), (31,), ())
-    ),
-    (torch.zeros(4, 32, device="meta"), DeviceError, "^hidden_states is on meta"),
-    (torch.eye(32).to_sparse(), LayoutError, "^hidden_states is sparse; needed: a dense"),
-]
-
-
-@BACKENDS
-@pytest.mark.parametrize(("value", "error", "words"), REFUSED_TOKENS)
-def test_refused_tokens(backend, value, error, words):
-    with pytest.raises(error, match=words):
-        make_layer()(value, backend)
-
-
-@pytest.mark.parametrize("backend", [KernelBackendMoE.scattermoe, "sonic", None], ids=str)
-def test_unsupported_backend(backend):
-    value = getattr(backend, "value", backend)
-    words = re.escape(f"kernel_backend_moe={value!r}; available: sonicmoe, sonicmoe_fp8, torch")
-    with pytest.raises(EngineUnavailableError, match=words):
-        make_layer()(torch.zeros(2, 32), backend)
-
-
-@pytest.mark.parametrize("value", ["no", None, 0], ids=repr)
-def test_inference_is_a_bool(value):
-    with pytest.raises(ConfigError, match=f"is_inference_mode is {value!r}; needed: True or False"):
-        make_layer()(make_tokens(19, 32), is_inference_mode=value)
 
 
 class Adapted(torch.nn.Module):
@@ -401,24 +281,6 @@ def test_the_router_is_a_module():
 
 
 @BACKENDS
-def test_an_adapter_on_the_experts_is_refused_and_not_forgotten(backend):
-    """As peft's `target_parameters` puts it around them."""
-    moe, wrapper = make_layer(), torch.nn.Module()
-    wrapper.base_layer, wrapper.weight, wrapper.bias = moe.c_fc, moe.c_fc.weight, None
-    moe.c_fc = wrapper
-    with pytest.raises(LayoutError, match=r"^c_fc is Module, an adapter that would do nothing"):
-        moe(make_tokens(19, 32), backend)
-
-
-@BACKENDS
-@pytest.mark.parametrize("use_fp8", ["off", "", 0, 1, 1.0], ids=repr)
-def test_use_fp8_is_a_bool_or_none(backend, use_fp8):
-    """Strings are all true, and "off" must not turn it on."""
-    with pytest.raises(ConfigError, match=f"use_fp8 is {use_fp8!r}; needed: True, False or None"):
-        make_layer()(make_tokens(19, 32), backend, use_fp8=use_fp8)
-
-
-@BACKENDS
 def test_tokens_and_router_of_two_dtypes(backend):
     moe, x = make_layer(), make_tokens(19, 32).bfloat16()
     words = r"x \(hidden_states\) is bfloat16, router_w \(router.weight\) is float32; convert one, or use autocast"
@@ -427,23 +289,6 @@ def test_tokens_and_router_of_two_dtypes(backend):
     with torch.autocast("cpu", torch.bfloat16):
         assert moe(x, backend)[0].dtype == torch.bfloat16
     assert moe.bfloat16()(x, backend)[0].dtype == torch.bfloat16
-
-
-def test_a_broken_router_is_named_where_routing_is_validated():
-    moe, (x, _) = make_layer(), batch()
-    with torch.no_grad():
-        moe.router.weight[1, 3] = float("nan")
-    words = r"dispatched_probs of token 0, slot"
-    config = SonicMoEConfig(validate_dispatch=True)
-    with config.activate(), pytest.raises(RoutingError, match=words):
-        moe(x)
-
-
-def test_an_unknown_argument_is_named_before_a_missing_one():
-    with pytest.raises(TypeError, match=r"MoE.__init__\(\) got an unexpected .* 'n_experts'$"):
-        MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        MoE(4, 2, 32)
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])

@@ -11,10 +11,9 @@ from framework import torch
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.errors import ConfigError, RoutingError, ShapeError
 from sonicmoe.functional.autograd import expert_mlp, planned_mlp
 from sonicmoe.functional.plan import make_plan, number_of
-from sonicmoe.layouts import NATIVE, flat_weights
+from sonicmoe.layouts import NATIVE
 
 COUNTS, BEYOND, HIDDEN, INNER = [3, 0, 130, 7], 5, 32, 16
 ROWS = sum(COUNTS) + BEYOND
@@ -89,24 +88,3 @@ def test_as_an_operator_of_a_graph(fp8_mode):
     # Another configuration around the call has no say: the plan is the layer's own.
     with SonicMoEConfig(fp8_mode="mem").activate():
         same(gradients(graph, x, dout, weights), wanted)
-
-
-def test_counts_that_do_not_fit_are_named():
-    plan, (x, _, weights) = plan_of("off"), layer()
-
-    def call(counts):
-        return planned_mlp(
-            plan, number_of(plan), x, torch.tensor(counts), None, tuple(weights), module=None
-        )
-
-    with pytest.raises(ShapeError, match=r"counts has shape \(3,\); needed: \(4,\)"):
-        call(COUNTS[:3])
-    with pytest.raises(RoutingError, match="counts sum to 1140 rows and there are 145"):
-        call([1003, *COUNTS[1:]])
-    with pytest.raises(ConfigError, match="no plan 5 in this process"):
-        planned_mlp_by_number(5, x, weights)
-
-
-def planned_mlp_by_number(number, x, weights):
-    given = (*flat_weights(weights), *[None] * 4, 0.0, 0.0, number, False)
-    return torch.ops.sonicmoe.expert_mlp(x, torch.tensor(COUNTS), None, *given)

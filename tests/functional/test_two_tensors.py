@@ -10,8 +10,7 @@ from functional.following import Following
 from pairwise import pairwise
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
-from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
-from sonicmoe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from sonicmoe.errors import ShapeError
 from sonicmoe.functional import moe_general_routing_inputs_fp8, moe_TC_softmax_topk_layer_fp8
 from sonicmoe.functional.plan import Plan
 
@@ -135,37 +134,3 @@ def test_codes_follow_a_write_to_either(monkeypatch, written):
     (gate, up) = (gate.clone(), up) if written == 1 else (gate, up.clone())
     call()
     assert engine.events[3:] == ["made"]
-
-
-def test_a_diagnosis_names_both():
-    module = torch.nn.Module()
-    x, module.w1_EFD, module.w3_EFD, w2, *_ = leaves()
-    with torch.no_grad():
-        module.w3_EFD[3, 2, 1] = float("nan")
-    named = "w1_EFD and w3_EFD at expert 3, row 5, column 1: nan"
-    with pytest.raises(NonFiniteError, match=named), detect_nonfinite():
-        general(x, (turned(module.w1_EFD), turned(module.w3_EFD)), turned(w2), None, None)
-
-
-HALF = torch.zeros(I, H, E)
-REFUSED = [
-    ([HALF, HALF], {}, TypeError, "^w1 must be a torch tensor, got list$"),
-    ((HALF,), {}, ShapeError, "w1 has 1 parts; needed: one tensor, or two, gate and up"),
-    ((HALF, None), {}, TypeError, r"w1\[1\]"),
-    ((HALF, HALF[0]), {}, ShapeError, r"w1\[1\] has shape \(32, 5\); needed: \[I, H, E\]"),
-    ((HALF, HALF[1:]), {}, ShapeError, r"w1\[1\] has shape \(63, 32, 5\); needed: \(64, 32, 5\)"),
-    ((HALF, HALF.double()), {}, DTypeError, r"w1\[1\] is float64; needed: float32"),
-    ((HALF, HALF.to("meta")), {}, DeviceError, r"w1\[1\] is on meta"),
-    ((HALF[:, :, 1:],) * 2, {}, ShapeError, r"w1\[0\] \[I, H, E\] .*needed: 5 experts"),
-    ((HALF[1:],) * 2, {}, ShapeError, "126"),
-    ((HALF, HALF), {"activation_type": "silu"}, ConfigError, "'silu' has no gate; needed: one"),
-]
-
-
-@pytest.mark.parametrize("face", [whole_layer, general])
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused(case, face):
-    w1, options, error, words = REFUSED[case]
-    x, *_, w2, b1, b2 = leaves()
-    with pytest.raises(error, match=words):
-        face(x, w1, turned(w2), b1, b2, **options)

@@ -63,10 +63,6 @@ class Subject:
         """What the original computes in any state."""
         return self.run(self.held)
 
-    def of_use(self, other, expected):
-        """The copy computes the same, and trains."""
-        np.testing.assert_array_equal(self.run(other), expected)
-
 
 class NodeSubject(Subject):
     def __init__(self, arrangement, config, main_grad, **options):

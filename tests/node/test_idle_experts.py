@@ -9,7 +9,6 @@ import pytest
 from framework import torch
 
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="modules and optimizers of PyTorch")
 E, H, I = 4, 16, 8
@@ -82,8 +81,3 @@ def test_an_optimizer_leaves_them_as_it_does_in_a_loop(shared, counted):
     assert not stepped(zeros, engine(True))[f"{IDLE}.up_gate_proj.weight"].any()
     decayed = zeros[IDLE].up_gate_proj.weight / begin[IDLE].up_gate_proj.weight
     torch.testing.assert_close(decayed, torch.full_like(decayed, 1 - 0.1 * 0.5))
-
-
-def test_what_waits_is_refused_by_name():
-    with pytest.raises(ConfigError, match="idle_grads is False and gradients wait for step"):
-        SonicMoEMlpNode(experts_of(), E, H, I, idle_grads=False, flush="step")

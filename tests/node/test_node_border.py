@@ -8,9 +8,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
-from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
-from node.node_harness import FULL, Layer, counts_of
-from weights.weight_sources import expert_modules
+from framework import numpy, relative_rmse, torch
+from node.node_harness import FULL, Layer
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings
@@ -18,12 +17,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import (
-    ConfigError,
-    DTypeError,
-    EngineUnavailableError,
-    LayoutError,
     RoutingError,
-    ShapeError,
 )
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.node import choices
@@ -68,11 +62,6 @@ class TestConfiguration:
         layer.node.step()
         wanted = run_engine(layer.problem, EngineSettings(recipe=RECIPES["dx256"]))
         assert_same_bits(layer.result(call), wanted)
-
-    def test_an_unavailable_engine_is_named_at_the_call(self):
-        layer = Layer(config=SonicMoEConfig(engine="hopper"))
-        with pytest.raises(EngineUnavailableError, match="hopper"):
-            layer.call()
 
     def test_validation_follows_the_configuration(self, set_flags):
         problem = make_problem(topk=2)
@@ -126,111 +115,7 @@ class TestConfiguration:
         assert "read" in seen and set(seen.values()) == {(tmp_path, True)}
 
 
-def zeros(*shape, dtype="float32"):
-    return tensor(np.zeros(shape), torch.float32).to(getattr(torch, dtype))
-
-
-# The error, its words, and the arguments that are not as they should be. What routing itself refuses
-# is in tests/routing/test_routing_validation.py, what stands beside FP8 tokens in test_node_fp8.py.
-REFUSED_ARGUMENTS = [
-    (DTypeError, "x is float64", {"x": zeros(37, 80, dtype="float64")}),
-    (TypeError, "x must be a .* tensor, got ndarray", {"x": np.zeros((37, 80))}),
-    (ShapeError, r"x has shape \(36, 80\); 37 rows", {"x": zeros(36, 80)}),
-    (ShapeError, r"x has shape \(37, 81\).*hidden_size 80", {"x": zeros(37, 81)}),
-    (RoutingError, "dispatched_indices missing.*HybridEP", {"dispatched_indices": None}),
-    (RoutingError, "dispatched_probs missing.*HybridEP", {"dispatched_probs": None}),
-    # Also where nothing would read them.
-    (TypeError, r"copies is str; needed: what make_copies\(\)", {"copies": "a"}),
-]
-TANH = r"activation_type is 'tanh'; needed: one of \['swiglu', "
-FLUSHES, UNKNOWN = r"needed: one of \['auto', 'step'\]", ("direct", "prompt", "sometimes")
-IMPOSSIBLE = SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True)
-# The same of a node's construction.
-REFUSED_EXPERTS = [
-    (LayoutError, "n_experts is 0; needed: at least one", {"experts": [], "n_experts": 0}),
-    (LayoutError, "experts is generator; needed: a list", {"experts": (e for e in ())}),
-    (LayoutError, r"experts is .*; needed: a list", {"experts": object()}),
-    (ConfigError, r"config is .*; needed: a SonicMoEConfig", {"config": {"fp8_mode": "perf"}}),
-    (ConfigError, TANH, {"activation_type": "tanh"}),
-    (ConfigError, "iso_weight", {"config": IMPOSSIBLE}),
-    *((ConfigError, rf"flush is '{gone}'; {FLUSHES}", {"flush": gone}) for gone in UNKNOWN),
-    (ShapeError, r"up_gate_proj\.weight", {"intermediate_size": 47}),
-]
-
-
 class TestRefusals:
-    def arguments(self, layer, **changes):
-        p = layer.problem
-        given = {
-            "x": tensor(p.x, torch.float32),
-            "tokens_per_expert": counts_of(p),
-            "dispatched_indices": tensor(p.indices),
-            "dispatched_probs": tensor(p.probs, torch.float32),
-        }
-        return given | changes
-
-    @pytest.mark.parametrize(("error", "words", "changes"), REFUSED_ARGUMENTS)
-    def test_arguments(self, error, words, changes):
-        layer = Layer()
-        with pytest.raises(error, match=words):
-            layer.node(**self.arguments(layer, **changes))
-
-    @pytest.mark.parametrize("name", ["x", "dispatched_indices", "dispatched_probs"])
-    def test_sparse_tensors_are_named(self, name):
-        layer = Layer()
-        value = self.arguments(layer)[name]
-        wrong = {name: value.to_sparse_coo(2) if IS_PADDLE else value.to_sparse()}
-        with pytest.raises(LayoutError, match=f"^{name} is sparse; needed: a dense"):
-            layer.node(**self.arguments(layer, **wrong))
-
-    def test_counts_left_out(self):
-        layer = Layer()
-        given = self.arguments(layer)
-        words = "the second argument, tokens_per_expert, has two axes"
-        with pytest.raises(RoutingError, match=words):
-            layer.node(given["x"], given["dispatched_indices"], given["dispatched_probs"])
-
-    @pytest.mark.parametrize(("error", "words", "changes"), REFUSED_EXPERTS)
-    def test_experts(self, error, words, changes):
-        given = {"n_experts": 4, "hidden_size": 80, "intermediate_size": 48}
-        with pytest.raises(error, match=words):
-            SonicMoEMlpNode(**{"experts": Layer().experts} | given | changes)
-
-    def test_transposed_experts(self):
-        p = make_problem()
-        modules = expert_modules([w.T.copy() for w in p.up_gate], [w.T.copy() for w in p.down])
-        words = r"shape \(96, 80\); needed: \[H, 2I\] = \(80, 96\); it looks transposed"
-        with pytest.raises(ShapeError, match=words):
-            SonicMoEMlpNode(modules, 4, 80, 48)
-
-    def test_a_bias_is_refused_and_not_forgotten(self):
-        layer = Layer()
-        layer.experts[1].down_proj.bias = layer.weights[0]
-        with pytest.raises(LayoutError, match=r"experts\[1\].down_proj has a bias"):
-            layer.another_node()
-
-    @pytest.mark.parametrize("late", [False, True], ids=["before the node", "after a forward"])
-    def test_an_adapter_is_refused_and_not_forgotten(self, late):
-        """Its weight is the base layer's, which the node would read alone."""
-        base = Layer().experts[1].down_proj
-        layer = Layer()
-        adapted = (pytest.importorskip("paddle").nn.Layer if IS_PADDLE else torch.nn.Module)()
-        adapted.weight, adapted.lora_A = layer.experts[1].down_proj.weight, base.weight
-        if late:
-            layer.run()
-        layer.experts[1].down_proj = adapted
-        with pytest.raises(LayoutError, match=r"experts\[1\].down_proj .* \['lora_A'\]; .*merged"):
-            layer.run() if late else layer.another_node()
-
-    @pytest.mark.skipif(IS_PADDLE, reason="a meta device is PyTorch's")
-    @pytest.mark.parametrize("devices", [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
-    def test_weights_without_memory(self, devices):
-        shapes = zip(((4, 80, 96), (4, 48, 80)), devices, strict=True)
-        weights = [torch.nn.Parameter(torch.empty(shape, device=where)) for shape, where in shapes]
-        node = SonicMoEMlpNode.from_fused(*weights)
-        with pytest.raises(LayoutError, match="on the meta device"):
-            node(**self.arguments(Layer()))
-
     def test_other_ranks_experts_are_skipped(self):
         layer = Layer()
         here = layer.experts

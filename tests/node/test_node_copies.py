@@ -12,7 +12,6 @@ from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import (
     ARRANGEMENTS,
     FP8,
-    FULL,
     Layer,
     assert_equal,
     make_problem,
@@ -24,7 +23,7 @@ from weights.freed_memory import free, holds_memory, restore
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump
-from sonicmoe.errors import ConfigError, LayoutError, StaleWeightsError
+from sonicmoe.errors import StaleWeightsError
 
 
 def perf(**changes):
@@ -99,21 +98,6 @@ def test_recompute_reads_copies_again(use_reentrant):
     assert_equal(results(layer, [call]), expected)
 
 
-@pytest.mark.parametrize("config", [FULL, SonicMoEConfig(fp8_mode="off")])
-def test_copies_need_a_recipe(config):
-    with pytest.raises(ConfigError, match="reference engine computes without FP8 recipe"):
-        copied(config=config)
-
-
-def test_a_forward_without_memory_and_without_copies_is_refused():
-    layer = make_layer()
-    free(layer.weights[1])
-    with pytest.raises(LayoutError, match=r"weights \[1\] of the experts hold no memory; .*copies"):
-        layer.call()
-    with pytest.raises(LayoutError, match=r"weights \[1\] of the experts hold no memory"):
-        layer.node.make_copies()
-
-
 ANNOUNCEMENTS = {
     "step": lambda layer: layer.node.step(),
     "invalidate_caches": lambda layer: layer.node.invalidate_caches(),
@@ -170,15 +154,6 @@ def test_an_announcement_of_nothing_lets_outstanding_backwards_run():
     outstanding.backward()
 
 
-def test_copies_of_other_weights_or_settings_are_refused():
-    _, copies = copied(freed=False)
-    with pytest.raises(LayoutError, match="made of other parameters"):
-        make_layer().call(copies=copies)
-    words = r"recipe 'dx256' and a gated .* computes with .* recipe '1x128'"
-    with pytest.raises(ConfigError, match=words):
-        make_layer(config=perf(recipe="1x128")).call(copies=copies)
-
-
 class TestRelease:
     def test_it_frees_forwards_order(self):
         """Backwards have their bits without it: the test of training without memory, above."""
@@ -189,15 +164,6 @@ class TestRelease:
         assert copies.is_released
         gc.collect()
         assert [reference() for reference in forward] == [None, None]
-
-    def test_forwards_after_it_are_refused(self):
-        layer, copies = copied(freed=False)
-        copies.release_forward()
-        with pytest.raises(StaleWeightsError, match="was released; needed: new copies"):
-            layer.call(copies=copies)
-        free(*layer.weights)
-        with pytest.raises(StaleWeightsError, match="was released"):
-            layer.call(copies=copies)
 
     def test_one_buffer_for_both_directions_is_kept(self):
         layer, copies = copied(config=ISO)

@@ -154,15 +154,6 @@ class TestWhatDecides:
         weight.main_grad = held
         assert not layer.has_gradients() and np.array_equal(numpy(weight), before)
 
-    @pytest.mark.skipif(IS_PADDLE, reason="Paddle's expand copies")
-    def test_expanded_memory_is_refused(self):
-        """All rows would be one."""
-        layer = Layer(main_grad=0.0)
-        weight = layer.weights[1]
-        weight.main_grad = torch.zeros(weight.shape[1]).expand(weight.shape)
-        with pytest.raises(LayoutError, match="under which its elements overlap"):
-            layer.run()
-
 
 class TestCaptures:
     """A CUDA graph adds to the memory that it was captured with."""

@@ -95,14 +95,6 @@ class TestWhileGradientsWait:
         layer.node.step()
         assert layer.error(times=4) < 1e-5 and said() == []
 
-    def test_views_of_another_buffer_are_not(self):
-        layer = Layer(flush="step")
-        in_one_buffer(layer)
-        layer.run()
-        in_one_buffer(layer)
-        with pytest.raises(RuntimeError, match="main_grad lies elsewhere than at the first"):
-            layer.node.step()
-
     def test_of_a_view_into_a_buffer_the_version_says_nothing(self):
         """Its neighbours write the same counter."""
         layer = Layer(flush="step")
@@ -312,19 +304,6 @@ class TestQuestions:
             layer.step()
             clear(layer)
         assert said() == []
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_waiting_gives_the_same_bits(arrangement):
-    batches, results = problems(3), []
-    for flush in FLUSHES:
-        layer = Layer(batches[0], arrangement=arrangement, flush=flush, main_grad=0.0)
-        calls = [layer.call(problem) for problem in batches]
-        for call in calls:
-            call.backward()
-        layer.node.step()
-        results.append([a for call in calls for _, a in layer.result(call).items()])
-    assert_equal(*results)
 
 
 WAYS = {

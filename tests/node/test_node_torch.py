@@ -16,16 +16,13 @@ from node.node_harness import (
     Layer,
     assert_equal,
     problems,
-    recomputed,
 )
-from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
 from sonicmoe.engine.interface import FreshTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ep import LocalDispatcher
-from sonicmoe.errors import RoutingError
 
 if IS_PADDLE:
     pytest.skip("what only PyTorch has; tests/paddle has Paddle's", allow_module_level=True)
@@ -97,38 +94,6 @@ class TestHooks:
         assert layer.error() < 1e-5
 
 
-class TestCheckpoint:
-    @pytest.mark.parametrize("case", pairwise(CONFIGS, FLUSHES, (True, False)), ids=str)
-    def test_gives_the_same_bits(self, case):
-        config, flush, use_reentrant = case
-        plain, layer = (Layer(config=CONFIGS[config], flush=flush, main_grad=0.0) for _ in range(2))
-        expected = plain.step()
-        call = layer.call()
-        call.out = recomputed(layer.node, *call.arguments, use_reentrant=use_reentrant)
-        call.backward()
-        layer.node.step()
-        assert_same_bits(layer.result(call), plain.result(expected))
-
-    def test_a_router_that_changes_its_mind_is_named(self):
-        """The recomputed forward routes one token elsewhere; counts stay the same, so shapes cannot
-        give it away.
-        """
-        problem = make_problem(tokens=8, topk=1, empty=())
-        problem = problem.but(indices=np.array([[0], [1], [2], [3], [0], [1], [2], [3]]))
-        layer = Layer(problem)
-        other = problem.indices.copy()
-        other[[0, 1]] = other[[1, 0]]
-        routes = iter([problem.indices, other])
-        call = layer.call()
-
-        def forward(x, probs):
-            return layer.node(x, None, torch.tensor(next(routes)), probs)
-
-        call.out = recomputed(forward, call.x, call.probs, use_reentrant=False)
-        with pytest.raises(RoutingError, match="routing differs between forward and recompute"):
-            call.backward()
-
-
 class TestGraphsRunTwice:
     @pytest.mark.parametrize("config", [FULL, FP8], ids=["full", "fp8"])
     def test_retain_graph(self, config):
@@ -142,18 +107,6 @@ class TestGraphsRunTwice:
         single.step()
         for twice, once in zip(layer.gradients(), single.gradients(), strict=True):
             np.testing.assert_allclose(twice, 2 * once, rtol=1e-6)
-
-    def test_stagewise_memory_says_why_not(self):
-        call = Layer(config=STAGEWISE).call()
-        call.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"stagewise memory dropped z.*stagewise_memory off"):
-            call.backward()
-
-    def test_second_derivatives_are_refused(self):
-        call = Layer().call()
-        # The graph of the first derivative would go around the node: dx is constant in it.
-        with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph=True"):
-            torch.autograd.grad((call.out + call.x).sum(), call.x, create_graph=True)
 
     @pytest.mark.parametrize("flush", FLUSHES)
     def test_backward_to_other_inputs_only_adds_nothing(self, flush):

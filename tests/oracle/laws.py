@@ -129,8 +129,9 @@ def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     """The backwards of micro-batches come in the other order, or the forward runs once more."""
     other = {"one": "checkpoint", "checkpoint": "one", "two": "crossed", "crossed": "two"}
     for found in _as(replace(case, schedule=other[case.schedule]), case, scene, engine):
-        # Weight gradients are sums over micro-batches in the order of the backwards.
-        yield {name: found[name] for name in ("out", "dx", "dprobs") if name in found}
+        # Weight gradients of two micro-batches are sums in the order of the backwards.
+        same = [*found] if case.schedule in ("one", "checkpoint") else ["out", "dx", "dprobs"]
+        yield {name: found[name] for name in same if name in found}
 
 
 def arrangement(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
