@@ -463,8 +463,13 @@ def normal(case: Case, engine: str = "reference") -> Case:
     """The case with what its face and the engine have in the place of what they have not."""
     if case.face not in FACES:
         case = replace(case, face=FACES[len(case.face) % len(FACES)])
-    case = _with(case, ENGINES[engine])
-    case = _with(case, LAYERS[case.face].takes)
+    of_engine = ENGINES[engine]
+    case = _with(case, of_engine)
+    of_face = {
+        name: tuple(value for value in values if value in of_engine.get(name, values))
+        for name, values in LAYERS[case.face].takes.items()
+    }
+    case = _with(case, of_face)
     return replace(case, **_that_exclude_each_other(case, engine))
 
 
