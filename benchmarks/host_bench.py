@@ -205,7 +205,6 @@ def launch_nothing() -> None:
     from sonicmoe import interop
     from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes
     from sonicmoe.engine.select import EngineChoice
-    from sonicmoe.engine.wgrad_destinations import Destinations
     from sonicmoe.kernels import routing_metadata_source
     from sonicmoe.kernels.host import passes_source
     from sonicmoe.node import choices
@@ -234,10 +233,11 @@ def launch_nothing() -> None:
     backends._choose = lambda device: routing
     of_bf16 = "up", "grouped_gemm", "dgated", "gather_rows", "wgrad"
     empty = SimpleNamespace(**dict.fromkeys(of_bf16, nothing))
+    empty.wgrad_destination = lambda *_: nothing  # any object will do
     modules, matrices = (empty, empty, empty), lambda *_: nothing
     products = bf16_sm90.Kernels.of(*modules, matrices, (0.0, 0.0), bind)
     bf16_sm90.kernels_on = lambda *_: products
-    wgrad = bf16_sm90.Wgrad(empty, Destinations(lambda *_: nothing), bind)
+    wgrad = bf16_sm90.Wgrad(empty, bind)
     bf16_sm90.wgrad_on = lambda *_: wgrad
     bf16._is_hopper = lambda device: True
     made = {

@@ -11,6 +11,7 @@ The variants of one shape take turns launch by launch, so that all see the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import click
 import timing
 import torch
 
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper_passes import Passes, passes_on
-from sonicmoe.engine.targets import FreshTargets, NativeBuffer, ParameterTargets
+from sonicmoe.engine.settings import GradientMode
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType
-from sonicmoe.gradients import destinations as gradients
+from sonicmoe.gradients.flush import flush_table
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.kernels.sm90 import fp8_wgrad_source
@@ -73,28 +75,28 @@ class Layer:
         """Of one expert's parameters."""
         return (self.hidden, 2 * self.inner), (self.inner, self.hidden)
 
-    def own(self, dtype: torch.dtype = torch.float32) -> ParameterTargets:
+    def own(self, dtype: torch.dtype = torch.float32) -> GradientTargets:
         """A tensor for every parameter."""
         made = (
             [torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(self.experts)]
             for shape in self.shapes
         )
-        return ParameterTargets(*(WeightTarget.per_expert(tensors, ERNIE) for tensors in made))
+        return GradientTargets(*(GradientPlaces.per_expert(tensors, ERNIE) for tensors in made))
 
-    def stacked(self, dtype: torch.dtype = torch.float32) -> ParameterTargets:
+    def stacked(self, dtype: torch.dtype = torch.float32) -> GradientTargets:
         """One tensor of all experts for each projection."""
         made = (
             torch.zeros((self.experts, *shape), device="cuda", dtype=dtype) for shape in self.shapes
         )
-        return ParameterTargets(
-            *(WeightTarget.stacked(tensor, self.experts, ERNIE) for tensor in made)
+        return GradientTargets(
+            *(GradientPlaces.stacked(tensor, self.experts, ERNIE) for tensor in made)
         )
 
 
 def variants(layer: Layer, passes: Passes) -> tuple[dict[str, Call], list[Any]]:
     """`name -> call`, and what must stay alive: launches know addresses only."""
     module = fp8_wgrad_source("sm_90a").load()
-    sums = NativeBuffer.zeros(
+    sums = GradientTargets.zeros(
         layer.experts, 2 * layer.inner, layer.hidden, layer.inner, False, "cuda"
     )
     native = layer.into(module.grouped_wgrad, sums.dw1, sums.dw2)
@@ -104,10 +106,10 @@ def variants(layer: Layer, passes: Passes) -> tuple[dict[str, Call], list[Any]]:
     every = {
         "direct, own": own,
         "direct, stacked": stacked,
-        "written fp32, own": FreshTargets.like(own),
-        "written fp32, stacked": FreshTargets.like(stacked),
-        "written bf16, own": FreshTargets.like(layer.own(torch.bfloat16)),
-        "written bf16, stacked": FreshTargets.like(layer.stacked(torch.bfloat16)),
+        "written fp32, own": written(own),
+        "written fp32, stacked": written(stacked),
+        "written bf16, own": written(layer.own(torch.bfloat16)),
+        "written bf16, stacked": written(layer.stacked(torch.bfloat16)),
     }
     for name, targets in every.items():
         made = passes.gradients(targets)
@@ -123,12 +125,15 @@ def variants(layer: Layer, passes: Passes) -> tuple[dict[str, Call], list[Any]]:
     return calls, held
 
 
-def flush_of(layer: Layer, sums: NativeBuffer, targets: ParameterTargets) -> Callable[[], None]:
+def written(targets: GradientTargets) -> GradientTargets:
+    """The memory of targets, written and not added to."""
+    return replace(targets, mode=GradientMode.FRESH)
+
+
+def flush_of(layer: Layer, sums: GradientTargets, targets: GradientTargets) -> Callable[[], None]:
     """Into the parameters' fp32 memory."""
     kernel = flush_source("sm_90a").load()
-    tensors = targets.tensors()
-    places = [gradients.Destination(tensor, tensor, False) for tensor in tensors]
-    table = gradients.destination_table(places, layer.experts, kernel)
+    table = flush_table(kernel, targets, [False] * len(targets.tensors()))
 
     def flush() -> None:
         stream = current_stream(sums.dw1)

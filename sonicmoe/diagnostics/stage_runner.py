@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.interface import Engine, EngineSettings, EngineWeights, NativeBuffer
+from ..engine.interface import Engine, EngineSettings, EngineWeights, GradientTargets
 from ..engine.select import choose_engine
 from ..enums import EngineName
 from ..interop import device_name, plain_ops
@@ -173,7 +173,7 @@ def run_step(
         at_seam(name, value)  # before wgrad, which releases them
     (experts, n1, hidden), width = step.w1.shape, step.w2.shape[2]
     # Fresh accumulators of zeros: weight gradients are added to what is there.
-    sums = NativeBuffer.zeros(experts, n1, hidden, width, bias=b1 is not None, device=w1.device)
+    sums = GradientTargets.zeros(experts, n1, hidden, width, bias=b1 is not None, device=w1.device)
     engine.backward_dw(pending, sums)
     for name, gradient in sums.named().items():
         at_seam(name, gradient)

@@ -28,7 +28,6 @@ from ..routing.backends import index_of_gpu
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from . import bf16_gradients, bf16_sm90
-from .bf16_gradients import Destinations
 from .bf16_weights import are_lent, kind_of, recognised, remember, weights_in_place
 from .gpu import gpu_of
 from .interface import EngineWeights
@@ -36,7 +35,7 @@ from .kernel_jobs import mlp_shape
 from .plain_engine import PlainEngine
 from .products import Products, plain_operand
 from .settings import EngineSettings
-from .targets import GradientTargets, ParameterTargets
+from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
@@ -132,8 +131,9 @@ class Bf16Engine(PlainEngine):
         if _is_hopper(device_name(pending.dz)):
             bf16_sm90.add_gradients(pending, targets, biases)
             return
-        places, settings, routing = Destinations.of(targets), pending.settings, pending.routing
-        if routing.num_rows == 0 or not (places.are_wanted or biases is not None):
+        into_dw1, into_dw2 = bf16_gradients.outputs_of(targets)
+        settings, routing = pending.settings, pending.routing
+        if routing.num_rows == 0 or not (into_dw1 or into_dw2 or biases):
             return
         # dout and y1s have no local name that lasts: their memory is free for dw1 only when all
         # references are gone.
@@ -142,25 +142,25 @@ class Bf16Engine(PlainEngine):
         gemms = _gemms(x, sizes, settings, biases is not None)
         with launch_scope(x):
             rows = ExpertRows.of(routing)
-            if places.dw2 is not None:
-                gemms.load_wgrad("wgrad_down", places.dw2.stored)
-            if places.dw1 is not None:
-                gemms.load_wgrad("wgrad_up", places.dw1.stored)
+            if into_dw2 is not None:
+                gemms.load_wgrad("wgrad_down", into_dw2.stored)
+            if into_dw1 is not None:
+                gemms.load_wgrad("wgrad_up", into_dw1.stored)
             targets.adding = True
             if biases is not None:
                 targets.add_biases(*biases, split_half=False)
             index = rows.cu_rows, rows.gather_index
-            if places.dw2 is not None:
+            if into_dw2 is not None:
                 with stage("dw2"):
-                    tensor, stored = places.dw2
+                    tensor, stored = into_dw2
                     operands = plain_tokens(pending.dout), pending.y1s
                     gemms.wgrad_down(*operands, tensor, *index, stored)
                     del operands
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-            if places.dw1 is not None:
+            if into_dw1 is not None:
                 with stage("dw1"):
-                    tensor, stored = places.dw1
+                    tensor, stored = into_dw1
                     gemms.wgrad_up(x, dz, tensor, *index, stored)
             targets.adding = False
 
@@ -169,10 +169,10 @@ class Bf16Engine(PlainEngine):
         return _is_hopper(device)
 
     def problem_of(
-        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+        self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
-        if not (targets.up.is_wanted or targets.down.is_wanted):
+        if not (targets.wants("dw1") or targets.wants("dw2")):
             return None
         if _is_hopper(device_name(targets.anchor)):
             return bf16_sm90.problem_of(targets, layout, is_glu(settings.activation))

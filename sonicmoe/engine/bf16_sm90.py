@@ -19,7 +19,7 @@ from ..interop import current_stream, device_name, device_of, dtype_name, empty,
 from ..kernels import routing_metadata_source
 from ..kernels.quack_gemm import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
-from ..layouts import NATIVE, GateUp, WeightLayout
+from ..layouts import GateUp, WeightLayout
 from ..observe import staged, tap
 from ..routing.backends import arch_of
 from ..routing.calls import Bind, RoutedCall
@@ -27,13 +27,14 @@ from ..routing.combine import sum_to_slots
 from ..routing.metadata import RoutingMetadata
 from .bf16_adapters import NOTHING, RowsOfAdapters, narrow_kernels
 from .expert_matrices import ExpertMatrices
-from .gradient_memory import Place, WeightTarget
+from .footprint import MAX_KNOWN
+from .gradient_places import GradientPlaces
 from .interface import EngineWeights
 from .products import Products, empty_rows, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
-from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets
+from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
-from .wgrad_destinations import ADDED, MAX_DESTINATIONS, WRITTEN, Destinations
+from .wgrad_destinations import wgrad_destination
 
 Tensor = torch.Tensor
 _TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum
@@ -72,11 +73,11 @@ class Kernels(NamedTuple):
 class Wgrad:
     """The function of weight gradients, which is told the routing first, and where these go."""
 
-    def __init__(self, module: Any, destinations: Destinations, bind: Bind | None = None) -> None:
+    def __init__(self, module: Any, bind: Bind | None = None) -> None:
         """Of a loaded module; bind: as of `RoutedCall`."""
         fields = "row_token padded_offsets expert_counts"
         self.wgrad = RoutedCall(module.wgrad, 3, fields, bind)
-        self.destinations = destinations
+        self.make_destination = module.wgrad_destination
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,7 +95,7 @@ def kernels_on(
     sources = bf16_sources(arch, activation, dtype, rows_first, separate, low_rank)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
     # Of addresses that stay, as parameters' do, maps are encoded once.
-    kept = functools.lru_cache(maxsize=MAX_DESTINATIONS)
+    kept = functools.lru_cache(maxsize=MAX_KNOWN)
     matrices = kept(gemm.expert_matrices) if separate else None
     # Both modules name the parameters in one order, that of the activation's struct.
     _, *gate = launch_parameters(gemm.activation_names(), activation, parameters)
@@ -138,7 +139,7 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
     """As `kernels_on`; of every activation."""
     sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, dtype)
     module = sources["bf16_wgrad"].load()
-    return Wgrad(module, Destinations(module.wgrad_destination), _bind_on(arch_of(device)))
+    return Wgrad(module, _bind_on(arch_of(device)))
 
 
 class HopperProducts(Products):
@@ -246,33 +247,30 @@ def add_gradients(
     """`backward_dw` of operands that are there. biases: `Engine.bias_gradients`, where the targets
     want these.
     """
-    # By class: these are abstract ones, of which `isinstance` asks in Python, and have no others.
-    late = targets if type(targets) is FreshTargets and targets.make_down else None
     if pending.routing.num_rows == 0:
-        if late is not None:
-            late.take_down()
         write_zeros(targets)
         return
     dz = plain_operand(pending.dz)
     kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
     del dz  # its memory may be wanted before the end
     order = pending.split_half, is_glu(pending.settings.activation)
-    into_dw1, into_dw2 = _destinations(kernels.destinations, targets, *order)
+    into_dw1, into_dw2 = _destinations(kernels, targets, *order)
+    is_late = targets.make_down is not None
     targets.adding = True
     if biases is not None:
         targets.add_biases(*biases, split_half=pending.split_half)
-    if late is not None:
+    if is_late:
         # dz is larger than y1s, and its memory is free for dw2.
         _add("dw1", kernels, pending, into_dw1)
         if pending.donated:
             free(plain_operand(pending.dz))
         pending.x = pending.dz = None
-        late.take_down()
-        into_dw2 = kernels.destinations.of(late.down, False, WRITTEN)
+        targets.take_down()
+        _, into_dw2 = _destinations(kernels, targets, *order)
     _add("dw2", kernels, pending, into_dw2)
     if pending.settings.frees_stagewise:
         pending.dout = pending.y1s = None
-    if late is None:
+    if not is_late:
         _add("dw1", kernels, pending, into_dw1)
     targets.adding = False
 
@@ -288,63 +286,35 @@ def _add(gradient: str, kernels: Wgrad, pending: PendingWgrad, destination: Any 
 
 
 def _destinations(
-    made: Destinations, targets: Any, split_half: bool, gated: bool
+    kernels: Wgrad, targets: GradientTargets, split_half: bool, gated: bool
 ) -> tuple[Any | None, Any | None]:
-    """Of dw1 and dw2; None where nobody wants it. split_half: of dz's columns. gated: whether these
-    are gates and up values.
+    """Those of dw1 and dw2; None where nobody wants it. split_half: of dz's columns. gated: whether
+    these are gates and up values.
     """
-    if type(targets) is NativeBuffer:
-        return _native(made, targets.dw1, split_half), _native(made, targets.dw2, False)
-    is_fresh = type(targets) is FreshTargets
-    problem = _order_problem(targets, split_half, gated)
-    if problem is not None:
-        raise ConfigError(f"the BF16 GEMMs cannot leave gradients there: {problem}")
-    outputs = WRITTEN if is_fresh else ADDED
-    up, down = targets.up, targets.down
-    # Gates and up values of dz's halves, where the gradient has them in turns, are two parts of it.
-    apart = split_half and not up.layout.split_half
+    up, down, how = targets.up, targets.down, (kernels.make_destination, targets.mode)
 
     def find() -> tuple[Any | None, Any | None]:
-        dw1 = None
-        if up.is_wanted:
-            dw1 = _in_turns(made, up, outputs) if apart else made.of(up, up.is_apart, outputs)
-        return dw1, made.of(down, False, outputs) if down.is_wanted else None
+        problem = _order_problem(targets, split_half, gated)
+        if problem is not None:
+            raise ConfigError(f"the BF16 GEMMs cannot leave gradients there: {problem}")
+        # Gates and up values of dz's halves, where the gradient has them in turns, are two parts.
+        parts = up.is_apart or (split_half and not up.layout.split_half)
+        dw1 = wgrad_destination(up, *how, parts=parts) if targets.wants("dw1") else None
+        dw2 = wgrad_destination(down, *how, parts=False) if targets.wants("dw2") else None
+        return dw1, dw2
 
-    return targets.once((made, is_fresh, split_half), find)
-
-
-def _native(made: Destinations, sums: Tensor, apart: bool) -> Any:
-    weight = WeightTarget.stacked(sums, int(sums.shape[0]), NATIVE)
-    return _in_turns(made, weight, ADDED) if apart else made.of(weight, False, ADDED)
-
-
-def _in_turns(made: Destinations, weight: WeightTarget, outputs: Any) -> Any:
-    """Of a gradient with gate and up in turns, as two parts."""
-    output = outputs[next(t.dtype for t in weight.tensors if t is not None)]
-
-    def places() -> list[Place]:
-        return [
-            place._replace(stride_m=2 * place.stride_m, stride_part=place.stride_m)
-            for place in weight.places(False)
-        ]
-
-    key = (output, "in turns", weight.layout.transposed, weight.num_experts, weight.fingerprint)
-    return made.once(key, weight, places, True, output)
+    return targets.once((kernels, targets.mode, split_half, gated), find)
 
 
-def problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> str | None:
+def problem_of(targets: GradientTargets, layout: WeightLayout, gated: bool) -> str | None:
     """Why the GEMMs cannot leave gradients there where weights lie so, or None."""
-    return targets.once(("sm90", layout), lambda: _problem_of(targets, layout, gated))
-
-
-def _problem_of(targets: ParameterTargets, layout: WeightLayout, gated: bool) -> str | None:
     return targets.copy_engine_problem() or _order_problem(targets, layout.split_half, gated)
 
 
-def _order_problem(targets: ParameterTargets, split_half: bool, gated: bool) -> str | None:
+def _order_problem(targets: GradientTargets, split_half: bool, gated: bool) -> str | None:
     """Why dz whose columns lie so gives no gradients in the order of these."""
     up = targets.up
-    if not gated or not up.is_wanted or up.layout.split_half == split_half:
+    if not gated or up.layout.split_half == split_half or up.first is None:
         return None
     if up.layout.split_half:
         return (
@@ -360,6 +330,6 @@ def _order_problem(targets: ParameterTargets, split_half: bool, gated: bool) -> 
     )
 
 
-def _is_along_hidden(weight: WeightTarget, tensor: Tensor) -> bool:
-    hidden = -2 if weight.layout.transposed else -1
+def _is_along_hidden(places: GradientPlaces, tensor: Tensor) -> bool:
+    hidden = -2 if places.layout.transposed else -1
     return int(tensor.stride()[hidden]) == 1

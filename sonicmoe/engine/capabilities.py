@@ -23,7 +23,7 @@ from ..jit.triton_variant import TritonVariant
 from ..kernels.quack_gemm import PACKAGES
 from ..quant.recipes import RECIPES, rows
 from .kernel_jobs import bf16_jobs, hopper_jobs, mxfp8_jobs, triton_jobs
-from .settings import EngineSettings, GradientTarget, TokenFormat, Workload
+from .settings import EngineSettings, GradientMode, TokenFormat, Workload
 
 HOST = "host"  # in place of an architecture, where tensors are on no GPU
 _TOKEN_BLOCK = rows(128)
@@ -67,7 +67,7 @@ class EngineRecord:
     biases: bool
     low_rank: bool = False
     tokens: tuple[TokenFormat, ...] = (TokenFormat.PLAIN,)
-    gradients: tuple[GradientTarget, ...] = (GradientTarget.NATIVE,)
+    gradients: tuple[GradientMode, ...] = (GradientMode.NATIVE,)
     proven: tuple[Architecture, ...] = ()
     loads_with: str | None = None
     compiler: str | None = "nvcc"
@@ -113,7 +113,7 @@ REFERENCE = EngineRecord(
     biases=True,
     low_rank=True,
     tokens=tuple(TokenFormat),
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    gradients=(GradientMode.NATIVE, GradientMode.MAIN_GRAD),
     compiler=None,
 )
 BF16 = EngineRecord(
@@ -128,7 +128,7 @@ BF16 = EngineRecord(
     intermediate_multiple=8,
     biases=True,
     low_rank=True,
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    gradients=(GradientMode.NATIVE, GradientMode.MAIN_GRAD),
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),  # elsewhere than on Hopper
@@ -146,7 +146,7 @@ TRITON = EngineRecord(
     intermediate_multiple=8,
     biases=True,
     low_rank=True,
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
+    gradients=(GradientMode.NATIVE, GradientMode.MAIN_GRAD, GradientMode.FRESH),
     proven=(SM90,),
     loads_with="triton",
     compiler="Triton",
@@ -165,7 +165,7 @@ HOPPER = EngineRecord(
     biases=True,
     low_rank=True,
     tokens=(TokenFormat.PLAIN, TokenFormat.E4M3_1X128),
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD, GradientTarget.FRESH),
+    gradients=(GradientMode.NATIVE, GradientMode.MAIN_GRAD, GradientMode.FRESH),
     proven=(SM90,),
     loads_with="apache-tvm-ffi",
     jobs=hopper_jobs,
@@ -184,7 +184,7 @@ MXFP8 = EngineRecord(
     hidden_multiple=32,  # the elements of a scale, along which both contractions are cut
     intermediate_multiple=32,
     biases=False,
-    gradients=(GradientTarget.NATIVE, GradientTarget.MAIN_GRAD),
+    gradients=(GradientMode.NATIVE, GradientMode.MAIN_GRAD),
     loads_with="apache-tvm-ffi",
     packages=tuple(PACKAGES.items()),
     by_name_only=True,

@@ -1,5 +1,5 @@
-"""Whether gradient memory lies where it lay at the last look, so that what was found out about it then
-need not be found out again.
+"""What was found out about gradient memory, so that it need not be found out again where the memory
+lies where it lay.
 
 A trainer may replace any gradient tensor between two backwards, so each backward has to look. Checks
 of 256 tensors take longer than a launch; this look takes about 0.25 us a tensor.
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -22,72 +21,74 @@ _ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
 _STRIDES: Callable[[Any], Any] = torch.Tensor.stride
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
+MAX_KNOWN = 1024  # gradients of so many layers that stay in place are known
+
+
+class Findings:
+    """Answers about memory of one place. They hold no memory."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
+        """What `find` returns; of one key it is called once."""
+        if key not in self._answers:
+            self._answers[key] = find()
+        return self._answers[key]  # type: ignore[no-any-return]
+
+
+# By addresses, strides, shapes and dtypes: memory that a framework makes anew, or of which a trainer
+# makes new views, often lies where it lay at the last step.
+_known: dict[Hashable, Findings] = {}
+
+
+def findings_of(arrangement: Hashable, tensors: Sequence[Tensor | None]) -> Findings:
+    """What is known of the memory of these tensors, of which some may be None. arrangement: what else
+    decides where a gradient is added.
+    """
+    present = _present(tensors)
+    # Paddle's shapes and strides are lists. A device shows in the address.
+    lies = *map(_ADDRESS, present), *map(tuple, map(_STRIDES, present))
+    kinds = *map(tuple, map(_SHAPE, present)), *map(_DTYPE, present)
+    key = arrangement, tuple(tensor is None for tensor in tensors), lies, kinds
+    if key not in _known and len(_known) >= MAX_KNOWN:
+        _known.clear()
+    return _known.setdefault(key, Findings())
+
 
 class Footprint:
-    """Addresses, strides, shapes and dtypes of tensors, and what was found out about their memory.
+    """Where tensors lay when somebody looked, and what is known of their memory.
 
     It owns no tensor, so a trainer's memory is free when the trainer drops it.
     """
 
-    def __init__(
-        self,
-        arrangement: Hashable,
-        tensors: Sequence[Tensor | None],
-        findings: dict[Hashable, Any] | None = None,
-    ) -> None:
-        """Of tensors, of which some may be None, in an arrangement: what else decides where a
-        gradient is added. findings: those of the same memory, seen through other tensors.
-        """
+    def __init__(self, arrangement: Any, tensors: Sequence[Tensor | None]) -> None:
+        """arrangement: as of `findings_of`."""
         present = _present(tensors)
-        self._arrangement, self._frozen = arrangement, _frozen(tensors)
+        self.arrangement, self.findings = arrangement, findings_of(arrangement, tensors)
         self._places = list(map(_ADDRESS, present)), list(map(_STRIDES, present))
-        self._kinds = list(map(_SHAPE, present)), list(map(_DTYPE, present))
-        self._findings = {} if findings is None else findings
         # While a tensor lives nobody else has its id. When one of them dies, ids prove nothing.
         self._ids, alive = list(map(id, tensors)), [True]
         self._refs = [weakref.ref(tensor, lambda _: alive.clear()) for tensor in present]
         self._alive = alive
 
     def __reduce__(self) -> tuple[type[Footprint], tuple[None, tuple[()]]]:
-        """Of a copy: none, because the tensors of a copied layer lie elsewhere."""
+        """The tensors of a copied layer lie elsewhere, so a copy knows none."""
         return Footprint, (None, ())
 
-    def seen_again(
-        self, arrangement: Hashable, tensors: Sequence[Tensor | None]
-    ) -> Footprint | None:
-        """The footprint of these tensors with what is known of this one, where the memory is the
-        same in the same order; else None.
+    def is_of(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether these are the same living objects, whose memory lies where it lay.
 
-        Of the same tensor objects it compares addresses and strides, one of which changes in `t_`,
-        `reshape_`, `set_`, or when storage is freed or replaced. Shapes and dtypes would take as
-        long again. Of a living object they can change alone only by a `.data` that begins at the
-        same address with equal strides, and has another dtype or fewer rows: no gradient of the
-        same parameter. Of other objects it compares shapes and dtypes too. A device shows in the
-        address.
+        It compares addresses and strides, one of which changes in `t_`, `reshape_`, `set_`, or when
+        storage is freed or replaced. Shapes and dtypes would take as long again. Of a living object
+        they can change alone only by a `.data` that begins at the same address with equal strides, and
+        has another dtype or fewer rows: no gradient of the same parameter.
         """
-        same_objects = bool(self._alive) and list(map(id, tensors)) == self._ids
-        matches = same_objects or _frozen(tensors) == self._frozen
-        if arrangement != self._arrangement or not matches:
-            return None
+        if not self._alive or list(map(id, tensors)) != self._ids:
+            return False
         present = _present(tensors)
-        if (list(map(_ADDRESS, present)), list(map(_STRIDES, present))) != self._places:
-            return None
-        if same_objects:
-            return self
-        if (list(map(_SHAPE, present)), list(map(_DTYPE, present))) != self._kinds:
-            return None
-        return Footprint(arrangement, tensors, self._findings)
-
-    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """What `find` returns; of the same memory and key it is called once."""
-        if key not in self._findings:
-            self._findings[key] = find()
-        return self._findings[key]  # type: ignore[no-any-return]
+        return (list(map(_ADDRESS, present)), list(map(_STRIDES, present))) == self._places
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def _frozen(tensors: Sequence[Tensor | None]) -> list[bool]:
-    return list(map(is_, tensors, repeat(None)))

@@ -35,15 +35,15 @@ from .hopper_passes import Passes, token_arguments
 from .interface import (
     EngineSettings,
     EngineWeights,
-    FreshTargets,
     GradientTargets,
-    ParameterTargets,
     PendingWgrad,
     Saved,
     Tokens,
 )
 from .low_rank import NO_ROWS
+from .products import write_zeros
 from .quantised_engine import QuantisedEngine
+from .settings import GradientMode
 
 Tensor = torch.Tensor
 
@@ -157,17 +157,16 @@ class HopperEngine(QuantisedEngine):
             Bf16Engine().backward_dw(pending, targets)
             return
         with plain_ops():
-            if pending.routing.num_rows == 0 and isinstance(targets, FreshTargets):
-                targets.take_down()
-                for memory in targets.tensors():  # there is nothing to launch
-                    memory.zero_()
+            is_written = targets.mode is GradientMode.FRESH
+            if pending.routing.num_rows == 0 and is_written:
+                write_zeros(targets)  # there is nothing to launch
                 return
             biases = self.bias_gradients(pending) if targets.has_biases else None
             passes = pending.native.passes
             both = targets.wants("dw1") and targets.wants("dw2")
             # Both at once take two launches fewer, and memory for the operands of both. Fresh
             # memory of gradients is there besides.
-            apart = settings.frees_stagewise or isinstance(targets, FreshTargets) or not both
+            apart = settings.frees_stagewise or is_written or not both
             add = _add_one_by_one if apart else _add_both
             add(passes, pending, targets, passes.gradients(targets))
             if biases is not None:
@@ -183,7 +182,7 @@ class HopperEngine(QuantisedEngine):
         return settings.fp8_wgrad
 
     def problem_of(
-        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+        self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """As the seam says; the copy engine must be able to add there, and with `fp8_wgrad` off the
         BF16 GEMMs.
@@ -259,13 +258,13 @@ def _add_one_by_one(
     size = max(bytes_of.dw1, bytes_of.dw2)
     memory = empty((size,), torch.uint8, pending.native.device)
     targets.adding = True
-    late = targets if isinstance(targets, FreshTargets) and targets.make_down else None
-    if late is None:
+    is_late = targets.make_down is not None
+    if not is_late:
         _add_dw2(passes, pending, targets, gradients, launch, memory)
     _add_dw1(passes, pending, targets, gradients, launch, memory)
-    if late is not None:
+    if is_late:
         # dz is larger than y1s, and its memory is free for dw2.
-        late.take_down()
+        targets.take_down()
         _add_dw2(passes, pending, targets, passes.gradients(targets), launch, memory)
     targets.adding = False
 

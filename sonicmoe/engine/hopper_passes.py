@@ -35,8 +35,9 @@ from .factor_operands import FactorOperands
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
 from .native_calls import by_keyword
-from .targets import FreshTargets, GradientTargets, ParameterTargets, native_buffer
-from .wgrad_destinations import ADDED, WRITTEN, Destinations, WgradOutput
+from .settings import GradientMode
+from .targets import GradientTargets
+from .wgrad_destinations import wgrad_destination
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
@@ -122,7 +123,7 @@ class Passes:
             by_keyword(make_pass(name, *functions), names(name)) for name in passes
         )
         self.kernels = kernels
-        self._destinations = Destinations(kernels.get("wgrad_destination"))
+        self._make_destination = kernels["wgrad_destination"]
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
         self._named_sizes = named._make
@@ -176,22 +177,19 @@ class Passes:
         """The arguments of `wgrad` that say where gradients are added or written, for each an
         accumulator or a destination.
         """
-        # Where the targets were recognised, nobody looks for their destinations.
-        # Their classes are abstract ones, of which `isinstance` asks in Python; they have no others.
-        if type(targets) is FreshTargets:
-            key = self, "written"
-            return targets.once(key, lambda: self._gradients_into(targets, WRITTEN))
-        if type(targets) is ParameterTargets:
-            return targets.once((self, "added"), lambda: self._gradients_into(targets, ADDED))
-        sums = native_buffer(targets)
-        return {"dw1": sums.dw1, "dw2": sums.dw2, "into_dw1": None, "into_dw2": None}
+        if targets.mode is GradientMode.NATIVE:
+            return {"dw1": targets.dw1, "dw2": targets.dw2, "into_dw1": None, "into_dw2": None}
+        # Where the memory is known, nobody looks for its destinations.
+        return targets.once((self, targets.mode), lambda: self._gradients_into(targets))
 
-    def _gradients_into(
-        self, targets: ParameterTargets, outputs: Mapping[torch.dtype, WgradOutput]
-    ) -> dict[str, Any]:
-        into_dw1 = self._destinations.of(targets.up, targets.up.layout.split_half, outputs)
-        into_dw2 = self._destinations.of(targets.down, False, outputs)
-        return {"dw1": None, "dw2": None, "into_dw1": into_dw1, "into_dw2": into_dw2}
+    def _gradients_into(self, targets: GradientTargets) -> dict[str, Any]:
+        up, down, how = targets.up, targets.down, (self._make_destination, targets.mode)
+        return {
+            "dw1": None,
+            "dw2": None,
+            "into_dw1": wgrad_destination(up, *how, parts=up.layout.split_half),
+            "into_dw2": wgrad_destination(down, *how, parts=False),
+        }
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights and biases by their names in `EngineWeights`, and of

@@ -33,10 +33,9 @@ from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from .capabilities import RECORDS, EngineRecord
 from .expert_matrices import ExpertMatrices
-from .gradient_memory import WeightTarget
 from .low_rank import NO_ADAPTERS, Adapters
-from .settings import EngineSettings, GradientTarget
-from .targets import FreshTargets, GradientTargets, NativeBuffer, ParameterTargets, native_buffer
+from .settings import EngineSettings, GradientMode
+from .targets import GradientTargets
 from .tokens import (
     TOKEN_DTYPES,
     PendingWgrad,
@@ -52,15 +51,11 @@ __all__ = [
     "Engine",
     "EngineSettings",
     "EngineWeights",
-    "FreshTargets",
+    "GradientMode",
     "GradientTargets",
-    "NativeBuffer",
-    "ParameterTargets",
     "PendingWgrad",
     "Saved",
     "Tokens",
-    "WeightTarget",
-    "native_buffer",
     "plain_tokens",
     "token_dtype",
     "token_format",
@@ -295,29 +290,28 @@ class Engine(ABC):
 
     @abstractmethod
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """Add dw1, dw2, and `bias_gradients` where the targets want these, to the targets, or write
-        `FreshTargets`, and release `pending`.
+        """Add dw1, dw2, and `bias_gradients` where the targets want these, to the targets, or write them
+        there (`GradientMode.FRESH`), and release `pending`.
 
         Where it raises before its first addition, nothing was added. `pending` still holds its
         operands then, unless stage-wise memory has freed some, and the call may be repeated.
         """
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
-        """Whether `backward_dw` takes `FreshTargets` under these settings, on the device of this name:
-        fresh memory, and the `main_grad`s that `problem_of` has no objection to. An engine that
-        does not is given zeros to add to.
+        """Whether `backward_dw` writes under these settings, on the device of this name: fresh memory,
+        and the `main_grad`s that `problem_of` has no objection to. An engine that does not is given
+        zeros to add to.
         """
-        return GradientTarget.FRESH in self.record.gradients
+        return GradientMode.FRESH in self.record.gradients
 
     def problem_of(
-        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+        self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """Why this engine cannot add to these parameters' own memory in any way, in one sentence, or
-        None; what no engine could add to is `ParameterTargets.problem`. layout: of the weights,
-        because operands of wgrad may lie as they do.
+        None. layout: of the weights, because operands of wgrad may lie as they do.
         """
         # An engine whose GEMMs cannot reach every layout says more in a method of its own.
-        if GradientTarget.MAIN_GRAD in self.record.gradients:
+        if GradientMode.MAIN_GRAD in self.record.gradients:
             return None
         return f"the {self.name} engine adds to accumulators in the native layout only"
 

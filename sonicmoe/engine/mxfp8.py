@@ -30,14 +30,13 @@ from ..quant.mx import MxTensor, MxWeights
 from ..routing.metadata import RoutingMetadata
 from . import bf16_gradients
 from .bf16 import Bf16Engine, ExpertRows, launch_scope
-from .bf16_gradients import Destinations
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .kernel_jobs import mx_shape
 from .products import Products, ProductsEngine
 from .quantised_engine import QuantisedEngine
 from .settings import EngineSettings
-from .targets import GradientTargets, ParameterTargets
+from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
@@ -67,34 +66,34 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
             Bf16Engine().backward_dw(pending, targets)
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        places = Destinations.of(targets, _GEMMS)
+        into_dw1, into_dw2 = bf16_gradients.outputs_of(targets, _GEMMS)
         settings, routing = pending.settings, pending.routing
-        if routing.num_rows == 0 or not places.are_wanted:
+        if routing.num_rows == 0 or not (into_dw1 or into_dw2):
             return
         x = plain_tokens(pending.x)
         with _launches(x, settings, routing) as (gemms, rows):
-            for place in filter(None, (places.dw1, places.dw2)):
-                gemms.load_wgrad(place.stored)
+            for output in filter(None, (into_dw1, into_dw2)):
+                gemms.load_wgrad(output.stored)
             # All memory is taken before the first addition.
             x_rows = None
-            if places.dw1 is not None:
+            if into_dw1 is not None:
                 x_rows = _gathered("x", x, routing, along_columns=False)
             targets.adding = True
-            if places.dw2 is not None:
+            if into_dw2 is not None:
                 with stage("dw2"):
                     operands = _along_rows(pending.native), _along_rows(pending.y1s)
-                    gemms.wgrad_down(*operands, places.dw2.tensor, rows.cu_rows, places.dw2.stored)
+                    gemms.wgrad_down(*operands, into_dw2.tensor, rows.cu_rows, into_dw2.stored)
                     del operands
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = pending.native = None
-            if places.dw1 is not None:
+            if into_dw1 is not None:
                 with stage("dw1"):
                     operands = _along_rows(x_rows), _along_rows(pending.dz)
-                    gemms.wgrad_up(*operands, places.dw1.tensor, rows.cu_rows, places.dw1.stored)
+                    gemms.wgrad_up(*operands, into_dw1.tensor, rows.cu_rows, into_dw1.stored)
             targets.adding = False
 
     def problem_of(
-        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+        self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
         return bf16_gradients.problem_of(targets, _GEMMS if settings.fp8_wgrad else "BF16")

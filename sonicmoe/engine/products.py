@@ -28,8 +28,8 @@ from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
 from .border import check_dout, check_forward, require_operands
 from .interface import Engine, EngineWeights
-from .settings import EngineSettings
-from .targets import FreshTargets, GradientTargets
+from .settings import EngineSettings, GradientMode
+from .targets import GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
 
 Tensor = torch.Tensor
@@ -274,7 +274,8 @@ def shown_in_turns(name: str, halves: Tensor) -> Tensor:
 
 def write_zeros(targets: GradientTargets) -> None:
     """No expert has a row: what is added to stays, and what is written is zeros."""
-    if isinstance(targets, FreshTargets):
+    if targets.mode is GradientMode.FRESH:
+        targets.take_down()
         for tensor in targets.tensors():
             tensor.zero_()
 

@@ -95,7 +95,7 @@ class TokenFormat(Enum):
     E4M3_1X128 = "e4m3_1x128"
 
 
-class GradientTarget(Enum):
+class GradientMode(Enum):
     """Where an engine leaves weight gradients: added to fp32 accumulators in the native layout, or
     to the parameter's own `main_grad`; or written over whatever was there, into fresh memory in the
     parameter's dtype or into `main_grad`.

@@ -36,10 +36,11 @@ from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from .capabilities import format_problem
-from .interface import Engine, FreshTargets, ParameterTargets, Tokens, WeightTarget
+from .gradient_places import GradientPlaces
+from .interface import Engine, Tokens
 from .reference import ReferenceEngine
-from .settings import EngineSettings, GradientTarget, TokenFormat, Workload
-from .targets import GradientTargets, NativeBuffer
+from .settings import EngineSettings, GradientMode, TokenFormat, Workload
+from .targets import GradientTargets
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]
@@ -147,16 +148,16 @@ class Problem:
         found = {"out": _numbers(out), "dx": _numbers(dx), "dprobs": _numbers(dprobs)}
         # Fresh memory is written; everything else began at ones, so an engine that overwrites
         # instead of adding is off by one.
-        before = 0.0 if isinstance(added, FreshTargets) else 1.0
+        before = 0.0 if added.mode is GradientMode.FRESH else 1.0
         for name in ("dw1", "dw2", "db1", "db2"):
             sums = added.sums(name) if name in ("dw1", "dw2") or self.workload.bias else None
             if sums is not None:
                 found[name] = _numbers(sums) - before
         return found
 
-    def accumulators(self) -> NativeBuffer:
+    def accumulators(self) -> GradientTargets:
         # Ones and not zeros: adding to zeros looks like overwriting.
-        made = NativeBuffer.zeros(
+        made = GradientTargets.zeros(
             E, self.n1, self.hidden, self.inner, self.workload.bias, self.device
         )
         for tensor in made.tensors():
@@ -164,24 +165,24 @@ class Problem:
         return made
 
     def parameters(
-        self, kind: type[ParameterTargets], layout: WeightLayout, stacked: bool
-    ) -> ParameterTargets:
+        self, mode: GradientMode, layout: WeightLayout, stacked: bool
+    ) -> GradientTargets:
         """Memory as the parameters of both projections in this layout have it; fresh memory holds
         NaN before.
         """
-        fill, made = (float("nan") if kind is FreshTargets else 1.0), []
+        fill, made = (float("nan") if mode is GradientMode.FRESH else 1.0), []
         for shape in ((self.n1, self.hidden), (self.hidden, self.inner)):
             matrix = shape[::-1] if layout.transposed else shape
             shapes = [(E, *matrix)] if stacked else [matrix] * E
             zeros = [torch.zeros(s, dtype=torch.float32, device=self.device) for s in shapes]
             tensors = [tensor + fill for tensor in zeros]  # Paddle's fill_ refuses NaN
             made.append(
-                WeightTarget.stacked(tensors[0], E, layout)
+                GradientPlaces.stacked(tensors[0], E, layout)
                 if stacked
-                else WeightTarget.per_expert(tensors, layout)
+                else GradientPlaces.per_expert(tensors, layout)
             )
         up, down = made
-        return kind(up, down)
+        return GradientTargets(up, down, mode)
 
     def _weights(self, engine: Engine, layout: WeightLayout = NATIVE) -> Any:
         w1, w2 = layout.user_w1(self.w1), layout.user_w2(self.w2)
@@ -249,26 +250,24 @@ def _target_cases(
     for transposed, split_half, stacked in itertools.product((False, True), halves, (False, True)):
         layout = WeightLayout(transposed, split_half)
         where = [name for name, is_so in vars(layout).items() if is_so] + ["stacked"] * stacked
-        for kind, words in _KINDS.items():
-            make = functools.partial(problem.parameters, kind, layout, stacked)
+        for mode, words in _MODES.items():
+            make = functools.partial(problem.parameters, mode, layout, stacked)
             if _adds_to(problem, engine, make(), layout):
                 name = f"gradients into {words} ({', '.join(where) or 'native'})"
                 train = functools.partial(problem.train, targets=make, layout=layout)
                 yield Case(name, train), wanted
 
 
-_KINDS = {ParameterTargets: "main_grad", FreshTargets: "fresh memory"}
+_MODES = {GradientMode.MAIN_GRAD: "main_grad", GradientMode.FRESH: "fresh memory"}
 
 
 def _adds_to(
-    problem: Problem, engine: Engine, targets: ParameterTargets, layout: WeightLayout
+    problem: Problem, engine: Engine, targets: GradientTargets, layout: WeightLayout
 ) -> bool:
     reason = engine.problem_of(targets, problem.settings, layout)
-    if isinstance(targets, FreshTargets):
+    if targets.mode is GradientMode.FRESH:
         return engine.writes_gradients(problem.settings, problem.device) and reason is None
-    sizes = problem.n1, problem.hidden, problem.inner, problem.device
-    reasons = targets.problem(*sizes) or reason
-    return GradientTarget.MAIN_GRAD in engine.record.gradients and reasons is None
+    return GradientMode.MAIN_GRAD in engine.record.gradients and reason is None
 
 
 def distance(found: Array, wanted: Array) -> tuple[float, float]:

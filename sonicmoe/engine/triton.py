@@ -27,7 +27,7 @@ from .kernel_jobs import expert_shape
 from .plain_engine import PlainEngine
 from .products import Products, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
-from .targets import GradientTargets, ParameterTargets
+from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
 
 Tensor = torch.Tensor
@@ -70,26 +70,26 @@ class TritonEngine(PlainEngine):
             rows = index_of(calls, pending.routing)
             # All memory is taken and all kernels are loaded before the first addition, so that
             # running out of memory leaves the targets as they were.
-            places = triton_gradients.places(targets, calls)
-            if places.dw2 is not None:
-                calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).load()
-            if places.dw1 is not None:
-                calls.wgrad_up(x, dz, places.dw1, rows).load()
+            into_dw1, into_dw2 = triton_gradients.outputs_of(targets, calls)
+            if into_dw2 is not None:
+                calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows).load()
+            if into_dw1 is not None:
+                calls.wgrad_up(x, dz, into_dw1, rows).load()
             targets.adding = True
             if biases is not None:
                 targets.add_biases(*biases, split_half=False)
-            if places.dw2 is not None:
+            if into_dw2 is not None:
                 with stage("dw2"):
-                    calls.wgrad_down(pending.dout, pending.y1s, places.dw2, rows).launch()
+                    calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows).launch()
             if settings.frees_stagewise:
                 pending.dout = pending.y1s = None
-            if places.dw1 is not None:
+            if into_dw1 is not None:
                 with stage("dw1"):
-                    calls.wgrad_up(x, dz, places.dw1, rows).launch()
+                    calls.wgrad_up(x, dz, into_dw1, rows).launch()
             targets.adding = False
 
     def problem_of(
-        self, targets: ParameterTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
+        self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """As the seam says; its GEMMs must be able to add there."""
         return triton_gradients.problem_of(targets)

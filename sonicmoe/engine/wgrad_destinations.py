@@ -4,15 +4,14 @@ gradients, wherever these lie, in the form of the copy engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from .gradient_memory import Place, WeightTarget
-
-MAX_DESTINATIONS = 1024  # kept for one device: those of 512 layers whose gradients stay in place
+from .gradient_places import GradientPlaces
+from .settings import GradientMode
 
 
 class WgradOutput(IntEnum):
@@ -28,41 +27,13 @@ WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRI
 ADDED = {torch.float32: WgradOutput.ADD_F32}
 
 
-class Destinations:
-    """Those of one device. A destination is addresses, shapes and strides, and holds no memory. So
-    equal ones are made once, and anew only where one of these numbers changed.
+def wgrad_destination(
+    places: GradientPlaces, make: Callable[..., Any], mode: GradientMode, *, parts: bool
+) -> Any:
+    """The destination of one projection's gradients: addresses and strides, and no memory. make:
+    `wgrad_destination` of a module of the GEMMs. parts: gate and up rows are two parts.
     """
-
-    def __init__(self, make: Callable[..., Any] | None) -> None:
-        """`make`: `wgrad_destination` of a module of the GEMMs."""
-        self._make = make
-        self._made: dict[tuple[Any, ...], Any] = {}
-
-    def of(
-        self, weight: WeightTarget, split: bool, outputs: Mapping[torch.dtype, WgradOutput]
-    ) -> Any:
-        """That of one projection; `split`: its gate and up rows are two parts."""
-        # Also fresh memory is known again: the allocator hands out the addresses of the step before.
-        first = weight.first
-        output = outputs[torch.float32 if first is None else first.dtype]
-        key = output, weight.layout.transposed, split, weight.num_experts, weight.fingerprint
-        return self.once(key, weight, lambda: weight.places(split), split, output)
-
-    def once(
-        self,
-        key: tuple[Any, ...],
-        weight: WeightTarget,
-        places: Callable[[], Sequence[Place]],
-        split: bool,
-        output: WgradOutput,
-    ) -> Any:
-        """The destination under `key`, of the matrices of `weight` at these places."""
-        made = self._made.get(key)
-        if made is None:
-            assert self._make is not None
-            numbers = [number for place in places() for number in place]
-            made = self._make(*weight.native_size, split, numbers, output)
-            if len(self._made) >= MAX_DESTINATIONS:
-                self._made.clear()
-            self._made[key] = made
-        return made
+    outputs = WRITTEN if mode is GradientMode.FRESH else ADDED
+    output = outputs[torch.float32 if places.first is None else places.first.dtype]
+    numbers = [number for place in places.places(parts) for number in place]
+    return make(*places.native_size, parts, numbers, output)

@@ -14,13 +14,12 @@ import torch
 from ..engine.interface import (
     Engine,
     EngineWeights,
-    FreshTargets,
     PendingWgrad,
     Saved,
     Tokens,
 )
 from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
-from ..gradients.batch import dtypes_of, late_targets, targets_of_each
+from ..gradients.batch import are_writable, fresh_targets
 from ..gradients.sink import GradientSink
 from ..interop import device_name, is_recomputed, plain_ops
 from ..layouts import Codes, GateUp, WeightLayout
@@ -260,18 +259,17 @@ def _differentiate(
     wanted, rest = list(trained[: len(parameters)]), nothing[len(parameters) :]
     if not any(trained[:2]):  # no product is computed, whatever the engine writes
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
-        alone = targets_of_each(passed, parameters, wanted, place)
+        alone = fresh_targets(passed, parameters, wanted, place)
         alone.add_biases(*engine.bias_gradients(pending), split_half=pending.split_half)
         return dx, dprobs, pending, (*alone.of_parameters(len(parameters)), *rest)
     # Asked before `backward_dx`, which runs once: it may free what it reads.
     writes = engine.writes_gradients(plan.settings, device_name(place))
-    if writes and FreshTargets.fits(dtypes_of(parameters, wanted)):
+    if writes and are_writable(parameters, wanted):
         dx, dprobs, pending = engine.backward_dx(dout, saved, weights)
         # Only now, when what `backward_dx` needed is free. Memory that runs out here was written by
         # nobody.
         late = engine.frees_dw1_first and _is_long(pending.routing, passed)
-        make = late_targets if late else targets_of_each
-        targets = make(passed, parameters, wanted, place)
+        targets = fresh_targets(passed, parameters, wanted, place, late=late)
         # Autograd gets all of it, and nobody else adds there: a sink has nothing to decide.
         engine.backward_dw(pending, targets)
         return dx, dprobs, pending, (*targets.of_parameters(len(parameters)), *rest)

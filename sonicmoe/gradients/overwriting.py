@@ -21,7 +21,7 @@ import torch
 from ..enums import FirstBackward, FlushMode
 from ..errors import ConfigError
 from ..interop import holds_memory
-from .batch import ABSENT, Batch, is_among
+from .batch import ABSENT, GradientBatch
 
 Tensor = torch.Tensor
 
@@ -86,8 +86,8 @@ class Overwriting:
         if any(asked):
             asked = [flag and not _keeps_sums(p) for flag, p in zip(asked, parameters, strict=True)]
         if self.is_on:
-            if is_among(ABSENT, main_grads):
-                at = next(index for index, held in enumerate(main_grads) if held is ABSENT)
+            at = next((index for index, held in enumerate(main_grads) if held is ABSENT), None)
+            if at is not None:
                 raise ConfigError(
                     f"first_backward='overwrite' writes main_grad, and {self._name_of(at)} has "
                     "none, so that autograd would add its gradient to .grad; needed: the attribute, "
@@ -95,14 +95,15 @@ class Overwriting:
                 )
             pairs = zip(asked, parameters, strict=True)
             asked = [flag or id(parameter) not in self._written for flag, parameter in pairs]
-        elif not any(asked) and not is_among(None, main_grads):
+        elif not any(asked) and not any(map(is_, main_grads, repeat(None))):
             return []
         return [
             wanted and (held is None or bool(flag))
             for wanted, held, flag in zip(trained, main_grads, asked, strict=True)
         ]
 
-    def done(self, batch: Batch) -> None:
+    def done(self, batch: GradientBatch) -> None:
+        """The gradients of a backward are where they belong."""
         if self.is_on:
             self._written.update(map(id, compress(batch.parameters, batch.trained)))
 

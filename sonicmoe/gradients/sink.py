@@ -34,33 +34,26 @@ from typing import Any
 import torch
 
 from ..engine.footprint import Footprint
-from ..engine.interface import (
-    Engine,
-    EngineSettings,
-    FreshTargets,
-    NativeBuffer,
-    ParameterTargets,
-    PendingWgrad,
-)
-from ..engine.settings import GradientTarget
+from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad
+from ..engine.settings import GradientMode
 from ..enums import FlushMode
 from ..errors import ConfigError, LayoutError
 from ..interop import device_name, is_capturing, plain_ops
+from ..layouts import WeightLayout
 from ..log import log_once
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
 from .batch import (
     ABSENT,
-    Batch,
-    direct_batch,
-    direct_problem,
+    GradientBatch,
+    are_writable,
     fresh_targets,
     has_main_grad,
-    is_among,
     main_grads_of,
+    memory_for_none,
     stand_ins_for,
 )
-from .destinations import check_main_grads, flush_native
+from .flush import check_main_grads, flush_native
 from .overwriting import Overwriting
 from .places import CapturedMemory, Waiting, into_parameters, own_writes
 
@@ -75,13 +68,14 @@ class GradientSink:
     def __init__(self, layer: ExpertParameters, way: FlushMode = FlushMode.AUTO) -> None:
         self._layer = layer
         self.way = way
-        self._buffer: NativeBuffer | None = None
+        self._buffer: GradientTargets | None = None
         self._waiting: Waiting | None = None
         self._order = StreamOrder()  # of additions to the buffer, and of flushes
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
         self.overwriting = Overwriting(way, layer.name_of)
-        self._footprints: dict[tuple[bool, ...], Footprint] = {}
+        # Where the last backward of these weights could add directly, and the layer's layout then.
+        self._seen: dict[tuple[bool, ...], tuple[WeightLayout, Footprint]] = {}
         self._fitting: tuple[Any, ...] = ()  # where and what the last backward could add directly
         self._incomplete = ""
 
@@ -118,7 +112,7 @@ class GradientSink:
         parameters: Sequence[Tensor],
         trained: list[bool],
         dout: Tensor,
-    ) -> Batch:
+    ) -> GradientBatch:
         """Decide where a backward that begins now adds its gradients, and take the memory.
 
         Args:
@@ -127,24 +121,27 @@ class GradientSink:
             trained: which of them want a gradient.
             dout: the gradient of the output, on whose device gradients are computed.
         """
-        self._check_leaves(parameters, trained)
+        if not all(map(_IS_LEAF, parameters)):
+            self._check_leaves(parameters, trained)
         if not self._layer.keeps_its_layout:  # since the forward; the gradient follows its weight
             self._layer.parameters()
         if self.way is FlushMode.STEP:
             return self._open_waiting(engine, parameters, trained, dout)
-        main_grads, batch = main_grads_of(parameters, trained), None
+        main_grads = main_grads_of(parameters, trained)
         written = self.overwriting.written_by(parameters, trained, main_grads)
-        if not is_among(ABSENT, main_grads):
+        batch = None
+        if not any(map(is_, main_grads, repeat(ABSENT))):
             batch = self._direct_batch(engine, settings, parameters, trained, main_grads, dout)
         else:
             log_once(logging.INFO, _THROUGH_AUTOGRAD)
-            writes = engine.writes_gradients(settings, device_name(dout))
-            if writes and all(map(is_, compress(main_grads, trained), repeat(ABSENT))):
-                fresh = fresh_targets(self._layer, parameters, trained, dout)
-                batch = None if fresh is None else Batch(parameters, trained, fresh)
+            only_autograd = all(map(is_, compress(main_grads, trained), repeat(ABSENT)))
+            writes = only_autograd and engine.writes_gradients(settings, device_name(dout))
+            if writes and are_writable(parameters, trained):
+                targets = fresh_targets(self._layer, parameters, trained, dout)
+                batch = GradientBatch(parameters, trained, targets)
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
-            batch = Batch(parameters, trained, self._native_zeros(engine, dout))
+            batch = GradientBatch(parameters, trained, self._native_zeros(engine, dout))
         batch.written = written
         if is_capturing(dout):
             self.overwriting.refuse_capture()
@@ -168,7 +165,7 @@ class GradientSink:
                 "needed: backward(), or weights without main_grad and flush='auto'"
             )
 
-    def add(self, engine: Engine, pending: PendingWgrad, batch: Batch) -> None:
+    def add(self, engine: Engine, pending: PendingWgrad, batch: GradientBatch) -> None:
         """Have the engine add the gradients of one backward, on the current stream.
 
         Where it raises between its additions, the sums stay incomplete, because nobody can take
@@ -189,7 +186,7 @@ class GradientSink:
                 order.enter(anchor)
             try:
                 with writes:
-                    targets = batch.for_engine(engine, pending)
+                    batch.prepare(engine, pending)
                     engine.backward_dw(pending, targets)
                     batch.bind()
             except BaseException:
@@ -206,7 +203,7 @@ class GradientSink:
         """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
         self._incomplete = _PARTLY_IN_MAIN_GRAD if is_direct else _PARTLY_HERE
 
-    def close(self, batch: Batch) -> list[Tensor | None]:
+    def close(self, batch: GradientBatch) -> list[Tensor | None]:
         """A backward has added its gradients. Returns those that autograd is to accumulate, one
         entry per parameter.
         """
@@ -215,12 +212,12 @@ class GradientSink:
         if batch.waits:
             assert self._waiting is not None
             self._waiting.count += 1
-        elif type(batch.targets) is FreshTargets:
-            returned = batch.targets.of_parameters(len(returned))
-        elif type(batch.targets) is NativeBuffer:
+        elif batch.targets.mode is GradientMode.NATIVE:
             given = self._layer, batch.parameters, batch.trained, batch.targets
             over = batch.written_memory if batch.written else ()
             returned = flush_native(*given, through_autograd=True, over=over)
+        elif not batch.is_direct:
+            returned = batch.targets.of_parameters(len(returned))
         self.overwriting.done(batch)
         for index, zeros in batch.stand_ins.items():
             batch.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -243,10 +240,10 @@ class GradientSink:
             return
         waiting, native = self._waiting, self._buffer
         assert waiting is not None and native is not None
-        with self.alone(native.dw1):
+        with self.alone(native.anchor):
             self._check_held(waiting.parameters)
             waiting.check(self._layer.name_of)
-            self._order.enter(native.dw1)
+            self._order.enter(native.anchor)
             try:
                 given = self._layer, waiting.parameters, waiting.trained, native
                 flush_native(*given, through_autograd=False)
@@ -259,7 +256,7 @@ class GradientSink:
     def discard(self) -> None:
         """Drop what waits: its gradients are not wanted. What is in `main_grad` already stays."""
         if self._buffer is not None:
-            self._order.enter(self._buffer.dw1)
+            self._order.enter(self._buffer.anchor)
             with plain_ops():
                 for tensor in self._buffer.tensors():
                     tensor.zero_()
@@ -296,7 +293,7 @@ class GradientSink:
 
     def _open_waiting(
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
-    ) -> Batch:
+    ) -> GradientBatch:
         self.overwriting.refuse_flags(parameters, trained)
         if self.waiting and self._waiting is not None:
             self._waiting.check(self._layer.name_of)
@@ -307,7 +304,7 @@ class GradientSink:
             self._waiting = Waiting(parameters, trained)
         if self._buffer is None:
             self._buffer = self._native_zeros(engine, dout)
-        return Batch(parameters, trained, self._buffer, waits=True)
+        return GradientBatch(parameters, trained, self._buffer, waits=True)
 
     def _direct_batch(
         self,
@@ -317,38 +314,51 @@ class GradientSink:
         trained: list[bool],
         main_grads: list[Any],
         dout: Tensor,
-    ) -> Batch | None:
+    ) -> GradientBatch | None:
         """Straight into `main_grads`; None where the engine cannot add there."""
-        batch = direct_batch(self._layer, parameters, trained, main_grads, dout)
-        assert isinstance(batch.targets, ParameterTargets)
-        # Where no main_grad has moved since the last backward, nobody asks about it again.
-        # Of two parameters each may be added to by itself; of many, all are looked at as one.
-        which = tuple(trained) if len(trained) == 2 else ()
-        self._footprints[which] = batch.targets.recognise(self._footprints.get(which))
-        # Usually five identities: the memory was recognised, and nothing else has changed. Weights may
-        # change their layout beside gradients that stay.
-        recognised, layout = self._footprints[which], self._layer.layout
-        asked = recognised, engine, settings, device_name(dout), layout
+        fresh: dict[int, Tensor] = {}
+        if any(map(is_, main_grads, repeat(None))):
+            about = self._layer, parameters, trained, main_grads
+            fresh = memory_for_none(*about, dout.device)
+        targets, layout = self._targets_at(main_grads, trained), self._layer.layout
+        # Usually identities: the memory is known, and nothing else has changed. Weights may change
+        # their layout beside gradients that stay.
+        asked = targets.findings, engine, settings, device_name(dout), layout
         if asked != self._fitting:
-            problem = direct_problem(batch, engine, settings, self._layer, dout)
+            # Raises where nothing could be added there.
+            check_main_grads(self._layer, parameters, trained, dout)
+            problem = engine.problem_of(targets, settings, layout)
             self._fitting = asked if problem is None else ()
             if problem is not None:
                 log_once(logging.INFO, f"{_THROUGH_AUTOGRAD}: {problem}")
                 return None
             log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
-        return batch
+        return GradientBatch(parameters, trained, targets, is_direct=True, fresh=fresh)
 
-    def _native_zeros(self, engine: Engine, dout: Tensor) -> NativeBuffer:
+    def _targets_at(self, main_grads: list[Any], trained: Sequence[bool]) -> GradientTargets:
+        """Targets over `main_grads`, with what is known of that memory. A trainer may have replaced any
+        of them, so every backward looks.
+        """
+        # Of two parameters each may be added to by itself; of many, all are looked at as one.
+        which, layout = tuple(trained) if len(trained) == 2 else (), self._layer.layout
+        seen = self._seen.get(which)
+        if seen is not None and seen[0] == layout and seen[1].is_of(main_grads):
+            return GradientTargets.at(seen[1], main_grads)
+        targets = self._layer.targets(main_grads)
+        self._seen[which] = layout, targets.footprint()
+        return targets
+
+    def _native_zeros(self, engine: Engine, dout: Tensor) -> GradientTargets:
         kinds = engine.record.gradients
-        if GradientTarget.NATIVE not in kinds:
+        if GradientMode.NATIVE not in kinds:
             raise ConfigError(
                 f"engine {engine.name!r} adds weight gradients into "
-                f"{[kind.value for kind in kinds]}; this layer has {GradientTarget.NATIVE.value!r} "
+                f"{[kind.value for kind in kinds]}; this layer has {GradientMode.NATIVE.value!r} "
                 "accumulators"
             )
         (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
         bias = self._layer.has_biases
-        return NativeBuffer.zeros(experts, n1, hidden, inner, bias, dout.device)
+        return GradientTargets.zeros(experts, n1, hidden, inner, bias, dout.device)
 
     def _check_held(self, owners: Sequence[Tensor]) -> None:
         """Raise where gradients wait for parameters that nobody will look at any more."""
@@ -364,8 +374,6 @@ class GradientSink:
 
     def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
         """Refuse tensors that a gradient is added to and never passed on from."""
-        if all(map(_IS_LEAF, parameters)):
-            return
         for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
             ends_here = self.way is FlushMode.STEP or has_main_grad(parameter)
             if wanted and ends_here and not parameter.is_leaf:

@@ -10,7 +10,7 @@ import torch
 from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode, member_of
 from ..errors import ConfigError, expect
-from ..gradients.batch import Batch, has_main_grad
+from ..gradients.batch import GradientBatch, has_main_grad
 from ..gradients.sink import GradientSink
 from ..interop import grad_enabled, requires_grad
 from ..log import log_once
@@ -66,7 +66,7 @@ class LayerState:
         parameters: Sequence[Tensor],
         trained: list[bool],
         dout: Tensor,
-    ) -> Batch:
+    ) -> GradientBatch:
         """See `GradientSink.open`. Gradients that wait for other parameters, or for others of
         these, are handed over first: each set is for the parameters that its backward was for.
         """

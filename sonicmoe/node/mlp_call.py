@@ -15,8 +15,8 @@ from ..borrowed import Borrowed
 from ..config import SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings, EngineWeights, Saved, Tokens
 from ..errors import DTypeError, ShapeError, expect
-from ..gradients.batch import Batch
-from ..gradients.destinations import add_to_grad
+from ..gradients.batch import GradientBatch
+from ..gradients.flush import add_to_grad
 from ..interop import (
     device_name,
     dtype_name,
@@ -192,7 +192,9 @@ class MlpCall(DifferentiableCall):
 
     def _compute(
         self, dout: Tokens, saved: Saved, trained: list[bool], collected: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], list[Tensor | None], Batch | None]:
+    ) -> tuple[
+        Tensor, Tensor, tuple[Tensor | None, ...], list[Tensor | None], GradientBatch | None
+    ]:
         state, batch = self.state, None
         state.gradients.overwriting.begin(self.config.resolve().first_backward, self.parameters)
         trains = any(trained)
@@ -255,7 +257,7 @@ class MlpCall(DifferentiableCall):
         return (*weights, *biases)
 
     def _weight_gradients(
-        self, returned: Sequence[Tensor | None], batch: Batch | None
+        self, returned: Sequence[Tensor | None], batch: GradientBatch | None
     ) -> Iterator[tuple[str, Tensor]]:
         """The weight gradients of this backward, by name, wherever they were left; those that
         were put off are nowhere yet.

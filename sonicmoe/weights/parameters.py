@@ -16,7 +16,7 @@ Parameters are never rebound, copied over or written; gradients are added in pla
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.gradient_memory import WeightTarget
-from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
+from ..engine.gradient_places import GradientPlaces
+from ..engine.settings import GradientMode
+from ..engine.targets import GradientTargets
 from ..enums import ActivationType, is_glu
 from ..errors import LayoutError, expect
 from ..interop import IS_PADDLE, data_ptr, holds_memory, require_framework_tensor
@@ -46,9 +47,11 @@ class ExpertParameters(ABC):
     has_biases: whether gradients of biases follow those of the weights.
     are_separate: whether each expert has weights of its own.
     keeps_its_layout: whether no parameter changes its layout in place.
+    is_passed: whether the parameters are records of what one call was given.
     """
 
     has_biases = False
+    is_passed = False
     are_separate = False
     keeps_its_layout = True
 
@@ -87,35 +90,24 @@ class ExpertParameters(ABC):
         # A parameter that changes its layout in place keeps its address.
         return self.layout, *map(data_ptr, parameters), parameters[0].dtype
 
-    @abstractmethod
-    def user_gradients(
-        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """`(parameter, its fp32 gradient, the part of native it comes from)`, in the order of
-        `parameters()`; the gradients are fresh tensors, made one by one, in the layout of
-        `main_grad` where there is one, else in the parameter's. `parameters`: the layer's at the
-        backward, where it may have others by now.
+    def destined(self, index: int, parameter: Tensor) -> WeightLayout:
+        """The layout in which the gradient of the parameter at this place leaves: that of `main_grad`
+        where there is one, else the parameter's.
         """
+        return self.layout
 
     def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
         """The shape of a `main_grad` that is made for the parameter at this place."""
         return tuple(parameter.shape)
 
-    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether every gradient goes to memory in the layout of its parameter."""
-        return True
-
     @abstractmethod
-    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
-        """Targets over fp32 memory of each parameter's gradient, in the order of `parameters()`;
-        None for those that are frozen.
+    def targets(
+        self, memory: Sequence[Tensor | None], mode: GradientMode = GradientMode.MAIN_GRAD
+    ) -> GradientTargets:
+        """Targets over memory of each parameter's gradient, in the order of `parameters()`; None for
+        those that are frozen. Fresh memory has dtype and layout of each parameter, and the other kind
+        is `main_grad`.
         """
-
-    def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
-        """Targets over memory that nobody has written, in dtype and layout of each parameter; None
-        for those that are frozen.
-        """
-        return FreshTargets.like(self.targets(memory))
 
 
 def _local(experts: Sequence[Any]) -> list[Any]:
@@ -178,25 +170,13 @@ class SeparateParameters(ExpertParameters):
         weights, experts = tuple(parameters or self.parameters()), self._count
         return WeightSource(weights[:experts], weights[experts:], self.layout)
 
-    def user_gradients(
-        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """One per expert and projection."""
-        weights, experts = parameters or self.parameters(), self._count
-        for index, weight in enumerate(weights):
-            is_down = index >= experts
-            sums = (native.dw2 if is_down else native.dw1)[index % experts]
-            gradient = (self.layout.user_w2 if is_down else self.layout.user_w1)(sums)
-            # The map of a layout that is not transposed may return its argument.
-            yield weight, gradient.clone() if gradient is sums else gradient, sums
-
-    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
+    def targets(
+        self, memory: Sequence[Tensor | None], mode: GradientMode = GradientMode.MAIN_GRAD
+    ) -> GradientTargets:
         """A matrix of each expert."""
-        experts = self._count
-        return ParameterTargets(
-            WeightTarget.per_expert(memory[:experts], self.layout),
-            WeightTarget.per_expert(memory[experts:], self.layout),
-        )
+        halves = memory[: self._count], memory[self._count :]
+        up, down = (GradientPlaces.per_expert(half, self.layout) for half in halves)
+        return GradientTargets(up, down, mode)
 
 
 class PerExpertParameters(SeparateParameters):

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.activations import pre_activation_width
-from ..engine.interface import FreshTargets, NativeBuffer, ParameterTargets
-from ..engine.targets import WeightTarget
+from ..engine.gradient_places import GradientPlaces
+from ..engine.settings import GradientMode
+from ..engine.targets import GradientTargets
 from ..enums import ActivationType, is_glu
 from ..errors import ShapeError, expect
 from ..interop import require_framework_tensor
@@ -116,45 +117,26 @@ class StackedParameters(ExpertParameters):
     def fresh_shape(self, index: int, parameter: Tensor) -> tuple[int, ...]:
         return self.shape_in(self.preferred(index)[0], index)
 
-    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
-        return all(self._destined(*place) == self.layout for place in enumerate(parameters))
-
-    def _destined(self, index: int, parameter: Tensor) -> WeightLayout:
-        """The layout in which the gradient leaves; autograd and `.grad` want the parameter's."""
+    def destined(self, index: int, parameter: Tensor) -> WeightLayout:
+        """Autograd and `.grad` want the parameter's layout."""
         if not hasattr(parameter, "main_grad"):
             return self.layout
         return self.gradient_layout(index, parameter.main_grad)
 
-    def user_gradients(
-        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The two stacked gradients."""
-        weight1, weight2 = parameters or self.parameters()
-        layout1, layout2 = (self._destined(i, w) for i, w in enumerate((weight1, weight2)))
-        # The map of the native layout returns its argument, and the accumulators go on.
-        dw1, dw2 = native.dw1, native.dw2
-        yield weight1, layout1.user_w1(dw1) if layout1.transposed else dw1.clone(), dw1
-        yield weight2, layout2.user_w2(dw2) if layout2.transposed else dw2.clone(), dw2
-
-    def targets(self, memory: Sequence[Tensor | None]) -> ParameterTargets:
-        """Two stacked tensors, each in its own layout."""
-        (up, down), experts = memory, self.native_shapes()[0][0]
-        stacked, layout_of = WeightTarget.stacked, self.gradient_layout
-        return ParameterTargets(
-            stacked(up, experts, layout_of(0, up)), stacked(down, experts, layout_of(1, down))
-        )
-
-    def fresh_targets(self, memory: Sequence[Tensor | None]) -> FreshTargets:
-        """In the layout of the weights, also where a `main_grad` of that shape might have the
-        other one.
+    def targets(
+        self, memory: Sequence[Tensor | None], mode: GradientMode = GradientMode.MAIN_GRAD
+    ) -> GradientTargets:
+        """Two stacked tensors, each in its own layout; fresh memory in that of the weights, also where
+        a `main_grad` of that shape might have the other one.
         """
-        (up, down), experts = memory[:2], self.native_shapes()[0][0]
-        stacked, layout = WeightTarget.stacked, self.layout
-        db1, db2 = memory[2:] or (None, None)
-        biases = (db1, db2) if self.has_biases else None
-        return FreshTargets(
-            stacked(up, experts, layout), stacked(down, experts, layout), biases=biases
-        )
+        first, second, *biases = memory
+        layouts = self.layout, self.layout
+        if mode is not GradientMode.FRESH:
+            layouts = self.gradient_layout(0, first), self.gradient_layout(1, second)
+        experts = self._native_shapes[0][0]
+        up = GradientPlaces.stacked(first, experts, layouts[0])
+        down = GradientPlaces.stacked(second, experts, layouts[1])
+        return GradientTargets(up, down, mode, (biases[0], biases[1]) if biases else None)
 
 
 def _current(weight: StackedWeight) -> Tensor:
@@ -306,6 +288,8 @@ class PassedParameters(StackedParameters):
     them. These have no `main_grad`, whatever the tensors have.
     """
 
+    is_passed = True
+
     def __init__(
         self,
         activation: ActivationType,
@@ -326,25 +310,9 @@ class PassedParameters(StackedParameters):
     def parameters(self) -> list[Any]:
         return self._records
 
-    def keeps_layout(self, parameters: Sequence[Tensor]) -> bool:
-        # No flush kernel then: one plain operation makes what autograd takes, and the kernel would
-        # also zero memory that nobody reads again.
-        return False
-
-    def user_gradients(
-        self, native: NativeBuffer, parameters: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """In the dtype of each, and in the accumulators' memory where nothing has to be moved."""
-        layout = self.layout
-        # A bias has no orientation, and b2 no halves, so its map is the identity.
-        maps = (layout.user_w1, layout.user_w2, layout.user_b1, lambda b2: b2)
-        for parameter, sums, to_user in zip(self._records, native.tensors(), maps, strict=False):
-            # Rounded before it is rearranged, because that moves half the bytes.
-            yield parameter, to_user(sums.to(parameter.dtype)), sums  # type: ignore[misc]
-
 
 class _Record(NamedTuple):
-    """What gradients ask of a parameter."""
+    """What gradients ask of a parameter that one call was given."""
 
     shape: Shape
     dtype: torch.dtype

@@ -31,7 +31,7 @@ from sonicmoe.diagnostics.golden_stages import golden_stages
 from sonicmoe.diagnostics.stage_runner import engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, row_deviations, stage_stats
 from sonicmoe.diagnostics.step_dump import STEP_FLAGS, DumpError, StepSettings, load_dump, save_dump
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings, GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode, is_glu
 from sonicmoe.errors import ShapeError
@@ -203,7 +203,7 @@ def test_a_listener_changes_no_bit(settings):
         routing = build_routing(ids, probs, SIZES.experts, alignment=own.row_alignment)
         weights = engine.prepare_weights(w1, w2, None, None, own)
         out, saved = engine.forward(x, routing, weights, own)
-        sums = NativeBuffer.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
+        sums = GradientTargets.zeros(*step.w1.shape, step.w2.shape[2], False, "cpu")
         gradients = engine.backward(dout, saved, weights, sums)
         return list(map(numpy, (out, *gradients, sums.dw1, sums.dw2)))
 

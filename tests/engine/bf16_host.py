@@ -8,13 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 from engine.host_gemms import Bf16Gemms, Bf16Rows
-from engine.host_hopper_gemms import HopperDestination, HopperGemms, HostMatrices
+from engine.host_hopper_gemms import HopperGemms, HostMatrices
 from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows, prepare_factor
 
 from sonicmoe.engine import bf16, bf16_sm90, bf16_weights
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gpu import Gpu
-from sonicmoe.engine.wgrad_destinations import Destinations
 from sonicmoe.enums import ActivationType
 
 QUACK, HOPPER = "quack", "hopper"
@@ -58,7 +57,7 @@ class Launches:
 
     def wgrad(self, device, dtype):
         made = HopperGemms(ActivationType.SWIGLU, (), self.calls, self.lent)
-        return bf16_sm90.Wgrad(made, Destinations(HopperDestination))
+        return bf16_sm90.Wgrad(made)
 
 
 @pytest.fixture(name="launches", autouse=True, params=[QUACK, HOPPER])

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from framework import torch
 
-from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.interface import NativeBuffer
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.settings import GradientMode
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.routing.build import build_routing
 
 E, K = 4, 3
@@ -44,7 +44,7 @@ class Case:
 
     def accumulators(self):
         experts, n1, hidden = self.w1.shape
-        return NativeBuffer.zeros(experts, n1, hidden, n1 // 2, self.b1 is not None, "cpu")
+        return GradientTargets.zeros(experts, n1, hidden, n1 // 2, self.b1 is not None, "cpu")
 
     def forward(self, engine, settings, **options):
         """`(prepared weights, out, saved)`."""
@@ -79,7 +79,14 @@ def with_spare_rows(routing, count):
 
 
 def parameter_targets(
-    sizes, layout, *, stacked=False, frozen=(), fill=0.0, kind=ParameterTargets, dtype=torch.float32
+    sizes,
+    layout,
+    *,
+    stacked=False,
+    frozen=(),
+    fill=0.0,
+    mode=GradientMode.MAIN_GRAD,
+    dtype=torch.float32,
 ):
     """Memory of both projections as their parameters lie, all of one value; sizes: E, N1, H, I.
     Experts of `frozen` have none.
@@ -93,12 +100,12 @@ def parameter_targets(
             if layout.apart and not made:
                 sizes = (2, experts, shape[0] // 2, shape[1])
             tensor = torch.full(sizes, fill, dtype=dtype)
-            made.append(WeightTarget.stacked(tensor, experts, layout))
+            made.append(GradientPlaces.stacked(tensor, experts, layout))
         else:
             each = [torch.full(tuple(shape), fill, dtype=dtype) for _ in range(experts)]
             held = [None if e in frozen else tensor for e, tensor in enumerate(each)]
-            made.append(WeightTarget.per_expert(held, layout))
-    return kind(*made)
+            made.append(GradientPlaces.per_expert(held, layout))
+    return GradientTargets(*made, mode)
 
 
 def assert_same_bits(found, wanted):

@@ -134,6 +134,10 @@ class HopperGemms:
             gather(tokens, row_token).float(), rows.float(), padded_offsets, counts, destination
         )
 
+    @staticmethod
+    def wgrad_destination(*arguments):
+        return HopperDestination(*arguments)
+
     def wgrad_down(self, tokens, rows, padded_offsets, counts, destination):
         assert not destination.split
         self.store(tokens, rows, padded_offsets, counts, destination)

@@ -15,7 +15,7 @@ from oracle import golden as exact
 from oracle.case import GATED
 from oracle.golden import GAINS
 
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings, GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.recipes import RECIPES
@@ -181,7 +181,7 @@ class Setup:
     def accumulators(self):
         experts, n1, hidden = (int(size) for size in native_weights(self.problem)[0].shape)
         bias = self.problem.b1 is not None
-        return NativeBuffer.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
+        return GradientTargets.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
 
     def forward(self, save=True):
         return self.engine.forward(self.x, self.routing, self.weights, self.settings, save=save)

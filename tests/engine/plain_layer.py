@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
 from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
@@ -45,7 +45,7 @@ class Case:
 
     def accumulators(self):
         w1, _, b1, _ = self.weights
-        return NativeBuffer.zeros(E, int(w1.shape[1]), H, I, b1 is not None, "cpu")
+        return GradientTargets.zeros(E, int(w1.shape[1]), H, I, b1 is not None, "cpu")
 
     @property
     def source(self):
@@ -99,7 +99,7 @@ def run(case, engine, targets=None):
     targets = targets or case.accumulators()
     dx, dprobs = engine.backward(case.dout, saved, weights, targets)
     named = {"out": out, "dx": dx, "dprobs": dprobs}
-    return named | (targets.named() if isinstance(targets, NativeBuffer) else {})
+    return named | (targets.named() if targets.mode is GradientMode.NATIVE else {})
 
 
 def assert_close(case, engine):

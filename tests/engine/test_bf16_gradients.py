@@ -10,11 +10,11 @@ import pytest
 from framework import numpy, torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.bf16_gradients import Destinations
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.bf16_gradients import outputs_of
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.kernels.quack_gemm import STORED, Stored
@@ -53,19 +53,18 @@ def shapes(layout, n1=N1):
 
 def stacked(up, down, layout=NATIVE, down_layout=None):
     experts = int((up if up is not None else down).shape[0])
-    of_down = WeightTarget.stacked(down, experts, down_layout or layout)
-    return ParameterTargets(WeightTarget.stacked(up, experts, layout), of_down)
+    of_down = GradientPlaces.stacked(down, experts, down_layout or layout)
+    return GradientTargets(GradientPlaces.stacked(up, experts, layout), of_down)
 
 
 def problem(targets):
     """Of the engine; the Hopper engine without FP8 weight gradients runs the same GEMMs."""
-    assert targets.problem(N1, H, I, "cpu") is None
     found = Bf16Engine().problem_of(targets, BF16)
     assert HopperEngine().problem_of(targets, PLAIN_WGRAD) == found
     if found is not None:
         assert "\n" not in found and not targets.adding
         with pytest.raises(ConfigError, match="the BF16 GEMMs cannot add to these parameters: "):
-            Destinations.of(targets)
+            outputs_of(targets)
     return found
 
 
@@ -106,16 +105,17 @@ class TestTheVariant:
             ours = stacked(None, made[0][1], layout)
             found = Bf16Engine().problem_of(ours, BF16)
         assert found is None
-        places, (dw1, dw2) = Destinations.of(ours), (numbers(E, n1, H), numbers(E, H, I))
-        if places.dw1 is not None:
-            assert places.dw1.stored in STORED["wgrad_up"]
-            add(places.dw1, dw1.transpose(1, 2))
-        assert places.dw2.stored in STORED["wgrad_down"]
-        add(places.dw2, dw2)
+        into_dw1, into_dw2 = outputs_of(ours)
+        dw1, dw2 = numbers(E, n1, H), numbers(E, H, I)
+        if into_dw1 is not None:
+            assert into_dw1.stored in STORED["wgrad_up"]
+            add(into_dw1, dw1.transpose(1, 2))
+        assert into_dw2.stored in STORED["wgrad_down"]
+        add(into_dw2, dw2)
         for expert in range(E):
             wanted.add("dw1", expert, wanted.arranged("dw1", dw1[expert]))
             wanted.add("dw2", expert, wanted.arranged("dw2", dw2[expert]))
-        if places.dw1 is not None:
+        if into_dw1 is not None:
             assert (numpy(made[0][0]) == numpy(made[1][0])).all()
         assert (numpy(made[0][1]) == numpy(made[1][1])).all() and numpy(made[0][1]).any()
 
@@ -124,14 +124,14 @@ class TestRefused:
     """One sentence with the reason; nothing was added."""
 
     def test_a_tensor_for_each_expert(self):
-        up = WeightTarget.per_expert([zeros(N1, H) for _ in range(E)], NATIVE)
-        down = WeightTarget.per_expert([zeros(H, I) for _ in range(E)], NATIVE)
-        one_up, one_down = (WeightTarget.stacked(zeros(E, *s), E, NATIVE) for s in shapes(NATIVE))
+        up = GradientPlaces.per_expert([zeros(N1, H) for _ in range(E)], NATIVE)
+        down = GradientPlaces.per_expert([zeros(H, I) for _ in range(E)], NATIVE)
+        one_up, one_down = (GradientPlaces.stacked(zeros(E, *s), E, NATIVE) for s in shapes(NATIVE))
         words = "-projection gradients have a tensor for each expert, and the BF16 GEMMs add to one"
-        assert problem(ParameterTargets(up, down)).startswith("up" + words)
-        assert problem(ParameterTargets(up, one_down)).startswith("up" + words)
-        assert problem(ParameterTargets(one_up, down)).startswith("down" + words)
-        assert problem(ParameterTargets(one_up, one_down)) is None
+        assert problem(GradientTargets(up, down)).startswith("up" + words)
+        assert problem(GradientTargets(up, one_down)).startswith("up" + words)
+        assert problem(GradientTargets(one_up, down)).startswith("down" + words)
+        assert problem(GradientTargets(one_up, one_down)) is None
 
     def test_gate_and_up_columns_apart(self):
         """The whole layer, although its down-projections would do."""

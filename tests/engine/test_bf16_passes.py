@@ -30,8 +30,8 @@ from engine.plain_layer import (
 from engine.plain_layer import run as run_on
 
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.layouts import WeightLayout
 
@@ -92,8 +92,8 @@ class TestWgrad:
             db1, db2 = OURS.bias_gradients(pending)
             assert torch.equal(WeightLayout().ordered_b1(db1, pending.split_half), wanted["db1"])
             assert torch.equal(db2, wanted["db2"])
-        frozen = WeightTarget.stacked(None, E, layout)
-        alone = ParameterTargets(frozen, frozen, biases=(torch.ones(E, 2 * I), None))
+        frozen = GradientPlaces.stacked(None, E, layout)
+        alone = GradientTargets(frozen, frozen, biases=(torch.ones(E, 2 * I), None))
         OURS.backward_dw(pending, alone)
         assert not launches.calls and torch.equal(
             alone.biases[0], layout.user_b1(wanted["db1"] + 1)
@@ -116,8 +116,8 @@ class TestWgrad:
         wanted = run(case)
         up = None if frozen in ("up", "both") else torch.zeros(E, 2 * I, H)
         down = None if frozen in ("down", "both") else torch.zeros(E, H, I)
-        targets = ParameterTargets(
-            WeightTarget.stacked(up, E, layout), WeightTarget.stacked(down, E, layout)
+        targets = GradientTargets(
+            GradientPlaces.stacked(up, E, layout), GradientPlaces.stacked(down, E, layout)
         )
         pending = case.pending(OURS)
         launches.clear()

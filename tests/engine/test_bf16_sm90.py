@@ -33,9 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sonicmoe.engine import bf16_weights
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.expert_matrices import tensors_of
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.targets import FreshTargets, ParameterTargets
+from sonicmoe.engine.settings import GradientMode
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.layouts import NATIVE, GateUp, WeightLayout
@@ -87,20 +88,20 @@ def results(case, source):
 def stacked(layout, shape, fill, dtype=FP32):
     sizes = (2, E, I, H) if layout.apart and shape == (2 * I, H) else (E, *shape)
     tensor = torch.full(sizes, fill, dtype=dtype)
-    return WeightTarget.stacked(tensor, E, layout)
+    return GradientPlaces.stacked(tensor, E, layout)
 
 
 def each(layout, shape, fill, dtype=FP32):
     """A tensor for each expert; nobody wants expert 2's."""
     tensors = [torch.full(shape, fill, dtype=dtype) for _ in range(E)]
     tensors[2] = None
-    return WeightTarget.per_expert(tensors, layout)
+    return GradientPlaces.per_expert(tensors, layout)
 
 
 def permuted(layout, shape, fill, dtype=FP32):
     """Contiguous along the other axis."""
     tensor = torch.full((E, *shape[::-1]), fill, dtype=dtype).transpose(1, 2)
-    return WeightTarget.stacked(tensor, E, layout)
+    return GradientPlaces.stacked(tensor, E, layout)
 
 
 def check(target, native, layout, user, fill=0.0):
@@ -286,7 +287,7 @@ class TestGradients:
         pending = case_in(NATIVE).pending(OURS)
         up, down = (stacked(HALVES, shape, 0.0) for shape in user_shapes(HALVES))
         with pytest.raises(ConfigError, match="all gates before all up values"):
-            OURS.backward_dw(pending, ParameterTargets(up, down))
+            OURS.backward_dw(pending, GradientTargets(up, down))
         assert not up.tensors[0].any() and not down.tensors[0].any() and pending.dz is not None
 
     @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ class TestGradients:
         """Beside the values that were there, of two micro-batches."""
         case = case_in(layout, activation, bias=False)
         up, down = user_shapes(layout := case.layout, 2 * I if is_glu(activation) else I)
-        targets = ParameterTargets(arrange(layout, up, 1.0), arrange(layout, down, 1.0))
+        targets = GradientTargets(arrange(layout, up, 1.0), arrange(layout, down, 1.0))
         assert OURS.problem_of(targets, case.settings, layout) is None
         sums = sums_of(case)
         OURS.backward_dw(case.pending(OURS), targets)
@@ -314,7 +315,9 @@ class TestGradients:
         biases = tuple(torch.full((E, size), nan, dtype=dtype) for size in (2 * I, H))
         assert OURS.writes_gradients(case.settings, "cuda:0")
         sums = sums_of(case)
-        OURS.backward_dw(case.pending(OURS), FreshTargets(up, down, biases=biases))
+        OURS.backward_dw(
+            case.pending(OURS), GradientTargets(up, down, GradientMode.FRESH, biases=biases)
+        )
         check(up, sums.dw1, layout, "user_w1")
         check(down, sums.dw2, layout, "user_w2")
         assert torch.equal(biases[0], layout.user_b1(sums.db1).to(dtype))
@@ -325,13 +328,13 @@ class TestGradients:
         case = case_in(FUSED, bias=False)
         sums, pending, held = sums_of(case), case.pending(OURS), []
         up, down = (stacked(FUSED, s, 0.0) for s in user_shapes(FUSED))
-        nothing = WeightTarget.stacked(None, E, FUSED)
+        nothing = GradientPlaces.stacked(None, E, FUSED)
 
         def make_down():
             held.append((pending.x, pending.dz))
             return down
 
-        targets = FreshTargets(up, nothing, make_down=make_down)
+        targets = GradientTargets(up, nothing, GradientMode.FRESH, make_down=make_down)
         launches.clear()
         OURS.backward_dw(pending, targets)
         assert launches.calls == ["wgrad_up", "wgrad_down"] and held == [(None, None)]
@@ -345,7 +348,7 @@ class TestGradients:
     def test_in_another_layout_than_the_weights(self, weights, gradients, arrange):
         """Gate and up of dz lie as in the weights. Only halves can be put in turns, row by row."""
         case = case_in(weights, bias=False)
-        targets = ParameterTargets(*(arrange(gradients, s, 0.0) for s in user_shapes(gradients)))
+        targets = GradientTargets(*(arrange(gradients, s, 0.0) for s in user_shapes(gradients)))
         problem = OURS.problem_of(targets, case.settings, weights)
         along_hidden = (arrange is stacked) != gradients.transposed
         same = weights.split_half == gradients.split_half
@@ -366,9 +369,9 @@ def test_without_a_row_fresh_memory_is_zeros_and_sums_stay(layout, launches):
     case.indices.fill_(-1)
     memory = [stacked(layout, shape, 3.0) for shape in user_shapes(layout)]
     biases = torch.ones(E, 2 * I), torch.ones(E, H)
-    OURS.backward_dw(case.pending(OURS), ParameterTargets(*memory))
+    OURS.backward_dw(case.pending(OURS), GradientTargets(*memory))
     assert all(bool((weight.first == 3.0).all()) for weight in memory)
-    OURS.backward_dw(case.pending(OURS), FreshTargets(*memory, biases=biases))
+    OURS.backward_dw(case.pending(OURS), GradientTargets(*memory, GradientMode.FRESH, biases))
     assert not any(bool(t.any()) for t in (memory[0].first, memory[1].first, *biases))
     assert not launches.calls
 

@@ -22,12 +22,12 @@ from sonicmoe.engine import mxfp8, trial
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.capabilities import MXFP8, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import Workload
-from sonicmoe.engine.targets import ParameterTargets
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit.plan import ModelSpec
@@ -172,8 +172,8 @@ def test_gradients_go_straight_to_stacked_parameters(case, layout):
 
 def test_parameters_that_its_gemms_cannot_add_to():
     per_expert = parameter_targets((E, 2 * I, H, I), WeightLayout()).up
-    down = WeightTarget.stacked(torch.zeros(E, H, I), E, WeightLayout())
-    targets = ParameterTargets(per_expert, down)
+    down = GradientPlaces.stacked(torch.zeros(E, H, I), E, WeightLayout())
+    targets = GradientTargets(per_expert, down)
     assert "the MXFP8 GEMMs add to one for all" in OURS.problem_of(targets, MX)
     with pytest.raises(ConfigError, match="the MXFP8 GEMMs cannot add to these parameters"):
         Case().run(OURS, targets=targets)

@@ -7,10 +7,10 @@ import weakref
 import pytest
 from framework import IS_PADDLE, torch
 
-from sonicmoe.engine.footprint import Footprint
-from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.targets import ParameterTargets
-from sonicmoe.interop import data_ptr
+from sonicmoe.engine import footprint
+from sonicmoe.engine.footprint import Footprint, findings_of
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.layouts import WeightLayout
 
 ERNIE = WeightLayout(transposed=True, split_half=True)
@@ -28,22 +28,18 @@ def matrices(count=4):
 def test_the_same_tensors():
     tensors = matrices()
     last = Footprint("rows", tensors)
-    assert last.seen_again("rows", tensors) is last
-    assert last.seen_again("rows", list(tensors)) is last, "another list of them"
-    assert last.seen_again("columns", tensors) is None
+    assert last.is_of(tensors) and last.is_of(list(tensors)), "another list of them"
+    assert findings_of("rows", tensors) is last.findings
+    assert findings_of("columns", tensors) is not last.findings
 
 
 def test_views_made_anew_of_the_same_memory():
     """A trainer may make the slices of its communication buffer at every backward."""
-    buffer, asked = zeros(4, 8, 16), []
+    buffer = zeros(4, 8, 16)
     last = Footprint("rows", [buffer[e] for e in range(4)])
-    last.once("key", lambda: asked.append(1))
     views = [buffer[e] for e in range(4)]
-    again = last.seen_again("rows", views)
-    assert again is not None and again is not last
-    again.once("key", lambda: asked.append(1))
-    assert asked == [1]
-    assert again.seen_again("rows", views) is again, "from now on of these tensors"
+    assert not last.is_of(views)
+    assert findings_of("rows", views) is last.findings
 
 
 @pytest.mark.parametrize("change", [
@@ -59,7 +55,24 @@ def test_views_made_anew_of_the_same_memory():
 ], ids=("order", "memory", "frozen", "fewer", "more", "strides", "shape", "rows", "dtype"))  # fmt: skip
 def test_other_tensors(change):
     tensors = matrices()
-    assert Footprint("rows", tensors).seen_again("rows", change(tensors)) is None
+    last, others = Footprint("rows", tensors), change(tensors)
+    assert not last.is_of(others)
+    assert findings_of("rows", others) is not last.findings
+
+
+def test_answers_are_found_once_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(footprint, "_known", {})
+    monkeypatch.setattr(footprint, "MAX_KNOWN", 2)
+    tensors, asked = matrices(), []
+    last = Footprint("rows", tensors)
+    for _ in range(2):
+        assert last.findings.once("key", lambda: asked.append(1) or len(asked)) == 1
+    kept = [matrices() for _ in range(4)]
+    for others in kept:
+        findings_of("rows", others)
+        assert len(footprint._known) <= 2
+    assert last.findings.once("key", lambda: 2) == 1, "where it lies still"
+    assert findings_of("rows", tensors) is not last.findings
 
 
 @pytest.mark.skipif(IS_PADDLE, reason="the ways in which PyTorch changes a tensor in place")
@@ -79,7 +92,7 @@ def test_a_tensor_that_changed_in_place(change):
     tensors[2] = zeros(16, 16)[:8]  # as_strided_ with an offset stays within
     last = Footprint("rows", tensors)
     change(tensors[2])
-    assert last.seen_again("rows", tensors) is None
+    assert not last.is_of(tensors)
 
 
 @pytest.mark.skipif(not IS_PADDLE, reason="a way in which Paddle changes a tensor in place")
@@ -87,7 +100,7 @@ def test_a_tensor_that_paddle_reshaped_in_place():
     tensors = matrices()
     last = Footprint("rows", tensors)
     tensors[2].reshape_([16, 8])
-    assert last.seen_again("rows", tensors) is None
+    assert not last.is_of(tensors)
 
 
 def test_an_id_proves_nothing_when_its_tensor_is_gone():
@@ -99,13 +112,13 @@ def test_an_id_proves_nothing_when_its_tensor_is_gone():
         old = id(view)
         del view
         view = buffer.view(torch.int32)
-        assert last.seen_again("rows", [view]) is None, id(view) == old
+        assert not last.is_of([view]), id(view) == old
 
 
 def test_a_footprint_owns_no_tensor():
     tensors = matrices()
     last, alive = Footprint("rows", tensors), [weakref.ref(tensor) for tensor in tensors]
-    last.once("key", lambda: 1)
+    last.findings.once("key", lambda: 1)
     del tensors
     assert [ref() for ref in alive] == [None] * 4
 
@@ -116,28 +129,33 @@ class TestTargets:
         return ups, downs
 
     def targets(self, ups, downs, layout=ERNIE):
-        return ParameterTargets(
-            WeightTarget.per_expert(list(ups), layout), WeightTarget.per_expert(list(downs), layout)
+        return GradientTargets(
+            GradientPlaces.per_expert(list(ups), layout),
+            GradientPlaces.per_expert(list(downs), layout),
         )
-
-    def problems(self, targets):
-        return targets.problem(2 * I, H, I, "cpu"), targets.copy_engine_problem()
 
     def test_another_layout_is_another_arrangement(self):
         ups, downs = [zeros(H, H) for _ in range(E)], [zeros(H, H) for _ in range(E)]
-        last = self.targets(ups, downs).recognise(None)
-        assert self.targets(ups, downs).recognise(last) is last
-        assert self.targets(ups, downs, WeightLayout()).recognise(last) is not last
-        assert self.targets(ups[:2], [ups[2], *downs]).recognise(last) is not last
+        last = self.targets(ups, downs).footprint().findings
+        assert self.targets(ups, downs).footprint().findings is last
+        assert self.targets(ups, downs, WeightLayout()).footprint().findings is not last
+        assert self.targets(ups[:2], [ups[2], *downs]).footprint().findings is not last
         stacked = [zeros(3, H, H), zeros(3, H, H)]
-        three = ParameterTargets(*(WeightTarget.stacked(t, 3, ERNIE) for t in stacked))
-        two = ParameterTargets(*(WeightTarget.stacked(t, 2, ERNIE) for t in stacked))
-        assert two.recognise(three.recognise(None)) is not three.footprint
+        three, two = (
+            GradientTargets(*(GradientPlaces.stacked(t, experts, ERNIE) for t in stacked))
+            for experts in (3, 2)
+        )
+        assert two.footprint().findings is not three.footprint().findings
 
-    @pytest.mark.skipif(IS_PADDLE, reason="PyTorch's way of freeing memory of a living tensor")
-    def test_freed_memory_is_named(self):
+    @pytest.mark.parametrize("is_stacked", [False, True])
+    def test_recognised_targets_are_those_that_were_seen(self, is_stacked):
         ups, downs = self.make()
-        ups[1].untyped_storage().resize_(0)
-        assert data_ptr(ups[1]) == 0
-        words = "the gradient memory of expert 1's up-projection has no memory: it was freed"
-        assert self.problems(self.targets(ups, downs))[0] == words
+        targets = self.targets(ups, downs)
+        if is_stacked:
+            ups, downs = [torch.stack(ups)], [torch.stack(downs)]
+            up, down = (GradientPlaces.stacked(t[0], E, ERNIE) for t in (ups, downs))
+            targets = GradientTargets(up, down)
+        again = GradientTargets.at(targets.footprint(), [*ups, *downs])
+        assert again.findings is targets.findings and again.mode is targets.mode
+        for one, other in ((again.up, targets.up), (again.down, targets.down)):
+            assert one.places(True) == other.places(True) and one.arrangement == other.arrangement

@@ -35,9 +35,10 @@ from pairwise import pairwise
 
 from sonicmoe.engine import hopper_layer
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper_layer import HopperLayer
-from sonicmoe.engine.targets import FreshTargets, ParameterTargets
+from sonicmoe.engine.settings import GradientMode
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
@@ -175,7 +176,6 @@ def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, st
     targets = parameter_targets(WeightLayout(transposed, split_half), stacked=stacked)
     shape = (E, H, 2 * I) if transposed else (E, 2 * I, H)
     assert OURS.problem_of(targets, settings) is None
-    assert targets.problem(2 * I, H, I, "cpu") is None
     wanted = case.run(OURS, settings)
     for times in (1, 2):
         got = case.run(OURS, settings, targets=targets)
@@ -199,7 +199,7 @@ def test_gradients_written_to_fresh_memory(dtype, layout, stacked, mode, rows):
     """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
     stacked = stacked or layout.apart
     case, settings = Case(**ROWS[rows], spare_rows=0, biased=True), replace(FP8, **MODES[mode])
-    poison = {"fill": float("nan"), "kind": FreshTargets, "dtype": dtype}
+    poison = {"fill": float("nan"), "mode": GradientMode.FRESH, "dtype": dtype}
     targets = parameter_targets(layout, stacked=stacked, **poison)
     targets.biases = torch.full((E, 2 * I), math.nan), torch.full((E, H), math.nan).to(dtype)
     got = case.run(OURS, settings, targets=targets)
@@ -209,8 +209,10 @@ def test_gradients_written_to_fresh_memory(dtype, layout, stacked, mode, rows):
         rounded = tensor.to(dtype) if name in ("dw1", "dw2", "db2") else tensor
         assert torch.equal(got[name], rounded), name
     # Biases alone, and one of them.
-    frozen = WeightTarget.per_expert([None] * E, layout)
-    alone = FreshTargets(frozen, frozen, biases=(None, torch.full((E, H), math.nan)))
+    frozen = GradientPlaces.per_expert([None] * E, layout)
+    alone = GradientTargets(
+        frozen, frozen, GradientMode.FRESH, biases=(None, torch.full((E, H), math.nan))
+    )
     weights, _, saved = case.forward(OURS, settings)
     *_, pending = OURS.backward_dx(case.dout, saved, weights)
     OURS.backward_dw(pending, alone)
@@ -219,23 +221,23 @@ def test_gradients_written_to_fresh_memory(dtype, layout, stacked, mode, rows):
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_main_grads_are_written_and_added_to_in_turns(stacked):
-    """What is known of recognised memory is kept for each of the two."""
+    """What is known of the memory is kept for each of the two."""
     case, targets = Case(seed=9), parameter_targets(PER_EXPERT, stacked=stacked, fill=float("nan"))
-    targets.recognise(None)
     wanted = case.run(OURS, FP8)
-    for times, memory in ((1, FreshTargets.like(targets)), (2, targets)) * 2:
-        got = case.run(OURS, FP8, targets=memory)
+    for times, mode in ((1, GradientMode.FRESH), (2, GradientMode.MAIN_GRAD)) * 2:
+        targets.mode = mode
+        got = case.run(OURS, FP8, targets=targets)
         for name in ("dw1", "dw2"):
             assert torch.equal(got[name], times * wanted[name]), (times, name)
 
 
 def test_memory_for_a_fresh_dw2_is_taken_when_that_of_dz_is_free():
-    case, targets = Case(seed=9), parameter_targets(PER_EXPERT, kind=FreshTargets)
+    case, targets = Case(seed=9), parameter_targets(PER_EXPERT, mode=GradientMode.FRESH)
     wanted, down = case.run(OURS, FP8), targets.down
     weights, _, saved = case.forward(OURS, FP8)
     *_, pending = OURS.backward_dx(case.dout, saved, weights)
     dz, held = weakref.ref(pending.dz), []
-    targets.down = WeightTarget.per_expert([None] * E, PER_EXPERT)
+    targets.down = GradientPlaces.per_expert([None] * E, PER_EXPERT)
     targets.make_down = lambda: held.append(dz()) or down
     OURS.backward_dw(pending, targets)
     assert held == [None]
@@ -248,8 +250,8 @@ def test_frozen_experts_have_no_memory():
     for name in ("dw1", "dw2"):
         assert torch.equal(got[name][[1, 3]], wanted[name][[1, 3]])
         assert not got[name][[0, 2]].any() and wanted[name][0].any()
-    frozen = WeightTarget.per_expert([None] * E, PER_EXPERT)
-    half_frozen = ParameterTargets(frozen, parameter_targets(PER_EXPERT).down)
+    frozen = GradientPlaces.per_expert([None] * E, PER_EXPERT)
+    half_frozen = GradientTargets(frozen, parameter_targets(PER_EXPERT).down)
     assert torch.equal(case.run(OURS, FP8, targets=half_frozen)["dw2"], wanted["dw2"])
 
 

@@ -8,10 +8,9 @@ import pytest
 from engine.moe_golden import make_problem, set_up
 from framework import numpy, torch
 
-from sonicmoe.engine.gradient_memory import WeightTarget
-from sonicmoe.engine.targets import ParameterTargets, native_buffer
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.errors import ConfigError
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
 
@@ -25,17 +24,13 @@ def zeros(*shape, dtype=torch.float32):
 
 
 def per_expert(ups, downs):
-    return ParameterTargets(
-        WeightTarget.per_expert(ups, ERNIE), WeightTarget.per_expert(downs, ERNIE)
+    return GradientTargets(
+        GradientPlaces.per_expert(ups, ERNIE), GradientPlaces.per_expert(downs, ERNIE)
     )
 
 
 def fitting():
     return [zeros(H, 2 * I) for _ in range(E)], [zeros(I, H) for _ in range(E)]
-
-
-def problem(targets):
-    return targets.problem(2 * I, H, I, "cpu")
 
 
 def assert_says(found, memory, words):
@@ -47,36 +42,21 @@ def assert_says(found, memory, words):
 class TestProblem:
     def test_none(self):
         targets = per_expert(*fitting())
-        assert problem(targets) is None and targets.copy_engine_problem() is None
-        stacked = ParameterTargets(
-            WeightTarget.stacked(zeros(E, H, 2 * I), E, ERNIE),
-            WeightTarget.stacked(zeros(E, I, H), E, ERNIE),
+        assert targets.copy_engine_problem() is None
+        stacked = GradientTargets(
+            GradientPlaces.stacked(zeros(E, H, 2 * I), E, ERNIE),
+            GradientPlaces.stacked(zeros(E, I, H), E, ERNIE),
         )
-        assert problem(stacked) is None and stacked.copy_engine_problem() is None
+        assert stacked.copy_engine_problem() is None
 
     def test_one_kind_of_layout_for_each_projection(self):
         """PaddleFleet converts main_grad of weight1 and leaves that of weight2."""
         native = WeightLayout()
-        mixed = ParameterTargets(
-            WeightTarget.stacked(zeros(E, 2 * I, H), E, native),
-            WeightTarget.stacked(zeros(E, I, H).transpose(1, 2), E, native),
+        mixed = GradientTargets(
+            GradientPlaces.stacked(zeros(E, 2 * I, H), E, native),
+            GradientPlaces.stacked(zeros(E, I, H).transpose(1, 2), E, native),
         )
-        assert problem(mixed) is None and mixed.copy_engine_problem() is None
-
-    @pytest.mark.parametrize(("tensor", "words"), [
-        (lambda: zeros(H, 2 * I, dtype=torch.bfloat16), "is bfloat16; needed: float32"),
-        (lambda: zeros(2 * I, H), "has shape (128, 32); needed: (32, 128)"),
-        (lambda: zeros(2 * I).as_strided([H, 2 * I], [0, 1]), "under which its elements overlap"),
-    ], ids=("dtype", "shape", "expanded"))  # fmt: skip
-    def test_for_every_engine(self, tensor, words):
-        ups, downs = fitting()
-        ups[1] = tensor()
-        assert_says(problem(per_expert(ups, downs)), "expert 1's up-projection", words)
-
-    def test_another_device(self):
-        found = per_expert(*fitting()).problem(2 * I, H, I, "cuda:0")
-        words = "expert 0's up-projection is on cpu, and gradients are computed on cuda:0"
-        assert found == f"the gradient memory of {words}"
+        assert mixed.copy_engine_problem() is None
 
     @pytest.mark.parametrize(("tensor", "words"), [
         (lambda: zeros(I, 2 * H)[:, ::2], "needed: 1 in one axis of its matrices"),
@@ -86,15 +66,15 @@ class TestProblem:
     def test_for_the_copy_engine(self, tensor, words):
         ups, downs = fitting()
         downs[2] = tensor()
-        targets = per_expert(ups, downs)
-        assert problem(targets) is None, "the reference engine adds there"
-        assert_says(targets.copy_engine_problem(), "expert 2's down-projection", words)
+        assert_says(
+            per_expert(ups, downs).copy_engine_problem(), "expert 2's down-projection", words
+        )
 
     def test_a_stacked_tensor_is_named_as_one(self):
-        wrong = WeightTarget.stacked(zeros(E, H, 2 * I, dtype=torch.float16), E, ERNIE)
-        down = WeightTarget.stacked(zeros(E, I, H), E, ERNIE)
-        words = "the gradient memory of the up-projections is float16"
-        assert problem(ParameterTargets(wrong, down)).startswith(words)
+        wrong = GradientPlaces.stacked(zeros(E, H, 4 * I)[:, :, ::2], E, ERNIE)
+        down = GradientPlaces.stacked(zeros(E, I, H), E, ERNIE)
+        words = "the gradient memory of the up-projections has strides"
+        assert GradientTargets(wrong, down).copy_engine_problem().startswith(words)
 
     def test_overlap(self):
         buffer = zeros(2 * H * 2 * I)
@@ -156,11 +136,9 @@ class TestReference:
             tensors, memory, stacked = arranged(kind, shape, experts)
             memories += memory
             given = (tensors[0], experts) if stacked else (tensors,)
-            make = WeightTarget.stacked if stacked else WeightTarget.per_expert
+            make = GradientPlaces.stacked if stacked else GradientPlaces.per_expert
             weights.append(make(*given, layout))
-        targets = ParameterTargets(*weights)
-        (n1, hidden), (_, inner) = shapes
-        assert targets.problem(n1, hidden, inner, "cpu") is None
+        targets = GradientTargets(*weights)
         for memory in memories:
             memory.add_(torch.full_like(memory, 0.25))
         before = [memory.clone() for memory in memories]
@@ -183,13 +161,11 @@ class TestReference:
         setup = set_up(make_problem())
         sums = setup.accumulators()
         experts, n1, hidden = (int(n) for n in sums.dw1.shape)
-        inner = int(sums.dw2.shape[2])
         ups = [zeros(hidden, n1) if e else None for e in range(experts)]
         targets = per_expert(ups, [None] * experts)
         step(setup, sums)
         step(setup, targets)
         assert targets.sums("dw2") is None and next(iter(targets.named())) == "dw1[1]"
-        assert targets.problem(n1, hidden, inner, "cpu") is None
         found = numpy(targets.sums("dw1"))
         assert (found[1:] == numpy(sums.dw1)[1:]).all() and not found[0].any()
 
@@ -198,9 +174,9 @@ class TestReference:
         sums = setup.accumulators()
         experts, n1, hidden = (int(n) for n in sums.dw1.shape)
         inner = int(sums.dw2.shape[2])
-        targets = ParameterTargets(
-            WeightTarget.stacked(zeros(experts, hidden, n1), experts, ERNIE),
-            WeightTarget.per_expert([zeros(inner, hidden) for _ in range(experts)], ERNIE),
+        targets = GradientTargets(
+            GradientPlaces.stacked(zeros(experts, hidden, n1), experts, ERNIE),
+            GradientPlaces.per_expert([zeros(inner, hidden) for _ in range(experts)], ERNIE),
         )
         seen = {"native": {}, "parameters": {}}
 
@@ -219,9 +195,3 @@ class TestReference:
         for name in ("dw1", "dw2"):
             assert (seen["native"][name] == seen["parameters"][name]).all()
             assert (numpy(targets.sums(name)) == 2 * seen["native"][name]).all()
-
-
-def test_an_engine_of_accumulators_refuses_parameters():
-    words = "gradient targets are ParameterTargets; this engine adds to a NativeBuffer"
-    with pytest.raises(ConfigError, match=words):
-        native_buffer(per_expert(*fitting()))

@@ -15,7 +15,7 @@ from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.interface import FreshTargets
+from sonicmoe.engine.interface import GradientMode, GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
@@ -39,7 +39,7 @@ def on(launches, monkeypatch):
     add = Bf16Engine.backward_dw
 
     def noted(self, pending, given):
-        targets.append(type(given).__name__)
+        targets.append(given.mode)
         add(self, pending, given)
 
     monkeypatch.setattr(Bf16Engine, "backward_dw", noted)
@@ -96,7 +96,7 @@ def test_functional_writes_gradients(on, layout, bias):
         return [t if t is None else t.grad for t in (x, probs, *own)]
 
     found, targets = on(Bf16Engine(), step)
-    assert targets == ["FreshTargets"]
+    assert targets == [GradientMode.FRESH]
     assert_close(found, on(ReferenceEngine(), step)[0])
     dw1 = layout.native_w1(found[2])
     assert not dw1[1].any() and not found[3][1].any()
@@ -106,7 +106,7 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     """With `retain_graph` z stays for the next one, which gives the same bits. Else it is free when
     memory for dw2 is taken, although autograd holds it.
     """
-    shared, free, dgated, take_down = [], [], HopperGemms.dgated, FreshTargets.take_down
+    shared, free, dgated, take_down = [], [], HopperGemms.dgated, GradientTargets.take_down
 
     def noted(self, *arguments):
         given = inspect.signature(dgated).bind(self, *arguments).arguments
@@ -118,7 +118,7 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
         free[-1] = free[-1].nbytes() == 0
         take_down(targets)
 
-    monkeypatch.setattr(FreshTargets, "take_down", taken)
+    monkeypatch.setattr(GradientTargets, "take_down", taken)
     monkeypatch.setattr(HopperGemms, "dgated", noted)
 
     def step():
@@ -206,8 +206,8 @@ def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
                           for part in (weights[:half], weights[half:]))]  # fmt: skip
 
     found, targets = on(Bf16Engine(), step)
-    first = "ParameterTargets" if main_grad == "filled" else "FreshTargets"
-    assert targets == [first, "ParameterTargets"]
+    first = GradientMode.MAIN_GRAD if main_grad == "filled" else GradientMode.FRESH
+    assert targets == [first, GradientMode.MAIN_GRAD]
     assert_close(found, on(ReferenceEngine(), step)[0])
 
 

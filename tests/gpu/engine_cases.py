@@ -20,7 +20,7 @@ from gpu.activation_cases import OWN, gain_of, gated
 from gpu.device import DEVICE, raw
 from public_models import EXPERT_SIZES
 
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings, GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import default_cache
@@ -132,7 +132,7 @@ class Case:
         """Zeros for the gradients of the weights."""
         w1, w2, b1, _ = self.weights
         sizes = (*(int(size) for size in w1.shape), int(w2.shape[2]))
-        return NativeBuffer.zeros(*sizes, b1 is not None, DEVICE)
+        return GradientTargets.zeros(*sizes, b1 is not None, DEVICE)
 
 
 def make_case(

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from gpu.device import captured, fill_free_memory, raw
 
-from sonicmoe.engine.interface import EngineSettings, ParameterTargets, WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
 from sonicmoe.layouts import WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
@@ -31,15 +32,17 @@ def ids(value):
 
 
 class Memory:
-    """sizes: E, N1, H, I. arrangement: a method below. kind: of the targets."""
+    """sizes: E, N1, H, I. arrangement: a method below. mode: of the targets."""
 
-    def __init__(self, sizes, layout, arrangement, dtype=torch.float32, kind=ParameterTargets):
+    def __init__(
+        self, sizes, layout, arrangement, dtype=torch.float32, mode=GradientMode.MAIN_GRAD
+    ):
         experts, n1, hidden, inner = sizes
         self.layout, self.allocations, self.dtype = layout, [], dtype
         self.native = (n1, hidden, inner)
         matrices = ((n1, hidden), (hidden, inner))
         matrices = [size[::-1] if layout.transposed else size for size in matrices]
-        self.targets = kind(*getattr(self, arrangement)(matrices, experts))
+        self.targets = GradientTargets(*getattr(self, arrangement)(matrices, experts), mode)
         self.wanted = [memory.clone() for memory in self.allocations]
 
     def allocate(self, *shape):
@@ -51,13 +54,13 @@ class Memory:
     def each(self, sizes, experts, make):
         """Of matrices that are made one by one."""
         return [
-            WeightTarget.per_expert([make(m, n) for _ in range(experts)], self.layout)
+            GradientPlaces.per_expert([make(m, n) for _ in range(experts)], self.layout)
             for m, n in sizes
         ]
 
     def together(self, sizes, experts, make):
         """Of one tensor for each projection."""
-        return [WeightTarget.stacked(make(m, n), experts, self.layout) for m, n in sizes]
+        return [GradientPlaces.stacked(make(m, n), experts, self.layout) for m, n in sizes]
 
     # ---- a tensor for every expert ----
 
@@ -71,7 +74,7 @@ class Memory:
         buffer, targets, start = self.allocate(experts, width), [], 0
         for m, n in sizes:
             parts = [row[start : start + m * n].view(m, n) for row in buffer]
-            targets.append(WeightTarget.per_expert(parts, self.layout))
+            targets.append(GradientPlaces.per_expert(parts, self.layout))
             start += m * n + 8
         return targets
 
@@ -83,7 +86,7 @@ class Memory:
         """As `own`, but for parameters of every third expert."""
         up, down = self.own(sizes, experts)
         kept = [[t if e % 3 else None for e, t in enumerate(w.tensors)] for w in (up, down)]
-        return [WeightTarget.per_expert(tensors, self.layout) for tensors in kept]
+        return [GradientPlaces.per_expert(tensors, self.layout) for tensors in kept]
 
     # ---- one tensor of all experts ----
 
@@ -169,10 +172,10 @@ class Memory:
         self.check()
 
 
-def memory_of(case, layout, arrangement, dtype=torch.float32, kind=ParameterTargets):
+def memory_of(case, layout, arrangement, dtype=torch.float32, mode=GradientMode.MAIN_GRAD):
     """For the weights of a case."""
     sizes = (*case.weights[0].shape, int(case.weights[1].shape[2]))
-    return Memory(sizes, layout, arrangement, dtype, kind)
+    return Memory(sizes, layout, arrangement, dtype, mode)
 
 
 def pending_of(case, engine, settings=None):
@@ -194,7 +197,6 @@ def accumulated(case, engine, pending):
 def check_addition(case, memory, engine, settings=None):
     """One backward adds what accumulating and flushing would, in memory that held NaN."""
     pending = pending_of(case, engine, settings)
-    assert memory.targets.problem(*memory.native, "cuda:0") is None
     assert engine.problem_of(memory.targets, pending.settings) is None
     gradients = accumulated(case, engine, pending)
     fill_free_memory(0xFF)
@@ -208,9 +210,9 @@ def check_frozen_projections(case, memory, engine, settings=None):
     for frozen in (("up",), ("down",), ("up", "down")):
         pending = pending_of(case, engine, settings)
         dw1, dw2 = accumulated(case, engine, pending)
-        nothing = WeightTarget.stacked(None, len(dw1), memory.layout)
+        nothing = GradientPlaces.stacked(None, len(dw1), memory.layout)
         wanted = {name: getattr(memory.targets, name) for name in ("up", "down")}
-        targets = ParameterTargets(**wanted | dict.fromkeys(frozen, nothing))
+        targets = GradientTargets(**wanted | dict.fromkeys(frozen, nothing))
         assert engine.problem_of(targets, pending.settings) is None
         engine.backward_dw(pending, targets)
         assert pending.x is None

@@ -36,7 +36,7 @@ from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings, FreshTargets
+from sonicmoe.engine.interface import EngineSettings, GradientMode
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
@@ -160,7 +160,7 @@ def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, 
 def test_written_gradients(layout, dtype):
     """The sums rounded once; zeros for the expert without tokens."""
     case = case_of(SHAPES[0], bias=True)
-    memory = memory_of(case, layout, "stacked", dtype, FreshTargets)
+    memory = memory_of(case, layout, "stacked", dtype, GradientMode.FRESH)
     biases = tuple(torch.full_like(b, float("nan"), dtype=dtype) for b in case.weights[2:])
     _, _, pending = pending_in(case, layout)
     sums = case.accumulators()

@@ -12,13 +12,15 @@ from pairwise import pairwise
 from torch import nn
 
 from sonicmoe import layouts
-from sonicmoe.engine.interface import NativeBuffer
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.interface import GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType, FlushMode
-from sonicmoe.gradients import destinations
+from sonicmoe.gradients.flush import flush_table
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
+from sonicmoe.layouts import WeightLayout
 from sonicmoe.weights.parameters import PerExpertParameters
 from sonicmoe.weights.stacked import FusedParameters
 
@@ -96,9 +98,9 @@ def test_past_two_to_the_31_elements(kernel, flush_gradients):
         torch.ones((experts, hidden, n1), device="cuda"),
         torch.zeros((experts, 4, hidden), device="cuda"),
     )
-    table = destinations.destination_table(
-        [destinations.Destination(t, t, False) for t in (target, small)], experts, kernel
-    )
+    layout = WeightLayout(transposed=True, split_half=True)
+    into = GradientTargets(*(GradientPlaces.stacked(t, experts, layout) for t in (target, small)))
+    table = flush_table(kernel, into, [False, False])
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for expert, gradient in want.items():
         assert torch.equal(target[expert], 1 + gradient), expert
@@ -124,7 +126,7 @@ def bind(source, kind):
 
 
 def fill(weights, seed):
-    """One more backward; the gradients that it left are `NativeBuffer` of the result."""
+    """One more backward; the gradients that it left are `GradientTargets` of the result."""
     source = weights._layer.parameters()
     trained = [weight.requires_grad for weight in source]
     batch = weights.open(ReferenceEngine(), None, source, trained, torch.zeros(1, device="cuda"))
@@ -149,7 +151,7 @@ def test_graph_and_no_sync(make):
         before = [weight.main_grad.clone() for weight in source.parameters()]
         fill(weights, 1)
         graph, _ = captured(weights.flush)
-    held = NativeBuffer(*(tensor.clone() for tensor in weights.held().values()))
+    held = GradientTargets.native(*(tensor.clone() for tensor in weights.held().values()))
     graph.replay()
     graph.replay()  # the accumulators are zero by now
     wanted = {weight: gradient for weight, gradient, _ in source.user_gradients(held)}

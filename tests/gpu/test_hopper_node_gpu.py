@@ -17,7 +17,7 @@ from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional import plan as call_plan
-from sonicmoe.gradients import destinations
+from sonicmoe.gradients import flush
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.kernels.sm90 import engine_sources
@@ -244,7 +244,7 @@ def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
         return load(source, *arguments)
 
     monkeypatch.setattr(CudaSource, "load", remember)
-    for remembered in (passes_on, gpu._kernels, backends._choose, destinations._kernel_on):
+    for remembered in (passes_on, gpu._kernels, backends._choose, flush._kernel_on):
         remembered.cache_clear()
     results = whole_step(layer(), *batches_of(700))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)

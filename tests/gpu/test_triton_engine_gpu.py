@@ -41,7 +41,7 @@ from triton.compiler.compiler import CompiledKernel
 
 from sonicmoe.engine import triton as triton_engine
 from sonicmoe.engine.gpu import gpu_of
-from sonicmoe.engine.interface import EngineSettings, FreshTargets
+from sonicmoe.engine.interface import EngineSettings, GradientMode
 from sonicmoe.engine.triton import TritonEngine, index_of
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import no_compile, triton_kernel
@@ -123,7 +123,7 @@ def test_main_grad_of_every_layout(layout, arrangement):
 def test_gradients_are_written_where_autograd_accumulates(layout, arrangement, dtype):
     """Zeros for the expert without tokens, and one rounding."""
     case = make_case(700)
-    memory, wanted = memory_of(case, layout, arrangement, dtype, FreshTargets), run(case)
+    memory, wanted = memory_of(case, layout, arrangement, dtype, GradientMode.FRESH), run(case)
     OURS.backward_dw(pending_of(case, OURS), memory.targets)
     memory.take(wanted["dw1"].to(dtype), wanted["dw2"].to(dtype), over=True)
 

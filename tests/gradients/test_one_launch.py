@@ -18,7 +18,7 @@ from weights.weight_sources import (
     weight_arrays,
 )
 
-from sonicmoe.gradients import destinations
+from sonicmoe.gradients import flush
 from sonicmoe.weights.parameters import PerExpertParameters
 
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
@@ -27,7 +27,7 @@ each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch):
     launch = FlushByAddress()
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: launch)
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: launch)
     return launch
 
 
@@ -56,7 +56,7 @@ def test_the_same_bits_as_plain_operations(make, dtype, times, monkeypatch):
         return [numpy(weight.grad) for weight in source.parameters()]
 
     ours = grads()
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: None)
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: None)
     for got, want in zip(ours, grads(), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -140,16 +140,16 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
     source = make(*weight_arrays())
     plain.bind_main_grads(source, None)
     weights, dw1, _ = filled(source)
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: Refuses())
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: Refuses())
     with pytest.raises(RuntimeError, match="no launch"):
         weights.flush()
     assert weights.waiting
     assert all(weight.main_grad is None for weight in source.parameters())
-    monkeypatch.setattr(destinations, "kernel_for", lambda accumulator: FlushByAddress())
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: FlushByAddress())
     weights.flush()
     np.testing.assert_array_equal(plain.gradients_of(source, "main_grad")[0], dw1)
 
 
 def test_a_host_accumulator_has_no_kernel(monkeypatch):
     monkeypatch.undo()
-    assert destinations.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None
+    assert flush.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None

@@ -321,7 +321,7 @@ def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
 
 def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:
     """Python asks for each by the name of its dtype, and knows no number."""
-    from sonicmoe.gradients.destinations import ITEM_BYTES
+    from sonicmoe.gradients.flush import ITEM_BYTES
     from sonicmoe.interop import dtype_name
 
     module = flush_source("sm_90a").load(artefacts)

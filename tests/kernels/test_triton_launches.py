@@ -58,7 +58,7 @@ def test_a_launch_is_what_was_compiled_ahead():
         # A view off any alignment, as routing metadata may come.
         prob = tensor(rows + 1, dtype=torch.float32)[1:]
         partials = tensor(own.dprob_tiles, rows, dtype=torch.float32)
-        place = launches.native_place("wgrad_up", own, dw1)
+        place = launches.native_output("wgrad_up", own, dw1)
         moved = place._replace(stride_expert=4, stride_part=8, pitch=12, adds=False)
         table = place._replace(addresses=tensor(experts, dtype=torch.int64))
         wgrad = {"gradient": "float32", "step_m": 0}

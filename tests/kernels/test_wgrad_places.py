@@ -14,7 +14,7 @@ from kernels.host_cuda import cuda_include
 from kernels.needs import HOST_COMPILER
 from worlds import ROOT
 
-from sonicmoe.engine.gradient_memory import WeightTarget
+from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = HOST_COMPILER
@@ -73,7 +73,7 @@ def test_every_element_once(walk, dtype, split_half, transposed, permuted, size)
         memory = torch.zeros(lead, rows + 2, columns + 8, dtype=dtype)
         stacked = memory[:EXPERTS, :rows, :columns]
         stacked = stacked.transpose(1, 2) if permuted else stacked
-        target = WeightTarget.stacked(stacked, EXPERTS, layout)
+        target = GradientPlaces.stacked(stacked, EXPERTS, layout)
         count, left, right = walked(walk, target, split, (0, 2))
 
         def as_destination(flat, like=stacked):

@@ -29,8 +29,7 @@ from engine.plain_layer import run as run_on  # noqa: E402
 from sonicmoe.engine import triton as triton_engine  # noqa: E402
 from sonicmoe.engine.gpu import Gpu  # noqa: E402
 from sonicmoe.engine.interface import (  # noqa: E402
-    FreshTargets,
-    ParameterTargets,
+    GradientMode,
 )
 from sonicmoe.engine.triton import TritonEngine  # noqa: E402
 from sonicmoe.enums import ActivationType  # noqa: E402
@@ -113,30 +112,30 @@ def targets() -> int:
     for number in range(8):
         layout = WeightLayout(transposed=bool(number & 1), split_half=bool(number & 2))
         stacked = bool(number & 4)
-        for kind, dtype in (
-            (ParameterTargets, torch.float32),
-            (FreshTargets, BF16 if stacked else torch.float32),
+        for mode, dtype in (
+            (GradientMode.MAIN_GRAD, torch.float32),
+            (GradientMode.FRESH, BF16 if stacked else torch.float32),
         ):
-            found = targets_of(layout, kind, stacked, dtype)
-            if kind is ParameterTargets:
+            found = targets_of(layout, mode, stacked, dtype)
+            if mode is GradientMode.MAIN_GRAD:
                 assert OURS.problem_of(found, case.settings) is None
             OURS.backward_dw(replace(pending), found)  # which releases the copy's operands
             for name in ("dw1", "dw2"):
-                sums = wanted[name] + (1.0 if kind is ParameterTargets else 0.0)
+                sums = wanted[name] + (1.0 if mode is GradientMode.MAIN_GRAD else 0.0)
                 assert torch.equal(found.sums(name), sums.to(dtype)), (layout, stacked, name)
             checked += 1
     layout = WeightLayout(split_half=True, apart=True)
-    found = targets_of(layout, FreshTargets, True, BF16)
+    found = targets_of(layout, GradientMode.FRESH, True, BF16)
     OURS.backward_dw(replace(pending), found)
     for name in ("dw1", "dw2"):
         assert torch.equal(found.sums(name), wanted[name].to(BF16)), (layout, name)
     return checked + 1
 
 
-def targets_of(layout, kind, stacked, dtype):
+def targets_of(layout, mode, stacked, dtype):
     """Memory that holds ones where it is added to, and NaN where it is written."""
-    fill = 1.0 if kind is ParameterTargets else float("nan")
-    options = {"stacked": stacked, "fill": fill, "kind": kind, "dtype": dtype}
+    fill = 1.0 if mode is GradientMode.MAIN_GRAD else float("nan")
+    options = {"stacked": stacked, "fill": fill, "mode": mode, "dtype": dtype}
     return parameter_targets((E, 2 * I, H, I), layout, **options)
 
 
@@ -153,7 +152,7 @@ def no_rows() -> int:
     case.indices.fill_(-1)
     got = run(case)
     assert all(bool((tensor == 0).all()) for tensor in got.values())
-    written = targets_of(WeightLayout(), FreshTargets, True, torch.float32)
+    written = targets_of(WeightLayout(), GradientMode.FRESH, True, torch.float32)
     run(case, targets=written)
     assert all(bool((tensor == 0).all()) for tensor in written.tensors())
     return 2

@@ -19,10 +19,9 @@ from node.node_harness import (
 )
 from pairwise import pairwise
 
-from sonicmoe.engine import targets as engine_targets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from sonicmoe.gradients import places, sink
+from sonicmoe.gradients import flush, places, sink
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 
@@ -51,8 +50,8 @@ class TestDirect:
     @each_arrangement
     def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
         layer, asked = Layer(arrangement=arrangement), []
-        misfit = engine_targets.misfit
-        monkeypatch.setattr(engine_targets, "misfit", lambda *of: asked.append(1) or misfit(*of))
+        check = flush._check_main_grad
+        monkeypatch.setattr(flush, "_check_main_grad", lambda *of: asked.append(1) or check(*of))
         held = layer.set_main_grad(0.0)
         layer.run()
         first = len(asked)
@@ -74,6 +73,12 @@ class TestDirect:
         layer.node.step()
 
 
+def freed(_, held):
+    made = held.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
 LAST_WEIGHT = {
     "per_expert": r"experts\[3\].down_proj.weight",
     "fused": "weight2",
@@ -92,6 +97,9 @@ WRONG = {
 }
 if not IS_PADDLE:
     WRONG["device"] = DeviceError, ".main_grad is on meta", lambda _, held: held.to("meta")
+    words = r".main_grad has strides \(.*\), under which its elements overlap"
+    WRONG["overlap"] = LayoutError, words, lambda _, held: held[..., :1].expand_as(held)
+    WRONG["freed"] = LayoutError, ".main_grad has no memory: it was freed", freed
 
 
 class TestWhatDecides:

@@ -20,7 +20,7 @@ from node.node_harness import (
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
-from sonicmoe.engine.interface import FreshTargets
+from sonicmoe.engine.interface import GradientMode
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ep import LocalDispatcher
 
@@ -153,7 +153,7 @@ class TestMemory:
         """Autograd takes the memory of each projection as it is: every `.grad` is a part of it."""
 
         def write(engine, pending, targets):
-            if isinstance(targets, FreshTargets):
+            if targets.mode is GradientMode.FRESH:
                 for memory in targets.tensors():
                     memory.zero_()
             add(engine, pending, targets)

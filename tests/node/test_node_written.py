@@ -24,8 +24,8 @@ from node.node_harness import (
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.interface import GradientMode
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.targets import FreshTargets
 from sonicmoe.errors import ConfigError
 from sonicmoe.gradients import sink
 from sonicmoe.node import questions
@@ -46,7 +46,7 @@ def engine(monkeypatch):
     adds, written = ReferenceEngine.backward_dw, []
 
     def writes(self, pending, targets):
-        if isinstance(targets, FreshTargets):
+        if targets.mode is GradientMode.FRESH:
             written.append(targets)
             for tensor in targets.tensors():
                 tensor.zero_()

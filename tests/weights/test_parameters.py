@@ -14,12 +14,10 @@ from weights.weight_sources import (
     SOURCES,
     SWIGLU,
     expert_modules,
-    filled,
-    per_expert_source,
     weight_arrays,
 )
 
-from sonicmoe.engine.interface import EngineSettings, NativeBuffer
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import DTypeError, LayoutError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
@@ -83,19 +81,6 @@ class TestSources:
         np.testing.assert_array_equal(numpy(w1), rounded[0].transpose(0, 2, 1)[:, order])
         np.testing.assert_array_equal(numpy(w2), rounded[1].transpose(0, 2, 1))
         assert str(w1.dtype).endswith(dtype)
-
-    @each_source
-    def test_user_gradients_have_the_layout_of_their_parameter(self, make):
-        source = make(*weight_arrays())
-        weights, dw1, dw2 = filled(source)
-        made = list(source.user_gradients(NativeBuffer(**weights.held())))
-        parameters = source.parameters()
-        assert [id(weight) for weight, _, _ in made] == [id(weight) for weight in parameters]
-        assert [tuple(g.shape) for _, g, _ in made] == [tuple(w.shape) for w in parameters]
-        ordered = [numpy(gradient) for _, gradient, _ in made]
-        expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
-        for got, want in zip(ordered, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
 
     def test_none_entries_are_other_ranks_experts(self):
         up_gate, down = weight_arrays()

@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     num_experts: int
 
 
-class Place(NamedTuple):
+class GradientOutput(NamedTuple):
     """Where a weight gradient `[E, part, m, n]` lies, in elements.
 
     tensor: all of it, or, where `addresses` int64 `[E]` says where each matrix begins, any of them.
@@ -151,13 +151,13 @@ class Calls:
         arguments = (*tensors, of.num_experts, of.num_rows)
         return self._gemm("dgated", arguments, constants, width, of)
 
-    def wgrad_up(self, x: Any, dz: Any, place: Place, of: Rows) -> Call:
+    def wgrad_up(self, x: Any, dz: Any, place: GradientOutput, of: Rows) -> Call:
         """x `[T, H]`, dz `[R, parts, I]` -> dw1 `[E, parts, I, H]`, in any layout."""
         sizes = {"HEIGHT": self.shape.intermediate, "WIDTH": self.shape.hidden}
         constants = {**sizes, "PARTS": self.shape.parts, "LEFT_GATHERED": False}
         return self._wgrad("wgrad_up", dz, x, place, of, constants)
 
-    def wgrad_down(self, dout: Any, y1s: Any, place: Place, of: Rows) -> Call:
+    def wgrad_down(self, dout: Any, y1s: Any, place: GradientOutput, of: Rows) -> Call:
         """dout `[T, H]`, y1s `[R, I]` -> dw2 `[E, 1, H, I]`, in any layout."""
         sizes = {"HEIGHT": self.shape.hidden, "WIDTH": self.shape.intermediate}
         constants = {**sizes, "PARTS": 1, "LEFT_GATHERED": True}
@@ -211,7 +211,13 @@ class Calls:
         return {"KIND": kind.value, "P0": first, "P1": second, "GATED": is_glu(kind)}
 
     def _wgrad(
-        self, product: str, left: Any, right: Any, place: Place, of: Rows, constants: dict[str, Any]
+        self,
+        product: str,
+        left: Any,
+        right: Any,
+        place: GradientOutput,
+        of: Rows,
+        constants: dict[str, Any],
     ) -> Call:
         tiling = self.tiling(product)
         tabled = place.addresses is not None
@@ -305,7 +311,7 @@ def ahead(
 ) -> Any:
     """The compile of one kernel: what `variants.variant` names.
 
-    choices: `store_z`, `store_y1` of up; `gradient` (a dtype by name) and `step_m` (of `Place`) of
+    choices: `store_z`, `store_y1` of up; `gradient` (a dtype by name) and `step_m` (of `GradientOutput`) of
     wgrad; `gathered` of column_sums.
     """
     kind = ActivationType(activation)
@@ -325,19 +331,19 @@ def _mock_up(made: Calls, row: Any, bias: Any, store_z: bool, store_y1: bool) ->
 
 def _mock_wgrad(product: str) -> Callable[..., Call]:
     def mock(made: Calls, row: Any, bias: Any, gradient: str, step_m: int) -> Call:
-        place = native_place(product, made, _GRADIENTS[gradient])._replace(step_m=step_m)
+        place = native_output(product, made, _GRADIENTS[gradient])._replace(step_m=step_m)
         call: Call = getattr(made, product)(row, row, place, _OF)
         return call
 
     return mock
 
 
-def native_place(product: str, made: Calls, tensor: Any) -> Place:
-    """The place of an accumulator in the native layout: `[E, N1, H]` or `[E, H, I]`."""
+def native_output(product: str, made: Calls, tensor: Any) -> GradientOutput:
+    """The memory of an accumulator in the native layout: `[E, N1, H]` or `[E, H, I]`."""
     shape, turns = made.shape, made.shape.parts if product == "wgrad_up" else 1
     sizes = shape.hidden, shape.intermediate
     width, height = sizes if product == "wgrad_up" else sizes[::-1]
-    return Place(tensor, turns * height * width, width, turns * width, 0)
+    return GradientOutput(tensor, turns * height * width, width, turns * width, 0)
 
 
 _MOCKED: dict[str, Callable[..., Call]] = {

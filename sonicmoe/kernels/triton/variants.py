@@ -95,7 +95,7 @@ def gemm_variants(shape: ExpertShape, *, recompute_z: bool = False) -> Iterator[
 
 def wgrad_layouts(shape: ExpertShape) -> Iterator[tuple[str, int]]:
     """The weight gradients, each in every way its columns or rows can be contiguous: see
-    `launches.Place`.
+    `launches.GradientOutput`.
     """
     yield from (("wgrad_down", 0), ("wgrad_down", 1), ("wgrad_up", 0), ("wgrad_up", 1))
     if is_glu(shape.activation):

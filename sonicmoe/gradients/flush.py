@@ -7,15 +7,15 @@ Both give the same bits: sums are formed in fp32 and rounded once to the destina
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.interface import NativeBuffer
+from ..engine.gradient_places import extent_of, first_overlap, overlaps_itself
+from ..engine.settings import GradientMode
+from ..engine.targets import GradientTargets
 from ..errors import LayoutError, ShapeError
 from ..interop import (
     IS_PADDLE,
@@ -24,28 +24,26 @@ from ..interop import (
     device_name,
     dtype_name,
     is_cuda,
-    numel,
     plain_ops,
     require_same_device,
     same_device,
 )
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
-from ..layouts import WeightLayout
 from ..refusals import need_dtype
 from ..routing.backends import arch_of
 from ..weights.parameters import ExpertParameters
 from .places import into_parameters, own_writes
 
 Tensor = torch.Tensor
-ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+FLUSHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernel's destinations
 
 
 def flush_native(
     layer: ExpertParameters,
     parameters: Sequence[Tensor],
     trained: Sequence[bool],
-    native: NativeBuffer,
+    native: GradientTargets,
     *,
     through_autograd: bool,
     over: Sequence[Tensor] = (),
@@ -58,74 +56,116 @@ def flush_native(
     over: each `main_grad` whose contents the gradients take the place of.
     """
     # Before the first addition, so that a flush that raises may be repeated and adds nothing twice.
-    check_main_grads(layer, parameters, trained, native.dw1)
-    order = into_parameters(device_name(native.dw1))
+    check_main_grads(layer, parameters, trained, native.anchor)
+    order = into_parameters(device_name(native.anchor))
     with plain_ops():
-        # Finding the kernel may compile and raise, so it comes before the first addition. The
-        # kernel knows one layout for both projections.
-        kernel = kernel_for(native.dw1) if layer.keeps_layout(parameters) else None
+        # Finding the kernel may compile and raise, so it comes before the first addition.
+        kernel = kernel_for(native.anchor) if _is_one_launch(layer, parameters) else None
         found = None
         if kernel is not None:
-            found = destinations_of(parameters, trained, native, through_autograd)
-        order.enter(native.dw1)
+            found = _destinations_of(parameters, trained, native.anchor, through_autograd)
+        order.enter(native.anchor)
         try:
             with own_writes(parameters):
                 for memory in over:
                     memory.zero_()
                 if kernel is not None and found is not None:
-                    return launch_flush(kernel, found, layer.layout, native)
-                gradients = layer.user_gradients(native, parameters)
+                    return launch_flush(kernel, found, layer, native)
                 if through_autograd:
-                    return _return_or_add(parameters, trained, gradients)
-                return _add_one_by_one(trained, gradients)
+                    return _return_or_add(layer, parameters, trained, native)
+                return _add_one_by_one(layer, parameters, trained, native)
         finally:
             order.leave()
 
 
+# ---- plain operations ----
+
+
+def _sums_of(
+    layer: ExpertParameters, parameters: Sequence[Tensor], native: GradientTargets
+) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
+    """Of each parameter: itself, the part of `native` that is its gradient, and the map into the
+    layout in which its gradient leaves. The map may return its argument, or a view of it.
+    """
+    sums = native.tensors()
+    if layer.are_separate:
+        sums = tuple(stack[expert] for stack in sums for expert in range(int(stack.shape[0])))
+    behind = len(parameters) // 2 if layer.are_separate else 1  # the first down-projection
+    for index, (parameter, part) in enumerate(zip(parameters, sums, strict=True)):
+        layout = layer.destined(index, parameter)
+        if layer.has_biases and index >= 2:
+            # A bias has no orientation, and b2 no halves.
+            yield parameter, part, layout.user_b1 if index == 2 else _as_it_is
+        else:
+            yield parameter, part, layout.user_w1 if index < behind else layout.user_w2
+
+
+def _as_it_is(sums: Tensor) -> Tensor:
+    return sums
+
+
+def _apart_from(sums: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in memory of its own: the accumulators go on, or are larger than it is."""
+    return gradient.clone() if data_ptr(gradient) == data_ptr(sums) else gradient
+
+
 def _add_one_by_one(
-    trained: Sequence[bool], gradients: Iterator[tuple[Tensor, Tensor, Tensor]]
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    native: GradientTargets,
 ) -> list[Tensor | None]:
     """The flush by plain operations. It serves what one launch cannot: hosts, destinations that
     overlap or are strided, and experts that share a parameter, whose gradients are summed one after
     the other.
     """
-    for wanted, (parameter, gradient, accumulator) in zip(trained, gradients, strict=True):
-        # `user_gradients` yields fresh tensors, so a `main_grad` that is bound to one shares no
-        # memory with the accumulator that is zeroed next.
-        if wanted and not add_to_main_grad(parameter, gradient):
-            add_to_grad(parameter, gradient)
+    every = _sums_of(layer, parameters, native)
+    for wanted, (parameter, sums, to_user) in zip(trained, every, strict=True):
+        if wanted:
+            gradient = _apart_from(sums, to_user(sums))
+            if not add_to_main_grad(parameter, gradient):
+                add_to_grad(parameter, gradient)
         # At once: if memory ends at a later parameter, a second flush goes on there and adds
         # nothing twice. The kernel zeroes while it reads.
-        accumulator.zero_()
+        sums.zero_()
     return [None] * len(trained)
 
 
 def _return_or_add(
+    layer: ExpertParameters,
     parameters: Sequence[Tensor],
     trained: Sequence[bool],
-    gradients: Iterator[tuple[Tensor, Tensor, Tensor]],
+    native: GradientTargets,
 ) -> list[Tensor | None]:
-    """The same from inside a backward, whose `native` is dropped afterwards."""
+    """What `_add_one_by_one` does, from inside a backward, whose `native` is dropped afterwards."""
     # A backward that runs out of memory must have handed over nothing, so all memory is taken
     # before the first addition.
-    is_shared = len(set(map(id, parameters))) < len(parameters)
     added: list[tuple[Tensor, Tensor]] = []
-    sums: dict[int, Tensor] = {}
-    for wanted, (parameter, gradient, _) in zip(trained, gradients, strict=True):
-        if wanted and hasattr(parameter, "main_grad"):
-            added.append((parameter, gradient))
-        elif wanted:
-            earlier = sums.get(id(parameter))
-            total = gradient if earlier is None else earlier + gradient
-            # Rounded at once where no other expert's gradient is added, to hold half the bytes.
-            sums[id(parameter)] = total if is_shared else total.to(parameter.dtype)
+    returned: list[Tensor | None] = [None] * len(parameters)
     # A shared parameter is an input of the autograd node once per expert; its sum is returned at
     # the first place only.
-    ordered = [(parameter, sums.pop(id(parameter), None)) for parameter in parameters]
-    returned = [None if total is None else total.to(p.dtype) for p, total in ordered]
+    first: dict[int, int] = {}
+    is_shared = len(set(map(id, parameters))) < len(parameters)
+    every = enumerate(_sums_of(layer, parameters, native))
+    for index, (parameter, sums, to_user) in every:
+        if not trained[index]:
+            continue
+        has_main_grad = hasattr(parameter, "main_grad")
+        # Rounded before it is moved where no other expert's gradient is added, to move and to hold
+        # half the bytes.
+        dtype = torch.float32 if has_main_grad or is_shared else parameter.dtype
+        gradient = to_user(sums.to(dtype))
+        gradient = _apart_from(sums, gradient) if layer.are_separate else gradient
+        if has_main_grad:
+            added.append((parameter, gradient))
+            continue
+        place = first.setdefault(id(parameter), index)
+        earlier = returned[place]
+        returned[place] = gradient if earlier is None else earlier + gradient
     for parameter, gradient in added:
         add_to_main_grad(parameter, gradient)
-    return returned
+    pairs = zip(parameters, returned, strict=True)
+    return [None if total is None else total.to(parameter.dtype) for parameter, total in pairs]
 
 
 def check_main_grads(
@@ -164,6 +204,11 @@ def _check_main_grad(
             f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients "
             "would change the weight; needed: memory of its own"
         )
+    if not main_grad.is_contiguous() and overlaps_itself(main_grad):
+        raise LayoutError(
+            f"{name_of(index)}.main_grad has strides {tuple(main_grad.stride())}, under which its "
+            "elements overlap; needed: memory of its own for each element"
+        )
 
 
 def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> bool:
@@ -194,23 +239,25 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.copy_(total)
 
 
-@dataclass(frozen=True, eq=False)
-class Destination:
+# ---- one launch ----
+
+
+class FlushDestination(NamedTuple):
     """The memory that a parameter's gradient goes to.
 
     tensor: the memory, in the parameter's shape.
-    fresh: the memory holds nothing yet, so the gradient is written; otherwise it is added.
+    is_fresh: the memory holds nothing yet, so the gradient is written; otherwise it is added.
     attribute: the attribute of the parameter that fresh memory becomes once it is written; empty
         where autograd gets it instead.
     """
 
     parameter: Tensor
     tensor: Tensor
-    fresh: bool
-    attribute: str = ""
+    is_fresh: bool
+    attribute: str
 
     @classmethod
-    def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> Destination:
+    def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> FlushDestination:
         """`main_grad` of a parameter that has the attribute, else `.grad`, or fresh memory that
         autograd accumulates there. Fresh memory is on `device`, because a parameter that was freed
         has no device to ask.
@@ -224,106 +271,86 @@ class Destination:
         else:
             held = getattr(parameter, attribute)
         if held is not None:
-            return cls(parameter, held, False)
+            return cls(parameter, held, False, attribute)
         made = torch.empty(tuple(parameter.shape), dtype=dtype, device=device)
         return cls(parameter, made, True, attribute)
 
-    @property
-    def returned(self) -> bool:
-        """Whether the gradient is autograd's to accumulate."""
-        return self.fresh and not self.attribute
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """First address, and the one behind the last."""
-        first = data_ptr(self.tensor)
-        return first, first + numel(self.tensor) * ITEM_BYTES[self.tensor.dtype]
-
-
-def destinations_of(
-    parameters: Sequence[Tensor],
-    trained: Sequence[bool],
-    native: NativeBuffer,
-    through_autograd: bool,
-) -> list[Destination | None] | None:
-    """One for each parameter, None for frozen ones, where one launch serves them all; else None:
-    for gradients of biases, and for destinations that are strided, that overlap or that are named
-    twice, which need one addition after the other.
+def _is_one_launch(layer: ExpertParameters, parameters: Sequence[Tensor]) -> bool:
+    """Whether the kernel knows the layouts, of which it takes one for both projections, and no two
+    experts share a parameter: blocks of the kernel run in any order, and two that add to one address
+    would lose an addition.
     """
-    # Experts may share a parameter. Blocks of the kernel run in any order, and two that add to one
-    # address would lose an addition.
-    if native.db1 is not None or len(set(map(id, parameters))) < len(parameters):
-        return None
-    device = native.dw1.device
+    # Of gradients that all are autograd's, one plain operation makes what it takes, and the kernel
+    # would also zero memory that nobody reads again.
+    if layer.is_passed or len(set(map(id, parameters))) < len(parameters):
+        return False
+    return all(layer.destined(*place) == layer.layout for place in enumerate(parameters))
+
+
+def _destinations_of(
+    parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor, through_autograd: bool
+) -> list[FlushDestination | None] | None:
+    """One for each parameter, None for frozen ones; None where the kernel cannot serve them together:
+    where one is strided, of a dtype that it does not know or on another device than `like`, or
+    overlaps another.
+    """
     # Frozen parameters keep their place in the list with None, because the kernel finds an expert
     # by its position.
     found = [
-        Destination.of(parameter, through_autograd, device) if wanted else None
+        FlushDestination.of(parameter, through_autograd, like.device) if wanted else None
         for parameter, wanted in zip(parameters, trained, strict=True)
     ]
-    wanted = [destination for destination in found if destination is not None]
-    return found if _fit_together(wanted, device_name(native.dw1)) else None
+    device, tensors = device_name(like), [each.tensor for each in found if each is not None]
+    for tensor in tensors:
+        is_known = tensor.dtype in FLUSHED_DTYPES and device_name(tensor) == device
+        if not is_known or not tensor.is_contiguous():
+            return None
+    extents = ((*extent_of(tensor), index) for index, tensor in enumerate(tensors))
+    return None if first_overlap(extents) else found
 
 
 def launch_flush(
     kernel: Any,
-    found: list[Destination | None],
-    layout: WeightLayout,
-    native: NativeBuffer,
+    found: Sequence[FlushDestination | None],
+    layer: ExpertParameters,
+    native: GradientTargets,
 ) -> list[Tensor | None]:
     """Flush the native buffer to every destination and zero it, in one launch. Binds fresh memory,
     and returns what autograd is to accumulate.
     """
-    table = destination_table(found, int(native.dw1.shape[0]), kernel)
-    stream = current_stream(native.dw1)
-    kernel.flush_gradients(
-        native.dw1, native.dw2, table, layout.transposed, layout.split_half, stream
+    tensors = [None if destination is None else destination.tensor for destination in found]
+    fresh = [destination is not None and destination.is_fresh for destination in found]
+    # They lie as their parameters do, which is what fresh memory does.
+    table, layout = (
+        flush_table(kernel, layer.targets(tensors, GradientMode.FRESH), fresh),
+        layer.layout,
     )
+    where = layout.transposed, layout.split_half
+    kernel.flush_gradients(native.dw1, native.dw2, table, *where, current_stream(native.dw1))
     # The launch came first: if it raises, no parameter may hold memory that nobody has written.
     for destination in found:
-        if destination is not None and destination.attribute:
+        if destination is not None and destination.is_fresh and destination.attribute:
             setattr(destination.parameter, destination.attribute, destination.tensor)
-    return [None if d is None or not d.returned else d.tensor for d in found]
+    return [d.tensor if d is not None and not d.attribute else None for d in found]
 
 
-def _fit_together(destinations: Sequence[Destination], device: str) -> bool:
-    """Whether the kernel can serve them: contiguous, of a dtype it has, on one device, none
-    overlapping another.
-    """
-    for destination in destinations:
-        tensor = destination.tensor
-        is_known = tensor.dtype in ITEM_BYTES and device_name(tensor) == device
-        if not is_known or not tensor.is_contiguous():
-            return False
-    # In ascending order of addresses an overlap of any two shows between neighbours.
-    extents = sorted(destination.extent for destination in destinations)
-    return all(one[1] <= other[0] for one, other in itertools.pairwise(extents))
-
-
-def destination_table(
-    destinations: Sequence[Destination | None], num_experts: int, kernel: Any
-) -> list[int]:
+def flush_table(kernel: Any, targets: GradientTargets, fresh: Sequence[bool]) -> list[int]:
     """The argument of `flush_gradients` of kernels/cuda/flush.cu, which alone knows the numbers of
-    formats: (address, format) of every expert's up-projection, then of every down-projection;
-    `destinations` are in that order too, one per expert or one stacked tensor each, None for
-    parameters that are frozen.
+    formats: (address, format) of every expert's up-projection, then of every down-projection.
+    Address 0 tells the kernel to zero the accumulator and to write nowhere.
+
+    fresh: whether each tensor is written, and not added to.
     """
-    # 2E matrices in all: one per destination where every expert has its own parameters, E per
-    # destination where they are stacked.
-    matrices = 2 * num_experts // len(destinations)
-    table: list[int] = []
-    for destination in destinations:
-        # Address 0 tells the kernel to zero the accumulator and to write nowhere.
-        if destination is None:
-            table += [0, 0] * matrices
-            continue
-        first, end = destination.extent
-        code = kernel.gradient_format(dtype_name(destination.tensor.dtype), destination.fresh)
-        # Stacked matrices are contiguous, so each begins where the one before it ends.
-        step = (end - first) // matrices
-        for index in range(matrices):
-            table += [first + index * step, code]
-    return table
+    tensors = [*targets.up.tensors, *targets.down.tensors]
+    formats = [
+        0 if tensor is None else kernel.gradient_format(dtype_name(tensor.dtype), is_fresh)
+        for tensor, is_fresh in zip(tensors, fresh, strict=True)
+    ]
+    places = targets.up.places(False) + targets.down.places(False)
+    together = len(places) // len(tensors)  # matrices of a stacked tensor
+    every = ((place.address, formats[index // together]) for index, place in enumerate(places))
+    return [number for pair in every for number in pair]
 
 
 def kernel_for(accumulator: Tensor) -> Any:
