@@ -58,13 +58,11 @@ class CompileCache:
         files: StoreFiles | None = None,
         host: str = "",
         trusted: bool = False,
-        quiet: bool = False,
     ) -> None:
         """A cache; creates no directory yet. Arguments as for `ArtefactStore`.
 
         Args:
             trusted: use `root` whoever can write there.
-            quiet: leave it to another process to explain why `root` cannot be used.
         """
         host = host or socket.gethostname()
 
@@ -80,7 +78,7 @@ class CompileCache:
 
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
-        self.trusted, self._quiet = trusted, quiet
+        self._trusted = trusted
         # The operator chose the shared directory, so its owner and group may be others. The local
         # one usually lies in a temporary directory where every user may write, and belongs to this
         # user alone.
@@ -92,6 +90,16 @@ class CompileCache:
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
         self._mutex = threading.Lock()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments with which another process opens the same cache."""
+        return {
+            "root": self.root,
+            "local_root": self.local_root,
+            "lock_timeout_s": self.lock_timeout_s,
+            "trusted": self._trusted,
+        }
 
     @property
     def places(self) -> tuple[Place, Place]:
@@ -261,15 +269,12 @@ class CompileCache:
             raise CacheUnwritableError(f"{key} {refused} {problem}. {HOW_TO_HELP}") from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
-        if self._quiet:
-            return
         # Without the key: a read-only directory is one problem, however many kernels miss it.
         line = (
             f"compile cache {problem}; what cannot be read or stored there goes to {self.local_root} "
             f"on this node. {HOW_TO_HELP}"
         )
-        # Of the process and not of a cache, because a compile worker opens a cache for each kernel.
-        # And one problem of all ranks of this host.
+        # One problem of all ranks of this host, and of the workers of this process.
         if first_time(line) and may_say(self.local_root, line):
             logger.warning("%s", line)
 

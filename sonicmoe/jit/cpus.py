@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CONTROLLER = {"cpu", "cpuacct,cpu", "cpu,cpuacct"}
+# The files of a directory that have quota and period, in microseconds: of v2, and of v1.
+_LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,9 @@ def quota(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Quota | None:
     """The smallest quota of this process's control group and of those above it, if there is one."""
-    found = [
-        limit
-        for folder in _groups(membership, mount)
-        if (limit := _quota_v2(folder) or _quota_v1(folder)) is not None
-    ]
-    return min(found, key=lambda limit: limit.cpus, default=None)
+    found = [_limit(folder, files) for folder in _groups(membership, mount) for files in _LIMITS]
+    limits = [limit for limit in found if limit is not None]
+    return min(limits, key=lambda limit: limit.cpus, default=None)
 
 
 def _groups(membership: Path, mount: Path) -> list[Path]:
@@ -51,37 +50,19 @@ def _groups(membership: Path, mount: Path) -> list[Path]:
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number != "0" and controllers not in _CONTROLLER:
-            continue
-        root = mount / controllers if controllers else mount
-        group = Path(path.strip("/"))
-        folders += [root / above for above in (group, *group.parents)]
+        if number == "0" or controllers in _CONTROLLER:
+            group = Path(path.strip("/"))
+            folders += [mount / controllers / above for above in (group, *group.parents)]
     return list(dict.fromkeys(folders))
 
 
-def _quota_v2(folder: Path) -> Quota | None:
-    values = _numbers(folder / "cpu.max")  # "max 100000" where there is no limit
-    return None if len(values) != 2 else _limit(folder, *values)
-
-
-def _quota_v1(folder: Path) -> Quota | None:
-    values = [
-        number
-        for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        for number in _numbers(folder / name)
-    ]
-    return None if len(values) != 2 else _limit(folder, *values)
-
-
-def _limit(folder: Path, quota_us: int, period_us: int) -> Quota | None:
+def _limit(folder: Path, files: tuple[str, ...]) -> Quota | None:
+    try:
+        words = [word for name in files for word in (folder / name).read_text("utf-8").split()]
+        quota_us, period_us = map(int, words)
+    except (OSError, ValueError):  # absent, or "max 100000" where v2 has no limit
+        return None
     if quota_us <= 0 or period_us <= 0:  # v1 says -1 where there is no limit
         return None
     # Containers all call their own group "/". The inode is the same for every process of the group.
     return Quota(quota_us / period_us, str(folder.stat().st_ino))
-
-
-def _numbers(path: Path) -> list[int]:
-    try:
-        return [int(word) for word in path.read_text(encoding="utf-8").split()]
-    except (OSError, ValueError):
-        return []

@@ -1,8 +1,8 @@
 """The file system operations of the artefact store, in one class so that tests can make them fail
 or lag.
 
-Every operation opens the directory first, as `Place` prescribes, and then works on names relative
-to that descriptor. It follows no link, does not wait at a FIFO, and reads regular files only.
+Every operation checks the directory first, as `Place` prescribes. It follows no link, does not wait
+at a FIFO, and reads regular files only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import BufferedReader
+from contextlib import suppress
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .place import (
-    DIRECTORY,
     DIRECTORY_BITS,
     FILE_BITS,
     Place,
@@ -47,7 +47,7 @@ _REASONS = {
 # the file system could not answer, which is no verdict on the entry.
 _NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PROBE_BYTES = 1 << 16
 _LEAST_FREE_BYTES = 8 << 20  # the intermediate files of one compile
 _MOST_TEXT_BYTES = 1 << 20  # of a manifest or a note; both are below 10 KB
@@ -84,8 +84,7 @@ class StoreFiles:
 
     def make_dir(self, folder: Place) -> None:
         """Create a directory and its parents; an existing one is fine."""
-        with folder.opened(make=True):
-            pass
+        folder.checked(make=True)
 
     def names(self, folder: Place) -> list[str]:
         """Sorted names in a directory; [] if it does not exist.
@@ -94,8 +93,7 @@ class StoreFiles:
         name is absent and answers `stat` from that cache for seconds after another host's rename.
         """
         try:
-            with folder.opened() as descriptor:
-                return sorted(os.listdir(descriptor))
+            return sorted(os.listdir(folder.checked()))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -103,48 +101,49 @@ class StoreFiles:
         """Make a complete directory appear under its final name in one step. OSError where a
         non-empty target exists, or the file system refuses.
         """
-        with source.parent.opened() as old, target.parent.opened() as new:
-            # Atomic, and refuses a target that is not empty.
-            os.rename(source.name, target.name, src_dir_fd=old, dst_dir_fd=new)
-            _sync_dir(new)
+        old, new = source.parent.checked(), target.parent.checked()
+        os.rename(old / source.name, new / target.name)  # atomic; refuses what is not empty
+        _sync_dir(new)
 
     def sync_tree(self, folder: Place) -> dict[str, FileFacts]:
         """Flush every file of a tree, so that a power cut cannot publish a hole, and give files and
         directories the modes of the cache. Returns size and checksum of each file by its name.
         DamagedFileError where an entry is neither a regular file nor a directory.
         """
-        found = {}
-        with folder.opened() as top:
-            mode = inherited_mode(os.fstat(top), FILE_BITS)
-            for name, handle in _files_below(top):
+        found, top = {}, folder.checked()
+        mode = inherited_mode(os.stat(top), FILE_BITS)
+        for path in _files_below(top):
+            with _opened_file(path) as handle:
                 set_mode(handle.fileno(), mode)
                 os.fsync(handle.fileno())
-                found[name] = _facts_of(handle)
+                found[str(path.relative_to(top))] = _facts_of(handle)
         return found
 
     def sync_dir(self, folder: Place) -> None:
         """Flush a directory's entries where the file system can."""
-        with folder.opened() as descriptor:
-            _sync_dir(descriptor)
+        _sync_dir(folder.checked())
 
-    @contextmanager
-    def reading(self, folder: Place, name: str) -> Iterator[BufferedReader]:
-        """A regular file below `folder`; `name` may have several components. DamagedFileError where
-        it is absent or no regular file, or the name leads elsewhere; OSError where the file system
-        does not answer, or somebody else could have written it.
+    def reading(self, folder: Place, name: str) -> BufferedReader:
+        """A regular file below `folder`, open; `name` may have several components.
+        DamagedFileError where it is absent or no regular file, or the name leads elsewhere; OSError
+        where the file system does not answer, or somebody else could have written it.
         """
-        parts = _parts_of(name)
-        for part in parts[:-1]:
+        *above, last = _parts_of(name)
+        for part in above:
             folder = folder / part
         try:
-            with folder.opened() as descriptor, _opened_file(descriptor, parts[-1]) as handle:
-                status = os.fstat(handle.fileno())
-                folder.judge_file(status, parts[-1], os.fstat(descriptor))
-                yield handle
+            path = folder.checked() / last
+            handle = _opened_file(path)
         except FileNotFoundError:
             raise DamagedFileError("is missing") from None
         except NotADirectoryError:
             raise DamagedFileError("is not in a directory") from None
+        try:
+            folder.judge_file(os.fstat(handle.fileno()), last, os.stat(path.parent))
+        except BaseException:
+            handle.close()
+            raise
+        return handle
 
     def check(self, folder: Place, name: str, wanted: FileFacts) -> None:
         """Compare a file with what a manifest says of it. Errors as `reading`.
@@ -160,14 +159,18 @@ class StoreFiles:
                 raise DamagedFileError("does not match its checksum")
 
     def write_text(self, file: Place, text: str) -> None:
-        """Write and flush a small file in place. A reader may see it torn: see `read_json`."""
-        with file.parent.opened() as folder:
-            descriptor = _open_for_writing(folder, file.name)
-            with os.fdopen(descriptor, "wb") as handle:
-                handle.truncate(0)
-                handle.write(text.encode())
-                handle.flush()
-                os.fsync(descriptor)
+        """Write and flush a small file, which appears complete under its name. Whatever had the
+        name before, also a link, is replaced and not written through.
+        """
+        folder = file.parent.checked()
+        partial = folder / f".{file.name}.{secrets.token_hex(4)}"
+        try:
+            _write_new(partial, text.encode())
+            os.replace(partial, folder / file.name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(partial)
+            raise
 
     def read_text(self, folder: Place, name: str) -> str:
         """The text of a small file. Errors as `reading`."""
@@ -181,7 +184,7 @@ class StoreFiles:
             raise DamagedFileError("is not UTF-8 text") from None
 
     def read_json(self, file: Place) -> Any:
-        """The parsed content, or None if it is absent, unreadable or torn."""
+        """The parsed content, or None if it is absent, unreadable or none."""
         try:
             return parse_json(self.read_text(file.parent, file.name))
         except (OSError, DamagedFileError):
@@ -189,28 +192,23 @@ class StoreFiles:
 
     def remove_tree(self, folder: Place) -> None:
         """Delete a tree as far as possible; what cannot be deleted stays."""
-        try:
-            with folder.parent.opened() as descriptor:
-                shutil.rmtree(folder.name, ignore_errors=True, dir_fd=descriptor)
-        except OSError:
-            return
+        with suppress(OSError):
+            shutil.rmtree(folder.parent.checked() / folder.name, ignore_errors=True)
 
     def probe(self, folder: Place) -> None:
         """Raise the OSError that a compile into `folder` would meet, if any."""
-        with folder.opened() as descriptor:
-            room = os.statvfs(descriptor)
-            # Some network file systems do not count and report no blocks at all.
-            if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            # A quota does not show in the free space. The size is larger than a block and a typical
-            # inline file, so a full file system cannot hide in metadata, and the flush forces
-            # delayed allocation to happen now.
-            name = f".probe-{secrets.token_hex(8)}"
-            with os.fdopen(_open_for_writing(descriptor, name), "wb") as handle:
-                os.unlink(name, dir_fd=descriptor)  # first, so that a kill leaves nothing behind
-                handle.write(b"\0" * _PROBE_BYTES)
-                handle.flush()
-                os.fsync(handle.fileno())
+        path = folder.checked()
+        room = os.statvfs(path)
+        # Some network file systems do not count and report no blocks at all.
+        if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # A quota does not show in the free space. The size is larger than a block and a typical
+        # inline file, so a full file system cannot hide in metadata, and the flush forces delayed
+        # allocation to happen now.
+        trial = path / f".probe-{secrets.token_hex(8)}"
+        with os.fdopen(os.open(trial, _NEW, 0o600), "wb") as handle:
+            os.unlink(trial)  # first, so that a kill leaves nothing behind
+            _write(handle, b"\0" * _PROBE_BYTES)
 
 
 def parse_json(text: str) -> Any:
@@ -222,33 +220,27 @@ def parse_json(text: str) -> Any:
         raise DamagedFileError("is not readable JSON") from None
 
 
-def _files_below(folder: int, prefix: str = "") -> Iterator[tuple[str, BufferedReader]]:
-    """Every file of a tree, open, with its relative name. `os.fwalk` would leave out an entry whose
-    kind it cannot find out, and so publish an incomplete artefact.
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Everything in a tree that is no directory. `os.walk` would leave out an entry whose kind it
+    cannot find out, and so publish an incomplete artefact.
     """
-    mode = inherited_mode(os.fstat(folder), DIRECTORY_BITS)
+    mode = inherited_mode(os.stat(folder), DIRECTORY_BITS)
     for name in sorted(os.listdir(folder)):
-        try:
-            inner = os.open(name, DIRECTORY, dir_fd=folder)
-        except NotADirectoryError:
-            with _opened_file(folder, name) as handle:
-                yield prefix + name, handle
+        path = folder / name
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            yield path
             continue
-        try:
-            set_mode(inner, mode)
-            yield from _files_below(inner, f"{prefix}{name}/")
-            _sync_dir(inner)
-        finally:
-            os.close(inner)
+        set_mode(path, mode)
+        yield from _files_below(path)
+        _sync_dir(path)
 
 
-@contextmanager
-def _opened_file(folder: int, name: str) -> Iterator[BufferedReader]:
-    """A regular file of an open directory. The descriptor decides that it is one, because the name
-    may stand for something else a moment later.
+def _opened_file(path: Path) -> BufferedReader:
+    """A regular file, open. The descriptor decides that it is one, because the name may stand for
+    something else a moment later.
     """
     try:
-        descriptor = os.open(name, _READ, dir_fd=folder)
+        descriptor = os.open(path, _READ)
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             raise DamagedFileError("is not a regular file") from None
@@ -256,58 +248,34 @@ def _opened_file(folder: int, name: str) -> Iterator[BufferedReader]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DamagedFileError("is not a regular file")
-        handle = os.fdopen(descriptor, "rb")
+        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
-    with handle:
-        yield handle
 
 
-def _open_for_writing(folder: int, name: str) -> int:
-    """A regular file with one name in an open directory, made if needed. Anything else of that name
-    is removed first, and so is a file that this user may not write.
-    """
-    mode = inherited_mode(os.fstat(folder), FILE_BITS)
-    try:
-        descriptor = os.open(name, _WRITE, mode, dir_fd=folder)
-        if _is_ours(descriptor, mode):
-            return descriptor
-    except OSError as error:
-        if error.errno not in {errno.ELOOP, errno.ENXIO, errno.EACCES}:
-            raise
-    else:
-        os.close(descriptor)
-    with suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)
-    descriptor = os.open(name, _WRITE | os.O_EXCL, mode, dir_fd=folder)
-    if not _is_ours(descriptor, mode):
-        raise OSError(errno.EEXIST, "another process put a file in the way")
-    return descriptor
+def _write_new(path: Path, content: bytes) -> None:
+    """Write and flush a file that is not there yet, with the mode of the cache."""
+    with os.fdopen(os.open(path, _NEW, 0o600), "wb") as handle:
+        set_mode(handle.fileno(), inherited_mode(os.stat(path.parent), FILE_BITS))
+        _write(handle, content)
 
 
-def _is_ours(descriptor: int, mode: int) -> bool:
-    """Whether an open file is regular and has one name; then it gets the mode. A second name would
-    be a file of somebody else that was linked here to be overwritten.
-    """
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return False
-        if status.st_uid == os.geteuid():
-            set_mode(descriptor, mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return True
+def _write(handle: BufferedWriter, content: bytes) -> None:
+    handle.write(content)
+    handle.flush()
+    os.fsync(handle.fileno())
 
 
-def _sync_dir(descriptor: int) -> None:
+def _sync_dir(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:  # some network file systems have no fsync for directories
         if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF}:
             raise
+    finally:
+        os.close(descriptor)
 
 
 def _facts_of(handle: BufferedReader) -> FileFacts:

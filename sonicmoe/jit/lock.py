@@ -18,7 +18,8 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
@@ -54,12 +55,29 @@ def file_lock(folder: Place, name: str) -> Any:
     without following a link; the directory is judged here. OSError where the directory cannot be
     opened, or somebody else could have planted it.
     """
-    with folder.opened() as descriptor:
-        mode = inherited_mode(os.fstat(descriptor), FILE_BITS)
-    return FileLock(str(folder / f"{name}.lock"), mode=mode, **NATIVE_ONLY)
+    path = folder.checked()
+    mode = inherited_mode(os.stat(path), FILE_BITS)
+    return FileLock(str(path / f"{name}.lock"), mode=mode, **NATIVE_ONLY)
 
 
-def release(lock: Any, name: str) -> None:
+@contextmanager
+def nobody_holds(folder: Place, name: str) -> Iterator[bool]:
+    """Whether a lock is free, which is held meanwhile. Errors as `file_lock`, and OSError or
+    NotImplementedError where there are no locks.
+    """
+    lock = file_lock(folder, name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _release(lock, name)
+
+
+def _release(lock: Any, name: str) -> None:
     """Give a lock back, and say so in the log where the system refuses twice."""
     for _ in range(2):
         try:
@@ -155,25 +173,20 @@ class KeyLock:
 
     def is_held(self) -> bool:
         """Whether another process holds the lock at this moment; writes nothing."""
-        name = f"{self._name}.lock"
         try:
-            with self._folder.opened() as folder:
-                os.stat(name, dir_fd=folder, follow_symlinks=False)
-            lock = file_lock(self._folder, self._name)
-            lock.acquire(timeout=0)
-        except Timeout:
-            return True
-        except (OSError, NotImplementedError):  # no such lock, no locks here, or no right to lock
+            if f"{self._name}.lock" not in self._files.names(self._folder):
+                return False
+            with nobody_holds(self._folder, self._name) as free:
+                return not free
+        except (OSError, NotImplementedError):  # no locks here, or no right to lock
             return False
-        release(lock, name)
-        return False
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
         """Let the next waiter in. Never raises, because the build is over and its result counts."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            release(lock, str(self._folder / self._name))
+            _release(lock, str(self._folder / self._name))
 
     def published_elsewhere(self) -> bool:
         """Whether the last holder ran on another host and reported a publication that may not be
@@ -191,8 +204,7 @@ class KeyLock:
         )  # fmt: skip
 
     def _read_note(self) -> dict[str, Any]:
-        # The note is written in place and not by rename, so a reader may see half of it. A torn
-        # note reads as no note, and only the wording of messages suffers.
+        # A damaged note reads as no note, and only the wording of messages suffers.
         note = self._files.read_json(self._note)
         return note if isinstance(note, dict) else {}
 

@@ -7,16 +7,17 @@ compile. A rank that dies loses its claims, and another one takes its kernels ov
 
 from __future__ import annotations
 
-import threading
+import json
+import selectors
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .cache import CompileCache
-from .errors import CompileError
 from .plan import CompileJob
 from .slots import Held, HostSlots
-from .worker import CacheSettings, Worker
+from .worker import start
 
 BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
 _POLL_S = 0.1
@@ -37,32 +38,23 @@ Progress = Callable[[KernelOutcome], None]
 
 
 class Outcomes:
-    """Outcomes of several threads. `trouble` is an exception that `progress` raised. It is kept for
-    the end, because it would otherwise end the thread that compiles.
+    """Outcomes in the order in which they came. `trouble` is an exception that `progress` raised,
+    after which `progress` is not called again; the compiles go on.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
-        """Nothing yet; `progress` is called once per outcome, from one thread at a time."""
+        """Nothing yet; `progress` is called once per outcome."""
         self.outcomes: list[KernelOutcome] = []
         self.trouble: BaseException | None = None
         self._progress = progress
-        self._mutex = threading.Lock()
 
     def add(self, outcome: KernelOutcome) -> None:
-        with self._mutex:
-            self.outcomes.append(outcome)
-            if self._progress and self.trouble is None:
-                try:
-                    # `BaseException`, because Ctrl-C may arrive inside the callback; it is raised
-                    # again after the workers have ended.
-                    self._progress(outcome)
-                except BaseException as error:
-                    self.trouble = error
-
-
-def longest_first(jobs: Sequence[CompileJob]) -> list[CompileJob]:
-    """The order that ends soonest: a long job that starts last would run alone at the end."""
-    return sorted(jobs, key=lambda job: -job.effort_s)
+        self.outcomes.append(outcome)
+        if self._progress and self.trouble is None:
+            try:
+                self._progress(outcome)
+            except BaseException as error:  # also Ctrl-C inside the callback
+                self.trouble = error
 
 
 class ParallelBuild:
@@ -77,15 +69,11 @@ class ParallelBuild:
     ) -> None:
         """Nothing starts yet. `jobs` are distinct, and `collected` gets one outcome for each."""
         self._cache, self._slots, self._collected = cache, slots, collected
-        self._settings = CacheSettings(
-            cache.root, cache.local_root, cache.lock_timeout_s, cache.trusted
-        )
-        self._pending = longest_first(jobs)
+        # A long job that starts last would run alone at the end.
+        self._pending = sorted(jobs, key=lambda job: -job.effort_s)
         # Asked for at every look around, and a key hashes source files.
         self._keys = {job: job.key() for job in jobs}
-        self._threads: list[threading.Thread] = []
-        self._workers: set[Worker] = set()
-        self._mutex = threading.Lock()
+        self._running: list[_Compile] = []
 
     def run(self) -> None:
         """Build, until every job has an outcome."""
@@ -94,131 +82,118 @@ class ParallelBuild:
         try:
             self._run()
         except BaseException:  # Ctrl-C: the program ends now and not after the longest compile
-            with self._mutex:
-                self._pending.clear()
-                workers = list(self._workers)
-            for worker in workers:
-                worker.kill()
+            for running in self._running:
+                running.process.kill()
+                running.process.communicate()
+                running.release()
             raise
 
     def _run(self) -> None:
-        progress_at, last = time.monotonic(), len(self._pending)
-        while True:
+        waiting_since = time.monotonic()
+        while self._pending or self._running:
+            before = len(self._pending)
             self._settle_published()
-            self._start_threads()
-            with self._mutex:
-                pending = len(self._pending)
-            if not pending and not any(thread.is_alive() for thread in self._threads):
-                return
-            if pending != last or any(thread.is_alive() for thread in self._threads):
-                progress_at, last = time.monotonic(), pending
-            elif time.monotonic() - progress_at > self._cache.lock_timeout_s:
+            self._start()
+            if self._running or len(self._pending) != before:
+                waiting_since = time.monotonic()
+            elif time.monotonic() - waiting_since > self._cache.lock_timeout_s:
                 self._give_up()
-            self._pause()
-
-    def _pause(self) -> None:
-        """Wait a moment, or until a thread of this process ends."""
-        alive = [thread for thread in self._threads if thread.is_alive()]
-        if alive:
-            alive[0].join(_POLL_S)
-        else:
-            time.sleep(_POLL_S)
+            self._collect()
 
     def _settle_published(self) -> None:
         """Note the kernels that other processes have published since the last look."""
-        with self._mutex:
-            pending = list(self._pending)
-        for job in pending:
-            if self._cache.try_load(self._keys[job]) is None:
-                continue
-            with self._mutex:
-                if job not in self._pending:  # a thread of this process has taken it meanwhile
-                    continue
+        for job in list(self._pending):
+            key = self._keys[job]
+            if self._cache.try_load(key) is not None:
                 self._pending.remove(job)
-            self._collected.add(KernelOutcome(job.name, str(self._keys[job]), CACHED, 0.0))
+                self._collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
 
-    def _start_threads(self) -> None:
-        """A thread with a worker process for every place that is free and every job that is."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        while len(self._threads) < self._slots.count:
-            taken = self._take()
-            if taken is None:
-                return
+    def _start(self) -> None:
+        """A worker process for every place that is free and every job that is."""
+        while self._pending and len(self._running) < self._slots.count:
             slot = self._slots.take()
             if slot is None:
-                self._put_back(*taken)
                 return
-            # A thread per worker process: it only waits on a pipe, so the interpreter lock does not
-            # hold the compilers back.
-            thread = threading.Thread(target=self._work, args=(slot, *taken))
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads for this user: those there are do the work
+            taken = self._take()
+            if taken is None:
                 slot.release()
-                self._put_back(*taken)
-                if not self._threads:
-                    raise
                 return
-            self._threads.append(thread)
+            job, claim = taken
+            held, key = (claim, slot), str(self._keys[job])
+            try:
+                worker = start(self._cache.settings, job, slot.descriptors)
+                self._running.append(_Compile(job, key, worker, held))
+            # A job that cannot be pickled, or a host that has no more processes.
+            except Exception as error:
+                for each in held:
+                    each.release()
+                message = f"{job.name}: {type(error).__name__}: {error}"
+                self._collected.add(KernelOutcome(job.name, key, FAILED, 0.0, message))
 
     def _take(self) -> tuple[CompileJob, Held] | None:
         """The longest job that nobody else compiles, claimed, or None."""
-        with self._mutex:
-            for job in self._pending:
-                key = self._keys[job]
-                claim = self._slots.claim(key.digest)
-                if claim is None:
-                    continue
-                # Another host, or a worker whose rank was killed, may be at it. Or another rank has
-                # just published it, and the coordinating thread will see that.
-                if self._cache.is_being_built(key) or self._cache.try_load(key) is not None:
-                    claim.release()
-                    continue
-                self._pending.remove(job)
-                return job, claim
+        for job in self._pending:
+            key = self._keys[job]
+            claim = self._slots.claim(key.digest)
+            if claim is None:
+                continue
+            # Another host, or a worker whose rank was killed, may be at it. Or another rank has
+            # just published it, and the next look around will see that.
+            if self._cache.is_being_built(key) or self._cache.try_load(key) is not None:
+                claim.release()
+                continue
+            self._pending.remove(job)
+            return job, claim
         return None
 
-    def _put_back(self, job: CompileJob, claim: Held) -> None:
-        claim.release()
-        with self._mutex:
-            self._pending = longest_first([*self._pending, job])
-
-    def _work(self, slot: Held, job: CompileJob, claim: Held) -> None:
-        """Compile this job, and others as long as there are some, in one worker process."""
-        worker = Worker(self._settings, slot.descriptors)
-        with self._mutex:
-            self._workers.add(worker)
-        taken: tuple[CompileJob, Held] | None = (job, claim)
-        try:
-            while taken is not None:
-                job, claim = taken
-                try:
-                    outcome = compile_one(worker, job, str(self._keys[job]))
-                finally:
-                    claim.release()
-                self._collected.add(outcome)
-                taken = self._take()
-        finally:
-            worker.close()
-            slot.release()
+    def _collect(self) -> None:
+        """Wait a moment, or until a worker answers, and take the answers."""
+        with selectors.DefaultSelector() as outputs:
+            for running in self._running:
+                assert running.process.stdout is not None
+                outputs.register(running.process.stdout, selectors.EVENT_READ, running)
+            answered: list[_Compile] = [key.data for key, _ in outputs.select(_POLL_S)]
+        for running in answered:
+            outcome = running.outcome()
+            self._running.remove(running)
+            running.release()
+            self._collected.add(outcome)
 
     def _give_up(self) -> None:
         """Fail the jobs for whose builders this process has waited too long."""
-        with self._mutex:
-            waited, self._pending = self._pending, []
+        waited, self._pending = self._pending, []
         for job in waited:
             key = self._keys[job]
             message = self._cache.waited_too_long(key)
             self._collected.add(KernelOutcome(job.name, str(key), FAILED, 0.0, message))
 
 
-def compile_one(worker: Worker, job: CompileJob, key: str) -> KernelOutcome:
-    """Have a worker compile one job; a failure is an outcome."""
-    try:
-        return KernelOutcome(job.name, key, BUILT, worker.compile(job))
-    except CompileError as error:
-        return KernelOutcome(job.name, key, FAILED, 0.0, str(error))
-    # Any other exception would end this thread, and leave the jobs that it has not reached undone.
-    except Exception as error:
-        message = f"{job.name}: {type(error).__name__}: {error}"
-        return KernelOutcome(job.name, key, FAILED, 0.0, message)
+@dataclass(frozen=True, eq=False)
+class _Compile:
+    """A job in its worker process; `held`: its claim and its place."""
+
+    job: CompileJob
+    key: str
+    process: subprocess.Popen[bytes]
+    held: tuple[Held, ...]
+
+    def outcome(self) -> KernelOutcome:
+        """What the worker said; waits for its end."""
+        said, _ = self.process.communicate()
+        name = self.job.name
+        if self.process.returncode != 0 or not said:
+            # A negative status names the signal, for example -9 where the system ran out of memory.
+            message = f"the worker compiling {name} ended with status {self.process.returncode}"
+            return KernelOutcome(name, self.key, FAILED, 0.0, message)
+        answer = json.loads(said)
+        return KernelOutcome(
+            name,
+            self.key,
+            FAILED if answer["message"] else BUILT,
+            answer["seconds"],
+            answer["message"],
+        )
+
+    def release(self) -> None:
+        for each in self.held:
+            each.release()

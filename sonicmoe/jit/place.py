@@ -1,33 +1,29 @@
-"""Directories that hold code, opened only where the right people can write.
+"""Directories that hold code, used only where the right people can write.
 
 An artefact is machine code that this process loads and runs, so everybody who can write to its
-directory, or can replace a directory above it, can run code as this user. `Place.opened` therefore
-walks from `/` to the directory one component at a time. It opens each component relative to the
-one before, never through a link that it has not looked at, and asks the open descriptor, and not
-the name, for owner and mode. A name that changes between the question and the use has no effect,
-because only the descriptor is used afterwards.
+directory, or can replace a directory above it, can run code as this user. `Place.checked` therefore
+walks from `/` to the directory, and judges owner and mode of every component, and of every link on
+the way, before it looks at the next one.
 
-A path whose every component passed stays what it was: to change it, one has to write to one of the
-directories that were judged. So a path that has passed may be given to a compiler or to `dlopen`.
+A component that passed lies in a directory that passed before it, so nobody outside the rule can
+put another one in its place: under a sticky bit only the owner of an entry can. A checked path
+therefore stays what it was, and may be given to a compiler or to `dlopen`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-# How directories are opened, and the bits that new entries take over from their directory.
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# The bits that new entries take over from their directory.
 DIRECTORY_BITS, FILE_BITS = 0o2775, 0o664
 _MOST_LINKS = 40  # as many as Linux follows in one path
 # The depth of a component above the cache, and of the cache's own directory.
@@ -93,16 +89,32 @@ class Place:
     def parent(self) -> Place:
         return Place(self.path.parent, self.trust, self.depth - 1)
 
-    @contextmanager
-    def opened(self, *, make: bool = False) -> Iterator[int]:
-        """The descriptor of this directory; `make` creates it and its parents. UntrustedPlaceError
-        where somebody could have planted it, OSError where it cannot be opened or made.
+    def checked(self, *, make: bool = False) -> Path:
+        """The path of this directory without links; `make` creates it and its parents.
+        UntrustedPlaceError where somebody could have planted it, OSError where it is absent, no
+        directory, or cannot be made.
         """
-        walk = _Walk(self.trust, make)
-        try:
-            yield walk.to(self)
-        finally:
-            walk.close()
+        top = len(self.path.parts) - 1 - self.depth
+        # Read from the end, so that the components of a link's target can be put on top.
+        pending = [
+            (name, max(index - top, _OUTSIDE)) for index, name in enumerate(self.path.parts)
+        ][::-1]
+        here, links = Path(os.sep), 0
+        while pending:
+            name, depth = pending.pop()
+            # `here` is free of links, so the directory above it is the one that its path names.
+            entry = here.parent if name == os.pardir else here / name
+            above = os.lstat(entry.parent)
+            status = self._status_of(entry, above, depth, make=make)
+            if not stat.S_ISLNK(status.st_mode):
+                self._judge_directory(entry, above, depth)
+                here = entry
+                continue
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(entry))
+            pending.extend(self._link_of(entry, status, above, depth))
+        return here
 
     def judge_file(self, status: os.stat_result, name: str, folder: os.stat_result) -> None:
         """Refuse a file of this directory, whose own status is `folder`, that people outside the
@@ -111,6 +123,47 @@ class Place:
         _judge_maker(self.trust, status, self.path / name, folder)
         _judge(self.trust, status, self.path / name, inside=True, anybody_makes=False)
 
+    def _status_of(
+        self, entry: Path, above: os.stat_result, depth: int, *, make: bool
+    ) -> os.stat_result:
+        try:
+            return os.lstat(entry)
+        except FileNotFoundError:
+            if not make:
+                raise
+        outside = 0o700 if self.trust is Trust.OWNER else 0o775
+        mode = inherited_mode(above, DIRECTORY_BITS) if depth > _ROOT else outside
+        with suppress(FileExistsError):  # another process was faster, and its directory is judged
+            os.mkdir(entry, mode)
+            if depth > _ROOT:
+                set_mode(entry, mode)
+        return os.lstat(entry)
+
+    def _judge_directory(self, entry: Path, above: os.stat_result, depth: int) -> None:
+        # Through the dot, because a directory that is mounted when it is entered shows its own
+        # owner and mode only then.
+        status = os.stat(f"{entry}{os.sep}.")
+        if depth > _ROOT:
+            _judge_maker(self.trust, status, entry, above)
+        anybody_makes = bool(above.st_mode & stat.S_IWOTH)
+        _judge(self.trust, status, entry, inside=depth >= _ROOT, anybody_makes=anybody_makes)
+
+    def _link_of(
+        self, entry: Path, status: os.stat_result, above: os.stat_result, depth: int
+    ) -> list[tuple[str, int]]:
+        """The components that a link stands for, the first one last."""
+        # The cache makes no links, and one that leads out of it would escape the rule for `inside`.
+        if depth > _ROOT:
+            raise UntrustedPlaceError(
+                f"{entry} is a symbolic link, and the cache follows none below its own directory"
+            )
+        # The mode of a link says nothing; its owner says who decides where it leads.
+        anybody_makes = bool(above.st_mode & stat.S_IWOTH)
+        _judge(self.trust, status, entry, inside=False, anybody_makes=anybody_makes, link=True)
+        names = Path(os.readlink(entry)).parts
+        depths = [_OUTSIDE] * (len(names) - 1) + [depth]
+        return list(zip(names, depths, strict=True))[::-1]
+
 
 def who_can_write(root: Path, trust: Trust) -> tuple[str, str]:
     """Why a cache directory is refused, or ""; and who can write there, a clause, or "" while it
@@ -118,8 +171,7 @@ def who_can_write(root: Path, trust: Trust) -> tuple[str, str]:
     """
     refused = ""
     try:
-        with Place.of(root, trust).opened():
-            pass
+        Place.of(root, trust).checked()
     except UntrustedPlaceError as error:
         refused = str(error.strerror)
     except (OSError, ValueError):
@@ -134,129 +186,6 @@ def who_can_write(root: Path, trust: Trust) -> tuple[str, str]:
     if status.st_mode & stat.S_IWOTH:
         names.append("every user")
     return refused, f"written by {' and '.join(names)}"
-
-
-class _Walk:
-    """One way from `/` down to a directory. Every directory on it stays open until the end."""
-
-    def __init__(self, trust: Trust, make: bool) -> None:
-        self._trust, self._make, self._links = trust, make, 0
-        self._trail: list[tuple[int, Path, os.stat_result]] = []
-
-    def to(self, place: Place) -> int:
-        """The descriptor of the directory, which lives until `close`."""
-        top = len(place.path.parts) - 1 - place.depth
-        # Read from the end, so that the components of a link's target can be put on top.
-        pending = [
-            (name, max(index - top, _OUTSIDE)) for index, name in enumerate(place.path.parts)
-        ][::-1]
-        while pending:
-            pending.extend(self._step(*pending.pop()))
-        descriptor, path, _ = self._trail[-1]
-        # A directory that may be entered and not read gave a descriptor that only leads on. Nothing
-        # below could be listed or flushed through it.
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return descriptor
-
-    def close(self) -> None:
-        while self._trail:
-            descriptor = self._trail.pop()[0]
-            with suppress(OSError):  # Linux frees the number whatever close reports
-                os.close(descriptor)
-
-    def _step(self, name: str, depth: int) -> list[tuple[str, int]]:
-        """Enter one component. Returns the components that a link stands for, the first one last."""
-        if name == os.sep:
-            self.close()
-            self._enter(os.open(os.sep, DIRECTORY), Path(os.sep), depth)
-            return []
-        if name == os.pardir:
-            # The trail is free of links, so the directory before is the parent.
-            if len(self._trail) > 1:
-                os.close(self._trail.pop()[0])
-            _, path, status = self._trail[-1]
-            self._judge(status, path, depth)
-            return []
-        above, folder, _ = self._trail[-1]
-        descriptor, path = self._open(above, name, depth), folder / name
-        if stat.S_ISLNK(os.fstat(descriptor).st_mode):
-            try:
-                return self._read_link(descriptor, path, depth)
-            finally:
-                os.close(descriptor)
-        self._enter(descriptor, path, depth)
-        return []
-
-    def _open(self, above: int, name: str, depth: int) -> int:
-        for may_make in (self._make, False):
-            try:
-                return os.open(name, DIRECTORY, dir_fd=above)
-            except FileNotFoundError:
-                if not may_make:
-                    raise
-                self._make_dir(above, name, depth)
-            # A link, or a directory that may be entered and not read. `O_PATH` opens both. It comes
-            # second, because it does not wake an automounted directory.
-            except OSError as error:
-                if error.errno not in {errno.ENOTDIR, errno.ELOOP, errno.EACCES}:
-                    raise
-                return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-
-    def _make_dir(self, above: int, name: str, depth: int) -> None:
-        outside = 0o700 if self._trust is Trust.OWNER else 0o775
-        inside = inherited_mode(self._trail[-1][2], DIRECTORY_BITS)
-        mode = inside if depth > _ROOT else outside
-        try:
-            os.mkdir(name, mode, dir_fd=above)
-        except FileExistsError:
-            return  # another process was faster, and the next look judges what it made
-        if depth > _ROOT:
-            descriptor = os.open(name, DIRECTORY, dir_fd=above)
-            try:
-                set_mode(descriptor, mode)
-            finally:
-                os.close(descriptor)
-
-    def _read_link(self, descriptor: int, path: Path, depth: int) -> list[tuple[str, int]]:
-        self._links += 1
-        if self._links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        # The cache makes no links, and one that leads out of it would escape the rule for `inside`.
-        if depth > _ROOT:
-            raise UntrustedPlaceError(
-                f"{path} is a symbolic link, and the cache follows none below its own directory"
-            )
-        # The mode of a link says nothing; its owner says who decides where it leads.
-        self._judge(os.fstat(descriptor), path, _OUTSIDE, link=True)
-        names = list(Path(os.readlink("", dir_fd=descriptor)).parts)
-        depths = [_OUTSIDE] * (len(names) - 1) + [depth]
-        return list(zip(names, depths, strict=True))[::-1]
-
-    def _enter(self, descriptor: int, path: Path, depth: int) -> None:
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISDIR(status.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            self._judge(status, path, depth)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._trail.append((descriptor, path, status))
-
-    def _judge(self, status: os.stat_result, path: Path, depth: int, *, link: bool = False) -> None:
-        above = self._trail[-1][2].st_mode if self._trail else 0
-        if depth > _ROOT:
-            _judge_maker(self._trust, status, path, self._trail[-1][2])
-        _judge(
-            self._trust,
-            status,
-            path,
-            inside=depth >= _ROOT,
-            anybody_makes=bool(above & stat.S_IWOTH),
-            link=link,
-        )
 
 
 def _judge(
@@ -351,14 +280,14 @@ def inherited_mode(parent: os.stat_result, mask: int) -> int:
     return parent.st_mode & mask | (0o700 & mask)
 
 
-def set_mode(descriptor: int, mode: int) -> None:
-    """Give an open file or directory of this user a mode, if it has another one and the file system
-    has modes to give. Where it has none, what everybody can write is refused when it is read.
+def set_mode(entry: Path | int, mode: int) -> None:
+    """Give a file or directory of this user a mode, if it has another one and the file system has
+    modes to give. Where it has none, what everybody can write is refused when it is read.
     """
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode:
+    if stat.S_IMODE(os.stat(entry).st_mode) == mode:
         return
     try:
-        os.fchmod(descriptor, mode)
+        os.chmod(entry, mode)
     except OSError as error:
         if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}:
             raise

@@ -24,7 +24,6 @@ from .place import Place, Trust
 
 AUTO, OFF = "auto", "off"
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
-_DIRECTORY = "slots"
 # Open for the life of the process, which is how long the other ranks leave a line to it.
 _SAYING: list[int] = []
 
@@ -37,8 +36,7 @@ def may_say(local_root: Path, line: str) -> bool:
     of_this_host = f"{socket.gethostname()} {line}".encode()
     name = f"said-{hashlib.sha256(of_this_host).hexdigest()[:16]}"
     try:
-        with (Place.of(local_root, Trust.OWNER) / _DIRECTORY).opened(make=True) as folder:
-            descriptor = _lock(folder, name)
+        descriptor = _lock(_folder(local_root).checked(make=True), name)
     # A line that is said eight times is better than one that nobody says.
     except OSError:
         return True
@@ -76,8 +74,7 @@ class HostSlots:
         """Places in a directory below `local_root`, the cache's directory on this node, which is made
         when the first one is taken; `limit`: a number of places, or "auto".
         """
-        self._folder = Place.of(local_root, Trust.OWNER) / _DIRECTORY
-        self._groups = _groups(limit)
+        self._folder, self._groups = _folder(local_root), _groups(limit)
         self.count = min(map(len, self._groups))
         self._shared = True
 
@@ -94,10 +91,10 @@ class HostSlots:
         descriptors: list[int] = []
         try:
             if self._shared:
-                with self._folder.opened(make=True) as folder:
-                    for names in groups:
-                        free = (_lock(folder, name) for name in names)
-                        descriptors.append(next(held for held in free if held is not None))
+                folder = self._folder.checked(make=True)
+                for names in groups:
+                    free = (_lock(folder, name) for name in names)
+                    descriptors.append(next(held for held in free if held is not None))
         except StopIteration:
             Held(tuple(descriptors)).release()
             return None
@@ -110,10 +107,16 @@ class HostSlots:
         return Held(tuple(descriptors))
 
 
-def _lock(folder: int, name: str) -> int | None:
-    """The descriptor of the locked file, which a child inherits only where it is told to."""
+def _folder(local_root: Path) -> Place:
+    return Place.of(local_root, Trust.OWNER) / "slots"
+
+
+def _lock(folder: Path, name: str) -> int | None:
+    """The descriptor of the locked file, which a child inherits only where it is told to; None while
+    another process holds it.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
+    descriptor = os.open(folder / f"{name}.lock", flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import secrets
 import socket
 import time
@@ -22,15 +24,18 @@ from ..log import logger
 from .errors import CompileError
 from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
-from .lock import FAILED, PUBLISHED, KeyLock
+from .lock import FAILED, PUBLISHED, KeyLock, nobody_holds
 from .manifest import MANIFEST, Artefact, describe
 from .place import Place, Trust
 from .reader import ArtefactReader
-from .sweep import sweep_abandoned
 
 Builder = Callable[[Path], None]
 SCRATCH = ".scratch"  # a builder's intermediate files, below its private directory; not published
 _KEPT_IN_QUARANTINE = 3
+# Longer than a build may take, so that a live builder is left alone also where a file system keeps
+# the locks of each host apart.
+ABANDONED_AFTER_S = 24 * 3600.0
+_LOCK_OF = re.compile(r"([a-z][a-z0-9_]*-[0-9a-f]{20}-[0-9a-f]{12})\.")
 # Errors of the publishing rename that mean "another process may have published already": the target
 # exists (EEXIST, ENOTEMPTY), or the source is gone because an NFS client repeated a request that
 # the server had carried out before (ENOENT, ESTALE).
@@ -193,8 +198,8 @@ class ArtefactStore(ArtefactReader):
         return Claim(self, key, lock, staging)
 
     def _sweep(self, key: CompileKey, lock: KeyLock, own: Place) -> None:
-        """Remove the private directories of killed builders: those of this key, whose lock the
-        caller holds, and once in a process those that lie there for long.
+        """Remove the private directories of killed builds: those of this key, whose lock the
+        caller holds, and once in a process those that lie there for longer than a build may take.
 
         The operating system drops a lock when its holder dies, also by SIGKILL. The caller holds
         the lock now, so no directory of this key has a live owner. That conclusion fails on NFS
@@ -212,7 +217,25 @@ class ArtefactStore(ArtefactReader):
                 self.files.remove_tree(folder / name)
         if not self._swept:
             self._swept = True
-            sweep_abandoned(self.files, own, self.place / "locks")
+            # Tidying up is no reason to fail a build.
+            with suppress(OSError, NotImplementedError):
+                self._sweep_abandoned(own)
+
+    def _sweep_abandoned(self, own: Place) -> None:
+        """Remove the directories of keys that nobody builds again: those that are a day older than
+        `own`, which was made a moment ago, and whose lock is free. So the file system's own clock
+        counts, and those of hosts do not matter.
+        """
+        folder = own.parent.checked()
+        made_at = os.lstat(folder / own.name).st_mtime
+        for name in self.files.names(own.parent):
+            lock_of, age = _LOCK_OF.match(name), made_at - os.lstat(folder / name).st_mtime
+            if lock_of is None or age <= ABANDONED_AFTER_S:
+                continue
+            with nobody_holds(self.place / "locks", lock_of[1]) as free:
+                if free:
+                    logger.info("removing %s, which a killed build left", folder / name)
+                    self.files.remove_tree(own.parent / name)
 
     def _supervise(self, claim: Claim) -> Iterator[Claim]:
         """Yield the claim, tell the directory's faults from the builder's, and leave nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,16 +16,7 @@ from .carried import carried
 from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
-from .parallel import (
-    BUILT,
-    CACHED,
-    FAILED,
-    MISSING,
-    KernelOutcome,
-    Outcomes,
-    ParallelBuild,
-    Progress,
-)
+from .parallel import BUILT, CACHED, MISSING, KernelOutcome, Outcomes, ParallelBuild, Progress
 from .place import Place, Trust
 from .plan import CompileJob, ModelSpec, WarmUpPlan
 from .slots import AUTO, HostSlots
@@ -108,8 +98,7 @@ def warm_up(
     if collected.trouble is not None:
         raise collected.trouble
     # Sorted, because the order of completion differs from run to run and reports should not.
-    outcomes = [*collected.outcomes, *_without_outcome(planned, collected.outcomes)]
-    kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
+    kernels = tuple(sorted(collected.outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     found = [cache.try_load(job.key()) for job in planned.jobs]
     report = _report(spec, planned, cache, kernels, found, time.monotonic() - started)
     # A record is the promise that every kernel of the plan is there, for all who share the directory.
@@ -168,16 +157,6 @@ def _planned(compile_jobs: WarmUpPlan | Sequence[CompileJob]) -> WarmUpPlan:
     return WarmUpPlan(tuple(compile_jobs), SELECTED)
 
 
-def _without_outcome(planned: WarmUpPlan, outcomes: Sequence[KernelOutcome]) -> list[KernelOutcome]:
-    """Jobs that no thread has reported on, because it ended early. They must not count as warm."""
-    known = {(outcome.kernel, outcome.key) for outcome in outcomes}
-    jobs = [job for job in planned.jobs if (job.name, str(job.key())) not in known]
-    return [
-        KernelOutcome(job.name, str(job.key()), FAILED, 0.0, f"{job.name}: no worker took it up")
-        for job in jobs
-    ]
-
-
 def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
     """Write the record beside the artefacts, or on this node where the cache directory is read-only
     or full. None where neither takes it.
@@ -193,12 +172,9 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
     files = StoreFiles()
     for place in cache.places:
         target = place / _RECORDS / f"{report.spec.digest(report.precision)}.json"
-        # Named by process: two that write the same record may end at the same time.
-        partial = target.parent / f"{target.name}.{os.getpid()}.partial"
         try:
             files.make_dir(target.parent)
-            files.write_text(partial, json.dumps(content, indent=1))
-            files.publish(partial, target)
+            files.write_text(target, json.dumps(content, indent=1))
             return target.path
         except OSError:
             continue

@@ -1,151 +1,70 @@
-"""A compile worker process: `python -m sonicmoe.jit.worker`, driven over its standard streams by
-`warmup`.
+"""A compile worker: a process `python -m sonicmoe.jit.worker` that compiles the one job which it reads
+from standard input, and answers with one line of JSON.
 
-Not `multiprocessing`: its spawned children import the main module again, which is a training script
-here.
+Not `multiprocessing`, whose children import the main module again: a training script.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..config import unknown_flags
 from .cache import CompileCache
 from .child import search_path
-from .errors import CompileError
 from .plan import CompileJob
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """The arguments with which a worker opens the same cache."""
+def start(
+    settings: Mapping[str, Any], job: CompileJob, inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """A worker for one job, which keeps the `inherited` descriptors open until it ends. OSError
+    where the process does not start; whatever pickling the job raises.
 
-    root: Path
-    local_root: Path
-    lock_timeout_s: float
-    trusted: bool = False
-
-
-class Worker:
-    """The parent's end of one worker process; used by one thread."""
-
-    def __init__(self, settings: CacheSettings, inherited: Sequence[int] = ()) -> None:
-        """A worker for `settings`; its process starts with the first job and keeps the `inherited`
-        descriptors open until it ends.
-        """
-        self._settings, self._inherited = settings, tuple(inherited)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def compile(self, job: CompileJob) -> float:
-        """Have the job's artefact published; returns seconds. CompileError where it failed, or the
-        process died or did not start; the next job then gets a fresh process.
-        """
-        try:
-            process = self._process = self._process or self._start()
-        except OSError as error:
-            raise CompileError(f"the worker compiling {job.name} did not start: {error}") from error
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            # Every request carries the settings, so a process has no state that could be lost when
-            # it is replaced. Jobs are dataclasses of this package; the pipe joins two processes of
-            # the same user and the same code.
-            pickle.dump((self._settings, job), process.stdin)
-            process.stdin.flush()
-            outcome = pickle.load(process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self._process = None
-            raise CompileError(
-                # A negative status names the signal, for example -9 where the kernel ran out of
-                # memory and killed the compiler.
-                f"the worker compiling {job.name} ended with status {process.wait()}"
-            ) from None
-        # A job or an answer that cannot be pickled leaves half a message in the pipe, so this
-        # process cannot be used again.
-        except Exception:
-            self._process = None
-            process.kill()
-            process.communicate()  # closes the pipes
-            raise
-        # The process answers with text where the compile failed and stays usable, because only the
-        # compile ended and not the process.
-        if isinstance(outcome, str):
-            raise CompileError(outcome)
-        seconds: float = outcome
-        return seconds
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.stdin is not None and process.stdout is not None:
-            # End of file is the request to end; `serve` returns at it.
-            process.stdin.close()
-            process.wait()
-            process.stdout.close()
-
-    def kill(self) -> None:
-        """End the process in the middle of its job, from another thread than that of `compile`,
-        which then raises.
-        """
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # The worker must import the same package as this process, which may come from a path that
-        # only `sys.path` knows.
-        command = [sys.executable, "-P", "-m", __name__]
-        told = unknown_flags()  # this process has warned of them; its workers need not repeat it
-        environment = {name: value for name, value in os.environ.items() if name not in told}
-        environment["PYTHONPATH"] = search_path()
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-            pass_fds=self._inherited,
-        )  # fmt: skip
+    Args:
+        settings: `CompileCache.settings`.
+    """
+    # Jobs are dataclasses of this package; the pipe joins two processes of one user and one code.
+    request = pickle.dumps((settings, job))
+    told = unknown_flags()  # this process has warned of them; its workers need not repeat it
+    environment = {name: value for name, value in os.environ.items() if name not in told}
+    # The worker imports the package of this process, which only `sys.path` may know.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**environment, "PYTHONPATH": search_path()}, pass_fds=inherited,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as requests:  # its status says that it ended
+        requests.write(request)
+    process.stdin = None
+    return process
 
 
-# One request at a time, in order: the parent has one thread per worker, and parallelism comes from
-# several processes.
-def serve() -> None:
-    """Answer (settings, job) requests with seconds or an error message, to the end of the stream."""
-    requests = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    # Compilers print to descriptor 1, which must not mix with the answers: answers go to a copy of
-    # it, and descriptor 1 becomes stderr.
+def main() -> None:
+    """Read (settings of the cache, job), have the artefact published, and answer with the seconds
+    that it took and a message, which is empty where it succeeded.
+    """
+    settings, job = pickle.load(sys.stdin.buffer)
+    # Compilers print to descriptor 1, which must not mix with the answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    while True:
-        try:
-            settings, job = pickle.load(requests)
-        except EOFError:
-            return
-        pickle.dump(_answer(settings, job), answers)
-        answers.flush()
-
-
-def _answer(settings: CacheSettings, job: Any) -> float | str:
-    started = time.monotonic()
-    cache = CompileCache(
-        settings.root,
-        settings.local_root,
-        lock_timeout_s=settings.lock_timeout_s,
-        trusted=settings.trusted,
-        quiet=True,  # the parent has asked, and explained what it found
-    )
+    started, message = time.monotonic(), ""
     try:
-        job.compile(cache)
+        job.compile(CompileCache(**settings))
     except Exception as error:
-        return f"{job.name}: {type(error).__name__}: {error}"
-    return time.monotonic() - started
+        message = f"{job.name}: {type(error).__name__}: {error}"
+    json.dump({"seconds": time.monotonic() - started, "message": message}, answers)
+    answers.close()
 
 
 if __name__ == "__main__":
     # Ctrl-C reaches every process of the terminal. The parent reports it, and its workers need not.
     with suppress(KeyboardInterrupt):
-        serve()
+        main()

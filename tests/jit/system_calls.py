@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 OS_CALLS = (
-    "open", "close", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rename", "link", "unlink", "rmdir", "fsync",
+    "open", "close", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync",
     "fchmod", "chmod", "statvfs", "readlink", "fdopen",
 )  # fmt: skip
 FILE_CALLS = ("readinto", "readall", "read", "write", "truncate")

@@ -191,5 +191,7 @@ def test_the_calls_are_those_of_the_cache(memory):
     """Injection that reaches nothing would pass every test above."""
     cases = Cases(memory, SCENES[0])
     found = set(number_of_calls(SCENES[0], cases))
-    wanted = {"open", "fstat", "listdir", "mkdir", "rename", "fsync", "flock", "statvfs", "write", "readinto", "unlink"}  # fmt: skip
-    assert wanted <= found
+    wanted = (
+        "open fstat lstat listdir mkdir rename replace fsync flock statvfs write readinto unlink"
+    )
+    assert found >= set(wanted.split())

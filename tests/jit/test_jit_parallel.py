@@ -83,7 +83,7 @@ def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):
         field.until(lambda: field.builds() == {1: 1})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "_pause", interrupt)
+    monkeypatch.setattr(running, "_collect", interrupt)
     with pytest.raises(KeyboardInterrupt):
         running.run()
     field.until(lambda: HostSlots(field.local, 1).take() is not None)

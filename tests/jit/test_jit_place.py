@@ -96,10 +96,8 @@ def test_the_page_says_what_happens(tmp_path, row, trust):
     place = Place.of(root, trust)
     found = "used"
     try:
-        with place.opened() as folder:
-            assert os.path.samestat(os.fstat(folder), root.stat())
-        with (place / "artefacts").opened(make=True):
-            pass
+        assert os.path.samefile(place.checked(), root)
+        (place / "artefacts").checked(make=True)
     except UntrustedPlaceError as error:
         found = "refused"
         assert str(tmp_path) in str(error)
@@ -110,8 +108,8 @@ def test_commands_of_the_page_make_a_group_cache(tmp_path):
     """The modes in its example are those that let a group in and nobody else."""
     (mode,) = re.findall(r"chmod (2\d{3}) /shared/sonicmoe", PAGE.read_text(encoding="utf-8"))
     root = made(tmp_path / "cache", int(mode, 8))
-    with (Place.of(root, Trust.SHARED) / "artefacts").opened(make=True) as folder:
-        assert stat.S_IMODE(os.fstat(folder).st_mode) == int(mode, 8)
+    made_below = (Place.of(root, Trust.SHARED) / "artefacts").checked(make=True)
+    assert stat.S_IMODE(made_below.stat().st_mode) == int(mode, 8)
     assert "written by this user and group" in who_can_write(root, Trust.SHARED)[1]
 
 
@@ -120,8 +118,8 @@ def test_new_directories_are_closed_whatever_the_umask(tmp_path):
     try:
         for trust, mode in ((Trust.OWNER, 0o700), (Trust.SHARED, 0o775)):
             root = tmp_path / trust.value / "cache"
-            with (Place.of(root, trust) / "artefacts").opened(make=True) as folder:
-                assert stat.S_IMODE(os.fstat(folder).st_mode) == mode
+            made_below = (Place.of(root, trust) / "artefacts").checked(make=True)
+            assert stat.S_IMODE(made_below.stat().st_mode) == mode
             assert stat.S_IMODE(root.stat().st_mode) == mode
             assert stat.S_IMODE(root.parent.stat().st_mode) == mode
     finally:

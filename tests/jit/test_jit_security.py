@@ -157,7 +157,7 @@ def test_file_system_without_modes_and_without_counts(
 
     field.root.mkdir()
     field.root.chmod(0o2770)
-    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096) + (0,) * 8))
     assert cache.build(key, compiler(key)).path.is_relative_to(field.root)
 
@@ -167,7 +167,7 @@ def test_full_disk_costs_no_compile_and_one_line(cache, compiler, field, monkeyp
     real = os.statvfs
 
     def few(folder):
-        inside = os.readlink(f"/proc/self/fd/{folder}").startswith(str(field.root))
+        inside = folder.is_relative_to(field.root)
         counts = (4096, 4096, 10**6, free, free, 0, 0, 0, 0, 255)
         return os.statvfs_result(counts) if inside else real(folder)
 
