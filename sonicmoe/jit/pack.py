@@ -10,6 +10,7 @@ would run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -131,7 +132,7 @@ def unpack(path: Path, cache: CompileCache) -> Pack:
     for key in pack.artefacts:
         # A pack of an earlier build may carry verdicts, which say nothing of this machine.
         if key.kernel != VERDICT:
-            cache.install(key, lambda folder, key=key: _extract(files[key], folder))
+            cache.install(key, functools.partial(_extract, files[key]))
     return pack
 
 
