@@ -28,8 +28,7 @@ CARRIED = Path("sonicmoe") / "carried"
 PROGRAM = """\
 import sys
 sys.modules.update(quack=None, cutlass=None)
-from sonicmoe.diagnostics.doctor import examine_carried
-from sonicmoe.diagnostics.doctor_report import Report
+from sonicmoe.diagnostics.doctor import Report, examine_carried
 from sonicmoe.engine.capabilities import HOPPER, missing_tool
 from sonicmoe.jit import toolchain
 from sonicmoe.jit.cache import default_cache

@@ -54,10 +54,10 @@ def bisect(
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
-    from ..diagnostics.selftest import find_device
+    from ..diagnostics.doctor_engine import find_device
 
     with Activity("bisect"):
-        report = tool.bisect(step, engine or step.settings.engine, find_device().name)
+        report = tool.bisect(step, engine or step.settings.engine, find_device())
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:

@@ -11,8 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ..architectures import describe
-from ..diagnostics.doctor import examine
-from ..diagnostics.doctor_report import COMPILE_COMMAND, PRECISIONS, CacheState, Report, Severity
+from ..diagnostics.doctor import (
+    COMPILE_COMMAND,
+    ERROR,
+    PRECISIONS,
+    CacheState,
+    Progress,
+    Report,
+    load_framework,
+    look_around,
+)
 from ..diagnostics.json_data import plain
 from .framework import framework_option
 from .refusals import OneLineCommand
@@ -24,12 +32,8 @@ PATIENCE_S = 1.0
 
 @click.command(cls=OneLineCommand)
 @framework_option("The framework to examine.")
-@click.option(
-    "--self-test",
-    is_flag=True,
-    help="Compile the self-test's kernels where they are missing, a minute or more on a new "
-    "machine, and say so on stderr.",
-)
+@click.option("--self-test", is_flag=True, help="Compile the self-test's kernels where they are missing, "
+              "a minute or more on a new machine, and say so on stderr.")  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen."
 )
@@ -55,6 +59,27 @@ def doctor(ctx: click.Context, framework: str, self_test: bool, as_json: bool) -
     ctx.exit(0 if report.healthy else 1)
 
 
+def examine(
+    framework: str = "auto", *, self_test: bool = False, progress: Progress = lambda line: None
+) -> Report:
+    """Look at this process's environment, load a framework ("torch", "paddle" or "auto", see
+    `frameworks.choose`), and look at the engine that a run would get. Never raises for what it finds.
+
+    Args:
+        self_test: compile the kernels that the self-test lacks; otherwise it runs where none is missing.
+        progress: gets a line before everything that may take long.
+    """
+    # Without a framework, so a broken installation still gets a report of its flags and caches.
+    report, config = look_around()
+    if load_framework(report, framework, progress):
+        # This import binds the package to the framework that was loaded.
+        from ..diagnostics.doctor_engine import examine_engine
+
+        with config.activate():
+            examine_engine(report, config, self_test, progress)
+    return report
+
+
 def to_json(report: Report) -> dict[str, Any]:
     """The report as plain data; a number that is not finite becomes null."""
     # `healthy` is a property, which `asdict` does not see.
@@ -73,8 +98,8 @@ def show(report: Report, console: Console) -> None:
     console.print(title, style="bold")
     console.print(verdict(report), style="bold green" if report.healthy else "bold red")
     for problem in report.problems:
-        style = "red" if problem.severity is Severity.ERROR else "yellow"
-        console.print(f"{problem.severity.value}: {problem.what}", style=style)
+        style = "red" if problem.severity == ERROR else "yellow"
+        console.print(f"{problem.severity}: {problem.what}", style=style)
         console.print(f"  -> {problem.remedy}")
     console.print(facts)
     if report.self_test:
@@ -99,7 +124,7 @@ def fact_lines(report: Report) -> list[tuple[str, str]]:
         *(("carried", line) for line in report.carried),
         *kernel_lines(report),
         *((name, value) for name, value in report.honoured.items() if value),
-        *((flag.name, flag.value) for flag in report.flags if flag.source != "default"),
+        *((flag["name"], flag["value"]) for flag in report.flags if flag["source"] != "default"),
         ("other flags", "at their defaults (docs/env.md; --json lists them)"),
     ]
 
@@ -117,21 +142,22 @@ def device_line(report: Report) -> str:
     """GPU name, architecture and compute capability, or the reason why there is none."""
     if report.device is None:
         return "unknown: no framework"
-    if report.device.gpu is None:
-        return f"{report.device.name} (no GPU visible to {report.framework})"
+    name, gpu, capability = report.device.values()
+    if gpu is None:
+        return f"{name} (no GPU visible to {report.framework})"
     # The number alone ("9.0") tells nobody which kernels such a GPU runs.
-    major, minor = map(int, str(report.device.capability).split("."))
-    return f"{report.device.name}: {report.device.gpu}, {describe((major, minor))}"
+    major, minor = map(int, str(capability).split("."))
+    return f"{name}: {gpu}, {describe((major, minor))}"
 
 
 def kernel_lines(report: Report) -> list[tuple[str, str]]:
     """How many kernels of the self-test are compiled, where it needs any."""
-    kernels = report.kernels
-    if kernels is None or not kernels.needed:
+    if not report.kernels or not report.kernels["needed"]:
         return []
-    ready = kernels.needed - len(kernels.missing)
-    rest = f"; `{COMPILE_COMMAND}` compiles the others" if kernels.missing else ""
-    return [("kernels", f"{ready} of {kernels.needed} of the self-test are compiled{rest}")]
+    needed, missing = report.kernels["needed"], report.kernels["missing"]
+    rest = f"; `{COMPILE_COMMAND}` compiles the others" if missing else ""
+    line = f"{needed - len(missing)} of {needed} of the self-test are compiled{rest}"
+    return [("kernels", line)]
 
 
 def cache_line(state: CacheState) -> str:
@@ -153,20 +179,19 @@ def self_test_table(report: Report) -> Table:
     title = f"self-test {report.self_test_seconds or 0:.1f} s"
     table = Table(title, *headings, box=None, padding=(0, 2, 0, 0))
     # A dictionary keeps the order of the checks; a set would not.
-    tensors = dict.fromkeys(check.tensor for check in report.self_test)
-    for tensor in tensors:
+    for tensor in dict.fromkeys(check["tensor"] for check in report.self_test):
         cells = []
-        for check in (check for check in report.self_test if check.tensor == tensor):
-            passed = "pass" if check.passed else "FAIL"
-            cells += [f"{check.cosine:.6f}", f"{check.relative_rmse:.2%}", passed]
+        for check in (check for check in report.self_test if check["tensor"] == tensor):
+            passed = "pass" if check["passed"] else "FAIL"
+            cells += [f"{check['cosine']:.6f}", f"{check['relative_rmse']:.2%}", passed]
         table.add_row(tensor, *cells)
     return table
 
 
 def verdict(report: Report) -> str:
     """Healthy or not, and how many findings there are of each kind."""
-    warnings = sum(problem.severity is Severity.WARNING for problem in report.problems)
-    errors = len(report.problems) - warnings
+    errors = sum(problem.severity == ERROR for problem in report.problems)
+    warnings = len(report.problems) - errors
     counts = f"{errors} failed checks, {warnings} warnings"
     word = "healthy" if report.healthy else "not healthy"
     return f"{word}: {counts}" if report.problems else word

@@ -76,13 +76,13 @@ def verify(
     load_framework("torch")
     # After `load_framework`: these imports bind the package to it.
     from ..diagnostics import verify as tool
+    from ..diagnostics.doctor_engine import find_device
     from ..diagnostics.experts_under_test import Subject, load
-    from ..diagnostics.selftest import find_device
 
     for asked in check:
         if asked not in tool.CHECKS:
             raise click.BadParameter(f"{asked!r}; needed: one of {list(tool.CHECKS)}", ctx)
-    place = device or find_device().name
+    place = device or find_device()
     findings = []
     # stdout has the result alone, whatever the callable prints, also when this process ends.
     with redirect_stdout(sys.stderr), Activity("verify") as doing:

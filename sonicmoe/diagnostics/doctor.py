@@ -1,76 +1,138 @@
-"""The examination behind `sonicmoe doctor`: versions, framework, device, engine, caches, flags,
-self-test, and the problems found.
-
-Imports no framework: `examine` chooses one, loads it, and only then imports the half that computes
-(`doctor_engine`).
+"""What `sonicmoe doctor` reports, and its look at everything but the engine: versions, other copies,
+framework, caches, flags, and the problems found. Imports no framework but by `load_framework`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..architectures import SM90
 from ..config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, ResolvedConfig, unknown_flags
-from ..engine.capabilities import BF16
 from ..errors import ConfigError, FrameworkError
 from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
-from ..host import capabilities_of_host, install_hint
+from ..host import install_hint
 from ..jit.carried import carried
 from ..jit.place import Trust, shared_trust, who_can_write
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
-from .copies import PACKAGE_ROOT, QUACK, installed_otherwise, other_copies, wrong_quacks
-from .doctor_report import CacheState, FlagState, Progress, Report
 
 DISTRIBUTIONS = (
     "torch", "paddlepaddle", "paddlepaddle-gpu", "transformers", "triton", "quack-kernels",
     "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy",
 )  # fmt: skip
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+CARRIER = "paddlefleet_ops"  # of Paddle; it brings a sonicmoe along inside
 LOW_SPACE_BYTES = 1 << 30
+# Those of the self-test, in the order in which it runs and the screen shows them.
+PRECISIONS = ("bf16", "fp8")
+COMPILE_COMMAND = "sonicmoe doctor --self-test"
+ERROR, WARNING = "error", "warning"
+Progress = Callable[[str], None]
 
 
-def examine(
-    framework: str = "auto",
-    *,
-    self_test: bool = False,
-    progress: Progress = lambda line: None,
-) -> Report:
-    """Look at this process's environment, load a framework, run the self-test where its kernels
-    are compiled. Never raises for what it finds.
+@dataclass(frozen=True)
+class Problem:
+    """One finding and what to do about it, a line each. An `ERROR` is a failed check (exit code 1), a
+    `WARNING` is worth a look.
+    """
 
-    Args:
-        framework: "torch", "paddle" or "auto" (see `frameworks.choose`).
-        self_test: compile the kernels that the self-test lacks.
-        progress: gets a line before and after everything that may take long.
+    severity: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while
+    it does not exist.
+
+    `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
+    compiled it. `access` says who can write there, and `refused` why it is not used because of that.
+    """
+
+    role: str
+    path: str
+    exists: bool
+    writable: bool = False
+    size_bytes: int = 0
+    free_bytes: int = 0
+    warmed: tuple[str, ...] = ()
+    access: str = ""
+    refused: str = ""
+
+
+@dataclass
+class Report:
+    """Everything on the doctor's screen. A field that could not be found out is None or empty, and
+    `problems` says why.
+
+    device: `name`, "cpu" or "cuda:0", `gpu` and `capability` ("9.0"), both None on a CPU.
+    engine, engine_reason: what a run would get as configured, in the precision of the flags.
+    engines: "able", or why this machine cannot run it, by engine and whatever the model.
+    flags: `name`, `value` as one would type it, and `source`, "environment" or "default".
+    carried: what kernels lie inside the installed package, and which parts do not; a line each.
+    kernels: how many the self-test launches, `needed`, and the names of those not in the cache,
+        `missing`.
+    self_test: of each tensor `precision`, `engine`, `tensor`, `cosine`, `relative_rmse` (a fraction)
+        and `passed`; empty where it did not run, because kernels are not compiled.
+    """
+
+    versions: dict[str, str | None] = field(default_factory=dict)
+    package_path: str = str(PACKAGE_ROOT)
+    framework: str | None = None
+    framework_reason: str = ""
+    device: dict[str, str | None] | None = None
+    engine: str | None = None
+    engine_reason: str = ""
+    engines: dict[str, str] = field(default_factory=dict)
+    caches: list[CacheState] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    flags: list[dict[str, str]] = field(default_factory=list)
+    honoured: dict[str, str | None] = field(default_factory=dict)
+    unknown_flags: dict[str, str | None] = field(default_factory=dict)
+    kernels: dict[str, Any] | None = None
+    self_test: list[dict[str, Any]] = field(default_factory=list)
+    self_test_seconds: float | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no check failed."""
+        return not any(problem.severity == ERROR for problem in self.problems)
+
+    def error(self, what: str, remedy: str) -> None:
+        """Add a failed check."""
+        self.problems.append(Problem(ERROR, what, remedy))
+
+    def warning(self, what: str, remedy: str) -> None:
+        """Add what is worth a look."""
+        self.problems.append(Problem(WARNING, what, remedy))
+
+
+def look_around() -> tuple[Report, ResolvedConfig]:
+    """The report of this process's environment, and the configuration in force. Never raises for what
+    it finds.
     """
     report = Report(versions=installed_versions())
     # Copies come first: the rest of the report is about the copy that runs.
     examine_copies(report)
-    # Everything up to here works without a framework, so a broken installation still gets a report
-    # of its flags and caches.
     config = examine_flags(report, os.environ)
     examine_variables(report, os.environ)
     examine_caches(report, config)
     examine_carried(report)
-    name = choose_framework(report, framework)
-    progress(f"importing {name}")
-    if name is not None and load_framework(report, name):
-        # This import binds the package to the framework that was loaded.
-        from . import doctor_engine
-
-        with config.activate():
-            doctor_engine.examine_engine(report, config, self_test, progress)
-    return report
+    return report, config
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -89,8 +151,8 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def examine_copies(report: Report) -> None:
-    """Warn of other copies of this package, and, unless every GPU here is a Hopper, of quacks that
-    its GEMMs are not made for.
+    """Warn of other copies of this package, because modules of two copies mix where either is imported
+    by its short name, and of an installed version that is not the one that runs.
     """
     for copy in other_copies():
         report.warning(
@@ -98,22 +160,48 @@ def examine_copies(report: Report) -> None:
             f"this one is {__version__} from {PACKAGE_ROOT}; import `sonicmoe` before the package "
             "that brings the other, or take the other off the module path",
         )
-    installed = installed_otherwise()
-    if installed:
+    try:
+        installed = version("sonicmoe")
+    except PackageNotFoundError:
+        return
+    if installed != __version__:
         report.warning(
             f"sonicmoe {installed} is installed, but {__version__} runs from {PACKAGE_ROOT}",
             "install this checkout (pip install -e .), or take it off the module path",
         )
-    # Hopper's GEMMs are our own, and no version of quack matters there.
-    if set(capabilities_of_host()) == {SM90.capability}:
-        return
-    needed = dict(BF16.packages)[QUACK]
-    for copy in wrong_quacks():
-        report.warning(
-            f"quack of another version than {needed}: {copy}",
-            f"the BF16 GEMMs for Blackwell are compiled by {QUACK} {needed} alone: run `sonicmoe "
-            "warmup` where that is the only one",
-        )
+
+
+def other_copies() -> list[str]:
+    """Name, version, place and state of every other sonicmoe, loaded under any name or importable
+    inside `CARRIER`. Imports none of them: that would load CUDA libraries, and mix the copies.
+    """
+    found: dict[Path, str] = {}
+    try:
+        spec = importlib.util.find_spec(CARRIER)  # of a top-level name: imports nothing
+    except ValueError:  # it is loaded, and has none
+        spec = None
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place, "sonicmoe").resolve()
+        if (path / "__init__.py").is_file():
+            found[path] = f"{CARRIER}.sonicmoe {_version_of(path)} from {path} (importable)"
+    # A copy of the dictionary, because other threads may import meanwhile.
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        # transformers has a plain module of that name, which loads kernels.
+        is_package = hasattr(module, "__path__")
+        if file and is_package and name.rpartition(".")[2] == "sonicmoe":
+            path = Path(file).resolve().parent
+            says = getattr(module, "__version__", None) or _version_of(path)
+            found[path] = f"{name} {says} from {path} (loaded)"
+    return [copy for path, copy in sorted(found.items()) if path != PACKAGE_ROOT]
+
+
+def _version_of(path: Path) -> str:
+    """The version that a package's source states, or "unknown"."""
+    source = path / "__init__.py"
+    text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
+    match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
+    return match.group(1) if match else "unknown"
 
 
 def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
@@ -123,7 +211,7 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
     values: dict[str, Any] = {}
     for flag in FLAGS:
         if flag.env not in environ:
-            report.flags.append(FlagState(flag.env, flag.shown_default, "default"))
+            report.flags.append(_flag(flag.env, flag.shown_default, "default"))
             continue
         text = shown = environ[flag.env]
         try:
@@ -133,8 +221,12 @@ def examine_flags(report: Report, environ: Mapping[str, str]) -> ResolvedConfig:
         except ValueError as needed:
             what = f"{flag.env}={text!r} is not understood"
             report.error(what, f"set it to {needed}, or unset it")
-        report.flags.append(FlagState(flag.env, shown, "environment"))
+        report.flags.append(_flag(flag.env, shown, "environment"))
     return ResolvedConfig.of(values)
+
+
+def _flag(name: str, value: str, source: str) -> dict[str, str]:
+    return {"name": name, "value": value, "source": source}
 
 
 def examine_variables(report: Report, environ: Mapping[str, str]) -> None:
@@ -167,15 +259,14 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
         except ConfigError as error:
             report.error(str(error), f"set {flag.env} to a directory that can be written")
             continue
-        state = examine_cache(report, flag, path)
         # The node-local copy is this user's alone, whatever the configuration trusts.
         own = flag.field == "local_cache_dir"
         trust = Trust.OWNER if own else shared_trust(config.trust_cache)
-        refused, access = who_can_write(path, trust)
-        if refused:
+        state = examine_cache(report, flag, path, trust)
+        if state.refused:
             words = f"{state.role} {path} is not used"
-            report.warning(words, f"{refused} (docs/security.md)")
-        report.caches.append(replace(state, access=access, refused=refused))
+            report.warning(words, f"{state.refused} (docs/security.md)")
+        report.caches.append(state)
 
 
 def examine_carried(report: Report) -> None:
@@ -192,7 +283,7 @@ def examine_carried(report: Report) -> None:
         report.warning(what, remedy or "install the wheel for this kind of machine")
 
 
-def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
+def examine_cache(report: Report, flag: Flag[Path], path: Path, trust: Trust) -> CacheState:
     """Look at one cache directory without creating it."""
     role = flag.field.removesuffix("_dir")
     # Doctor creates nothing. Writability and free space of a directory that does not exist yet are
@@ -201,11 +292,12 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path) -> CacheState:
     if not existing.is_dir():
         what = f"{role} {path}: {existing} is not a directory"
         report.error(what, f"set {flag.env} to a directory")
-        return CacheState(role, str(path), path.exists(), False, 0, 0)
+        return CacheState(role, str(path), path.exists())
+    refused, access = who_can_write(path, trust)
+    free = shutil.disk_usage(existing).free
     state = CacheState(
-        role, str(path), path.exists(), is_writable(existing), tree_size(path),
-        shutil.disk_usage(existing).free,
-        warmed_models(path),
+        role, str(path), path.exists(), is_writable(existing), tree_size(path), free,
+        warmed_models(path), access, refused or "",
     )  # fmt: skip
     if not state.writable:
         remedy = f"only what is already compiled there can be used; set {flag.env}"
@@ -264,28 +356,23 @@ def tree_size(path: Path) -> int:
     return total
 
 
-def choose_framework(report: Report, requested: str) -> str | None:
-    """The framework to examine; None, with the problem recorded, where it is not installed."""
+def load_framework(report: Report, requested: str, progress: Progress) -> bool:
+    """Choose a framework and import it; False, with the problem recorded, where that fails."""
     try:
         choice = choose(requested)
     except FrameworkMissingError as error:
         report.error(error.what, error.remedy)
-        return None
-    report.framework_reason = choice.reason
-    return choice.name
-
-
-def load_framework(report: Report, name: str) -> bool:
-    """Import the framework; False, with the problem recorded, when that fails."""
+        return False
+    report.framework_reason, name = choice.reason, choice.name
+    progress(f"importing {name}")
     try:
         # tvm_ffi, which Paddle imports, imports PyTorch where it finds it. No check of Paddle needs
         # that, and it would take half of the doctor's time.
         load(name, hidden="torch" if name == "paddle" else None)
     # A broken shared library raises one of the last two.
     except (FrameworkError, OSError, RuntimeError) as error:
-        report.error(
-            f"{name} does not load: {error}", f"repair or reinstall it: {install_hint(name)}"
-        )
+        remedy = f"repair or reinstall it: {install_hint(name)}"
+        report.error(f"{name} does not load: {error}", remedy)
         return False
     report.framework = name
     return True

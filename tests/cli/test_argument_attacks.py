@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from sonicmoe.cli.main import COMMANDS, main
-from sonicmoe.diagnostics.doctor_report import Report
+from sonicmoe.diagnostics.doctor import Report
 from sonicmoe.errors import ConfigError
 
 TEXTS = (
@@ -76,7 +76,7 @@ def idle(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(name, reached)
     # The engines are examined by other tests.
-    monkeypatch.setattr("sonicmoe.diagnostics.doctor.load_framework", lambda *_: False)
+    monkeypatch.setattr("sonicmoe.cli.doctor.load_framework", lambda *_: False)
     assert Report().healthy
 
 

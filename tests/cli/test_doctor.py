@@ -6,34 +6,37 @@ import os
 import re
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import processes
 import pytest
 from click.testing import CliRunner
-from fake_jobs import FailingJob, FakeJob
+from fake_jobs import FakeJob
 from racer import make_key
 
 import sonicmoe
 from sonicmoe import host
-from sonicmoe.cli import doctor as doctor_command
-from sonicmoe.cli.doctor import cache_line, doctor
-from sonicmoe.config import FLAGS, current_config
+from sonicmoe.cli.doctor import cache_line, doctor, examine
+from sonicmoe.config import FLAGS
 from sonicmoe.diagnostics import doctor as doctor_module
-from sonicmoe.diagnostics import doctor_engine, selftest
+from sonicmoe.diagnostics import doctor_engine
 from sonicmoe.diagnostics.doctor import (
-    examine,
+    PACKAGE_ROOT,
+    Report,
     examine_caches,
+    examine_copies,
     examine_flags,
     examine_variables,
-)  # fmt: skip
-from sonicmoe.diagnostics.doctor_report import Report
-from sonicmoe.diagnostics.selftest import SelfTest
+)
+from sonicmoe.diagnostics.doctor_engine import SelfTest
 from sonicmoe.engine import select
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.host import install_hint
 from sonicmoe.jit.cache import default_cache
+from sonicmoe.jit.errors import CompileError
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
@@ -58,7 +61,7 @@ def run_here(*arguments, **environ):
 
 
 def messages(report):
-    return [(problem.severity.value, problem.what) for problem in report.problems]
+    return [(problem.severity, problem.what) for problem in report.problems]
 
 
 def examined(environ):
@@ -179,11 +182,12 @@ def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words):
 def on_a_hopper_gpu(monkeypatch):
     """A GPU for the doctor; returns the list of `(precision, engine)` of each self-test that ran."""
     ran = []
-    for module in (select, selftest):
+    for module in (select, doctor_engine):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(select, "missing_tool", lambda *_: None)
-    gpu = selftest.Device("cuda:0", "NVIDIA H200", "9.0")
-    monkeypatch.setattr(doctor_engine, "find_device", lambda: gpu)
+    gpu = {"name": "cuda:0", "gpu": "NVIDIA H200", "capability": "9.0"}
+    monkeypatch.setattr(doctor_engine, "find_device", lambda: gpu["name"])
+    monkeypatch.setattr(doctor_engine, "described", lambda device: gpu)
 
     def run(test):
         ran.append((test.precision, test.choice.engine.name))
@@ -197,7 +201,7 @@ def on_a_hopper_gpu(monkeypatch):
 def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypatch):
     """The keys are those of the real kernels; only the GPU is made up."""
     ran = on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(doctor_engine, "warm_up", lambda *_, **__: pytest.fail("it compiles"))
+    monkeypatch.setattr(doctor_engine, "ready_engine", lambda *_: pytest.fail("it compiles"))
     started = time.monotonic()
     result = run_here(COLUMNS="200")
     assert time.monotonic() - started < 5  # with torch loaded already
@@ -212,36 +216,48 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypat
 
 
 @pytest.mark.usefixtures("in_empty_cache")
-def test_self_test_compiles_what_is_missing_and_says_so_on_stderr(monkeypatch, tmp_path):
+def test_self_test_makes_each_engine_ready_and_says_so_on_stderr(monkeypatch, tmp_path):
+    """Which compiles what is missing, and tries an engine that never ran here."""
     ran = on_a_hopper_gpu(monkeypatch)
-    log = tmp_path / "log"
-    jobs = (FakeJob(1, log), FakeJob(2, log))
-    jobs[0].compile(default_cache())
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
+    jobs = {name: FakeJob(size, tmp_path / "log") for size, name in enumerate(("bf16", "fp8"))}
+    made = []
+
+    def ready(device, requested, workload):
+        made.append(name := "bf16" if workload.settings.recipe is None else "fp8")
+        with redirect_stdout(sys.stderr):  # this compiler talks
+            jobs[name].compile(default_cache())
+
+    monkeypatch.setattr(doctor_engine, "ready_engine", ready)
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: (jobs[test.precision],))
     result = run_here("--self-test", "--json")
     found = json.loads(result.stdout)
     assert (found["kernels"], found["problems"]) == ({"needed": 2, "missing": []}, [])
-    assert [precision for precision, _ in ran] == ["bf16", "fp8"]
-    first, *said = [line for line in result.stderr.splitlines() if not line.endswith(" so far")]
-    assert first == "importing torch"
-    assert said[0].startswith("compiling 1 kernels in 1 processes")
-    assert said[1].startswith("fake_2: built in ")
-    assert said[2:] == ["self-test in bf16", "self-test in fp8"]
-    monkeypatch.setattr(doctor_command, "PATIENCE_S", 30.0)
+    assert [precision for precision, _ in ran] == made == ["bf16", "fp8"]
+    assert [
+        line for line in result.stderr.splitlines() if not line.endswith((" so far", "talks"))
+    ] == [
+        "importing torch",
+        *(f"compiling and trying what the self-test in {name} needs" for name in made),
+        *(f"self-test in {name}" for name in made),
+    ]
     again = run_here()
-    assert "2 of 2 of the self-test are compiled" in again.stdout and again.stderr == ""
-    assert len(ran) == 4
+    assert "2 of 2 of the self-test are compiled" in again.stdout and len(ran) == 4 == 2 * len(made)
 
 
 @pytest.mark.usefixtures("in_empty_cache")
 def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(monkeypatch, tmp_path):
-    ran = on_a_hopper_gpu(monkeypatch)
-    jobs = (FakeJob(1, tmp_path / "log"), FailingJob(2, tmp_path / "log"))
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
+    on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(doctor_engine, "ready_engine", lambda *_: None)
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: (FakeJob(2, tmp_path / "log"),))
+
+    def run(test):
+        raise CompileError("fake_2 cannot be compiled: expected ';'")
+
+    monkeypatch.setattr(SelfTest, "run", run)
     report = examine("torch", self_test=True)
-    assert messages(report) == [("error", "fake_2 does not compile")] and ran == []
-    assert "expected ';'" in report.problems[0].remedy
-    assert report.kernels is not None and report.kernels.missing == ("fake_2",)
+    words = "the self-test did not run: fake_2 cannot be compiled: expected ';'"
+    assert messages(report) == [("error", words)]
+    assert report.kernels == {"needed": 1, "missing": ["fake_2"]}
 
 
 @pytest.mark.usefixtures("in_empty_cache")
@@ -254,28 +270,20 @@ def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch):
 
     monkeypatch.setattr(SelfTest, "run", needs_a_kernel)
     (problem,) = examine("torch").problems
-    assert problem.severity.value == "warning" and "self-test did not run" in problem.what
+    assert problem.severity == "warning" and "self-test did not run" in problem.what
     assert problem.remedy == "run `sonicmoe doctor --self-test`"
 
 
-@pytest.mark.parametrize("self_test", [False, True])
-def test_an_engine_that_never_ran_here_is_tried_before_the_self_test(self_test, monkeypatch):
+@pytest.mark.usefixtures("in_empty_cache")
+def test_an_engine_that_never_ran_here_is_not_tested_unless_it_is_tried(monkeypatch):
     """A fault of its kernels would end the doctor."""
-    did = []
-    half = {
-        "untried": lambda test: "bf16" if test.precision == "bf16" else None,
-        "make_ready": lambda test: did.append(f"tried for {test.precision}") or test,
-        "run": lambda test: did.append(f"ran {test.precision}") or [],
-    }
-    for name, function in half.items():
-        monkeypatch.setattr(SelfTest, name, function)
-    report = Report()
-    tests = [SelfTest(current_config(), name, "cuda:0") for name in ("bf16", "fp8")]
-    doctor_engine._run(report, tests, self_test, lambda line: None)
-    assert did == (["tried for bf16", "ran bf16", "ran fp8"] if self_test else ["ran fp8"])
-    said = [problem.what for problem in report.problems]
+    ran = on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
+    untried = lambda test: "bf16" if test.precision == "bf16" else None  # noqa: E731
+    monkeypatch.setattr(SelfTest, "untried", untried)
     wanted = "the self-test in bf16 did not run: engine bf16 never ran on such a GPU"
-    assert said == ([] if self_test else [wanted])
+    assert messages(examine("torch")) == [("warning", wanted)]
+    assert [precision for precision, _ in ran] == ["fp8"]
 
 
 @pytest.mark.usefixtures("in_empty_cache")
@@ -354,7 +362,7 @@ def test_a_variable_and_its_problem(tmp_path, environ, severity, what, remedy):
     assert report.healthy == (severity == "warning")
     if "not understood" in what:  # the screen shows what was given; the default is in force
         ((name, text),) = given.items()
-        assert next(state for state in report.flags if state.name == name).value == text
+        assert next(flag for flag in report.flags if flag["name"] == name)["value"] == text
     assert report.honoured["TRITON_PTXAS_PATH"] == given.get("TRITON_PTXAS_PATH")
     assert list(report.unknown_flags) == [name for name in given if name == "SONIC_MOE_FP8_MOD"]
 
@@ -451,3 +459,44 @@ def test_paddle(without, in_empty_cache):
     assert found["engine"] == "reference"
     assert [check["tensor"] for check in found["self_test"]] == 2 * TENSORS
     assert all(check["passed"] for check in found["self_test"])
+
+
+SONICMOE = "there is another sonicmoe"
+
+
+def copies_found():
+    report = Report()
+    examine_copies(report)
+    assert report.healthy
+    return [problem.what for problem in report.problems]
+
+
+def test_a_copy_that_could_be_imported(tmp_path, monkeypatch):
+    """In a package that raises if anybody imports it."""
+    before, package = copies_found(), tmp_path / "paddlefleet_ops" / "sonicmoe"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        text = '__version__ = "9.8"\nraise RuntimeError("imported")\n'
+        (folder / "__init__.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    line = f"{SONICMOE}: paddlefleet_ops.sonicmoe 9.8 from {package} (importable)"
+    assert copies_found() == [line, *before]
+
+
+def test_a_loaded_copy(tmp_path, monkeypatch):
+    copy = ModuleType("paddlefleet_ops.sonicmoe")
+    copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
+    copy.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    # A module without a spec, and one that is no package: what loads upstream's kernels there.
+    monkeypatch.setitem(sys.modules, "paddlefleet_ops", ModuleType("paddlefleet_ops"))
+    module = ModuleType("transformers.integrations.sonicmoe")
+    module.__file__ = str(tmp_path / "integrations" / "sonicmoe.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert copies_found() == [f"{SONICMOE}: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
+
+
+def test_installed_under_another_version(monkeypatch):
+    monkeypatch.setattr(doctor_module, "version", lambda name: "9.8")
+    words = f"sonicmoe 9.8 is installed, but {sonicmoe.__version__} runs from {PACKAGE_ROOT}"
+    assert copies_found() == [words]

@@ -113,7 +113,7 @@ def test_the_doctor_reports_a_flag_that_is_not_understood(monkeypatch, tmp_path)
     ["--help", "--version", "bench --list", "doctor --json", "doctor"],
 )
 def test_output_that_cannot_be_written_is_one_line(line, monkeypatch, capsys):
-    monkeypatch.setattr("sonicmoe.diagnostics.doctor.load_framework", lambda *_: False)
+    monkeypatch.setattr("sonicmoe.cli.doctor.load_framework", lambda *_: False)
     full = Path("/dev/full").open("w")  # noqa: SIM115  closing it would fail
     monkeypatch.setattr(sys, "stdout", full)
     with pytest.raises(SystemExit) as end:
