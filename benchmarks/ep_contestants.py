@@ -21,8 +21,8 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ep import Dispatched, Dispatcher, make_dispatcher
 from sonicmoe.ep.select import KINDS
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional.plan import make_plan, number_of
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
+from sonicmoe.layer.plan import make_plan, number_of
 from sonicmoe.layouts import NATIVE
 
 Tensor = torch.Tensor

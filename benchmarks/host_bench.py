@@ -207,7 +207,7 @@ def launch_nothing() -> None:
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.kernels import routing_metadata_source
     from sonicmoe.kernels.host import passes_source
-    from sonicmoe.node import choices
+    from sonicmoe.layer import plan
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
     from sonicmoe.routing.calls import RoutedCall
@@ -248,11 +248,8 @@ def launch_nothing() -> None:
     def ready_engine(device: str, requested: Any, workload: Any) -> Any:
         return made[workload.settings.recipe is not None]
 
-    choices.ready_engine = ready_engine
+    plan.ready_engine = ready_engine
     if not interop.IS_PADDLE:
-        from sonicmoe.functional import plan
-
-        plan.ready_engine = ready_engine
         answer_for_streams()
 
 

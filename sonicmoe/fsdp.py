@@ -20,7 +20,7 @@ from .config import active_config
 from .enums import ActivationType, layer_parameters, member_of
 from .errors import LayoutError, ShapeError, expect
 from .functional import layout_of
-from .functional.plan import Plan, check_use_fp8, make_plan
+from .layer.plan import Plan, check_use_fp8, make_plan
 from .layouts import NATIVE, GateUp, WeightLayout
 from .moe import MoE
 from .observe import MOE, STACKED
@@ -182,7 +182,7 @@ def _chooser(
         hidden = int(down.shape[2 if experts.layout.transposed else 1])
         tokens = torch.empty((0, hidden), dtype=dtype, device=down.device)
         bias = down if experts.bias else None
-        fitted = plan.fitted(tokens, (parts[0], down, bias, bias))
+        fitted = plan.fitted_to(tokens, (parts[0], down, bias, bias))
         engine, settings = fitted.choose(), fitted.settings
         recipe = settings.recipe
         joins = recipe is not None and recipe.shares_weight_buffers and engine.joins_codes

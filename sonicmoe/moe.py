@@ -20,8 +20,8 @@ from .functional import softmax_topk_layer
 from .functional.border import WHOLE, check_router_dtype, need_values, need_whole
 from .functional.frozen import codes_in, frozen_in
 from .functional.peft_pairs import low_rank_of
-from .functional.plan import check_use_fp8
 from .interop import current_stream
+from .layer.plan import check_use_fp8
 from .layouts import Codes
 from .observe import MOE
 from .refusals import need_shape, need_type

@@ -14,10 +14,9 @@ and the caller of an engine writes
 
 Each pays one read of a global where nobody listens: no allocation, no kernel, no framework call.
 
-Every face ends in one of two emitters: `node/mlp_call.py` for the node, and `functional/call.py`
-for the functional API, `MoE` and transformers models, in eager mode and in compiled graphs. Both
-emit `ForwardDone`, `BackwardBegins` and `BackwardDone`, each on the thread of the pass. Observers
-read the events and know nothing of the emitter.
+Every face ends in one emitter, `layer/call.py`, in eager mode and in compiled graphs. It emits
+`ForwardDone`, `BackwardBegins` and `BackwardDone`, each on the thread of the pass. Observers read the
+events and know nothing of the emitter.
 """
 
 from __future__ import annotations

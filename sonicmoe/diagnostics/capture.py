@@ -19,8 +19,8 @@ import torch
 
 from ..engine.interface import Tokens, token_dtype
 from ..interop import dtype_name, is_cuda
+from ..layer.state import LayerState
 from ..log import logger
-from ..node.layer_state import LayerState
 from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, forget, observe, observing
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize

@@ -2,7 +2,7 @@
 
 Tokens: the codes are no output of the dispatch. A tensor of their shape is, and gets their gradient.
 Gradients: the combine's backward returns a tensor of their shape, and leaves codes and scales with
-the source that the node asks (`node/arrivals.py`).
+the source that the node asks (`layer/arrivals.py`).
 """
 
 from __future__ import annotations

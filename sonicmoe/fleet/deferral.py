@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ConfigError, FrameworkError, expect
 from ..interop import IS_PADDLE
-from ..node.late_wgrad import WgradOffer
+from ..layer.late_wgrad import WgradOffer
 
 Tensor = torch.Tensor
 Run = Callable[[], None]

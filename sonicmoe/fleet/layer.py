@@ -23,7 +23,7 @@ import torch
 from ..config import SonicMoEConfig
 from ..enums import ActivationParameters, ActivationType, FirstBackward, FlushMode, is_glu
 from ..errors import ConfigError, expect
-from ..node.layer_state import LayerState
+from ..layer.state import LayerState
 from ..node.mlp_node import SonicMoEMlpNode
 from ..observe import FLEET
 from ..weights.stacked import PairParameters

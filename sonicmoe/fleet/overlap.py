@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..enums import ActivationType
-from ..node.mlp_call import BackwardStep
+from ..layer.node_call import BackwardStep
 from .configuration import FP8Config
 from .run import ExpertsOfACall, check_arguments
 from .weight_copies import release_forward_copies

@@ -26,7 +26,7 @@ from ..interop import require_framework_tensor
 from ..layouts import GateUp, WeightLayout
 from ..observe import TOPK, TRIPLES
 from ..refusals import need_shape
-from ..weights.stacked_cache import Weights
+from ..weights.stacked_cache import Weights  # refuses Paddle, so before all of the PyTorch face
 from .autograd import expert_mlp
 from .border import (
     check_router,

@@ -16,10 +16,10 @@ from torch import nn
 from ..engine.low_rank import Adapters
 from ..engine.select import EngineChoice
 from ..errors import ConfigError, LayoutError, expect
+from ..layer.plan import Plan
 from ..layouts import NATIVE, Codes, WeightLayout
 from ..weights.frozen import Rounding, check_reader, from_codes, to_codes
 from .border import WEIGHT_DTYPES, need_values, need_whole
-from .plan import Plan
 
 Tensor = torch.Tensor
 FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight

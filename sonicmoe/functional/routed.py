@@ -33,15 +33,14 @@ from ..ep import Dispatched, Dispatcher
 from ..ep.interface import Transport
 from ..errors import ConfigError, SonicMoEError, expect
 from ..interop import device_name, in_backward
-from ..layouts import flat_weights, weights_of
-from ..node.arrivals import gradient_from
+from ..layer.arrivals import gradient_from
+from ..layer.passed_call import PassedCall, keeps_graph
+from ..layer.plan import Plan, plan_of
+from ..layouts import StackedWeights, flat_weights, weights_of
 from ..observe import is_awaited, is_heard
 from ..quant.tokens import checked_tokens, to_bfloat16
 from ..weights.cache import Reading
-from ..weights.stacked_cache import Weights
-from .autograd import is_differentiated, keeps_graph
-from .call import NOWHERE, Origin, backward, forward, route
-from .plan import Plan, plan_of
+from .autograd import is_differentiated
 
 Tensor = torch.Tensor
 
@@ -77,7 +76,7 @@ def name_of(group: ExpertGroup) -> str:
 
 
 def routed_mlp(
-    plan_number: int, group: str, x: Tensor, indices: Tensor, probs: Tensor, weights: Weights
+    plan_number: int, group: str, x: Tensor, indices: Tensor, probs: Tensor, weights: StackedWeights
 ) -> Tensor:
     """Every token of this rank through its experts, wherever they are. All ranks of the group call
     it, in one order, and all run its backward or none.
@@ -170,18 +169,20 @@ def _routed_mlp(
         kept.saved is None or in_backward(), ConfigError, f"{words}; needed: tensors of their own"
     )
     with torch.no_grad():
-        plan = plan_of(plan_number).fitted(x, weights)
-        given = plan, _rows(kept.tokens, plan), kept.tokens.probs, weights, _origin(kept)
-        out, kept.saved, reading = forward(*given, save=save, once=True)
+        plan = plan_of(plan_number).fitted_to(x, weights)
+        call = _call(kept, plan, weights)
+        out, kept.saved = call.forward(_rows(kept.tokens, plan), kept.tokens.probs, save=save)
         # A forward inside a backward runs for the second time, and its own backward is the next to
         # come. Codes of the weights are kept until then, and else not: they would live for a pass.
         is_next = save and plan.settings.recipe is not None and in_backward()
-        kept.reading = reading if is_next else None
+        kept.reading = call.reading if is_next else None
         return kept.dispatcher.combine(out, kept.tokens.handle)
 
 
-def _origin(kept: _Kept) -> Origin:
-    return Origin(kept.tokens.indices, tokens_per_expert=kept.tokens.tokens_per_expert)
+def _call(kept: _Kept, plan: Plan, weights: StackedWeights) -> PassedCall:
+    tokens = kept.tokens
+    routed: Any = {"routes": tokens.indices, "tokens_per_expert": tokens.tokens_per_expert}
+    return PassedCall(plan=plan, weights=weights, once=True, **routed)
 
 
 def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
@@ -220,24 +221,18 @@ def _routed_mlp_backward(
     trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
     weights = weights_of((w1, None, w2, None, b1, b2))
     plan = plan_of(plan_number)
-    plan = (plan if kept.saved is not None else without_z(plan)).fitted(dout, weights)
+    plan = (plan if kept.saved is not None else without_z(plan)).fitted_to(dout, weights)
     routes, source = kept.tokens.handle, kept.tokens.dout_source
     with torch.no_grad(), _explaining(kept.dispatcher.transport):
-        saved = _saved(kept, plan)
+        call = _call(kept, plan, weights)
+        saved = _saved(kept, call)
         rows: Tokens = routes.combine_backward(dout)
         if source is not None:
             assert isinstance(rows, torch.Tensor)
             rows = gradient_from(source, rows, plan.choose(), plan.settings)
-        dx, dprobs, gradients = backward(
-            plan,
-            rows,
-            saved,
-            kept.reading,
-            tuple(None if weight is None else weight.dtype for weight in given),
-            trained=trained,
-            given=weights,
-            origin=NOWHERE,
-        )
+        call.reading, call.routes = kept.reading, None
+        dtypes = tuple(None if weight is None else weight.dtype for weight in given)
+        dx, dprobs, gradients = call.backward(rows, saved, dtypes, trained)
         dx, dprobs = routes.dispatch_backward(dx, dprobs)
     nothing = dout.new_empty(0)
     pairs = zip(gradients, given, strict=True)
@@ -260,13 +255,12 @@ def _(dout: Tensor, ticket: Tensor, *arguments: Any) -> list[Tensor]:
     return [dout.new_empty(dout.shape), dprobs, *left]
 
 
-def _saved(kept: _Kept, plan: Plan) -> Saved:
+def _saved(kept: _Kept, call: PassedCall) -> Saved:
     """What the experts saved; the rows alone where their forward was left out."""
     if kept.saved is None:
-        tokens = kept.tokens
-        sizes = int(tokens.indices.shape[0]), kept.dispatcher.num_local_experts
+        tokens, plan = kept.tokens, call.plan
         with plan.config.activate():
-            routing = route(plan, _origin(kept), tokens.probs, sizes)
+            routing = call.routing(int(tokens.indices.shape[0]), tokens.probs)
         return Saved(plan.settings, routing, _rows(tokens, plan), None)
     # The memory of z is the engine's, unless somebody looks at it afterwards, or runs this again.
     donated = not (is_awaited() or is_heard() or keeps_graph())

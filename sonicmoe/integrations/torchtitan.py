@@ -40,8 +40,8 @@ from ..ep.interface import check_num_experts
 from ..errors import ConfigError, EngineUnavailableError, did_you_mean, expect
 from ..fsdp import FoundExperts, coded, finders
 from ..functional.autograd import planned_mlp
-from ..functional.plan import Plan, make_plan, number_of
 from ..functional.routed import ExpertGroup, name_of, routed_mlp
+from ..layer.plan import Plan, make_plan, number_of
 from ..layouts import NATIVE
 from ..log import log_once
 from ..observe import GPT_OSS_EXPERTS, GROUPED_EXPERTS

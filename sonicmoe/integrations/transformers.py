@@ -27,8 +27,8 @@ from ..functional import autocast
 from ..functional.autograd import expert_mlp
 from ..functional.border import WEIGHT_DTYPES
 from ..functional.frozen import FROZEN, check_frozen, frozen_in, frozen_operands
-from ..functional.plan import Plan, make_plan
-from ..interop import device_name, dtype_name, parse_version
+from ..interop import device_name, parse_version
+from ..layer.plan import Kind, Plan, make_plan
 from ..layouts import WeightLayout
 from ..log import logger
 from ..observe import GATED_EXPERTS, PLAIN_EXPERTS
@@ -108,8 +108,9 @@ def _foretell(experts: nn.Module) -> None:
     plan = make_plan(activation, layout, use_fp8, parameters)
     dtype = torch.bfloat16 if down.dtype in (torch.float32, torch.uint8) else down.dtype
     hidden = down.shape[2 if layout.transposed else 1]
-    sizes = int(hidden), layout.intermediate_size(down), dtype_name(dtype), len(weights) > 2
-    choice = plan.foretell("cpu" if down.is_meta else device_name(down), *sizes)
+    sizes = int(hidden), layout.intermediate_size(down), len(weights) > 2
+    device = "cpu" if down.is_meta else device_name(down)
+    choice = plan.foretell(Kind(device, dtype, *sizes))
     check_frozen(experts, plan, choice)
 
 

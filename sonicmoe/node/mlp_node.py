@@ -21,14 +21,14 @@ from ..enums import (
 )
 from ..errors import ConfigError, LayoutError
 from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
+from ..layer.arrivals import Arrivals, GradientSource
+from ..layer.node_call import BackwardStep, call_on
+from ..layer.plan import OwnPlan
+from ..layer.state import LayerState
 from ..layouts import NATIVE
 from ..weights.copies import WeightCopies
 from ..weights.parameters import PerExpertParameters
 from ..weights.stacked import FusedParameters, StackedWeight
-from .arrivals import Arrivals, GradientSource
-from .choices import Choices
-from .layer_state import LayerState
-from .mlp_call import BackwardStep, call_on
 from .upkeep import NodeUpkeep
 
 Tensor = torch.Tensor
@@ -196,9 +196,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         separate = state.parameters.are_separate and may_stay_apart(
             self.n_experts, state.parameters.parameters()[0].dtype
         )
-        self._choices = Choices(config, activation, self.activation_parameters, *sizes, separate)
+        of_layer = activation, self.activation_parameters, sizes, separate, state.face
+        self._plan = OwnPlan(config, *of_layer)
         # Settings that contradict each other are refused here and not in the first step.
-        resolved, _ = self._choices.settings()
+        resolved = self._plan.in_force().config.resolve()
         state.gradients.overwriting.check(resolved.first_backward)
         # An engine that was asked for by name is chosen now, so that the constructor raises if it
         # cannot run. `auto` waits for the first call, because the tokens' dtype decides too.
@@ -206,7 +207,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         # A freed weight names no device.
         named = resolved.engine is not EngineName.AUTO
         if named and holds_memory(weight) and is_cuda(weight):
-            self._choices.engine_for_weights(weight)
+            self._plan.fitted_to_weight(weight)
 
     def forward(
         self,
@@ -299,8 +300,8 @@ class SonicMoEMlpNode(NodeUpkeep):
     def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)
-        with self._choices.scope():
-            call = call_on(inputs, arrived, self._state, self._choices)
+        with self._plan.scope():
+            call = call_on(inputs, arrived, self._state, self._plan)
             # Outside autograd nothing is saved for a backward that cannot come.
             wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
             if wanted and grad_enabled():
@@ -329,10 +330,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         routed = tokens_per_expert, dispatched_indices, probs
         arrived = Arrivals(*routed, x_scale, None, dout_source, copies, is_stepped=True)
         # Weights are read as for training, also where the schedule has switched gradients off.
-        with self._choices.scope():
+        with self._plan.scope():
             with torch.enable_grad():
                 inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
-                call = call_on(inputs, arrived, self._state, self._choices)
+                call = call_on(inputs, arrived, self._state, self._plan)
             out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}

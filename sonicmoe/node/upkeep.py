@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from ..enums import ActivationParameters, ActivationType
-from ..interop import device_name, is_cuda
+from ..interop import device_name, dtype_name, is_cuda
 from ..jit_warmup import warmup_jit
 from ..late_errors import raise_found
+from ..layer.plan import OwnPlan, dtype_beside
+from ..layer.state import LayerState
 from ..observe import stage
 from ..out_of_memory import advising
 from ..routing.backends import arch_of
 from ..weights.copies import WeightCopies
 from ..weights.parameters import check_memory
-from .choices import Choices, tokens_beside
-from .layer_state import LayerState
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,7 @@ class NodeUpkeep:
     activation_type: ActivationType
     activation_parameters: ActivationParameters
     _state: LayerState
-    _choices: Choices
+    _plan: OwnPlan
 
     def step(self) -> None:
         """Have every weight gradient with its parameter, and mark weight caches stale.
@@ -71,9 +71,9 @@ class NodeUpkeep:
             gradients.flush()
             return
         with (
-            self._choices.scope(),
+            self._plan.scope(),
             stage("flush"),
-            advising("step()", self._choices.settings()[1]),
+            advising("step()", self._plan.in_force().settings),
         ):
             gradients.flush()
 
@@ -102,9 +102,9 @@ class NodeUpkeep:
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step, for a backward too."""
         parameters = self._state.parameters.parameters()
-        chosen = self._choices.engine_for_weights(parameters[0])
-        with self._choices.scope(), advising("forward", chosen.settings):
-            self._state.weights.read(chosen.engine, chosen.settings, parameters)
+        plan = self._plan.fitted_to_weight(parameters[0])
+        with self._plan.scope(), advising("forward", plan.settings):
+            self._state.weights.read(plan.choose(), plan.settings, parameters)
 
     def make_copies(self) -> WeightCopies:
         """FP8 copies of the weights as they are now, for `forward(copies=)`.
@@ -121,9 +121,9 @@ class NodeUpkeep:
         layer = self._state.parameters
         parameters = layer.parameters()
         check_memory(parameters)
-        chosen = self._choices.engine_for_weights(parameters[0])
-        with self._choices.scope(), advising("make_copies()", chosen.settings):
-            return WeightCopies(chosen.engine, chosen.settings, layer)
+        plan = self._plan.fitted_to_weight(parameters[0])
+        with self._plan.scope(), advising("make_copies()", plan.settings):
+            return WeightCopies(plan.choose(), plan.settings, layer)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the
@@ -139,11 +139,11 @@ class NodeUpkeep:
             self.hidden_size,
             self.intermediate_size,
             device,
-            dtype=tokens_beside(weight),
+            dtype=dtype_name(dtype_beside(weight)),
             activation=self.activation_type,
             activation_parameters=self.activation_parameters,
             arch=arch_of(device) if is_cuda(weight) else None,
-            config=self._choices.config,
+            config=self._plan.config,
         )
         return tuple(outcome.kernel for outcome in report.kernels)
 

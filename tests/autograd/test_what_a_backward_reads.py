@@ -24,8 +24,8 @@ from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.fleet.overlap import ExpertsStep
 from sonicmoe.fleet.run import run_sonic_moe
+from sonicmoe.layer.late_wgrad import WgradStore
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.node.late_wgrad import WgradStore
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 SECTION = "## What a backward reads of its caller"
@@ -282,7 +282,7 @@ def planned_scene(fp8):
     """Rows in expert order, as torchtitan's experts pass them."""
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional.autograd import planned_mlp
-    from sonicmoe.functional.plan import make_plan, number_of
+    from sonicmoe.layer.plan import make_plan, number_of
 
     plan = make_plan(ActivationType.SWIGLU, WeightLayout(split_half=True), fp8)
     x, probs = leaf(ONE_SLOT.x), leaf(ONE_SLOT.probs[:, 0])

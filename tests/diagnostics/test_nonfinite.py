@@ -113,7 +113,7 @@ def engine(monkeypatch):
 
     def choose(it):
         choice = EngineChoice(it, "test")
-        monkeypatch.setattr("sonicmoe.node.choices.ready_engine", lambda *_: choice)
+        monkeypatch.setattr("sonicmoe.layer.plan.ready_engine", lambda *_: choice)
 
     return choose
 

@@ -36,8 +36,9 @@ from sonicmoe.errors import (
     RoutingError,
     ShapeError,
 )
-from sonicmoe.functional import plan, routed
+from sonicmoe.functional import routed
 from sonicmoe.integrations import torchtitan as door
+from sonicmoe.layer import plan
 from sonicmoe.weights.shards import ExpertShard
 
 EXPERTS, TOPK, DIM, HIDDEN, TOKENS = 6, 2, 256, 128, 96

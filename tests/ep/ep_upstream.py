@@ -17,7 +17,7 @@ from sonicmoe import moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forw
 from sonicmoe.distributed_utils import DispatchMode, RuntimeEPConfig, default_group
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional import layout_of, routed
-from sonicmoe.functional.plan import make_plan, number_of
+from sonicmoe.layer.plan import make_plan, number_of
 
 MODES = (None, "AG_DISPATCH_TRITON", "RANK_DEDUP_DISPATCH_TRITON")
 

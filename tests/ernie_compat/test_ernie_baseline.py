@@ -99,5 +99,7 @@ def test_a_resumed_run_keeps_its_baseline(corpus, tmp_path):
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
 def test_the_engine_named_is_the_one_the_nodes_chose(precision):
     learner = make_learner("torch", SIZES, run_config().train, precision, "auto")
-    chosen = {node._choices._engines[-1][1].engine.name for node in learner.decoder.nodes}
+    chosen = {
+        [*node._plan.in_force()._fits.values()][-1].choose().name for node in learner.decoder.nodes
+    }
     assert chosen == {learner.engine} == {"reference"}

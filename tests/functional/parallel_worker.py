@@ -21,7 +21,7 @@ from sonicmoe import MoE, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional.plan import make_plan, number_of
+from sonicmoe.layer.plan import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 RANKS, STEPS, H, I, E = 2, 3, 32, 48, 4

@@ -20,10 +20,9 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
+from sonicmoe.layer import plan
 from sonicmoe.layouts import GateUp, WeightLayout
-from sonicmoe.node import choices
 
 E, H, I, K, T = 4, 64, 40, 2, 50
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
@@ -46,8 +45,7 @@ def on(launches, monkeypatch):
 
     def run(engine, step):
         chosen = EngineChoice(engine, "a test")
-        for module in (plan, choices):
-            monkeypatch.setattr(module, "ready_engine", lambda *_: chosen)
+        monkeypatch.setattr(plan, "ready_engine", lambda *_: chosen)
         targets.clear()
         return step(), list(targets)
 

@@ -14,8 +14,8 @@ from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, EngineUnavailableError, ShapeError
-from sonicmoe.functional import plan
-from sonicmoe.functional.plan import make_plan, number_of
+from sonicmoe.layer import plan
+from sonicmoe.layer.plan import make_plan, number_of
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

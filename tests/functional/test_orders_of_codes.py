@@ -14,11 +14,10 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional import plan
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
+from sonicmoe.layer import plan
 from sonicmoe.layouts import NATIVE
-from sonicmoe.node import choices
 from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _kept, _owner
 
@@ -29,8 +28,7 @@ FP8 = SonicMoEConfig(fp8_mode="perf")
 @pytest.fixture
 def ours(monkeypatch):
     """The engine of every face."""
-    for module in (plan, choices):
-        monkeypatch.setattr(module, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
+    monkeypatch.setattr(plan, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
 
 
 class Layer:

@@ -19,8 +19,8 @@ from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.errors import RankLostError
 from sonicmoe.functional import routed
 from sonicmoe.functional.autograd import planned_mlp
-from sonicmoe.functional.plan import number_of
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
+from sonicmoe.layer.plan import number_of
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 24, 32, 16
 

@@ -12,7 +12,7 @@ from framework import torch
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional.autograd import expert_mlp, planned_mlp
-from sonicmoe.functional.plan import make_plan, number_of
+from sonicmoe.layer.plan import make_plan, number_of
 from sonicmoe.layouts import NATIVE
 
 COUNTS, BEYOND, HIDDEN, INNER = [3, 0, 130, 7], 5, 32, 16

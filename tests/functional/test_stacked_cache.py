@@ -29,7 +29,7 @@ from sonicmoe import SonicMoEConfig, moe_general_routing_inputs, moe_TC_softmax_
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.functional.plan import Plan
+from sonicmoe.layer.plan import Plan
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize

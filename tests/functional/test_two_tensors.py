@@ -12,7 +12,7 @@ from pairwise import pairwise
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.errors import ShapeError
 from sonicmoe.functional import moe_general_routing_inputs_fp8, moe_TC_softmax_topk_layer_fp8
-from sonicmoe.functional.plan import Plan
+from sonicmoe.layer.plan import Plan
 
 E, H, I, K, T = 5, 32, 64, 2, 19
 

@@ -16,11 +16,11 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper_passes import passes_on
 from sonicmoe.enums import ActivationType
-from sonicmoe.functional import plan as call_plan
 from sonicmoe.gradients import flush
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.kernels.sm90 import engine_sources
+from sonicmoe.layer import plan as call_plan
 from sonicmoe.quant import gpu
 from sonicmoe.routing import backends
 

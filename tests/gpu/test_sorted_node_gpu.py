@@ -11,7 +11,7 @@ from gpu.engine_cases import relative
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.node.layer_state import LayerState
+from sonicmoe.layer.state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
 from sonicmoe.weights.numbered import NumberedParameters
 

@@ -35,7 +35,7 @@ def blind(monkeypatch):
     """The engine of every call: it keeps FP8 codes, and its sample misses every write."""
     from functional.following import Following
 
-    from sonicmoe.functional.plan import Plan
+    from sonicmoe.layer.plan import Plan
 
     engine = Following()
     engine.is_blind, engine.name = True, "reference"

@@ -34,7 +34,7 @@ COUNT_COPIES = """
 import sys
 sys.path.insert(0, "tests")
 from functional.following import Following
-from sonicmoe.functional.plan import Plan
+from sonicmoe.layer.plan import Plan
 following = Following()
 copies, choose, Plan.choose = following.events, Plan.choose, lambda *_: following
 """

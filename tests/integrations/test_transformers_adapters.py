@@ -23,8 +23,8 @@ from integrations.hf_models import (
 peft = pytest.importorskip("peft", minversion="0.17")
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 
+from sonicmoe.engine.low_rank import NAMES_OF_FACTORS  # noqa: E402
 from sonicmoe.engine.reference import ReferenceEngine  # noqa: E402
-from sonicmoe.functional import call  # noqa: E402
 from sonicmoe.integrations.transformers import check_model, register  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -302,7 +302,7 @@ def test_an_observer_sees_the_weights_that_the_layer_computes_with(monkeypatch):
         model(input_ids=ids, labels=ids).loss.backward()
     assert {type(event) for event in seen} == {observe.ForwardDone, observe.BackwardBegins, observe.BackwardDone}  # fmt: skip
     names = [name for name, _ in seen[-1].weight_gradients()]
-    assert names == list(call.NAMES_OF_FACTORS)
+    assert names == list(NAMES_OF_FACTORS)
     _, w2, *_ = seen[0].call.native_weights()
     experts = model.get_base_model().model.layers[0].mlp.experts
     experts.merge()

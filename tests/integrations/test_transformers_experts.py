@@ -22,8 +22,8 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.errors import FrameworkError
-from sonicmoe.functional.plan import Plan
 from sonicmoe.integrations.transformers import register
+from sonicmoe.layer.plan import Plan
 
 T, K, E, H, I = 37, 3, 5, 32, 24
 

@@ -22,8 +22,8 @@ from transformers.integrations import moe as hf_moe
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.errors import LayoutError
-from sonicmoe.functional import call
 from sonicmoe.integrations.transformers import check_model, register
+from sonicmoe.layer.passed_call import PassedCall
 
 pytestmark = pytest.mark.usefixtures("registered")
 EXACT = 2e-6  # fp32 sums in another order
@@ -33,13 +33,13 @@ FP8 = 0.1  # E4M3 has 3 mantissa bits: about 7 % on every gradient
 @pytest.fixture
 def recipes(monkeypatch):
     """The FP8 recipe (or None) of every forward of the engine."""
-    seen, original = [], call.forward
+    seen, original = [], PassedCall.forward
 
-    def forward(plan, *arguments, **options):
-        seen.append(plan.settings.recipe)
-        return original(plan, *arguments, **options)
+    def forward(call, *arguments, **options):
+        seen.append(call.plan.settings.recipe)
+        return original(call, *arguments, **options)
 
-    monkeypatch.setattr("sonicmoe.functional.autograd.forward", forward)
+    monkeypatch.setattr(PassedCall, "forward", forward)
     return seen
 
 

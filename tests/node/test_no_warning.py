@@ -20,7 +20,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import LocalDispatcher
 from sonicmoe.fleet import deferral
 from sonicmoe.fleet.configuration import refresh_fp8_config
-from sonicmoe.node import questions
+from sonicmoe.layer import questions
 
 STEPS = questions.STEPS + 2
 SMALL = problems(1, hidden=8, intermediate=8)[0]
@@ -180,11 +180,11 @@ LATE = (
     decay_in_the_same_memory,
 )
 NEAR = {
-    "node/questions.py": (
+    "layer/questions.py": (
         *LATE, many_micro_batches, an_optimizer_that_is_set_up_first, another_models_optimizer,
         written_by_the_first_backward,
     ),
-    "node/layer_state.py": (gradients_put_off,),
+    "layer/state.py": (gradients_put_off,),
     "routing/build.py": (ids_that_are_not_here,),
     "routing/validation.py": (ids_that_are_not_here,),
     "engine/select.py": (prepared_ahead_of_mixed_precision,),

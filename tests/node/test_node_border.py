@@ -20,7 +20,7 @@ from sonicmoe.errors import (
     RoutingError,
 )
 from sonicmoe.gradients.sink import GradientSink
-from sonicmoe.node import choices
+from sonicmoe.layer import plan
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weights.layer import LayerWeights
 
@@ -31,7 +31,7 @@ class TestConfiguration:
     """
 
     def recipe_used(self, layer):
-        return layer.node._choices.settings()[1].recipe
+        return layer.node._plan.in_force().settings.recipe
 
     def test_environment_decides_where_nobody_else_does(self, set_flags):
         layer = Layer(config=None)
@@ -96,7 +96,7 @@ class TestConfiguration:
         of_calls = "forward", "backward_dx", "backward_dw"
         for name in of_calls:
             watch(ReferenceEngine, name)
-        watch(choices, "ready_engine")
+        watch(plan, "ready_engine")
         watch(LayerWeights, "read")
         watch(GradientSink, "close")
         watch(GradientSink, "flush")

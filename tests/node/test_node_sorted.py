@@ -14,8 +14,8 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import OutOfMemoryError
-from sonicmoe.node.late_wgrad import WgradStore
-from sonicmoe.node.layer_state import LayerState
+from sonicmoe.layer.late_wgrad import WgradStore
+from sonicmoe.layer.state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
 from sonicmoe.weights.numbered import NumberedParameters
 

@@ -20,7 +20,7 @@ from node.node_harness import (
 from pairwise import pairwise
 
 from sonicmoe.enums import FlushMode
-from sonicmoe.node import questions
+from sonicmoe.layer import questions
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 

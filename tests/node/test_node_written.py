@@ -28,7 +28,7 @@ from sonicmoe.engine.interface import GradientMode
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError
 from sonicmoe.gradients import sink
-from sonicmoe.node import questions
+from sonicmoe.layer import questions
 
 NAN = float("nan")
 OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")

@@ -17,7 +17,7 @@ from node.sentinel_layers import Scenario, assert_same_bits, train, train_twice
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
-from sonicmoe.node.mlp_call import MlpCall
+from sonicmoe.layer.node_call import NodeCall
 
 FP8 = SonicMoEConfig(fp8_mode="perf", engine="reference")
 FULL = SonicMoEConfig(fp8_mode="off", engine="reference")
@@ -46,10 +46,10 @@ def test_trains_the_same_bits_in_memory_full_of_nan(config):
 @pytest.mark.parametrize("place", ["out", "dx", "dprobs"])
 def test_a_leak_through_what_nobody_computes_is_found(place, monkeypatch):
     """Rows (of dprobs: slots) without a local expert are left as the allocator gave them."""
-    forward, backward = MlpCall.forward, MlpCall.backward
+    forward, backward = NodeCall.forward, NodeCall.backward
 
     def here(call):
-        return (call.indices >= 0) & (call.indices < call.state.sizes[0])
+        return (call.routes >= 0) & (call.routes < call.state.sizes[0])
 
     def leaky(tensor, kept):
         return torch.where(kept, tensor, torch.empty_like(tensor))
@@ -63,7 +63,7 @@ def test_a_leak_through_what_nobody_computes_is_found(place, monkeypatch):
         dx = leaky(dx, here(call).any(1, keepdim=True)) if place == "dx" else dx
         return (dx, leaky(dprobs, here(call)) if place == "dprobs" else dprobs), rest
 
-    monkeypatch.setattr(MlpCall, "forward", leaky_forward)
-    monkeypatch.setattr(MlpCall, "backward", leaky_backward)
+    monkeypatch.setattr(NodeCall, "forward", leaky_forward)
+    monkeypatch.setattr(NodeCall, "backward", leaky_backward)
     with memory_full_of_nan("cpu"), pytest.raises(AssertionError, match="are not finite"):
         train(Scenario(FULL, **{**SIZES, "layers": 4}))

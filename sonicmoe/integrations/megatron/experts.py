@@ -13,8 +13,8 @@ from ...enums import is_glu
 from ...ep import Dispatched
 from ...errors import ConfigError, expect
 from ...interop import require_framework_tensor
-from ...node.late_wgrad import WgradStore
-from ...node.layer_state import LayerState
+from ...layer.late_wgrad import WgradStore
+from ...layer.state import LayerState
 from ...node.mlp_node import SonicMoEMlpNode
 from ...refusals import need_type
 from ...weights.numbered import NumberedParameters

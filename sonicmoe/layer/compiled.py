@@ -19,11 +19,10 @@ from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ZCode
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..interop import dtype_name
-from ..layouts import flat_weights, weights_of
+from ..layouts import StackedWeights, flat_weights, weights_of
 from ..quant.format import BlockScaledTensor, Code, Orientation
 from ..routing.build import num_rows_bound
-from ..weights.stacked_cache import Weights
-from .call import Origin, backward, forward, in_shape_of, route, rows_of
+from .passed_call import PassedCall, halves_of, in_shape_of, rows_of
 from .plan import Plan, make_plan, plan_of
 
 Tensor = torch.Tensor
@@ -34,7 +33,7 @@ def expert_operator(
     x: Tensor,
     routes: Tensor,
     probs: Tensor | None,
-    weights: Weights,
+    weights: StackedWeights,
     number: int,
     save: bool,
     adapters: Adapters = NO_ADAPTERS,
@@ -76,9 +75,8 @@ def _expert_mlp(
     _check_config(plan)
     weights = weights_of((w1, w1_up, w2, w2_scales, b1, b2))
     adapters = Adapters.of((up_a, up_b, down_a, down_b), (up_scale, down_scale))
-    plan, origin = plan.fitted(x, weights), Origin(routes, adapters=adapters)
-    how = {"save": save, "static_rows": True, "once": True}
-    out, saved, _ = forward(plan, x, probs, weights, origin, **how)
+    plan = plan.fitted_to(x, weights, adapters != NO_ADAPTERS)
+    out, saved = _call(plan, routes, weights, adapters).forward(x, probs, save=save)
     # The compiler has allocated and typed the graph by `register_fake` alone. An engine that saved
     # z in another form would be read as the wrong bytes in backward, so it is refused here.
     z, scales = _z_tensors(saved, x)
@@ -96,13 +94,19 @@ def _expert_mlp(
     return out, z, scales, projected
 
 
+def _call(plan: Plan, routes: Tensor, weights: StackedWeights, adapters: Adapters) -> PassedCall:
+    given: Any = {"plan": plan, "routes": routes, "weights": weights, "adapters": adapters}
+    return PassedCall(**given, static_rows=True, once=True)
+
+
 @_expert_mlp.register_fake
 def _(x: Tensor, routes: Tensor, probs: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     # Runs on tensors without data, with symbolic sizes: only shapes and dtypes may be computed
     # from. The number of rows depends on routing, which is data, so it is the worst case.
     weights, factors = weights_of(arguments[:6]), arguments[6:10]
     plan_number, save = arguments[12:]
-    plan = plan_of(int(plan_number)).fitted(x, weights)
+    low_rank = any(factor is not None for factor in factors)
+    plan = plan_of(int(plan_number)).fitted_to(x, weights, low_rank)
     # Rows in expert order are one slot each.
     slots = x.shape[0] if routes.dim() == 1 else routes.shape[0] * routes.shape[1]
     rows = num_rows_bound(slots, weights[1].shape[0], plan.settings.row_alignment)
@@ -145,28 +149,24 @@ def _expert_mlp_backward(
     weights, given = weights_of((w1, w1_up, w2, w2_scales, b1, b2)), (w1, w2, b1, b2)
     factors = up_a, up_b, down_a, down_b
     adapters = Adapters.of(factors, (up_scale, down_scale))
-    plan, origin = plan_of(plan_number).fitted(x, weights), Origin(routes, adapters=adapters)
-    tokens = rows_of(x.detach())
+    plan = plan_of(plan_number).fitted_to(x, weights, adapters != NO_ADAPTERS)
+    # Autograd has compared the versions of the saved weights, so they are read again as the
+    # forward's.
+    tokens, call = rows_of(x.detach()), _call(plan, routes, weights, adapters)
     with plan.config.activate():
         # Built again from the same indices, which gives the same tensors: the alternative is five
         # more outputs of the forward operator that live until backward.
-        sizes = int(tokens.shape[0]), int(w2.shape[0])
-        routing = route(plan, origin, probs, sizes, static_rows=True)
+        routing = call.routing(int(tokens.shape[0]), probs)
     # The same contents as in eager mode, with x from the graph's saved tensors and z from the
     # forward's outputs.
     z_saved = _restore_z(plan.settings, z, scales)
     trained = [trains_weights] * 2 + [trains_biases] * 2
     trained = [trains and w is not None for trains, w in zip(trained, given, strict=True)]
-    dx, dprobs, gradients = backward(
-        plan,
+    dx, dprobs, gradients = call.backward(
         dout,
         Saved(plan.settings, routing, tokens, z_saved, projected=projected),
-        # Autograd has compared the versions of the saved weights, so these are the forward's.
-        None,
         tuple(None if weight is None else weight.dtype for weight in given),
-        trained=[*trained, *[trains_adapters] * 4],
-        given=weights,
-        origin=origin,
+        [*trained, *[trains_adapters] * 4],
     )
     each = itertools.zip_longest(gradients, (*given, *factors))
     left = [
@@ -266,20 +266,7 @@ def _restore_z(
     return BlockScaledTensor(z, scales, settings.recipe.z, _code(settings), Orientation.ROWS)
 
 
-def halves_of(
-    dw1: Tensor | None, gate_wanted: bool, up_wanted: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of gate and up in two tensors: views of `[2, E, I, H]`, each contiguous. Where one
-    of the two is wanted alone it is a copy, because a view would keep the memory of both.
-    """
-    if dw1 is None:
-        return None, None
-    if gate_wanted and up_wanted:
-        return dw1[0], dw1[1]
-    return dw1[0].clone() if gate_wanted else None, dw1[1].clone() if up_wanted else None
-
-
-def _n1(weights: Weights, plan: Plan) -> Any:
+def _n1(weights: StackedWeights, plan: Plan) -> Any:
     return weights[0].shape[2 if plan.layout.transposed else 1]
 
 

@@ -116,15 +116,15 @@ class Arrivals(NamedTuple):
         need_shape(int(self.indices.shape[0]) == experts, "counts", self.indices, (experts,))
         require_same_device([("x", x), ("counts", self.indices)])
 
-    def form(self, x: Tensor) -> tuple[str, TokenFormat]:
+    def form(self, x: Tensor) -> tuple[torch.dtype, TokenFormat]:
         """`(dtype that the tokens stand for, their format)`."""
         if self.x_scale is None:
-            return dtype_name(x.dtype), TokenFormat.PLAIN
+            return x.dtype, TokenFormat.PLAIN
         # Senders quantise bf16 tokens, and out is bf16 again.
-        return "bfloat16", token_format(checked_tokens(x, self.x_scale))
+        return torch.bfloat16, token_format(checked_tokens(x, self.x_scale))
 
     def inputs(self, x: Tensor, experts: int, hidden: int) -> tuple[Tensor, ...]:
-        """The inputs of `MlpCall.forward`, of arguments that fit a layer of E and H. The first gets
+        """The inputs of `NodeCall.forward`, of arguments that fit a layer of E and H. The first gets
         the gradient of the tokens; biases, and then the factors of adapters, come last.
         """
         self._check(x, experts, hidden)

@@ -18,11 +18,10 @@ def plan_number(
     apart: bool,
     use_fp8: bool | None,
     face: str,
-    low_rank: bool,
 ) -> int:
     """The number of the plan in force now."""
     # `assume_constant_result` takes constants, so the members of enums and layouts travel as plain
     # values.
     layout = WeightLayout(transposed, split_half, apart)
-    asked = ActivationType(activation), layout, use_fp8, parameters, face, low_rank
+    asked = ActivationType(activation), layout, use_fp8, parameters, face
     return number_of(make_plan(*asked))

@@ -1,0 +1,261 @@
+"""The plan of a call of a layer of experts: its settings, and the engine for each kind of tokens. It
+is made once and kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import ResolvedConfig, SonicMoEConfig, active_config
+from ..engine.interface import Engine, EngineSettings
+from ..engine.select import EngineChoice, announce, choose_engine, ready_engine
+from ..engine.settings import TokenFormat, Workload
+from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
+from ..errors import ConfigError, expect
+from ..interop import device_name, dtype_name
+from ..layouts import NATIVE, StackedWeights, WeightLayout
+from ..observe import NODE, STACKED
+
+Tensor = torch.Tensor
+
+
+class Kind(NamedTuple):
+    """What else decides which engine computes a call: the device by name, the dtype that the tokens
+    stand for, H, I, whether there are biases and low-rank adapters, and how the tokens come.
+    """
+
+    device: str
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    bias: bool = False
+    low_rank: bool = False
+    tokens: TokenFormat = TokenFormat.PLAIN
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about a call: hashable, fit to be a constant of a compiled graph.
+
+    config: activated in both passes, so that kernels come from its cache directory. A backward may
+        run on another thread, and after the caller's `activate()` block has ended.
+    engine: the name that was asked for.
+    face: a key of `observe.FACES`, for those who observe the call.
+    is_own: made of a configuration of the layer's own, whatever is in force around a call.
+    separate: each expert has weights of its own.
+    dequantises: of a fitted plan: the engine is handed the values of tokens that arrived in FP8.
+    """
+
+    config: SonicMoEConfig
+    settings: EngineSettings
+    layout: WeightLayout
+    use_fp8: bool | None
+    engine: EngineName
+    validate: bool
+    face: str = STACKED
+    is_own: bool = False
+    separate: bool = False
+    dequantises: bool = field(init=False, repr=False, compare=False, default=False)
+    _engine: Engine | None = field(init=False, repr=False, compare=False, default=None)
+    _fits: dict[Any, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
+        """What it was made of: a copy chooses its engine, and is known by its number, where it is."""
+        fields = (f.name for f in dataclasses.fields(self) if f.init)
+        return _known, tuple(getattr(self, name) for name in fields)
+
+    def fitted(self, kind: Kind) -> Plan:
+        """The plan with settings that the engine for calls of this kind can compute: `auto` falls
+        back from FP8 to BF16, out loud. An engine that was asked for by name and cannot run raises.
+        """
+        # Decided once per kind of call: asking for packages and devices takes longer than a launch,
+        # and so does the hash of nested settings.
+        found = self._fits.get(kind)
+        if found is None:
+            with self.config.activate():
+                choice = ready_engine(kind.device, self.engine, self._workload(kind))
+                announce(choice, kind.device)
+            found = dataclasses.replace(self, settings=choice.settings or self.settings)
+            object.__setattr__(found, "_engine", choice.engine)
+            object.__setattr__(found, "dequantises", choice.dequantises is not None)
+            # A fitted plan may be fitted again, to calls of another kind too.
+            self._fits[kind] = found._fits[kind] = found
+        return found
+
+    def fitted_to(self, x: Tensor, weights: StackedWeights, low_rank: bool = False) -> Plan:
+        """`fitted` to plain tokens `[..., H]` and stacked weights."""
+        inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
+        sizes = int(x.shape[-1]), inner, bias, low_rank
+        return self.fitted(Kind(device_name(x), x.dtype, *sizes))
+
+    def foretell(self, kind: Kind) -> EngineChoice:
+        """Log what `fitted` logs, and raise what it raises, but compile nothing."""
+        with self.config.activate():
+            choice = choose_engine(kind.device, self.engine, self._workload(kind))
+            announce(choice, kind.device)
+        return choice
+
+    def _workload(self, kind: Kind) -> Workload:
+        _, dtype, hidden, inner, bias, low_rank, tokens = kind
+        of_tokens = dtype_name(dtype), bias, self.separate, tokens, low_rank
+        return Workload(self.settings, hidden, inner, *of_tokens)
+
+    def choose(self) -> Engine:
+        """The engine of a fitted plan."""
+        assert self._engine is not None
+        return self._engine
+
+
+class OwnPlan:
+    """The plan of one layer that lives from call to call, under the configuration in force at each.
+
+    config: the layer's own; None where it follows the one in force.
+    """
+
+    def __init__(
+        self,
+        config: SonicMoEConfig | None,
+        activation: ActivationType,
+        parameters: ActivationParameters,
+        sizes: tuple[int, int],
+        separate: bool = False,
+        face: str = NODE,
+    ) -> None:
+        """Nothing is chosen yet; `sizes`: H and I; `separate`, `face`: as in `Plan`."""
+        self.config = config
+        self._layer, self._sizes = (activation, parameters), sizes
+        self._separate, self._face = separate, face
+        # What was resolved, and its plan, in one tuple, because threads may run calls of one layer.
+        self._made: tuple[ResolvedConfig | None, Plan | None] = (None, None)
+
+    def __reduce__(self) -> tuple[type[OwnPlan], tuple[Any, ...]]:
+        """A copy chooses by itself: it may be loaded where other engines can run."""
+        return OwnPlan, (self.config, *self._layer, self._sizes, self._separate, self._face)
+
+    def in_force(self) -> Plan:
+        """The plan under the configuration in force for the layer."""
+        config = self.config or active_config()
+        resolved = config.resolve()
+        # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
+        made = self._made
+        if made[0] is not resolved:
+            settings = EngineSettings.from_config(resolved, *self._layer)
+            decided = resolved.engine, resolved.validate_dispatch
+            made = self._made = (
+                resolved,
+                Plan(config, settings, NATIVE, None, *decided, self._face, separate=self._separate),
+            )
+        assert made[1] is not None
+        return made[1]
+
+    def fitted(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        tokens: TokenFormat = TokenFormat.PLAIN,
+        bias: bool = False,
+        low_rank: bool = False,
+    ) -> Plan:
+        """`Plan.fitted` to a call on the device of x; `dtype`: that its tokens stand for."""
+        kind = Kind(device_name(x), dtype, *self._sizes, bias, low_rank, tokens)
+        return self.in_force().fitted(kind)
+
+    def fitted_to_weight(self, weight: Tensor) -> Plan:
+        """The same before any tokens came."""
+        with self.scope():
+            return self.fitted(weight, dtype_beside(weight))
+
+    def scope(self) -> AbstractContextManager[SonicMoEConfig]:
+        """The layer's configuration in force: its cache directories and its ban on compiling hold
+        for every kernel it loads.
+        """
+        return (self.config or active_config()).activate()
+
+
+def dtype_beside(weight: Tensor) -> torch.dtype:
+    """The dtype that tokens will have as a rule: bfloat16 beside fp32 master weights."""
+    return torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
+
+
+def make_plan(
+    activation: ActivationType,
+    layout: WeightLayout,
+    use_fp8: bool | None,
+    parameters: ActivationParameters = (),
+    face: str = STACKED,
+) -> Plan:
+    """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode."""
+    check_use_fp8(use_fp8)
+    config = active_config()
+    resolved = config.resolve()
+    # By identity: a configuration resolves to the same object until the environment is read again.
+    # The plan that is kept beside it holds that object, so no other one can have its id.
+    key = id(resolved), activation, layout, use_fp8, parameters, face
+    made = _made.get(key)
+    if made is None:
+        # Replaced only where it differs, because a configuration of its own would be resolved anew.
+        of_call = resolved
+        if use_fp8 is not None and use_fp8 != resolved.fp8:
+            config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
+            of_call = config.resolve()
+        expect(
+            of_call.first_backward is FirstBackward.ADD,
+            ConfigError,
+            "first_backward='overwrite' writes main_grad, and here autograd adds the gradients of "
+            "the weights to .grad; needed: 'add', or a SonicMoEMlpNode",
+        )
+        settings = EngineSettings.from_config(of_call, activation, parameters)
+        decided = of_call.engine, of_call.validate_dispatch
+        plan = Plan(config, settings, layout, use_fp8, *decided, face)
+        if len(_made) >= MAX_PLANS:
+            _made.clear()
+        made = _made[key] = resolved, plan
+    return made[1]
+
+
+MAX_PLANS = 256
+_made: dict[Any, tuple[ResolvedConfig, Plan]] = {}
+_plans: dict[int, Plan] = {}
+
+
+def number_of(plan: Plan) -> int:
+    """The number that stands for `plan` in a compiled graph, which holds tensors and numbers only.
+
+    It is a digest of the plan and not a counter, because the compiler's caches keep graphs beyond
+    the process, and another process must give the same plan the same number.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    _plans[number] = plan
+    return number
+
+
+def _known(*fields: Any) -> Plan:
+    plan = Plan(*fields)
+    number_of(plan)
+    return plan
+
+
+def plan_of(number: int) -> Plan:
+    """The plan that this process gave the number to; ConfigError where there is none."""
+    plan = _plans.get(number)
+    if plan is None:
+        raise ConfigError(
+            f"no plan {number} in this process: a program exported in another one names its "
+            "settings by this number and does not carry them; trace the layer once here before "
+            "(torch.compile or torch.export), with the same arguments and configuration"
+        )
+    return plan
+
+
+def check_use_fp8(use_fp8: object) -> None:
+    """Refuse values such as "off" and 0.5, which count as true in Python and would switch FP8 on."""
+    # By identity: 1 equals True, and every call asks.
+    if not (use_fp8 is None or use_fp8 is True or use_fp8 is False):
+        raise ConfigError(f"use_fp8 is {use_fp8!r}; needed: True, False or None")
