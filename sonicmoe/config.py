@@ -341,9 +341,10 @@ def read_flags(environ: Mapping[str, str]) -> SonicMoEConfig:
     return SonicMoEConfig(**{flag.field: flag.take(environ[flag.env], flag.env) for flag in given})
 
 
+# What `activate` sets. A call of a layer sets it itself, because it does so twice in every step.
 # A new thread starts with the default. Calls therefore carry their configuration: autograd runs
 # backwards on threads of its own, where nothing is activated.
-_ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)
+ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", default=None)
 _NOTHING_SET = SonicMoEConfig()
 
 
@@ -358,16 +359,16 @@ class _Activation(AbstractContextManager[SonicMoEConfig]):
         self._config = config
 
     def __enter__(self) -> SonicMoEConfig:
-        self._token = _ACTIVE.set(self._config)
+        self._token = ACTIVE.set(self._config)
         return self._config
 
     def __exit__(self, *_: object) -> None:
-        _ACTIVE.reset(self._token)
+        ACTIVE.reset(self._token)
 
 
 def active_config() -> SonicMoEConfig:
     """The configuration activated here, or one that leaves everything to the environment."""
-    return _ACTIVE.get() or _NOTHING_SET
+    return ACTIVE.get() or _NOTHING_SET
 
 
 def current_config(explicit: SonicMoEConfig | None = None) -> ResolvedConfig:

@@ -183,7 +183,7 @@ def _chooser(
         tokens = torch.empty((0, hidden), dtype=dtype, device=down.device)
         bias = down if experts.bias else None
         fitted = plan.fitted_to(tokens, (parts[0], down, bias, bias))
-        engine, settings = fitted.choose(), fitted.settings
+        engine, settings = fitted.chosen, fitted.settings
         recipe = settings.recipe
         joins = recipe is not None and recipe.shares_weight_buffers and engine.joins_codes
         return (engine, settings) if joins else None

@@ -259,9 +259,8 @@ def device_name(tensor: Any) -> str:
     return str(tensor.device)
 
 
-def device_of(tensor: Any) -> Any:
-    """The device of `tensor`, in the form that `empty` takes."""
-    return tensor.place if IS_PADDLE else tensor.device
+# The device of a tensor, in the form that `empty` takes.
+device_of: Callable[[Any], Any] = attrgetter("place" if IS_PADDLE else "device")
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:

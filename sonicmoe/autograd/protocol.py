@@ -25,22 +25,16 @@ class DifferentiableCall(ABC):
     A call keeps no tensor that needs saving: it returns them as `Saved`, which a bridge hands to
     the framework, so that hooks on saved tensors and both ways of recompute see them. An output
     kept in the call would keep the whole graph alive.
+
+    releases_saved: `backward` drops the saved `z` in the middle to free its memory, and the bridge
+        must not hold another reference to it.
+    attaches_parameters: the parameters are inputs of the autograd node, so that the framework fires
+        their hooks at the end of each backward. False: the call adds their gradients, now or later,
+        and sees to their hooks.
     """
 
-    @property
-    def releases_saved(self) -> bool:
-        """Whether `backward` drops the saved `z` in the middle to free its memory; then the bridge
-        must not hold another reference to it.
-        """
-        return False
-
-    @property
-    def attaches_parameters(self) -> bool:
-        """Whether the parameters are inputs of the autograd node, so that the framework fires their
-        hooks at the end of each backward. False: the call adds their gradients, now or later, and
-        sees to their hooks.
-        """
-        return True
+    releases_saved = False
+    attaches_parameters = True
 
     def explain(self, error: Exception, during: str) -> None:  # noqa: B027  most have nothing to add
         """Raise a more helpful error than `error`, which came in "forward" or "backward", if there

@@ -189,7 +189,7 @@ def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
     """What the engine reads of the tokens that came."""
     if tokens.x_scale is None:
         return tokens.x
-    rows, engine = checked_tokens(tokens.x, tokens.x_scale), plan.choose()
+    rows, engine = checked_tokens(tokens.x, tokens.x_scale), plan.chosen
     reason = format_problem(engine.record, plan.settings, token_format(rows))
     if reason is None:
         return rows
@@ -229,7 +229,7 @@ def _routed_mlp_backward(
         rows: Tokens = routes.combine_backward(dout)
         if source is not None:
             assert isinstance(rows, torch.Tensor)
-            rows = gradient_from(source, rows, plan.choose(), plan.settings)
+            rows = gradient_from(source, rows, plan.chosen, plan.settings)
         call.reading, call.routes = kept.reading, None
         dtypes = tuple(None if weight is None else weight.dtype for weight in given)
         dx, dprobs, gradients = call.backward(rows, saved, dtypes, trained)

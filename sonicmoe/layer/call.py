@@ -48,6 +48,7 @@ class LayerCall(ABC):
     plan: fitted to the call.
     routes: int `[T, K]`, ids of experts; or the counts `[E]` of rows in expert order; None where the
         routing that was made of them stands for them.
+    is_sorted: the tokens come in expert order.
     tokens_per_expert: as of `build_routing`; None where the host does not know them.
     is_checked: a border has checked ids and probabilities.
     static_rows: as of `build_routing`.
@@ -57,15 +58,11 @@ class LayerCall(ABC):
 
     plan: Plan
     routes: Tensor | None
+    is_sorted: bool = False
     tokens_per_expert: Any = None
     is_checked: bool = False
     static_rows: bool = False
     reading: Reading | None = None
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether tokens come in expert order."""
-        return self.routes is not None and len(self.routes.shape) == 1
 
     def route(self, rows: int, probs: Tensor | None, experts: int) -> RoutingMetadata:
         """The routing of T tokens to E experts, whose messages name the face's arguments. probs: None
@@ -92,7 +89,7 @@ class LayerCall(ABC):
     ) -> tuple[Tensor, Saved | None]:
         """The output `[T, H]`, and what a backward needs."""
         plan = self.plan
-        out, saved = plan.choose().forward(x, routing, self._weights(), plan.settings, save=save)
+        out, saved = plan.chosen.forward(x, routing, self._weights(), plan.settings, save=save)
         # Asked before the event is built: a run without observers pays one read of a global.
         if is_awaited():
             rows = int(out.shape[0])
@@ -145,5 +142,5 @@ class LayerCall(ABC):
         if routes is not None and self.is_sorted:
             routes = ids_of_sorted(routes, rows)
         # Bound and not called: an observer that looks at no weight pays for no copy.
-        about = plan.choose().name, plan.settings, routes, self._native, self.reading.values
+        about = plan.chosen.name, plan.settings, routes, self._native, self.reading.values
         return ExpertCall(*about, face=plan.face, **self._told())

@@ -88,7 +88,7 @@ def _expert_mlp(
         expect(
             tuple(tensor.shape) == shape and tensor.dtype == dtype,
             EngineUnavailableError,
-            f"engine {plan.choose().name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
+            f"engine {plan.chosen.name!r} saved z as {dtype_name(tensor.dtype)} {tuple(tensor.shape)}; "
             f"torch.compile needs {dtype_name(dtype)} {shape}",
         )
     return out, z, scales, projected

@@ -14,6 +14,7 @@ import torch
 
 from ..autograd import DifferentiableCall
 from ..borrowed import Borrowed
+from ..config import ACTIVE
 from ..engine.interface import EngineWeights, Saved, Tokens
 from ..errors import DTypeError, ShapeError, expect
 from ..gradients.batch import GradientBatch
@@ -66,13 +67,10 @@ class NodeCall(LayerCall, DifferentiableCall):
     dout_source: GradientSource | None = None
     wgrad_offer: WgradOffer | WgradStore | None = None
 
-    @property
-    def releases_saved(self) -> bool:
-        return self.plan.settings.frees_stagewise
-
-    @property
-    def attaches_parameters(self) -> bool:
-        return self.wgrad_offer is None
+    def __post_init__(self) -> None:
+        """Say to the bridge what it asks."""
+        self.releases_saved = self.plan.settings.frees_stagewise
+        self.attaches_parameters = self.wgrad_offer is None
 
     def explain(self, error: Exception, during: str) -> None:
         like = None if self.is_sorted else self.routes
@@ -129,10 +127,11 @@ class NodeCall(LayerCall, DifferentiableCall):
             # `torch.autograd.grad(loss, x)` runs this backward too, and must not add weight
             # gradients that nobody asked for.
             trained = list(map(and_, trained, reached))
-        with plan.config.activate():
+        before = ACTIVE.set(plan.config)
+        try:
             if self.dout_source is not None:
                 with plain_ops():
-                    source = self.dout_source, dout, plan.choose(), plan.settings
+                    source = self.dout_source, dout, plan.chosen, plan.settings
                     dout = gradient_from(*source)  # type: ignore[assignment]
             # Several threads may run backwards of this layer, or of layers that share experts.
             with sink.alone(anchor_of(dout)):
@@ -143,6 +142,8 @@ class NodeCall(LayerCall, DifferentiableCall):
                 if collected and any(trained) and self.wgrad_offer is None:
                     sink.check_collectable(self.parameters, trained)
                 dx, dprobs, (behind, returned, _) = self.differentiate(dout, saved, trained)
+        finally:
+            ACTIVE.reset(before)
         of_inputs = dx, dprobs.reshape([-1]) if self.is_sorted else dprobs, None, None
         return (*of_inputs[: self.num_inputs - self.num_behind], *behind), returned
 
@@ -153,7 +154,7 @@ class NodeCall(LayerCall, DifferentiableCall):
         parameter, and the memory that took the others.
         """
         state, batch, biases, parameters = self.state, None, self.biases, self.parameters
-        engine, settings, config = self.plan.choose(), self.plan.settings, self.plan.config
+        engine, settings, config = self.plan.chosen, self.plan.settings, self.plan.config
         state.gradients.overwriting.begin(config.resolve().first_backward, parameters)
         trains, trained = any(trained), list(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
@@ -229,14 +230,17 @@ def call_on(
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
     parameters = state.parameters.parameters()
-    with advising("forward", plan.settings):
-        engine, settings = plan.choose(), plan.settings
-        reading = state.weights.read(engine, settings, parameters, arrived.copies)
+    try:
+        reading = state.weights.read(plan.chosen, plan.settings, parameters, arrived.copies)
+    except Exception as error:
+        raise_with_advice(error, "forward", plan.settings)
+        raise
     runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
     biases = arrived.biases and Biases.of(arrived.biases, state.parameters)
     return NodeCall(
         plan=plan,
         routes=arrived.indices,
+        is_sorted=arrived.is_sorted,
         tokens_per_expert=arrived.tokens_per_expert,
         is_checked=True,
         reading=reading,

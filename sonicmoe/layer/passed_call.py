@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..autograd import refuse_second_derivative
+from ..config import ACTIVE
 from ..engine.interface import EngineWeights, PendingWgrad, Saved, Tokens
 from ..engine.low_rank import NAMES_OF_FACTORS, NO_ADAPTERS, Adapters
 from ..gradients.batch import are_writable, fresh_targets
@@ -88,25 +89,25 @@ class PassedCall(LayerCall):
         are `[T, H]`, of a format that the plan's engine reads.
         """
         rows = x if isinstance(x, BlockScaledTensor) else rows_of(x)
-        assert self.weights is not None
         # The configuration of the call, because a graph or a thread of autograd has no other.
-        with self.plan.config.activate():
-            try:
-                routing = self.routing(int(rows.shape[0]), probs)
-                alone = not save or is_recomputed()
-                self._read(dtype_of(x), alone=alone, once=self.once)
-                out, saved = self.compute(rows, probs, routing, save)
-            except Exception as error:
-                raise_with_advice(error, "forward", self.plan.settings, anchor_of(rows))
-                raise
+        before = ACTIVE.set(self.plan.config)
+        try:
+            routing = self.routing(int(rows.shape[0]), probs)
+            self._read(dtype_of(x), alone=not save or is_recomputed(), once=self.once)
+            out, saved = self.compute(rows, probs, routing, save)
+        except Exception as error:
+            raise_with_advice(error, "forward", self.plan.settings, anchor_of(rows))
+            raise
+        finally:
+            ACTIVE.reset(before)
         return out if isinstance(x, BlockScaledTensor) else in_shape_of(x, out), saved
 
     def routing(self, rows: int, probs: Tensor | None) -> RoutingMetadata:
         """`route`, of counts that fit the weights."""
-        assert self.weights is not None
-        experts = int(self.weights[1].shape[0])
-        routes = self.routes
-        if routes is not None and self.is_sorted:
+        weights, routes = self.weights, self.routes
+        assert weights is not None and routes is not None
+        experts, self.is_sorted = int(weights[1].shape[0]), routes.dim() == 1
+        if self.is_sorted:
             need_shape(tuple(routes.shape) == (experts,), "counts", routes, (experts,))
         return self.route(rows, probs, experts)
 
@@ -118,22 +119,23 @@ class PassedCall(LayerCall):
         of the factors of adapters, in fp32, where `trained` marks one.
         """
         dout = dout if isinstance(dout, BlockScaledTensor) else rows_of(dout)
-        self.dtypes = dtypes
-        with self.plan.config.activate():
-            try:
-                if self.reading is None:
-                    self._read(dtype_of(saved.x), backward=True)
-                else:
-                    self.reading.check_current()
-                return self.differentiate(dout, saved, trained)
-            except Exception as error:
-                raise_with_advice(error, "backward", self.plan.settings, anchor_of(dout))
-                raise
+        self.dtypes, before = dtypes, ACTIVE.set(self.plan.config)
+        try:
+            if self.reading is None:
+                self._read(dtype_of(saved.x), backward=True)
+            else:
+                self.reading.check_current()
+            return self.differentiate(dout, saved, trained)
+        except Exception as error:
+            raise_with_advice(error, "backward", self.plan.settings, anchor_of(dout))
+            raise
+        finally:
+            ACTIVE.reset(before)
 
     def _read(self, dtype: torch.dtype, **when: bool) -> None:
         plan, weights = self.plan, self.weights
         assert weights is not None
-        engine = plan.choose()
+        engine = plan.chosen
         self.reading = read_weights(engine, weights, plan.settings, plan.layout, dtype, **when)
 
     def _weights(self) -> EngineWeights:
@@ -152,7 +154,7 @@ class PassedCall(LayerCall):
     def _add(
         self, dout: Tokens, saved: Saved, weights: EngineWeights, trained: Sequence[bool]
     ) -> tuple[Tensor, Tensor, PendingWgrad, tuple[Tensor | None, ...]]:
-        plan, engine, dtypes = self.plan, self.plan.choose(), self.dtypes
+        plan, engine, dtypes = self.plan, self.plan.chosen, self.dtypes
         nothing, place = (None,) * len(dtypes), anchor_of(dout)
         saved.wants_weights, saved.wants_biases = any(trained), any(trained[2:])
         # Frozen experts: the backward ends with dx, and the operands of the others are dropped.
@@ -289,10 +291,8 @@ class PassedFunction(torch.autograd.Function):
             ctx.needs_input_grad[1:]
         )
         trained = [w1_trained or up_trained, w2_trained, *trained]
-        routes = weights = module = None
-        if ctx.observed is not None:
-            seen = ctx.observed
-            routes, weights, module = seen.routes, seen.weights, seen.module
+        seen: PassedCall | None = ctx.observed
+        weights = None if seen is None else seen.weights
         # Plain weights come through the saved tensors, whose version autograd has just compared
         # with that of the forward.
         if ctx.reading is None:
@@ -302,16 +302,12 @@ class PassedFunction(torch.autograd.Function):
             adapters, tensors = Adapters.of(tensors[:4], ctx.scales), tensors[4:]
         saved = ctx.spec.unpack(tensors)
         # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
-        is_watched = ctx.observed is not None or is_awaited() or is_heard()
+        is_watched = seen is not None or is_awaited() or is_heard()
         saved.donated = not is_watched and not keeps_graph()
-        call = PassedCall(
-            plan=ctx.plan,
-            routes=routes,
-            reading=ctx.reading,
-            weights=weights,
-            adapters=adapters,
-            module=module,
-        )
+        given: Any = {"plan": ctx.plan, "reading": ctx.reading}
+        call = PassedCall(**given, routes=None, weights=weights, adapters=adapters)
+        if seen is not None:
+            call.routes, call.is_sorted, call.module = seen.routes, seen.is_sorted, seen.module
         dx, dprobs, gradients = call.backward(dout, saved, ctx.dtypes, trained)
         # A view of the same shape takes the host as long as an allocation.
         if dx.shape != dout.shape:

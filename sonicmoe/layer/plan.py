@@ -40,6 +40,9 @@ class Kind(NamedTuple):
     tokens: TokenFormat = TokenFormat.PLAIN
 
 
+_NOT_CHOSEN: Any = None
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything static about a call: hashable, fit to be a constant of a compiled graph.
@@ -51,6 +54,7 @@ class Plan:
     is_own: made of a configuration of the layer's own, whatever is in force around a call.
     separate: each expert has weights of its own.
     dequantises: of a fitted plan: the engine is handed the values of tokens that arrived in FP8.
+    chosen: the engine of a fitted plan.
     """
 
     config: SonicMoEConfig
@@ -63,7 +67,7 @@ class Plan:
     is_own: bool = False
     separate: bool = False
     dequantises: bool = field(init=False, repr=False, compare=False, default=False)
-    _engine: Engine | None = field(init=False, repr=False, compare=False, default=None)
+    chosen: Engine = field(init=False, repr=False, compare=False, default=_NOT_CHOSEN)
     _fits: dict[Any, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
@@ -83,7 +87,7 @@ class Plan:
                 choice = ready_engine(kind.device, self.engine, self._workload(kind))
                 announce(choice, kind.device)
             found = dataclasses.replace(self, settings=choice.settings or self.settings)
-            object.__setattr__(found, "_engine", choice.engine)
+            object.__setattr__(found, "chosen", choice.engine)
             object.__setattr__(found, "dequantises", choice.dequantises is not None)
             # A fitted plan may be fitted again, to calls of another kind too.
             self._fits[kind] = found._fits[kind] = found
@@ -106,11 +110,6 @@ class Plan:
         _, dtype, hidden, inner, bias, low_rank, tokens = kind
         of_tokens = dtype_name(dtype), bias, self.separate, tokens, low_rank
         return Workload(self.settings, hidden, inner, *of_tokens)
-
-    def choose(self) -> Engine:
-        """The engine of a fitted plan."""
-        assert self._engine is not None
-        return self._engine
 
 
 class OwnPlan:
@@ -141,7 +140,7 @@ class OwnPlan:
 
     def in_force(self) -> Plan:
         """The plan under the configuration in force for the layer."""
-        config = self.config or active_config()
+        config = self.in_scope()
         resolved = config.resolve()
         # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
         made = self._made
@@ -176,7 +175,11 @@ class OwnPlan:
         """The layer's configuration in force: its cache directories and its ban on compiling hold
         for every kernel it loads.
         """
-        return (self.config or active_config()).activate()
+        return self.in_scope().activate()
+
+    def in_scope(self) -> SonicMoEConfig:
+        """The configuration that `scope` puts in force."""
+        return self.config or active_config()
 
 
 def dtype_beside(weight: Tensor) -> torch.dtype:

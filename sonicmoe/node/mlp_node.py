@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from .. import autograd
-from ..config import SonicMoEConfig, warn_unknown_flags
+from ..config import ACTIVE, SonicMoEConfig, warn_unknown_flags
 from ..engine.expert_matrices import may_stay_apart
 from ..engine.low_rank import Adapters
 from ..enums import (
@@ -300,13 +300,16 @@ class SonicMoEMlpNode(NodeUpkeep):
     def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)
-        with self._plan.scope():
+        before = ACTIVE.set(self._plan.in_scope())
+        try:
             call = call_on(inputs, arrived, self._state, self._plan)
             # Outside autograd nothing is saved for a backward that cannot come.
             wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
             if wanted and grad_enabled():
                 return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
             return call.run(inputs, save=False)[0]
+        finally:
+            ACTIVE.reset(before)
 
     def forward_step(
         self,

@@ -104,7 +104,7 @@ class NodeUpkeep:
         parameters = self._state.parameters.parameters()
         plan = self._plan.fitted_to_weight(parameters[0])
         with self._plan.scope(), advising("forward", plan.settings):
-            self._state.weights.read(plan.choose(), plan.settings, parameters)
+            self._state.weights.read(plan.chosen, plan.settings, parameters)
 
     def make_copies(self) -> WeightCopies:
         """FP8 copies of the weights as they are now, for `forward(copies=)`.
@@ -123,7 +123,7 @@ class NodeUpkeep:
         check_memory(parameters)
         plan = self._plan.fitted_to_weight(parameters[0])
         with self._plan.scope(), advising("make_copies()", plan.settings):
-            return WeightCopies(plan.choose(), plan.settings, layer)
+            return WeightCopies(plan.chosen, plan.settings, layer)
 
     def warmup(self) -> tuple[str, ...]:
         """Compile every kernel this node needs, once per cluster; returns their names (none on the

@@ -49,7 +49,7 @@ OPTIMIZERS = {
 def following(monkeypatch):
     """Every call goes to one `Following` engine."""
     engine = Following()
-    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
+    monkeypatch.setattr(Plan, "chosen", property(lambda _: engine, lambda *_: None))
     return engine
 
 

@@ -39,5 +39,5 @@ def blind(monkeypatch):
 
     engine = Following()
     engine.is_blind, engine.name = True, "reference"
-    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
+    monkeypatch.setattr(Plan, "chosen", property(lambda _: engine, lambda *_: None))
     return engine

@@ -36,7 +36,8 @@ sys.path.insert(0, "tests")
 from functional.following import Following
 from sonicmoe.layer.plan import Plan
 following = Following()
-copies, choose, Plan.choose = following.events, Plan.choose, lambda *_: following
+copies, chosen = following.events, Plan.chosen
+Plan.chosen = property(lambda _: following, lambda *_: None)
 """
 AFTER = {
     # Two layers, and forwards after each of two optimizer steps; the first step finds copies.
@@ -97,7 +98,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         if heading not in ON_TWO_RANKS:
             parts += [BEFORE.get(heading, ""), *blocks, AFTER.get(heading, "")]
     script = folder / "page.py"
-    parts.append("Plan.choose = choose\nprint('all ran')")
+    parts.append("Plan.chosen = chosen\nprint('all ran')")
     script.write_text("\n".join(parts), encoding="utf-8")
     command = [IN_TURN, script, f"{DDP} --accumulate 4"]
     result = processes.run(command, environment(TMPDIR=str(folder)), ROOT, timeout=240)

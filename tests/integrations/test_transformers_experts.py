@@ -186,7 +186,7 @@ def test_in_place_changes_of_dtensors_are_seen(distributed, implementation, trai
 def test_fp8_weights_are_made_once_per_change(compiled, monkeypatch):
     torch._dynamo.reset()
     engine = Following()
-    monkeypatch.setattr(Plan, "choose", lambda *_: engine)
+    monkeypatch.setattr(Plan, "chosen", property(lambda _: engine, lambda *_: None))
     experts = make(is_transposed=True)
     experts.config._experts_implementation = "sonicmoe_fp8"
     forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
