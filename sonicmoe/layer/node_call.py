@@ -149,7 +149,9 @@ class NodeCall(LayerCall, DifferentiableCall):
 
     def _gradients(
         self, dout: Tokens, saved: Saved, trained: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, tuple[tuple[Tensor | None, ...], list[Tensor | None], GradientBatch | None]]:
+    ) -> tuple[
+        Tensor, Tensor, tuple[tuple[Tensor | None, ...], list[Tensor | None], GradientBatch | None]
+    ]:
         """Behind dx and dprobs: gradients of biases and factors, those that are returned per
         parameter, and the memory that took the others.
         """

@@ -41,8 +41,8 @@ from sonicmoe.errors import (
 )
 from sonicmoe.fsdp import gather_codes
 from sonicmoe.functional.autograd import planned_mlp
-from sonicmoe.functional.plan import number_of
 from sonicmoe.integrations.frozen import freeze_experts
+from sonicmoe.layer.plan import number_of
 from sonicmoe.layouts import flat_weights
 
 BACKENDS = [backend.value for backend in list(KernelBackendMoE)[1:]]
