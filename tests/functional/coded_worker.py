@@ -97,7 +97,7 @@ class GatheredBytes:
 
 
 def trained(
-    model: nn.Module, rank: int, steps: int = STEPS, micro: int = 1, **optimizer: Any
+    model: nn.Module, rank: int, steps: int, micro: int = 1, **optimizer: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses, and gradients and weights at the end, and the bytes that were gathered."""
     found: dict[str, torch.Tensor] = {}
@@ -134,6 +134,7 @@ class Way(NamedTuple):
     shard: Callable[[Any], Any] = fully_shard
     prepare: Callable[[Any], Any] = lambda layer: gather_codes(layer, use_fp8=True)
     bytes: float = 0.55
+    steps: int = STEPS
     micro: int = 1
     exact: bool = True
 
@@ -253,7 +254,7 @@ class Routed(nn.Module):
 MASTERS = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 WAYS = {
     "kept": Way(lambda: Block(moe()), partial(fully_shard, reshard_after_forward=False)),
-    "resharded": Way(lambda: Block(moe()), each),
+    "resharded": Way(lambda: Block(moe()), each, steps=20),
     "uneven": Way(lambda: Block(moe(5, bias=True)), each, bytes=0.6),
     "fewer": Way(lambda: Block(moe(2)), each, bytes=0.6),
     "masters": Way(lambda: Block(moe(dtype=torch.float32)), partial(each, mp_policy=MASTERS), exact=False),
@@ -284,9 +285,9 @@ def check(name: str, rank: int) -> None:
         way.shard(model)
         if way.bytes == 1.0:
             with SonicMoEConfig(fp8_mode="off").activate():
-                found.append(trained(model, rank, micro=way.micro))
+                found.append(trained(model, rank, way.steps, way.micro))
         else:
-            found.append(trained(model, rank, micro=way.micro))
+            found.append(trained(model, rank, way.steps, way.micro))
     (losses, state, all_bytes), (coded_losses, coded_state, coded_bytes) = found
     if way.exact:
         assert losses == coded_losses, (name, losses, coded_losses)

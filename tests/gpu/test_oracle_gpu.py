@@ -10,7 +10,7 @@ from oracle.faces import normal
 from oracle.test_laws import problems
 
 pytestmark = pytest.mark.gpu
-PARTS = 15
+PARTS = 40
 
 
 @cache

@@ -4,10 +4,12 @@ all gradients as fp64 arrays in the user's layouts, whoever computed them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
@@ -524,6 +526,13 @@ def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
     return changes | {"sizes": (tokens, hidden, inner, experts, topk)}
 
 
+@contextmanager
+def everywhere(config: SonicMoEConfig) -> Iterator[None]:
+    """In force on autograd's threads too, which repeat a checkpointed forward and read the environment."""
+    with mock.patch("sonicmoe.config._NOTHING_SET", config):
+        yield
+
+
 def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.ndarray]:
     """Output and gradients by name, as `golden` has them; those of one micro-batch after the other."""
     layer = LAYERS[case.face](case, scene, engine)
@@ -531,7 +540,7 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
     halves = [slice(None, half), slice(half, None)]
     parts = halves if case.schedule in ("two", "crossed") else [slice(None)]
     # A node has its configuration; the others read the one in force.
-    with nullcontext() if isinstance(layer, Node) else layer.config.activate():
+    with nullcontext() if isinstance(layer, Node) else everywhere(layer.config):
         calls = []
         for part in parts:
             calls.append(Call(layer, scene.tokens(part)))
