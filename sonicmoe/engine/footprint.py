@@ -65,6 +65,7 @@ class Footprint:
     def __init__(self, arrangement: Any, tensors: Sequence[Tensor | None]) -> None:
         """arrangement: as of `findings_of`."""
         present = _present(tensors)
+        self._is_whole = len(present) == len(tensors)
         self.arrangement, self.findings = arrangement, findings_of(arrangement, tensors)
         self._places = list(map(_ADDRESS, present)), list(map(_STRIDES, present))
         # While a tensor lives nobody else has its id. When one of them dies, ids prove nothing.
@@ -86,7 +87,7 @@ class Footprint:
         """
         if not self._alive or list(map(id, tensors)) != self._ids:
             return False
-        present = _present(tensors)
+        present = tensors if self._is_whole else _present(tensors)
         return (list(map(_ADDRESS, present)), list(map(_STRIDES, present))) == self._places
 
 

@@ -163,7 +163,7 @@ class HopperEngine(QuantisedEngine):
                 return
             biases = self.bias_gradients(pending) if targets.has_biases else None
             passes = pending.native.passes
-            both = targets.wants("dw1") and targets.wants("dw2")
+            both = targets.up.first is not None and targets.down.first is not None
             # Both at once take two launches fewer, and memory for the operands of both. Fresh
             # memory of gradients is there besides.
             apart = settings.frees_stagewise or is_written or not both

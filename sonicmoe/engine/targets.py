@@ -232,7 +232,7 @@ class GradientTargets:
     @property
     def has_biases(self) -> bool:
         """Whether anybody wants a gradient of a bias."""
-        return any(memory is not None for memory in self.biases or ())
+        return self.biases is not None and any(memory is not None for memory in self.biases)
 
     def add_biases(self, db1: Tensor, db2: Tensor, *, split_half: bool) -> None:
         """Add fp32 sums `[E, N1]` and `[E, H]`, or write them where the memory is fresh; `split_half`:

@@ -17,6 +17,7 @@ from ..engine.gradient_places import GradientPlaces
 from ..engine.interface import Engine, GradientTargets, PendingWgrad
 from ..engine.settings import GradientMode
 from ..engine.targets import FRESH_DTYPES
+from ..errors import LayoutError
 from ..interop import IS_PADDLE, device_name, device_of, empty, plain_ops, writes_of
 from ..weights.parameters import ExpertParameters
 
@@ -69,11 +70,9 @@ class GradientBatch:
         return [held for held in compress(memory, self.written) if held is not None]
 
     def prepare(self, engine: Engine, pending: PendingWgrad) -> None:
-        """Have the engine write what is to be written. Where it cannot, or some gradients are added,
-        those that are written are zeros now, which gives the same.
+        """Have the engine write into `main_grad` what is `written`. Where it cannot, or some gradients
+        are added, those that are written are zeros now, which gives the same.
         """
-        if not self.is_direct or not self.written:
-            return
         device = device_name(self.targets.anchor)
         if self.written == self.trained and engine.writes_gradients(pending.settings, device):
             self.targets.mode = GradientMode.FRESH
@@ -127,6 +126,19 @@ _zeros: dict[Any, tuple[Tensor, int]] = {}
 def has_main_grad(parameter: Tensor) -> bool:
     """Whether the parameter has a `main_grad`, or makes one when it is asked."""
     return hasattr(parameter, "main_grad") or hasattr(parameter, "get_main_grad")
+
+
+def refuse_results(
+    layer: ExpertParameters, parameters: Sequence[Tensor], trained: Sequence[bool], waits: bool
+) -> None:
+    """Refuse tensors that a gradient is added to, or waits for, and is never passed on from."""
+    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+        if wanted and not parameter.is_leaf and (waits or has_main_grad(parameter)):
+            raise LayoutError(
+                f"{layer.name_of(index)} is the result of an operation (a parametrization, "
+                "functional_call), which its gradient must be passed on to; needed: a parameter "
+                "without main_grad and flush='auto', or a leaf"
+            )
 
 
 def main_grads_of(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list[Any]:

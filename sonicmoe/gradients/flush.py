@@ -8,7 +8,7 @@ Both give the same bits: sums are formed in fp32 and rounded once to the destina
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,9 +71,12 @@ def flush_native(
                     memory.zero_()
                 if kernel is not None and found is not None:
                     return launch_flush(kernel, found, layer, native)
-                if through_autograd:
-                    return _return_or_add(layer, parameters, trained, native)
-                return _add_one_by_one(layer, parameters, trained, native)
+                every = _arranged(layer, parameters, trained, native, through_autograd)
+                if not through_autograd:
+                    return _add_one_by_one(every)
+                # A backward that runs out of memory must have handed over nothing, so all memory is
+                # taken before the first addition.
+                return _return_or_add(list(every))
         finally:
             order.leave()
 
@@ -81,91 +84,72 @@ def flush_native(
 # ---- plain operations ----
 
 
-def _sums_of(
-    layer: ExpertParameters, parameters: Sequence[Tensor], native: GradientTargets
-) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
-    """Of each parameter: itself, the part of `native` that is its gradient, and the map into the
-    layout in which its gradient leaves. The map may return its argument, or a view of it.
+def _arranged(
+    layer: ExpertParameters,
+    parameters: Sequence[Tensor],
+    trained: Sequence[bool],
+    native: GradientTargets,
+    rounds: bool,
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Each parameter; its gradient in the layout in which it leaves, None where nobody wants it, made
+    one by one; and the part of `native` that it was made of. rounds: what autograd gets is rounded.
     """
     sums = native.tensors()
     if layer.are_separate:
         sums = tuple(stack[expert] for stack in sums for expert in range(int(stack.shape[0])))
-    behind = len(parameters) // 2 if layer.are_separate else 1  # the first down-projection
+    downs = len(parameters) // 2 if layer.are_separate else 1  # where down-projections begin
+    is_shared = len(set(map(id, parameters))) < len(parameters)
     for index, (parameter, part) in enumerate(zip(parameters, sums, strict=True)):
-        layout = layer.destined(index, parameter)
+        if not trained[index]:
+            yield parameter, None, part
+            continue
+        gradient, layout = part, layer.destined(index, parameter)
+        # Before it is moved, to move and to hold half the bytes. The sum of experts that share a
+        # parameter is rounded when it is whole.
+        if rounds and not is_shared and not hasattr(parameter, "main_grad"):
+            gradient = part.to(parameter.dtype)
         if layer.has_biases and index >= 2:
             # A bias has no orientation, and b2 no halves.
-            yield parameter, part, layout.user_b1 if index == 2 else _as_it_is
+            gradient = layout.user_b1(gradient) if index == 2 else gradient
         else:
-            yield parameter, part, layout.user_w1 if index < behind else layout.user_w2
+            gradient = (layout.user_w1 if index < downs else layout.user_w2)(gradient)
+        # The accumulators go on, or are larger than it is. Those of one call are dropped.
+        if data_ptr(gradient) == data_ptr(part) and not layer.is_passed:
+            gradient = gradient.clone()
+        yield parameter, gradient, part
 
 
-def _as_it_is(sums: Tensor) -> Tensor:
-    return sums
-
-
-def _apart_from(sums: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in memory of its own: the accumulators go on, or are larger than it is."""
-    return gradient.clone() if data_ptr(gradient) == data_ptr(sums) else gradient
-
-
-def _add_one_by_one(
-    layer: ExpertParameters,
-    parameters: Sequence[Tensor],
-    trained: Sequence[bool],
-    native: GradientTargets,
-) -> list[Tensor | None]:
+def _add_one_by_one(every: Iterable[tuple[Tensor, Tensor | None, Tensor]]) -> list[Tensor | None]:
     """The flush by plain operations. It serves what one launch cannot: hosts, destinations that
     overlap or are strided, and experts that share a parameter, whose gradients are summed one after
     the other.
     """
-    every = _sums_of(layer, parameters, native)
-    for wanted, (parameter, sums, to_user) in zip(trained, every, strict=True):
-        if wanted:
-            gradient = _apart_from(sums, to_user(sums))
-            if not add_to_main_grad(parameter, gradient):
-                add_to_grad(parameter, gradient)
+    returned: list[Tensor | None] = []
+    for parameter, gradient, sums in every:
+        if gradient is not None and not add_to_main_grad(parameter, gradient):
+            add_to_grad(parameter, gradient)
         # At once: if memory ends at a later parameter, a second flush goes on there and adds
         # nothing twice. The kernel zeroes while it reads.
         sums.zero_()
-    return [None] * len(trained)
+        returned.append(None)
+    return returned
 
 
-def _return_or_add(
-    layer: ExpertParameters,
-    parameters: Sequence[Tensor],
-    trained: Sequence[bool],
-    native: GradientTargets,
-) -> list[Tensor | None]:
-    """What `_add_one_by_one` does, from inside a backward, whose `native` is dropped afterwards."""
-    # A backward that runs out of memory must have handed over nothing, so all memory is taken
-    # before the first addition.
-    added: list[tuple[Tensor, Tensor]] = []
-    returned: list[Tensor | None] = [None] * len(parameters)
+def _return_or_add(every: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> list[Tensor | None]:
+    """The flush from inside a backward, whose accumulators are dropped afterwards: gradients of
+    parameters without `main_grad` are returned.
+    """
+    returned: list[Tensor | None] = [None] * len(every)
     # A shared parameter is an input of the autograd node once per expert; its sum is returned at
     # the first place only.
     first: dict[int, int] = {}
-    is_shared = len(set(map(id, parameters))) < len(parameters)
-    every = enumerate(_sums_of(layer, parameters, native))
-    for index, (parameter, sums, to_user) in every:
-        if not trained[index]:
-            continue
-        has_main_grad = hasattr(parameter, "main_grad")
-        # Rounded before it is moved where no other expert's gradient is added, to move and to hold
-        # half the bytes.
-        dtype = torch.float32 if has_main_grad or is_shared else parameter.dtype
-        gradient = to_user(sums.to(dtype))
-        gradient = _apart_from(sums, gradient) if layer.are_separate else gradient
-        if has_main_grad:
-            added.append((parameter, gradient))
-            continue
-        place = first.setdefault(id(parameter), index)
-        earlier = returned[place]
-        returned[place] = gradient if earlier is None else earlier + gradient
-    for parameter, gradient in added:
-        add_to_main_grad(parameter, gradient)
-    pairs = zip(parameters, returned, strict=True)
-    return [None if total is None else total.to(parameter.dtype) for parameter, total in pairs]
+    for index, (parameter, gradient, _) in enumerate(every):
+        if gradient is not None and not add_to_main_grad(parameter, gradient):
+            place = first.setdefault(id(parameter), index)
+            earlier = returned[place]
+            returned[place] = gradient if earlier is None else earlier + gradient
+    pairs = zip(every, returned, strict=True)
+    return [None if total is None else total.to(each[0].dtype) for each, total in pairs]
 
 
 def check_main_grads(

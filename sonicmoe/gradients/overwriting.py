@@ -56,7 +56,8 @@ class Overwriting:
 
     def begin(self, rule: FirstBackward, parameters: Sequence[Tensor]) -> None:
         """A backward of these parameters begins, of which perhaps none trains."""
-        self.check(rule)
+        if rule is FirstBackward.OVERWRITE:
+            self.check(rule)
         if self._rule not in (None, rule):
             raise ConfigError(
                 f"first_backward is {rule.value!r} in this backward, and was otherwise in those "
@@ -85,7 +86,7 @@ class Overwriting:
         asked = list(map(getattr, parameters, repeat("overwrite_main_grad"), repeat(False)))
         if any(asked):
             asked = [flag and not _keeps_sums(p) for flag, p in zip(asked, parameters, strict=True)]
-        if self.is_on:
+        if self._rule is FirstBackward.OVERWRITE:
             at = next((index for index, held in enumerate(main_grads) if held is ABSENT), None)
             if at is not None:
                 raise ConfigError(
@@ -104,7 +105,7 @@ class Overwriting:
 
     def done(self, batch: GradientBatch) -> None:
         """The gradients of a backward are where they belong."""
-        if self.is_on:
+        if self._rule is FirstBackward.OVERWRITE:
             self._written.update(map(id, compress(batch.parameters, batch.trained)))
 
     def discard(self) -> None:

@@ -37,7 +37,7 @@ from ..engine.footprint import Footprint
 from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad
 from ..engine.settings import GradientMode
 from ..enums import FlushMode
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError
 from ..interop import device_name, is_capturing, plain_ops
 from ..layouts import WeightLayout
 from ..log import log_once
@@ -51,6 +51,7 @@ from .batch import (
     has_main_grad,
     main_grads_of,
     memory_for_none,
+    refuse_results,
     stand_ins_for,
 )
 from .flush import check_main_grads, flush_native
@@ -122,7 +123,7 @@ class GradientSink:
             dout: the gradient of the output, on whose device gradients are computed.
         """
         if not all(map(_IS_LEAF, parameters)):
-            self._check_leaves(parameters, trained)
+            refuse_results(self._layer, parameters, trained, self.way is FlushMode.STEP)
         if not self._layer.keeps_its_layout:  # since the forward; the gradient follows its weight
             self._layer.parameters()
         if self.way is FlushMode.STEP:
@@ -148,11 +149,6 @@ class GradientSink:
             self._captured.keep(parameters, trained)
         batch.stand_ins = stand_ins_for(parameters, trained)
         return batch
-
-    def accepts(self, parameters: Sequence[Tensor], trained: list[bool]) -> bool:
-        """Whether gradients of these may join those that wait; else `flush` comes first."""
-        waiting = self._waiting
-        return waiting is None or not waiting.count or waiting.is_for(parameters, trained)
 
     def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
         """Refuse to give gradients to a caller who wants none accumulated, where they would be
@@ -186,9 +182,11 @@ class GradientSink:
                 order.enter(anchor)
             try:
                 with writes:
-                    batch.prepare(engine, pending)
+                    if batch.is_direct and batch.written:
+                        batch.prepare(engine, pending)
                     engine.backward_dw(pending, targets)
-                    batch.bind()
+                    if batch.fresh:
+                        batch.bind()
             except BaseException:
                 # Memory of this backward alone is dropped with it.
                 if targets.adding and (batch.is_direct or batch.waits):
@@ -294,10 +292,17 @@ class GradientSink:
     def _open_waiting(
         self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> GradientBatch:
+        """Into the buffer. Gradients that wait there for other parameters, or for others of these, are
+        handed over first: each set is for the parameters that its backward was for.
+        """
         self.overwriting.refuse_flags(parameters, trained)
-        if self.waiting and self._waiting is not None:
-            self._waiting.check(self._layer.name_of)
-            self._waiting.take_new_places()
+        waiting = self._waiting if self.waiting else None
+        if waiting is not None and not waiting.is_for(parameters, trained):
+            self.flush()
+            waiting = None
+        if waiting is not None:
+            waiting.check(self._layer.name_of)
+            waiting.take_new_places()
         else:
             # Refused before anything waits for memory that nothing could be added to.
             check_main_grads(self._layer, parameters, trained, dout)
@@ -371,17 +376,6 @@ class GradientSink:
                 "forward and hold no longer (replaced, or resharded as FSDP2 does); needed: step() "
                 "before that, a node with flush='auto', or discard_grads()"
             )
-
-    def _check_leaves(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """Refuse tensors that a gradient is added to and never passed on from."""
-        for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
-            ends_here = self.way is FlushMode.STEP or has_main_grad(parameter)
-            if wanted and ends_here and not parameter.is_leaf:
-                raise LayoutError(
-                    f"{self._layer.name_of(index)} is the result of an operation (a "
-                    "parametrization, functional_call), which its gradient must be passed on to; "
-                    "needed: a parameter without main_grad and flush='auto', or a leaf"
-                )
 
 
 _NO_WRITES: AbstractContextManager[None] = nullcontext()

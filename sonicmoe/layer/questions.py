@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from ..gradients.batch import GradientBatch
 from ..interop import IS_PADDLE, is_cuda, writes_of
 from ..log import first_time, log_once
 
@@ -15,7 +16,7 @@ STEPS = 8
 
 
 class Questions:
-    """Of one layer. steps: how often `step()` came. uncleared: how many steps have begun with the
+    """What is asked about one layer. steps: how often `step()` came. uncleared: how many steps have begun with the
     `main_grad` that the one before left; below 0 where that is not asked, or was answered. left: what
     identifies it, and the sum of its values; same: whether all those sums stayed and were not 0. Both
     are on its device.
@@ -26,15 +27,15 @@ class Questions:
     sum: Any = None
     same: Any = None
 
-    def at_backward(self, trained: Iterable[Any], waiting: int) -> None:
-        """One begins for weights that train; the gradients of so many others wait."""
+    def at_backward(self, batch: GradientBatch, waiting: int) -> None:
+        """One begins; the gradients of so many others wait."""
         if waiting == BACKWARDS:
             self.at_optimizer(waiting)
         if not IS_PADDLE or self.uncleared < 0 or self.seen == self.steps:
             return
         # Others may have added to it, or put something there, before this backward: another node of
         # the same experts, or a trainer that starts it with the weight decay.
-        self.seen, (found, total) = self.steps, _state_of(trained)
+        self.seen, (found, total) = self.steps, _state_of(batch.added)
         if not found or found != self.left:
             self.uncleared = -1
             return

@@ -67,16 +67,12 @@ class LayerState:
         trained: list[bool],
         dout: Tensor,
     ) -> GradientBatch:
-        """See `GradientSink.open`. Gradients that wait for other parameters, or for others of
-        these, are handed over first: each set is for the parameters that its backward was for.
-        """
+        """See `GradientSink.open`."""
         waiting = self.gradients.waiting
         if waiting == 1:
             change_watchers.add(self)
-        if not self.gradients.accepts(parameters, trained):
-            self.gradients.flush()
         batch = self.gradients.open(engine, settings, parameters, trained, dout)
-        self.questions.at_backward(batch.added, waiting)
+        self.questions.at_backward(batch, waiting)
         return batch
 
     def of_busy(
