@@ -62,7 +62,7 @@ def open_cache(local: Path) -> CompileCache:
     """The kept artefacts; where the directory cannot be written, those of this run in `local`."""
     os.environ["NVCC_CCBIN"] = str(HOST_COMPILER)
     place = directory() / tools()
-    return CompileCache(place, local, lock_timeout_s=LONGEST_BUILD_S, quiet=True)
+    return CompileCache(place, local, lock_timeout_s=LONGEST_BUILD_S)
 
 
 def key_of(name: str, sources: Iterable[Path], *facts: object, arch: str = "sm_90a") -> CompileKey:

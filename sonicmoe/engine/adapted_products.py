@@ -56,7 +56,10 @@ class AdaptedProducts:
             y1.copy_(activate(z.float(), *self._activation))
 
     def up_again(self, x: Tensor, z: Tensor) -> None:
-        self.up(x, z, None)
+        if self._factors[UP] is None:
+            self._inner.up_again(x, z)
+        else:
+            self.up(x, z, None)
 
     def down(self, y1: Tensor, y2: Tensor) -> None:
         self._inner.down(y1, y2)

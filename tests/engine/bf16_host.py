@@ -35,6 +35,7 @@ class Launches:
 
     def __init__(self, kind):
         self.calls, self.lent, is_hopper = [], set(), kind == HOPPER
+        self.kind = kind
         self.every = 0 if is_hopper else 132
         self.loads = [] if is_hopper else ["load wgrad_down", "load wgrad_up"]
         self.of = HopperGemms if is_hopper else Bf16Gemms

@@ -25,8 +25,14 @@ from sonicmoe.routing.backends import PlainKernels
 
 # As the modules of the up projection and of dgated export them: in two orders, because neither
 # number, nor the order of parameters, is the other's.
-OF_UP = ("swiglu ", "geglu ", "reglu ", "geglu_tanh ", "swiglu_oai alpha limit")
-OF_DGATED = ("reglu ", "swiglu_oai limit alpha", "swiglu ", "geglu_tanh ", "geglu ")
+OF_UP = (
+    *("swiglu ", "geglu ", "reglu ", "geglu_tanh ", "swiglu_oai alpha limit"),
+    *("swiglu_clamp limit", "situ_glu beta linear_beta"),
+)
+OF_DGATED = (
+    *("situ_glu linear_beta beta", "reglu ", "swiglu_oai limit alpha", "swiglu_clamp limit"),
+    *("swiglu ", "geglu_tanh ", "geglu "),
+)
 ACTIVATION_NAMES = OF_UP, OF_DGATED
 RECIPE = RECIPES[HOPPER.recipes[0]]
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)

@@ -4,7 +4,6 @@ kernels computed on the host.
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import replace
 
@@ -31,31 +30,18 @@ from engine.hopper_host import (  # noqa: F401
     parameter_targets,
 )
 from kernels.needs import NVCC
-from pairwise import pairwise
 
 from sonicmoe.engine import hopper_layer
-from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper_layer import HopperLayer
 from sonicmoe.engine.settings import GradientMode
 from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.enums import ActivationType, ZCode
-from sonicmoe.layouts import WeightLayout
+from sonicmoe.enums import ZCode
 from sonicmoe.observe import listening
 from sonicmoe.quant.format import BlockScaledTensor
 from sonicmoe.quant.reference import dequantize
 
 pytestmark = NVCC
-
-
-ACTIVATIONS = {
-    ActivationType.SWIGLU: (),
-    ActivationType.GEGLU: (),
-    ActivationType.REGLU: (),
-    ActivationType.GEGLU_TANH: (),
-    ActivationType.SWIGLU_OAI: (("alpha", 1.25), ("limit", 2.0)),
-}
-SIDES = {"plain": (), "x": ("x",), "dout": ("dout",), "both": ("x", "dout")}
 
 
 @pytest.mark.parametrize("z", (ZCode.ADAPTIVE, ZCode.BF16), ids=str)
@@ -85,53 +71,6 @@ def test_a_donated_z_in_a_larger_buffer_stays():
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("mode", "activation", "sides", "biased"),
-    pairwise(tuple(MODES), tuple(ACTIVATIONS), tuple(SIDES), (False, True)),
-)
-def test_a_step_is_the_reference_engines(mode, activation, sides, biased):
-    """Also of tokens and gradients that come quantised: the bits of a step that quantises itself."""
-    kind = replace(FP8, activation=activation, activation_parameters=ACTIVATIONS[activation])
-    plain, settings = Case(seed=12, biased=biased), replace(kind, **MODES[mode])
-    case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
-    got = case.run(OURS, settings)
-    assert_close(got, case.run(REFERENCE, settings), 1e-3)
-    itself = plain.run(OURS, replace(kind, save_z=settings.save_z))
-    # dout's products with biases are not quantised where it came as values.
-    differ = {"x": ["dw1"], "dout": ["dw2", *(["db2", "dprobs"] if biased else ())]}
-    wanted = {name for side in SIDES[sides] for name in differ[side]}
-    assert {name for name in itself if not torch.equal(got[name], itself[name])} == wanted
-
-
-@pytest.mark.parametrize("sides", SIDES)
-def test_unquantised_weight_gradients(monkeypatch, sides):
-    """The BF16 GEMMs, which a host has not, are handed values in bf16, also of what came quantised;
-    and the rest of the step is the same.
-    """
-    plain, settings, handed = Case(seed=12), FP8, []
-    case = plain.quantised(*SIDES[sides]) if SIDES[sides] else plain
-    monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
-    monkeypatch.setattr(Bf16Engine, "bias_gradients", lambda _, pending: pending.dout)
-    wanted = case.run(OURS, settings)
-    found = case.run(OURS, replace(settings, fp8_wgrad=False))
-    assert_same_bits(found, {name: wanted[name] for name in ("out", "dx", "dprobs")})
-    (pending,), last = handed, int(case.routing.padded_offsets[-1])
-    for name in ("x", "dout"):
-        given = getattr(case, name)
-        quantised = isinstance(given, BlockScaledTensor)
-        values = dequantize(given).to(torch.bfloat16) if quantised else given
-        assert torch.equal(getattr(pending, name).view(torch.int16), values.view(torch.int16)), name
-    # Those of biases are asked for before, and what arrived in FP8 stays so until it is used.
-    weights, _, saved = case.forward(OURS, replace(settings, fp8_wgrad=False))
-    *_, early = OURS.backward_dx(case.dout, saved, weights)
-    values = OURS.bias_gradients(early)
-    assert torch.equal(values.view(torch.int16), pending.dout.view(torch.int16))
-    assert early.biases is None and type(early.dout) is type(case.dout)
-    for rows, width in ((pending.dz, 2 * I), (pending.y1s, I)):
-        assert rows.dtype == torch.bfloat16 and rows.shape == (case.routing.num_rows, width)
-        assert bool(torch.isfinite(rows[:last]).all())
-
-
 @pytest.mark.parametrize("engine", [OURS, REFERENCE], ids=lambda engine: engine.name)
 def test_biases_are_summed_by_the_backward_to_the_tokens(engine):
     """For whoever asks, as often as asked; where nobody will, not at all. The rest has the same bits."""
@@ -150,85 +89,6 @@ def test_biases_are_summed_by_the_backward_to_the_tokens(engine):
         engine.backward_dw(pending, plain)
         for name in ("dw1", "dw2"):
             assert torch.equal(plain.sums(name), wanted[name])
-
-
-@pytest.mark.parametrize(("tokens", "invalid"), [(0, 0.3), (1, 0.0), (5, 1.0), (300, 0.99)])
-@pytest.mark.parametrize(
-    "settings",
-    [FP8, replace(FP8, **MODES["everything"])],
-    ids=["default", "everything"],
-)
-def test_few_or_no_rows(tokens, invalid, settings):
-    case = Case(tokens, invalid=invalid, spare_rows=0, seed=2, biased=True)
-    got = case.run(OURS, settings)
-    assert_close(got, case.run(REFERENCE, settings), 1e-3)
-    empty = case.routing.expert_counts == 0
-    assert not any(got[name][empty].any() for name in ("db1", "db2"))
-
-
-@pytest.mark.parametrize(
-    ("split_half", "transposed", "stacked", "mode"),
-    pairwise(*3 * [(False, True)], tuple(MODES)),
-)
-def test_gradients_added_to_the_parameters_own_memory(split_half, transposed, stacked, mode):
-    """The same numbers as in accumulators, in every layout; a second backward adds as many."""
-    case, settings = Case(seed=9), replace(FP8, **MODES[mode])
-    targets = parameter_targets(WeightLayout(transposed, split_half), stacked=stacked)
-    shape = (E, H, 2 * I) if transposed else (E, 2 * I, H)
-    assert OURS.problem_of(targets, settings) is None
-    wanted = case.run(OURS, settings)
-    for times in (1, 2):
-        got = case.run(OURS, settings, targets=targets)
-        for name, tensor in wanted.items():
-            scale = times if name in ("dw1", "dw2") else 1
-            assert torch.equal(got[name], scale * tensor), name
-    if stacked:
-        assert tuple(targets.up.tensors[0].shape) == shape
-
-
-FLAGS = (False, False), (False, True), (True, False), (True, True), (False, True, True)
-LAYOUTS = [WeightLayout(*flags) for flags in FLAGS]
-ROWS = {"some": {"seed": 9}, "none": {"tokens": 5, "invalid": 1.0}, "no tokens": {"tokens": 0}}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "layout", "stacked", "mode", "rows"),
-    pairwise((torch.bfloat16, torch.float32), LAYOUTS, (False, True), tuple(MODES), tuple(ROWS)),
-)
-def test_gradients_written_to_fresh_memory(dtype, layout, stacked, mode, rows):
-    """The sums rounded once, in every layout, over whatever was there; zeros without tokens."""
-    stacked = stacked or layout.apart
-    case, settings = Case(**ROWS[rows], spare_rows=0, biased=True), replace(FP8, **MODES[mode])
-    poison = {"fill": float("nan"), "mode": GradientMode.FRESH, "dtype": dtype}
-    targets = parameter_targets(layout, stacked=stacked, **poison)
-    targets.biases = torch.full((E, 2 * I), math.nan), torch.full((E, H), math.nan).to(dtype)
-    got = case.run(OURS, settings, targets=targets)
-    wanted = case.run(OURS, settings)
-    wanted["db1"] = layout.user_b1(wanted["db1"])
-    for name, tensor in wanted.items():
-        rounded = tensor.to(dtype) if name in ("dw1", "dw2", "db2") else tensor
-        assert torch.equal(got[name], rounded), name
-    # Biases alone, and one of them.
-    frozen = GradientPlaces.per_expert([None] * E, layout)
-    alone = GradientTargets(
-        frozen, frozen, GradientMode.FRESH, biases=(None, torch.full((E, H), math.nan))
-    )
-    weights, _, saved = case.forward(OURS, settings)
-    *_, pending = OURS.backward_dx(case.dout, saved, weights)
-    OURS.backward_dw(pending, alone)
-    assert torch.equal(alone.named()["db2"], wanted["db2"])
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_main_grads_are_written_and_added_to_in_turns(stacked):
-    """What is known of the memory is kept for each of the two."""
-    case, targets = Case(seed=9), parameter_targets(PER_EXPERT, stacked=stacked, fill=float("nan"))
-    wanted = case.run(OURS, FP8)
-    for times, mode in ((1, GradientMode.FRESH), (2, GradientMode.MAIN_GRAD)) * 2:
-        targets.mode = mode
-        got = case.run(OURS, FP8, targets=targets)
-        for name in ("dw1", "dw2"):
-            assert torch.equal(got[name], times * wanted[name]), (times, name)
 
 
 def test_memory_for_a_fresh_dw2_is_taken_when_that_of_dz_is_free():

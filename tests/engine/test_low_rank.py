@@ -10,13 +10,8 @@ from engine.low_rank_golden import Adapted
 from engine.moe_golden import make_problem, set_up
 from framework import numpy, torch
 
-from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters
-from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.quant.recipes import RECIPES
-
-FP8 = EngineSettings(recipe=RECIPES["dx256"])
 
 
 def run(setup, adapters):
@@ -29,14 +24,6 @@ def run(setup, adapters):
         name: numpy(g) for name, g in zip(NAMES_OF_FACTORS, factors, strict=True) if g is not None
     }
     return {"out": numpy(out), "dx": numpy(dx), "dprobs": numpy(dprobs)}, named
-
-
-CASES = (
-    (ActivationType.SWIGLU, False, 1, ("up",)),
-    (ActivationType.SWIGLU_OAI, True, 4, ("up", "down")),
-    (ActivationType.GEGLU, False, 8, ("down",)),
-    (ActivationType.RELU_SQ, True, 13, ("up", "down")),
-)
 
 
 def test_no_token_is_no_error():

@@ -10,12 +10,10 @@ from framework import numpy, torch
 
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.observe import listening
 
 ERNIE = WeightLayout(transposed=True, split_half=True)
-LAYOUTS = [ERNIE, WeightLayout(True, False), WeightLayout(False, True), WeightLayout()]
 E, H, I = 3, 32, 64
 
 
@@ -98,22 +96,6 @@ class TestProblem:
         assert per_expert(ups, downs).copy_engine_problem() == words
 
 
-def arranged(kind, shape, experts):
-    """`experts` matrices in larger memory, that memory, and whether they are one tensor."""
-    rows, columns = shape
-    if kind == "own":
-        memory = [zeros(rows * columns + 8) for _ in range(experts)]
-        return [m[4:-4].reshape(list(shape)) for m in memory], memory, False
-    if kind == "slices":
-        memory = zeros(experts, rows * columns + 4)
-        return [memory[e][:-4].reshape(list(shape)) for e in range(experts)], [memory], False
-    if kind == "permuted":
-        memory = [zeros(columns, rows + 4) for _ in range(experts)]
-        return [m[:, :rows].transpose(0, 1) for m in memory], memory, False
-    memory = zeros(experts + 1, rows, columns)
-    return [memory[:experts]], [memory], True
-
-
 def step(setup, targets):
     _, saved = setup.forward()
     setup.engine.backward(setup.dout, saved, setup.weights, targets)
@@ -121,53 +103,6 @@ def step(setup, targets):
 
 class TestReference:
     """Against accumulators that are added to the same memory afterwards."""
-
-    @pytest.mark.parametrize("kind", ["own", "slices", "permuted", "stacked"])
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SILU])
-    def test_bits_of_accumulating_and_flushing(self, activation, layout, kind):
-        setup = set_up(make_problem(activation=activation))
-        layout = WeightLayout(layout.transposed, layout.split_half and is_glu(activation))
-        sums = setup.accumulators()
-        shapes = [tuple(int(n) for n in held.shape[1:]) for held in (sums.dw1, sums.dw2)]
-        experts, weights, memories = int(sums.dw1.shape[0]), [], []
-        for native in shapes:
-            shape = native[::-1] if layout.transposed else native
-            tensors, memory, stacked = arranged(kind, shape, experts)
-            memories += memory
-            given = (tensors[0], experts) if stacked else (tensors,)
-            make = GradientPlaces.stacked if stacked else GradientPlaces.per_expert
-            weights.append(make(*given, layout))
-        targets = GradientTargets(*weights)
-        for memory in memories:
-            memory.add_(torch.full_like(memory, 0.25))
-        before = [memory.clone() for memory in memories]
-        step(setup, sums)
-        step(setup, targets)
-        got = [memory.clone() for memory in memories]
-        for memory, value in zip(memories, before, strict=True):
-            memory.copy_(value)
-        for name, total in (("dw1", sums.dw1), ("dw2", sums.dw2)):
-            for expert in range(experts):
-                targets.add(name, expert, targets.arranged(name, total[expert]))
-        for memory, value in zip(memories, got, strict=True):
-            assert (numpy(memory) == numpy(value)).all(), "other bits, or a stranger's"
-        step(setup, sums)
-        step(setup, targets)
-        first = numpy(targets.sums("dw1"))
-        assert abs(first - 0.25 - numpy(sums.dw1)).max() < 1e-5 * abs(first).max()
-
-    def test_frozen_parameters(self):
-        setup = set_up(make_problem())
-        sums = setup.accumulators()
-        experts, n1, hidden = (int(n) for n in sums.dw1.shape)
-        ups = [zeros(hidden, n1) if e else None for e in range(experts)]
-        targets = per_expert(ups, [None] * experts)
-        step(setup, sums)
-        step(setup, targets)
-        assert targets.sums("dw2") is None and next(iter(targets.named())) == "dw1[1]"
-        found = numpy(targets.sums("dw1"))
-        assert (found[1:] == numpy(sums.dw1)[1:]).all() and not found[0].any()
 
     def test_a_listener_sees_the_sums_and_may_replace_them(self):
         setup = set_up(make_problem())

@@ -22,7 +22,7 @@ from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.hopper_passes import WgradOutput
+from sonicmoe.engine.wgrad_destinations import WgradOutput
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_wgrad_source

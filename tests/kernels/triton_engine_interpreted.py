@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 from kernels.triton_interpreter import repair
 
@@ -15,31 +17,22 @@ repair()
 from engine.fp8_layer import assert_same_bits, parameter_targets  # noqa: E402
 from engine.plain_layer import (  # noqa: E402
     BF16,
-    FP16,
     E,
     H,
     I,
-    T,
-    assert_adapted_close,
-    assert_close,
     make_case,
 )
 from engine.plain_layer import run as run_on  # noqa: E402
+from oracle.case import drawn  # noqa: E402
+from oracle.engines import broken_on_host, chosen_on_host  # noqa: E402
+from oracle.faces import ON_HOST, normal  # noqa: E402
 
 from sonicmoe.engine import triton as triton_engine  # noqa: E402
 from sonicmoe.engine.gpu import Gpu  # noqa: E402
-from sonicmoe.engine.interface import (  # noqa: E402
-    GradientMode,
-)
+from sonicmoe.engine.interface import GradientMode  # noqa: E402
 from sonicmoe.engine.triton import TritonEngine  # noqa: E402
-from sonicmoe.enums import ActivationType  # noqa: E402
 from sonicmoe.layouts import WeightLayout  # noqa: E402
 
-OWN = {
-    ActivationType.SWIGLU_OAI: (("alpha", 1.1), ("limit", 1.5)),
-    ActivationType.SWIGLU_CLAMP: (("limit", 1.5),),
-    ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 2.5)),
-}
 OURS = TritonEngine()
 
 
@@ -47,18 +40,32 @@ def run(case, targets=None):
     return run_on(case, OURS, targets)
 
 
-def activations() -> int:
-    for number, activation in enumerate(ActivationType):
-        options = {"dtype": (BF16, FP16)[number % 2], "bias": number % 3 != 0}
-        assert_close(make_case(activation, own=OWN.get(activation, ()), **options), OURS)
-    return len(ActivationType)
+# Plain GEMMs add an adapter's part to z that is rounded, which passes a clamp now and then.
+BARS = {"none": {"db1": 8e-3, "else": 4e-3}, "beside": {"else": 2.0}}
+
+
+def cases() -> int:
+    """Some of tests/oracle's, of few numbers, because the interpreter takes seconds for each."""
+    chosen_on_host(pytest.MonkeyPatch())
+    found = [
+        replace(case, law="repeat", scene="usual", sizes=(21, 72, 40, 3, 1))
+        for case in drawn(9, 2, partial(normal, engine="triton" + ON_HOST))
+    ]
+    wrong = {
+        str(case): broken_on_host(case, "triton", BARS.get(case.adapters, BARS["beside"]))
+        for case in found
+    }
+    wrong = {case: words for case, words in wrong.items() if words}
+    assert not wrong, wrong
+    return len(found)
 
 
 def tiles() -> int:
     """Those of the other architectures, and a part of the GPU."""
     wanted = run(make_case())
     with_gpu("sm_90a", 1)
-    assert_close(make_case(), OURS)
+    other = run(make_case())
+    assert all(torch.allclose(other[n], wanted[n], rtol=0.02, atol=0.02) for n in wanted)
     with_gpu("sm_80", 8)
     assert_same_bits(run(make_case(gemm_num_sms=3)), wanted)
     with_gpu("sm_80", 1)
@@ -67,40 +74,6 @@ def tiles() -> int:
 
 def with_gpu(arch, multiprocessors):
     triton_engine._gpu = lambda tensor: Gpu(arch, multiprocessors)
-
-
-def modes() -> int:
-    """z recomputed or freed, inference, and memory that nobody wrote."""
-    case = make_case()
-    stored = run(case)
-    assert_same_bits(run(case.but(recompute_z=True)), stored)
-    assert_same_bits(run(case.but(frees_stagewise=True)), stored)
-    _, out, saved = case.forward(OURS, save=False)
-    assert saved is None and torch.equal(out, stored["out"])
-    pending = case.pending(OURS)
-    for _ in range(2):  # biases by themselves, as often as asked
-        db1, db2 = OURS.bias_gradients(pending)
-        assert torch.equal(db1, stored["db1"]) and torch.equal(db2, stored["db2"])
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
-    assert_same_bits(run(case), stored)
-    torch.use_deterministic_algorithms(False)
-    return 4
-
-
-def bad_tokens() -> int:
-    """Of a token that is NaN nothing reaches other tokens and experts: padding rows included."""
-    for which in ("x", "dout"):
-        case = make_case(bias=False)
-        clean = run(case)
-        getattr(case, which)[7] = float("nan")  # of experts 0 and 3
-        spoilt = run(case)
-        for name in ("dw1", "dw2"):
-            assert torch.equal(spoilt[name][1:3], clean[name][1:3]), name
-            assert not bool(torch.isfinite(spoilt[name][3]).all()), name
-        for name in ("out", "dx", "dprobs"):
-            others = [t for t in range(T) if t != 7]
-            assert torch.equal(spoilt[name][others], clean[name][others]), name
-    return 2
 
 
 def targets() -> int:
@@ -139,29 +112,7 @@ def targets_of(layout, mode, stacked, dtype):
     return parameter_targets((E, 2 * I, H, I), layout, **options)
 
 
-def adapters() -> int:
-    """Low-rank ones, beside a gate and without one."""
-    for activation, bias in ((ActivationType.SWIGLU_OAI, True), (ActivationType.GELU, False)):
-        assert_adapted_close(make_case(activation, bias=bias), OURS)
-    return 2
-
-
-def no_rows() -> int:
-    """No valid slot at all: zeros, and written gradients are zeros."""
-    case = make_case(bias=False)
-    case.indices.fill_(-1)
-    got = run(case)
-    assert all(bool((tensor == 0).all()) for tensor in got.values())
-    written = targets_of(WeightLayout(), GradientMode.FRESH, True, torch.float32)
-    run(case, targets=written)
-    assert all(bool((tensor == 0).all()) for tensor in written.tensors())
-    return 2
-
-
-CHECKS = {
-    check.__name__: check
-    for check in (activations, tiles, modes, bad_tokens, targets, adapters, no_rows)
-}
+CHECKS = {check.__name__: check for check in (cases, tiles, targets)}
 
 if __name__ == "__main__":
     for check in sys.argv[1:]:

@@ -36,7 +36,7 @@ SIZES = (
 AXES: dict[str, tuple[Any, ...]] = {
     "face": ("node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted"),
     "law": (
-        "repeat", "poison", "memory", "permuted", "recompute", "face", "arrangement", "split",
+        "repeat", "poison", "memory", "permuted", "recompute", "face", "arrangement", "split", "nonfinite",
     ),
     "recipe": ("none", *FP8_RECIPES),
     "activation": (*GATED, *UNGATED),

@@ -25,7 +25,9 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.quant.tokens import quantize_tokens
 
 HELD = 0.25  # in every `main_grad` before the step
-OF_FP8 = ("save_z", "recompute_z", "stagewise_memory", "fp8_wgrad", "iso_weight")
+ON_HOST = " on host"  # behind the name of a GPU's engine whose kernels a host computes
+OF_FP8 = ("save_z", "fp8_wgrad", "iso_weight")
+MODES = ("recompute_z", "stagewise_memory")  # of FP8 and of the rest
 
 
 def host(value: Any) -> np.ndarray:
@@ -36,8 +38,9 @@ def host(value: Any) -> np.ndarray:
 def config_of(case: Case, engine: str) -> SonicMoEConfig:
     """The settings of a case."""
     fp8 = {"fp8_mode": "perf", "recipe": case.recipe} if case.fp8 else {}
-    own = {name: getattr(case, name) for name in OF_FP8} if case.fp8 else {}
-    return SonicMoEConfig(engine=engine, first_backward=case.first, **fp8, **own)
+    own = {name: getattr(case, name) for name in (*MODES, *(OF_FP8 if case.fp8 else ()))}
+    name = engine.removesuffix(ON_HOST)
+    return SonicMoEConfig(engine=name, first_backward=case.first, **fp8, **own)
 
 
 class Layer:
@@ -49,7 +52,7 @@ class Layer:
 
     def __init__(self, case: Case, scene: Scene, engine: str) -> None:
         self.case, self.scene = case, scene
-        self.device = "cpu" if engine == "reference" else "cuda"
+        self.device = "cpu" if engine == "reference" or engine.endswith(ON_HOST) else "cuda"
         self.config = config_of(case, engine)
         self.dtype = getattr(torch, case.dtype)
         self.activation = ActivationType(case.activation)
@@ -73,6 +76,8 @@ class Layer:
                 weight.main_grad = held
             if case.frozen:
                 want_gradient(weight, False)
+        factors = [factor for pair in self.pairs.values() for factor in (pair.a, pair.b)]
+        self.given = Unwritten(*self.weights, *self.biases, *factors)
 
     @cached_property
     def options(self) -> dict[str, float]:
@@ -201,6 +206,17 @@ class Node(Layer):
             return super().in_user_layout(found)
         half = len(found) // 2
         return [np.stack(found[:half]), np.stack(found[half:])]
+
+
+class Unwritten:
+    """A caller's tensors, which nobody may write."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self.tensors, self.before = tensors, [host(tensor) for tensor in tensors]
+
+    def check(self) -> None:
+        for held, before in zip(self.tensors, self.before, strict=True):
+            assert np.array_equal(host(held), before, equal_nan=True), "an argument was written"
 
 
 class Source:
@@ -452,7 +468,12 @@ ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "bf16": ON_A_GPU | {"recipe": ("none",)},
     "triton": ON_A_GPU | {"recipe": ("none",)},
 }  # fmt: skip
-# Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes.
+# Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes; small ones where a
+# host computes the kernels.
+SIZES_ON_HOST = (
+    *((150, 128, 192, 3, 2), (37, 256, 64, 4, 2), (70, 272, 192, 4, 3), (1, 128, 64, 3, 2)),
+    (0, 128, 64, 3, 2),
+)
 SIZES_ON_A_GPU = (
     (300, 512, 256, 8, 2),
     (37, 256, 128, 4, 3),
@@ -465,7 +486,7 @@ def normal(case: Case, engine: str = "reference") -> Case:
     """The case with what its face and the engine have in the place of what they have not."""
     if case.face not in FACES:
         case = replace(case, face=FACES[len(case.face) % len(FACES)])
-    of_engine = ENGINES[engine]
+    of_engine = ENGINES[engine.removesuffix(ON_HOST)]
     case = _with(case, of_engine)
     of_face = {
         name: tuple(value for value in values if value in of_engine.get(name, values))
@@ -507,9 +528,10 @@ def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
     many, some = AXES["sizes"][2], AXES["sizes"][1]
     sizes = case.sizes
     if engine != "reference":
-        many, some, *_ = SIZES_ON_A_GPU
+        known = SIZES_ON_HOST if engine.endswith(ON_HOST) else SIZES_ON_A_GPU
+        many, some, *_ = known
         if sizes[1] % 16 or sizes[2] % 64:
-            sizes = SIZES_ON_A_GPU[case.seed % len(SIZES_ON_A_GPU)]
+            sizes = known[case.seed % len(known)]
     if case.scene == "w1 unit":
         sizes, changes["routing"] = many, "full"
         if case.dtype == "float16":  # whose largest value its square passes
@@ -549,6 +571,8 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
         for call in reversed(calls) if case.schedule == "crossed" else ():
             call.backward()
         layer.finish()
+    for given in (layer.given, *(call.given for call in calls)):
+        given.check()
     found = {
         name: np.concatenate([getattr(call, name) for call in calls])
         for name in ("out", "dx", "dprobs")
@@ -575,6 +599,7 @@ class Call:
         self.probs = layer.leaf(scene.probs, torch.float32, layer.case.face not in ROUTERS)
         self.gradient = layer.tensor(scene.dout).to(layer.dtype)
         indices = tensor(scene.indices).to(getattr(torch, layer.case.index)).to(layer.device)
+        self.given = Unwritten(self.leaf, self.probs, self.gradient, indices)
 
         def forward(x: Any, probs: Any) -> Any:
             return layer.call(x, probs, indices, scene)

@@ -1,6 +1,7 @@
 """What holds for every case: results lie within the bars of the golden, and the law that the case names.
 
-A law runs the step again in a way that may not change a bit, and says which results differ.
+A law runs the step again in a way that may not change a bit, and says which results differ; or it says
+itself, in words, what is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PLAIN = {"float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3}
 E4M3, ACROSS_A_JUMP = (0.075, 0.3), (0.3, 2.0)
 NARROW = 0.2  # a sum of one product has the error of one
 FLIPS = 0.15  # the same of 16-bit values
+A_ROUNDING = 5e-3
 JUMPS = ("relu", "reglu", "swiglu_oai", "swiglu_clamp")
 
 
@@ -121,7 +123,7 @@ def permuted(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
 
 def recompute(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     """z is computed again in the backward, or is kept; or is freed in the middle of it, or is not."""
-    for mode in ("recompute_z", "stagewise_memory") if case.fp8 else ():
+    for mode in ("recompute_z", "stagewise_memory"):
         yield from _as(replace(case, **{mode: not getattr(case, mode)}), case, scene, engine)
 
 
@@ -156,21 +158,59 @@ def _as(other: Case, case: Case, scene: Scene, engine: str, but: str = "") -> It
         yield run(fitted, scene, engine)
 
 
-LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found]]] = {
+def nonfinite(case: Case, scene: Scene, engine: str) -> Iterator[str]:
+    """A NaN of one token, or of its gradient, stays in its token and in its experts' gradients."""
+    served = np.flatnonzero(scene.valid.any(-1))
+    # Blocks of several tokens share a scale, and a product with a probability of 0 may be left out.
+    if not len(served) or case.recipe.startswith("iso") or case.routing == "zero":
+        return
+    token = served[case.seed % len(served)]
+    others = np.arange(len(scene.x)) != token
+    idle = ~np.isin(np.arange(scene.num_experts), scene.indices[token])
+    # Engine `hopper` makes weight gradients of whole blocks, and dx of those.
+    names = ("out",) if engine.startswith("hopper") else ("out", "dx", "dprobs")
+    for operand in ("x", "dout"):
+        quiet, bad = (getattr(scene, operand).copy() for _ in range(2))
+        quiet[token], bad[token, case.seed % bad.shape[1]] = 0.0, np.nan
+        clean, spoilt = (run(case, replace(scene, **{operand: a}), engine) for a in (quiet, bad))
+        for name, got in spoilt.items():
+            kept = others if name in names else idle if name in ("dw1", "dw2") else slice(0)
+            if not np.array_equal(got[kept], clean[name][kept]):
+                yield f"a NaN in {operand} of token {token} changes {name} of others"
+            hurt = ~idle if name in ("dw1", "dw2") else token
+            if (
+                name in ("dx", "dw1", "out")[: 3 if operand == "x" else 2]
+                and np.isfinite(got[hurt]).all()
+            ):
+                yield f"a NaN in {operand} of token {token} is lost in {name}"
+
+
+LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found | str]]] = {
     law.__name__: law
-    for law in (repeat, poison, memory, permuted, recompute, split, arrangement, face)
+    for law in (repeat, poison, memory, permuted, recompute, split, arrangement, face, nonfinite)
 }
 
 
-def broken(case: Case, engine: str = "reference") -> list[str]:
-    """What is wrong with a case, in words; nothing where it is sound."""
+def broken(case: Case, engine: str = "reference", found: Found | None = None) -> list[str]:
+    """What is wrong with a case, in words; nothing where it is sound. found: what a run of it gave."""
     scene = scene_of(case)
-    found = run(case, scene, engine)
+    found = found or run(case, scene, engine)
     wrong = beyond_the_bars(case, scene, found)
     for again in LAWS[case.law](case, scene, engine):
-        wrong += [
-            f"{name} has other bits under law {case.law!r}"
-            for name in sorted({*found} & {*again})
-            if not np.array_equal(found[name], again[name], equal_nan=True)
-        ]
+        if isinstance(again, str):
+            wrong.append(again)
+            continue
+        for name in sorted({*found} & {*again}):
+            one, other = found[name], again[name]
+            if _adds_as_weights_lie(case, engine, name):
+                same = np.linalg.norm(one - other) <= A_ROUNDING * np.linalg.norm(one)
+            else:
+                same = np.array_equal(one, other, equal_nan=True)
+            wrong += [] if same else [f"{name} has other bits under law {case.law!r}"]
     return wrong
+
+
+def _adds_as_weights_lie(case: Case, engine: str, name: str) -> bool:
+    """Engine `bf16` reads weights where they lie, so its dx adds gate and up in the order of w1's rows."""
+    moved = case.law in ("face", "arrangement")
+    return moved and engine.startswith("bf16") and name in ("dx", "up.a")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE
+from framework import IS_PADDLE, torch
 from oracle.case import AXES, Case, covering, drawn, lines, shrink
 from oracle.faces import normal, run
 from oracle.golden import golden, scene_of
@@ -105,7 +105,9 @@ class TestTheBarsAndTheLaws:
         assert any(words.startswith(f"{name} is off") for words in broken(self.CASE))
 
     # Under Paddle no other face takes this case, and no switch fills memory.
-    @pytest.mark.parametrize("law", sorted({*LAWS} - ({"face", "memory"} if IS_PADDLE else set())))
+    @pytest.mark.parametrize(
+        "law", sorted({*LAWS} - {"nonfinite"} - ({"face", "memory"} if IS_PADDLE else set()))
+    )
     def test_a_bit_that_moves_from_run_to_run(self, law, monkeypatch):
         runs = []
 
@@ -118,6 +120,28 @@ class TestTheBarsAndTheLaws:
         monkeypatch.setattr("oracle.laws.run", moving)
         wrong = broken(replace(self.CASE, law=law))
         assert wrong == [f"out has other bits under law {law!r}"] * (len(runs) - 1) and wrong
+
+    @pytest.mark.parametrize(
+        ("wrong_x", "words"),
+        [(lambda x: x + 0 * x.mean(), "of others"), (np.nan_to_num, "is lost in out")],
+    )
+    def test_a_nan_that_spreads_or_is_lost(self, wrong_x, words, monkeypatch):
+        def through(case, scene, engine="reference"):
+            return run(case, replace(scene, x=wrong_x(scene.x)), engine)
+
+        monkeypatch.setattr("oracle.laws.run", through)
+        wrong = broken(replace(self.CASE, law="nonfinite"))
+        assert any(words in one for one in wrong), wrong
+
+    def test_an_argument_that_is_written(self, monkeypatch):
+        def written(call):
+            call.value.backward(call.gradient)
+            with torch.no_grad():
+                call.probs.add_(call.probs)
+
+        monkeypatch.setattr("oracle.faces.Call.backward", written)
+        with pytest.raises(AssertionError, match="an argument was written"):
+            run(self.CASE, scene_of(self.CASE))
 
     def test_a_value_where_nothing_was_routed(self, monkeypatch):
         def written(case, scene, engine="reference"):

@@ -1,0 +1,55 @@
+"""Cases of tests/oracle through the engines of a GPU without one: their real host code, native passes
+included, over kernels computed on the host.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+from framework import IS_PADDLE
+
+if IS_PADDLE:
+    pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
+
+from engine.bf16_host import HOPPER, QUACK, launches_fixture  # noqa: F401
+from engine.hopper_host import host_passes, native_fixture  # noqa: F401
+from kernels.needs import NVCC
+from oracle.case import covering
+from oracle.engines import broken_on_host, chosen_on_host
+from oracle.faces import ON_HOST, normal
+
+pytestmark = NVCC
+# Codes of y1s in place of values, and narrow rows of two roundings; sums of dz as it is stored.
+FP8 = {"down.a": 0.05, "db1": 0.01, "else": 4e-3}
+BF16 = {"down.a": 8e-3, "db1": 8e-3, "else": 1e-3}
+# Plain GEMMs add an adapter's part to z that is rounded, which passes a clamp now and then.
+BESIDE = {"else": 2.0}
+PARTS = 3
+
+
+@pytest.fixture(autouse=True)
+def engines_by_name(monkeypatch):
+    """A host may choose them, too."""
+    chosen_on_host(monkeypatch)
+
+
+@cache
+def cases(engine):
+    return covering(partial(normal, engine=engine + ON_HOST), tries=4)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    ("engine", "launches"),
+    [("hopper", HOPPER), ("bf16", HOPPER), ("bf16", QUACK)],
+    indirect=["launches"],
+)
+def test_every_pair_of_values(engine, launches, part):
+    wrong = {}
+    for case in cases(engine)[part::PARTS]:
+        beside = launches.kind == QUACK and case.adapters != "none"
+        bars = BESIDE if beside else FP8 if engine == "hopper" else BF16
+        found = broken_on_host(case, engine, bars)
+        wrong |= {str(case): found} if found else {}
+    assert not wrong
