@@ -9,20 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.activation_cases import OWN
 from gpu.device import captured, fill_free_memory, waiting_is_an_error
 from gpu.engine_cases import (
     BF16,
-    FP16,
     MANY_TOKENS,
-    REFERENCE,
     SIZES_OF_NO_TILE,
     SMALL,
     SWIGLU,
     E,
     H,
     I,
-    K,
     assert_same_bits,
     check_plain,
     make_case,
@@ -37,8 +33,6 @@ from sonicmoe.engine.select import unavailable
 from sonicmoe.engine.settings import Workload
 from sonicmoe.enums import ActivationType, EngineName
 
-# Without bias gradients, whose order of additions depends on the number of rows.
-NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
 GELU, RELU_SQ = ActivationType.GELU, ActivationType.RELU_SQ
 
 
@@ -103,18 +97,6 @@ class EngineContract:
     def test_uneven_routing(self, tokens, options):
         self.check(make_case(tokens, seed=4, **options))
 
-    def test_no_tokens(self):
-        got = self.run(make_case(5).tokens(slice(0)))
-        assert got["out"].shape == got["dx"].shape == (0, H) and got["dprobs"].shape == (0, K)
-        assert not bool(got["dw1"].any()) and not bool(got["dw2"].any())
-
-    def test_counts_given(self, case, wanted):
-        counts = case.counts
-        assert case.routing(counts).num_rows < case.routing().num_rows
-        rounded = [-(-count // 256) * 256 for count in counts]
-        for given in (counts, rounded):
-            assert_same_bits(self.run(case, counts=given), wanted, NAMES)
-
     def test_counts_too_small_lose_rows_and_nothing_else(self):
         """The offsets then pass the rows there are: no kernel may follow them."""
         case = make_case(600, invalid=0.0, seed=34)
@@ -127,30 +109,6 @@ class EngineContract:
         assert all(bool(torch.isfinite(tensor).all()) for tensor in got.values())
 
     # ---- weight gradients ----
-
-    def test_the_second_backward_adds_to_the_first(self):
-        first, second = (
-            make_case(tokens, bias=self.bias, seed=31 + index)
-            for index, tokens in enumerate((500, 300))
-        )
-        second.weights = first.weights
-        alone = [self.run(case) for case in (first, second)]
-        accumulators = first.accumulators()
-        self.run(first, accumulators=accumulators)
-        both = self.run(second, accumulators=accumulators)
-        for name in accumulators.named():
-            assert torch.equal(both[name], alone[0][name] + alone[1][name]), name
-
-    def test_an_expert_without_tokens_is_left_untouched(self):
-        case, empty = make_case(300, bias=self.bias, empty=(0, 4, 5), seed=33), [0, 4, 5]
-        accumulators = case.accumulators()
-        for tensor in accumulators.tensors():
-            tensor.normal_()
-        before = [tensor.clone() for tensor in accumulators.tensors()]
-        self.run(case, accumulators=accumulators)
-        for old, new in zip(before, accumulators.tensors(), strict=True):
-            assert torch.equal(old[empty], new[empty])
-            assert not bool((old[[1, 2, 3]] == new[[1, 2, 3]]).all())
 
     def test_biases_by_themselves(self):
         """As often as asked, to the bits that go to accumulators; where nobody will ask, the rest has its
@@ -174,10 +132,6 @@ class EngineContract:
     def test_repetition(self, case, wanted):
         for _ in range(10):
             assert_same_bits(self.run(case), wanted)
-
-    @pytest.mark.parametrize("change", ["recompute_z", "frees_stagewise"])
-    def test_memory_modes(self, case, wanted, change):
-        assert_same_bits(self.run(case, replace(self.settings, **{change: True})), wanted)
 
     def test_inference(self, case, wanted):
         weights = self.engine.prepare_weights(*case.weights, self.settings)
@@ -219,29 +173,6 @@ class EngineContract:
         torch.cuda.synchronize()
         assert_same_bits(got, wanted)
 
-    @pytest.mark.parametrize("rows", [1, 124, 1000])
-    def test_tokens_that_nobody_serves(self, case, wanted, rows):
-        """Received from a dispatcher that pads its buffers, with anything in them; and
-        probabilities of invalid slots.
-        """
-
-        def longer(tensor, value):
-            return torch.cat([tensor, tensor.new_full((rows, tensor.shape[1]), value)])
-
-        nan = float("nan")
-        padded = replace(
-            case,
-            x=longer(case.x, nan),
-            dout=longer(case.dout, nan),
-            indices=longer(case.indices, -1),
-            probs=longer(torch.where(case.valid, case.probs, nan), nan),
-        )
-        got = self.run(padded)
-        for name in ("out", "dx", "dprobs"):
-            assert not bool(got[name][len(case.x) :].any()), name
-            got[name] = got[name][: len(case.x)]
-        assert_same_bits(got, wanted, NAMES)
-
     # ---- memory that nobody wrote, and tokens that are not finite ----
 
     def test_unwritten_memory_is_never_read(self):
@@ -259,25 +190,6 @@ class EngineContract:
         """The tensors that must not depend on what memory held."""
         return self.run(case, settings)
 
-    @pytest.mark.parametrize("which", ["x", "dout"])
-    @pytest.mark.parametrize("activation", [SWIGLU, *OWN], ids=lambda a: a.value)
-    def test_a_bad_token_spoils_its_own_experts_only(self, activation, which):
-        if activation not in self.engine.record.activations:
-            pytest.skip("not of this engine")
-        case = make_case(400, invalid=0.0, topk=1, activation=activation, seed=41)
-        clean = self.run(case)
-        token = 0  # the one an index of zero would gather
-        expert = int(case.indices[token, 0])
-        getattr(case, which)[token] = float("nan")
-        spoilt, others = self.run(case), [e for e in range(E) if e != expert]
-        for name in ("dw1", "dw2"):
-            assert torch.equal(spoilt[name][others], clean[name][others]), name
-            assert not bool(torch.isfinite(spoilt[name][expert]).all()), name
-        elsewhere = torch.arange(400, device="cuda") != token
-        for name in ("out", "dx", "dprobs"):
-            same = case.indices[:, 0] != expert if self.spreads and name != "out" else elsewhere
-            assert torch.equal(spoilt[name][same], clean[name][same]), name
-
 
 class PlainEngineContract(EngineContract):
     """Of engines that quantise nothing."""
@@ -294,23 +206,6 @@ class PlainEngineContract(EngineContract):
         assert unavailable(name, "cuda:0") is None
         fp32 = Workload(EngineSettings(), H, I, "float32")
         assert "float32" in unavailable(name, "cuda:0", fp32)
-
-    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-    @pytest.mark.parametrize("activation", ActivationType, ids=lambda a: a.value)
-    def test_every_activation(self, activation, bias):
-        self.check(make_case(activation=activation, bias=bias))
-
-    @pytest.mark.parametrize("activation", OWN, ids=lambda a: a.value)
-    def test_parameters_of_a_layer(self, activation):
-        case = make_case(activation=activation)
-        defaults = run(case, REFERENCE)["out"].float()
-        case.parameters = OWN[activation]
-        self.check(case)
-        assert not torch.allclose(self.run(case)["out"].float(), defaults, rtol=0.1, atol=0.1)
-
-    @pytest.mark.parametrize("activation", [SWIGLU, GELU], ids=lambda a: a.value)
-    def test_float16(self, activation):
-        self.check(make_case(dtype=FP16, activation=activation))
 
     def test_700_experts(self):
         self.check(make_case(900, experts=700, topk=4, empty=(0, 1, 600, 699)))

@@ -12,8 +12,6 @@ import torch
 from gpu.device import fill_free_memory
 from gpu.engine_cases import (
     ARCH,
-    BF16,
-    FP8,
     SWIGLU,
     build,
     case_of,
@@ -25,7 +23,6 @@ from gpu.engine_contract import PlainEngineContract
 from gpu.gradient_memory import (
     APART,
     LAYOUTS,
-    check_addition,
     check_frozen_projections,
     check_repeats,
     check_replays,
@@ -35,8 +32,7 @@ from gpu.gradient_memory import (
 from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
-from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings, GradientMode
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
@@ -155,22 +151,6 @@ def test_the_bits_of_accumulating_and_flushing(activation, layout, arrangement, 
         memory.take(sums.dw1, sums.dw2)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=ids)
-def test_written_gradients(layout, dtype):
-    """The sums rounded once; zeros for the expert without tokens."""
-    case = case_of(SHAPES[0], bias=True)
-    memory = memory_of(case, layout, "stacked", dtype, GradientMode.FRESH)
-    biases = tuple(torch.full_like(b, float("nan"), dtype=dtype) for b in case.weights[2:])
-    _, _, pending = pending_in(case, layout)
-    sums = case.accumulators()
-    OURS.backward_dw(replace(pending), sums)
-    OURS.backward_dw(pending, replace(memory.targets, biases=biases))
-    memory.take(sums.dw1, sums.dw2, over=True)
-    assert torch.equal(biases[0], layout.user_b1(sums.db1).to(dtype))
-    assert torch.equal(biases[1], sums.db2.to(dtype))
-
-
 @pytest.mark.parametrize(
     ("weights", "gradients"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=ids
 )
@@ -202,11 +182,3 @@ def test_frozen_projections(stagewise):
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
 def test_replays_of_a_graph_add_each_time(layout):
     check_replays(case_of(SHAPES[0]), layout, "stacked_slices", OURS)
-
-
-@pytest.mark.parametrize("stagewise", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=ids)
-def test_fp8_with_plain_weight_gradients(layout, stagewise):
-    """The Hopper engine adds by the same GEMMs with `fp8_wgrad` off."""
-    settings, case = replace(FP8, fp8_wgrad=False, frees_stagewise=stagewise), case_of(SHAPES[0])
-    check_addition(case, memory_of(case, layout, "stacked_slices"), HopperEngine(), settings)

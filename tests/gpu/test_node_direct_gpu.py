@@ -1,6 +1,5 @@
-"""Gradients that go straight into `main_grad` on the GPU engines: the bits of step mode in memory of
-every kind, CUDA graphs, streams and recompute. test_faults_gpu.py has memory that runs out or is
-poisoned.
+"""Gradients that go straight into `main_grad` on the GPU engines: the memory that they save, and the
+order of streams. test_faults_gpu.py has memory that runs out or is poisoned.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from gpu.device import (
     LONG,
     compiled_beforehand,
 )
-from node import direct_layers as layers
-from node.direct_layers import ARRANGEMENTS, MEMORY, DirectLayer, Setup, assert_same_bits
+from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
 
 from sonicmoe import SonicMoEConfig
 
@@ -37,7 +35,6 @@ STAGEWISE = setup_for("bf16", stagewise_memory=True)
 # The BF16 GEMMs add to stacked parameters in the native layout.
 SETUPS = {f"fp8, {arrangement}": (FP8, arrangement) for arrangement in ARRANGEMENTS}
 SETUPS["bf16, native"] = (BF16, "native")
-every_setup = pytest.mark.parametrize(("setup", "arrangement"), SETUPS.values(), ids=SETUPS)
 TWO = {name: SETUPS[name] for name in ("fp8, per_expert", "bf16, native")}
 two_setups = pytest.mark.parametrize(("setup", "arrangement"), TWO.values(), ids=TWO)
 
@@ -49,22 +46,6 @@ def layer_of(setup, arrangement, memory="own", flush="auto"):
 compiled = compiled_beforehand(
     *product((setup.config for setup in (FP8, MEM, BF16, STAGEWISE)), ((E, H, I), LARGE[:3]))
 )
-
-
-@every_setup
-@pytest.mark.parametrize("memory", MEMORY)
-def test_the_bits_of_step_mode(setup, arrangement, memory):
-    layers.check_same_bits_as_step_mode(setup, arrangement, memory)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    ("setup", "arrangement"),
-    [*TWO.values(), (MEM, "per_expert"), (STAGEWISE, "native")],
-    ids=[*TWO, "fp8, mem", "bf16, stagewise"],
-)
-def test_recompute(setup, arrangement, use_reentrant):
-    layers.check_recompute(setup, arrangement, use_reentrant)
 
 
 @two_setups

@@ -26,22 +26,13 @@ from gpu.engine_cases import (
 )
 from gpu.engine_cases import run as run_on
 from gpu.engine_contract import PlainEngineContract
-from gpu.gradient_memory import (
-    LAYOUTS,
-    check_addition,
-    check_frozen_projections,
-    ids,
-    memory_of,
-    pending_of,
-)
-from pairwise import pairwise
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
 from sonicmoe.engine import triton as triton_engine
 from sonicmoe.engine.gpu import gpu_of
-from sonicmoe.engine.interface import EngineSettings, GradientMode
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.triton import TritonEngine, index_of
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import no_compile, triton_kernel
@@ -103,34 +94,6 @@ class TestTritonEngine(PlainEngineContract):
 
 
 # ---- the parameters' own memory ----
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
-@pytest.mark.parametrize("arrangement", ["own", "stacked", "some_frozen"])
-def test_main_grad_of_every_layout(layout, arrangement):
-    """Two backwards add; an expert without tokens is left alone, and so are all bytes around."""
-    case = make_case(700)
-    memory = memory_of(case, layout, arrangement)
-    for _ in range(2):
-        check_addition(case, memory, OURS)
-
-
-@pytest.mark.parametrize(
-    ("arrangement", "layout", "dtype"),
-    pairwise(("own", "stacked"), LAYOUTS, [torch.float32, BF16]),
-    ids=ids,
-)
-def test_gradients_are_written_where_autograd_accumulates(layout, arrangement, dtype):
-    """Zeros for the expert without tokens, and one rounding."""
-    case = make_case(700)
-    memory, wanted = memory_of(case, layout, arrangement, dtype, GradientMode.FRESH), run(case)
-    OURS.backward_dw(pending_of(case, OURS), memory.targets)
-    memory.take(wanted["dw1"].to(dtype), wanted["dw2"].to(dtype), over=True)
-
-
-def test_frozen_projections():
-    case = make_case(700)
-    check_frozen_projections(case, memory_of(case, LAYOUTS[3], "stacked"), OURS)
 
 
 # ---- other code ----

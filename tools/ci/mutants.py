@@ -8,8 +8,8 @@
 
 A file is drawn by its number of lines, then one of its places: an operator, a number, a statement
 that is dropped, two arguments that are swapped. tests/oracle runs first, then the tests of the
-file's folder, those that name the module first, then other tests that name it; under PyTorch, then
-through Paddle. mutants.toml holds what was found; `reason` there is written by people, where
+file's folder, those that name the module first, then other tests that name it; through Paddle the
+oracle alone. mutants.toml holds what was found; `reason` there is written by people, where
 nobody catches a mutant and nobody has to.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import itertools
 import json
 import random
 import re
@@ -33,13 +32,7 @@ from planted_faults import LIBRARY, Tree
 HERE = Path(__file__).resolve().parent
 ROOT, TABLE = HERE.parents[1], HERE / "mutants.toml"
 ORACLE = "tests/oracle"
-AT_ONCE, MOST_OTHERS = 6, 8  # files of a run
-FRAMEWORKS = ("torch", "paddle")
-# Tests that run through Paddle, too.
-PADDLE = (
-    *(ORACLE, "tests/autograd", "tests/routing", "tests/quant", "tests/engine", "tests/weights"),
-    *("tests/gradients", "tests/node", "tests/fleet"),
-)
+AT_ONCE, MOST_OTHERS = 8, 8  # files of a run
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub,
@@ -149,8 +142,10 @@ def drawn(count: int, seed: int, only: str) -> list[Mutant]:
     return list(chosen)
 
 
-def tests_of(mutant: Mutant) -> list[list[str]]:
-    """Runs of test files, the likeliest first; tests of a GPU and of other environments left out."""
+def tests_of(mutant: Mutant) -> list[tuple[list[str], str]]:
+    """Runs of test files and their framework, the likeliest first; tests of a GPU and of other
+    environments are left out.
+    """
     parts = Path(mutant.file).with_suffix("").parts
     folder = parts[0] if parts[0] == "ernie_compat" else parts[1]
     names = re.compile(rf"\b({parts[-1]}|{mutant.function.split('.')[-1]})\b")
@@ -163,17 +158,16 @@ def tests_of(mutant: Mutant) -> list[list[str]]:
     others = [name for name, score in scores.items() if score and name not in own]
     own, others = (sorted(names, key=lambda name: -scores[name]) for names in (own, others))
     runs = [own[first : first + AT_ONCE] for first in range(0, len(own), AT_ONCE)]
-    return [[ORACLE], *runs, others[:MOST_OTHERS]]
+    runs += [others[:MOST_OTHERS]] if others else []
+    through_both = [([ORACLE], "torch"), ([ORACLE], "paddle")]
+    return [*through_both, *((tests, "torch") for tests in runs)]
 
 
 def judged(mutant: Mutant, tree: Tree, temporary: Path) -> Mutant:
     """The mutant with the first test that fails on it; `reason` names runs that came to no end."""
     notes = []
     with tree.planted(mutant):
-        for files, framework in itertools.product(tests_of(mutant), FRAMEWORKS):
-            tests = [name for name in files if framework == "torch" or name.startswith(PADDLE)]
-            if not tests:
-                continue
+        for tests, framework in tests_of(mutant):
             failed, note = tree.failed_test(["-m", "not kernels", *tests], framework, temporary)
             notes += [note] if note else []
             if failed:
