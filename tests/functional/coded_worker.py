@@ -386,6 +386,32 @@ def check_quantised_once(rank: int) -> None:
     ReferenceEngine.prepare_weights = prepare
 
 
+def check_frozen(rank: int) -> None:
+    """Experts frozen as codes are sharded as codes, also under a policy that casts: a byte a weight
+    is gathered, and outputs and the gradients of tokens have the bits of one process.
+    """
+    from sonicmoe.integrations.frozen import freeze_experts
+
+    def gradient(layer: nn.Module) -> torch.Tensor:
+        x = batch(0, rank).requires_grad_()
+        layer(x).float().square().mean().backward()
+        return x.grad
+
+    expected = decoder("qwen3-moe").requires_grad_(False)
+    for options in ({}, {"mp_policy": MASTERS}):
+        values, codes = copy.deepcopy(expected), copy.deepcopy(expected)
+        freeze_experts(codes)
+        alone = gradient(codes)
+        totals = []
+        for layer in (values, codes):
+            each(layer, **options)
+            with GatheredBytes() as gathered_bytes:
+                found = gradient(layer)
+            totals.append(gathered_bytes.total)
+        assert torch.equal(found, alone)
+        assert totals[1] < 0.55 * totals[0], totals
+
+
 def check_checkpoints(rank: int) -> None:
     """DCP saves and loads values under stock names; a copy and a pickle of a module have values."""
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
@@ -509,6 +535,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
     "what is gathered": check_what_is_gathered,
     "quantised once": check_quantised_once,
     "checkpoints": check_checkpoints,
+    "frozen": check_frozen,
     "refusals": check_refusals,
     "accelerate": check_accelerate,
 }

@@ -58,6 +58,7 @@ def test_a_compiled_layer(tmp_path):
         ("qwen3", "transformers"),
         ("gpt-oss", "transformers"),
         ("accelerate", "accelerate"),
+        ("frozen", "transformers"),
     ],
 )
 def test_models(tmp_path, way, needs):
