@@ -121,6 +121,7 @@ class Lab:
     seconds: dict[str, float] = field(default_factory=dict)  # of a step, by kind
     evaluation_s: float = 0.0
     missing: list[str] = field(default_factory=list)
+    trunk: list[float] = field(default_factory=list)  # losses
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -155,6 +156,7 @@ class Lab:
             if point > self.training.done:
                 behind = self.training.done
                 losses = self._train(plan.trunk, behind * plan.batch, point - behind)[:, 0].tolist()
+                self.trunk += losses
                 click.echo(f"trunk at {point}: loss {sum(losses[-50:]) / len(losses[-50:]):.4f}")
             states[point] = self.training.state()
         for order, point, kind in todo:
@@ -183,6 +185,10 @@ class Lab:
             f"{self.evaluation_s:.2f} s an evaluation, {self.deadline - time.monotonic():.0f} s left"
         )
         run = replace(run, held_out=held_out)
+        if kind == plan.trunk and order == 0:
+            both = list(zip(found[:, 0].tolist(), self.trunk[point:], strict=False))
+            equal = sum(own == before for own, before in both)
+            click.echo(f"{equal} of {len(both)} losses are those of the trunk to the bit")
         return run if point else replace(run, **self._early(found[:EARLY]))
 
     def _early(self, figures: torch.Tensor) -> dict[str, list]:
@@ -362,7 +368,9 @@ for command, options in (
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--to", "path", required=True, type=click.Path(path_type=Path, dir_okay=False))
 def gather_files(files: Sequence[Path], path: Path) -> None:
-    """Merge the runs of FILES into one compressed file."""
+    """Merge the runs of FILES, and of directories that `sonicmoe train --compare` left, into one
+    compressed file.
+    """
     runs = gather(files, path)
     click.echo(f"{path}: {len(runs)} runs, {path.stat().st_size / 1024:.0f} KiB")
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loss_runs import SCALE, Run, curves, gap, held_out_gap, said, with_bases
+from loss_runs import SCALE, Interval, Run, curves, gap, held_out_gap, said, with_bases
 from readme_chart import PAGES, Page
 
-from ernie_compat.gap_runs import Interval
-
-LAST = 500  # steps of a pair's end
+LAST = 500  # steps of a pair's end, a quarter of it at most
 WINDOW = 25  # steps that a point of a picture averages
 
 
@@ -76,13 +74,14 @@ def _branches(runs: Sequence[Run]) -> Iterator[str]:
 def _pairs(runs: Sequence[Run]) -> Iterator[str]:
     yield from _title(runs, "Pairs from the initial weights")
     evaluated = sorted({step for run in runs for step in run.held_out}, key=int)
-    heads = ["kind", "seed", f"signed gap of the last {LAST} steps, %"]
+    last = min(LAST, max(1, len(runs[0].losses) // 4))
+    heads = ["kind", "seed", f"signed gap of the last {last} steps, %"]
     heads += [f"held out at {int(step):,}" for step in evaluated]
     yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
     for kind in _kinds(runs):
         pairs = with_bases(runs, kind)
         rows = [
-            [gap(*pair, -LAST), *(held_out_gap(*pair, step) for step in evaluated)]
+            [gap(*pair, -last), *(held_out_gap(*pair, step) for step in evaluated)]
             for pair in pairs
         ]
         for (run, _), row in zip(pairs, rows, strict=True):
@@ -90,7 +89,7 @@ def _pairs(runs: Sequence[Run]) -> Iterator[str]:
         if rows:
             means = [said([row[column] for row in rows]) for column in range(len(rows[0]))]
             yield f"| **{kind}** | {len(rows)} seeds | {' | '.join(means)} |"
-    ends = [np.mean(run.losses[-LAST:]) / SCALE for run in runs if run.kind == "bf16"]
+    ends = [np.mean(run.losses[-last:]) / SCALE for run in runs if run.kind == "bf16"]
     apart = [2 * abs(a - b) / (a + b) for i, a in enumerate(ends) for b in ends[i + 1 :]]
     if apart:
         yield f"\ntwo BF16 runs of different seeds: {100 * np.mean(apart):.3f} % apart"

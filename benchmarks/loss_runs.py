@@ -7,14 +7,44 @@ import lzma
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from ernie_compat.gap_runs import Interval
+from ernie_compat.metrics import compared_losses, read_metrics
+from ernie_compat.model_config import RunConfig
+from ernie_compat.run_directory import SUMMARY_NAME
+from ernie_compat.trainer import METRICS_NAME
 
 SCALE = 10**5  # a loss is stored as a whole number of 1e-5, far below every gap
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the
+# normal one is 2 % off at most.
+STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+NORMAL = 1.960
+
+
+class Interval(NamedTuple):
+    """A mean with its 95 % confidence interval, which is unknown (NaN) of a single value."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Of at least one value, by Student's t."""
+        mean, free = float(np.mean(values)), len(values) - 1
+        if not free:
+            return cls(mean, math.nan, math.nan)
+        quantile = STUDENT_T[free - 1] if free <= len(STUDENT_T) else NORMAL
+        # `ddof=1` is the unbiased variance; dividing by sqrt(n) makes it that of the mean.
+        half = quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return cls(mean, mean - half, mean + half)
 
 
 @dataclass(frozen=True)
@@ -52,9 +82,11 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """The runs of a file, which may be compressed and may not exist. A last line that a kill cut
-    short is no run.
+    """The runs of a file, which may be compressed and may not exist, or of a directory that `sonicmoe
+    train --compare` left. A last line that a kill cut short is no run.
     """
+    if path.is_dir():
+        return _compared(path)
     if not path.exists():
         return []
     content = path.read_bytes()
@@ -62,6 +94,33 @@ def read_runs(path: Path) -> list[Run]:
         keepends=True
     )
     return [Run(**json.loads(line)) for line in lines if line.endswith(b"\n")]
+
+
+def _compared(directory: Path) -> list[Run]:
+    """A finished run and its twin in full precision, which stands for BF16 in every figure.
+
+    Raises:
+        ValueError: the directory holds no run that ended, or one without a twin.
+    """
+    path = directory / SUMMARY_NAME
+    if not path.exists():
+        raise ValueError(f"{directory} holds no finished run: {SUMMARY_NAME} is missing")
+    summary = json.loads(path.read_bytes())
+    if summary["loss_gap"] is None:
+        raise ValueError(f"{directory} was trained without --compare: it has no gap")
+    config = RunConfig.from_json(summary["config"])
+    same = replace(config.train, seed=0)
+    task = f"{config.precision} beside {config.against}, {config.model}, {same}"
+    own = f"{config.precision} on {summary['engine_used']}"
+    curves = compared_losses(read_metrics(directory / METRICS_NAME))
+    runs = []
+    for kind, losses, twin in ((own, curves[0], ""), ("bf16", curves[1], "_full_precision")):
+        loss, seconds = summary[f"held_out_loss{twin}"], summary[f"seconds_per_step{twin}"]
+        run = Run(task, "none", config.train.seed, 0, 0, kind, summary["device"], seconds, [], {})
+        held_out = {str(len(losses)): loss} if loss is not None else {}
+        whole = [round(SCALE * loss) for loss in losses]
+        runs.append(replace(run, losses=whole, held_out=held_out))
+    return runs
 
 
 def append_run(path: Path, run: Run) -> None:

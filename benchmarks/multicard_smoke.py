@@ -36,8 +36,8 @@ from rank_processes import run_ranks
 
 from ernie_compat.corpus import load_corpus
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
-from ernie_compat.parallel import Parallel, RankLayout, is_expert, read_launch
-from ernie_compat.torch_parallel import TorchParallel
+from ernie_compat.ranks import Ranks, is_expert, read_launch
+from ernie_compat.torch_backend import JoinedRanks
 from ernie_compat.trainer import MAIN, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,8 +140,7 @@ def run_rank(rank: int, device: torch.device, options: dict[str, Any], folder: P
     faulthandler.dump_traceback_later(max(1.0, options["timeout"] - 10))  # where a rank hangs
     report = Report(folder, rank)
     report.enter("joining the ranks")
-    layout = RankLayout(read_launch(), options["ranks"])
-    parallel = TorchParallel(layout, options["tokens"])
+    parallel = JoinedRanks(read_launch(), options["tokens"])
     sizes = LayerSizes(*(options[name] for name in LayerSizes._fields))
     world = World(sizes, parallel.device, dist.group.WORLD)
     report.enter("compiling")
@@ -181,7 +180,7 @@ def check_layers(options: dict[str, Any], report: Report, world: World, kind: st
             report.same_bits(f"{next(iter(made))}, {precision}", differences)
 
 
-def train(steps: int, parallel: Parallel, report: Report) -> None:
+def train(steps: int, parallel: Ranks, report: Report) -> None:
     """A short run over all ranks and the same run on rank 0 alone."""
     on_gpu = parallel.device.type == "cuda"
     size = 256 if on_gpu else 64
@@ -191,11 +190,10 @@ def train(steps: int, parallel: Parallel, report: Report) -> None:
             steps=steps, batch_size=8, micro_batches=2, checkpoint_every=0, eval_batches=0
         ),
         engine=PRECISIONS["fp8"][1] if on_gpu else "reference",
-        ep=parallel.layout.world_size,
     )
     corpus, losses = load_corpus([ROOT / "docs", ROOT / "sonicmoe"]), {}
     unmoved = differing = 0
-    for name, where in (("ranks", parallel), ("alone", Parallel())):
+    for name, where in (("ranks", parallel), ("alone", Ranks())):
         if name == "ranks" or parallel.layout.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
                 trainer = Trainer.start(config, corpus, Path(directory), where)

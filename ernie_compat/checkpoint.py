@@ -1,5 +1,5 @@
 """One-file checkpoints: arrays by name and a JSON header in an uncompressed `.npz`, published by
-rename.
+rename; and what the header says about its run.
 
 Batches depend on (seed, step) only and the model draws no random numbers, so seed and step are the
 whole random state.
@@ -12,15 +12,18 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.errors import ConfigError, SonicMoEError, expect
 from sonicmoe.npz import NpzError, read_npz
 
-FORMAT = 1
+from .corpus import Corpus, CorpusError, load_corpus
+from .model_config import RunConfig
+
+FORMAT = 2
 HEADER = "header"
 
 
@@ -28,22 +31,72 @@ class CheckpointError(SonicMoEError, ValueError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
-def save_checkpoint(
-    path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> None:
+@dataclass(frozen=True)
+class SavedRun:
+    """The header of a checkpoint: optimizer steps done, the run's settings, and the text by its digest
+    and its absolute paths (none: the interpreter's standard library).
+    """
+
+    step: int
+    config: RunConfig
+    text_sha256: str
+    data: tuple[str, ...] = ()
+
+    def require_resumable(self, config: RunConfig) -> None:
+        """Check that this run can be continued as `config`; only the schedule (steps, learning
+        rate, ...) may differ. CheckpointError names the first setting that differs, its saved and
+        its requested value.
+        """
+        had, wanted = self.config.to_json(), config.to_json()
+        # Moments and names of parameters belong to one framework, and a change of precision would be
+        # another experiment under the same curve.
+        pairs = [(name, had, wanted) for name in ("framework", "precision", "compare")]
+        pairs += [(name, had["model"], wanted["model"]) for name in wanted["model"]]
+        # These decide which tokens a step sees and in which order gradients add up.
+        of_data = "seed", "batch_size", "micro_batches"
+        pairs += [(name, had["train"], wanted["train"]) for name in of_data]
+        # A baseline that was not asked for is the checkpoint's and has nothing to contradict.
+        pairs += [("against", had, wanted)] if config.against else []
+        for name, saved, asked in pairs:
+            words = f"checkpoint has {name} = {saved[name]!r}, this run {asked[name]!r}"
+            same = saved[name] == asked[name]
+            expect(same, CheckpointError, f"{words}; resume with the saved value")
+        steps = config.train.steps
+        words = f"the checkpoint is at step {self.step}, past the {steps} steps asked for"
+        expect(self.step <= steps, CheckpointError, words)
+
+    def text(self) -> Corpus:
+        """The text that it was trained on, unchanged. CorpusError or ConfigError where it is not
+        there, or no longer the same.
+        """
+        another = "to continue on another text, give --data"
+        try:
+            corpus = load_corpus(self.data)
+        except CorpusError as error:
+            raise CorpusError(f"the text of the checkpoint is gone: {error}; {another}") from None
+        where = ", ".join(self.data) or "this Python's standard library"
+        words = f"the text in {where} is not the one that the checkpoint was trained on; {another}"
+        expect(self.text_sha256 == corpus.sha256, ConfigError, words)
+        return corpus
+
+
+def save_checkpoint(path: Path, run: SavedRun, arrays: Mapping[str, np.ndarray]) -> None:
     """Write so that `path` always holds a whole checkpoint, the old one or the new one, even after
     a power cut. CheckpointError where the directory cannot be written.
     """
-    encoded = json.dumps({"format": FORMAT, **header}).encode()
+    header = {
+        "format": FORMAT, "step": run.step, "text_sha256": run.text_sha256, "data": list(run.data),
+        "config": run.config.to_json(),
+    }  # fmt: skip
     # An .npz holds arrays only, so the JSON text travels as an array of bytes.
-    named: dict[str, Any] = {HEADER: np.frombuffer(encoded, dtype=np.uint8), **arrays}
+    encoded = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     # Written beside `path`, on the same file system, because only there a rename is atomic. The
     # file is flushed first: a rename may reach the disk before the data it names.
     temporary = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            np.savez(file, **named)
+            np.savez(file, **{HEADER: encoded, **arrays})  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -61,15 +114,15 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> SavedRun:
     """The header alone; reads no weight. CheckpointError where there is no checkpoint at `path`, it
     is damaged, or of an unknown format.
     """
     return _read(path, header_only=True)[0]
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """`(header, arrays)` as given to `save_checkpoint`. Errors as `read_header`."""
+def load_checkpoint(path: Path) -> tuple[SavedRun, dict[str, np.ndarray]]:
+    """Header and arrays as given to `save_checkpoint`. Errors as `read_header`."""
     return _read(path, header_only=False)
 
 
@@ -79,44 +132,30 @@ def require_matching_arrays(
     """Check names, shapes and dtypes of saved arrays against those of the model. CheckpointError
     names the first array that is missing, unknown, or of another shape or dtype.
     """
+    strange = sorted(arrays.keys() ^ wanted.keys())
+    words = f"checkpoint and model differ in their arrays, first in {strange[:1]}"
+    expect(not strange, CheckpointError, words)
     for name, shape in wanted.items():
-        words = f"checkpoint has no array {name!r}; the model needs one of shape {tuple(shape)}"
-        expect(name in arrays, CheckpointError, words)
-        found = tuple(arrays[name].shape)
-        words = f"checkpoint array {name!r} has shape {found}; the model needs {tuple(shape)}"
-        expect(found == tuple(shape), CheckpointError, words)
-        dtype = arrays[name].dtype
-        words = f"checkpoint array {name!r} has dtype {dtype}; the model needs float32"
-        expect(dtype == np.float32, CheckpointError, words)
-    unknown = next((name for name in arrays if name not in wanted), None)
-    words = f"checkpoint array {unknown!r} has no place in the model"
-    expect(unknown is None, CheckpointError, words)
+        array = arrays[name]
+        words = f"checkpoint array {name!r} is {array.dtype} of shape {array.shape}"
+        fits = array.shape == tuple(shape) and array.dtype == np.float32
+        expect(fits, CheckpointError, f"{words}; the model needs float32 of {tuple(shape)}")
 
 
-def require_finite_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Check that arrays of numbers out of `path` hold no NaN and no infinity. CheckpointError names
-    the first array that does.
-    """
-    for name, array in arrays.items():
-        count = int(array.size - np.isfinite(array).sum())
-        words = (
-            f"checkpoint {path}, array {name!r}: {count} of {array.size} values are not finite; "
-        )
-        way_out = "resume from an earlier copy, or go on with --allow-nonfinite"
-        expect(count == 0, CheckpointError, words + way_out)
-
-
-def _read(path: Path, header_only: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read(path: Path, header_only: bool) -> tuple[SavedRun, dict[str, np.ndarray]]:
     # Asked first, because "there is no checkpoint yet" and "it is damaged" call for other remedies.
     expect(os.path.lexists(path), CheckpointError, f"no checkpoint at {path}")
     try:
         arrays = read_npz(path, lambda names: [HEADER] if header_only else names)
         header = json.loads(arrays.pop(HEADER).tobytes())
+        found = header["format"]
+        words = f"it has format {found!r}; this version reads format {FORMAT}"
+        expect(found == FORMAT, CheckpointError, words)
+        step, config = int(header["step"]), RunConfig.from_json(header["config"])
+        expect(step >= 0, CheckpointError, f"it has step {step}")
+        data = tuple(map(str, header["data"]))
+        return SavedRun(step, config, str(header["text_sha256"]), data), arrays
     # JSON that is nested a thousand levels deep overflows the parser's stack.
-    except (NpzError, KeyError, ValueError, RecursionError) as error:
-        reason = f"no {HEADER}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {reason}") from None
-    found = header.get("format") if isinstance(header, dict) else None
-    words = f"checkpoint {path} has format {found!r}; this version reads format {FORMAT}"
-    expect(found == FORMAT, CheckpointError, words)
-    return header, arrays
+    except (SonicMoEError, NpzError, KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {reason}") from None

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
-from sonicmoe.log import logger
 
-FILE_SEPARATOR = 0
+FILE_SEPARATOR = b"\0"
 HELD_OUT_SHARE = 0.05
 MAX_CORPUS_BYTES = 1 << 30
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
@@ -58,39 +55,46 @@ class Corpus:
         """Check that both parts hold at least one window. CorpusError says how much text there is
         and how much `seq_len` needs.
         """
-        shortest = min(len(self.train), len(self.held_out))
-        expect(
-            shortest > seq_len,
-            CorpusError,
-            f"the text has {len(self.train)} training and {len(self.held_out)} held-out bytes; "
-            f"sequence length {seq_len} needs more than {seq_len} in each: give more --data or a "
-            "shorter sequence",
-        )
+        words = f"the text has {len(self.train)} training and {len(self.held_out)} held-out bytes"
+        needed = f"sequence length {seq_len} needs more than {seq_len} in each"
+        longer = min(len(self.train), len(self.held_out)) > seq_len
+        expect(longer, CorpusError, f"{words}; {needed}: give more --data or a shorter sequence")
 
 
-def load_corpus(paths: Sequence[str | Path] = (), max_bytes: int = MAX_CORPUS_BYTES) -> Corpus:
+def load_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
     """Read files and directories (recursively, in sorted order); without `paths`, the interpreter's
-    standard library.
+    standard library without its tests.
 
     A file named directly is read whatever it holds. Inside a directory, hidden entries, binary
     files (a NUL byte in the first 8 KiB) and installed packages are skipped. Files are joined by
-    one NUL byte. CorpusError where a path does not exist or cannot be read, or there is no text at
-    all.
+    one NUL byte. CorpusError where a path does not exist or cannot be read, where there is no text
+    at all, or more than `MAX_CORPUS_BYTES`.
     """
     source = [Path(path) for path in paths]
-    for path in source:
-        _require_text(path)
-    files = _files_below(source) if source else standard_library_files()
-    pieces, num_files = _read(files, max_bytes)
-    where = ", ".join(str(path) for path in source) or "the interpreter's standard library"
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        for path in _files_below(source) if source else standard_library_files():
+            # A file of /proc says that it is empty, and reading some of them never ends.
+            if not path.stat().st_size:
+                continue
+            content = path.read_bytes()
+            if path in source or b"\0" not in content[:8192]:
+                pieces.append(content)
+                size += len(content)
+                words = f"the text is longer than {MAX_CORPUS_BYTES} bytes, at {path}"
+                expect(size <= MAX_CORPUS_BYTES, CorpusError, f"{words}; needed: less --data")
+    except OSError as error:
+        raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from None
+    where = ", ".join(map(str, source)) or "the interpreter's standard library"
     expect(bool(pieces), CorpusError, f"no text in {where}: every file is empty, hidden or binary")
-    # The last piece is a separator behind which no file follows.
-    data = np.concatenate(pieces)[:-1]
+    whole = FILE_SEPARATOR.join(pieces)
+    data = np.frombuffer(whole, dtype=np.uint8)
     split = int(len(data) * (1 - HELD_OUT_SHARE))
-    sha256 = hashlib.sha256(data.tobytes()).hexdigest()
     # Absolute, because a resumed run may start in another directory.
     places = tuple(os.path.abspath(path) for path in source)
-    return Corpus(data[:split], data[split:], num_files, sha256, places)
+    digest = hashlib.sha256(whole).hexdigest()
+    return Corpus(data[:split], data[split:], len(pieces), digest, places)
 
 
 def standard_library_files() -> Iterator[Path]:
@@ -103,79 +107,25 @@ def standard_library_files() -> Iterator[Path]:
             yield path
 
 
-def _require_text(path: Path) -> None:
-    """Refuse what is neither a file nor a directory: a FIFO blocks, and a device never ends."""
-    try:
-        with _reading(path):
-            kind = path.stat().st_mode
-    except CorpusError:
-        expect(path.exists(), CorpusError, f"no such file or directory: {path}")
-        raise
-    regular = stat.S_ISREG(kind) or stat.S_ISDIR(kind)
-    expect(regular, CorpusError, f"{path} is neither a file nor a directory")
-
-
-def _files_below(paths: Iterable[Path]) -> Iterator[Path]:
+def _files_below(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        if path.is_dir():
-            yield from (file for file in _walk(path) if not (_is_empty(file) or _is_binary(file)))
-        else:
-            yield path
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
+        expect(path.exists(), CorpusError, f"no such file or directory: {path}")
+        # A FIFO blocks, and a device never ends.
+        regular = path.is_file() or path.is_dir()
+        expect(regular, CorpusError, f"{path} is neither a file nor a directory")
+        yield from _walk(path) if path.is_dir() else (path,)
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    with _reading(root):
-        entries = sorted(root.iterdir())
-    for path in entries:
+    for path in sorted(root.iterdir()):
         if path.name.startswith(".") or path.name in SKIPPED_DIRECTORIES:
             continue
         # A link to a directory may point back above the root; files are followed, directories are
         # not.
-        if path.is_dir():
-            if not path.is_symlink():
-                yield from _walk(path)
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
         elif path.is_file():
             yield path
-
-
-def _is_empty(path: Path) -> bool:
-    """Whether a file has no bytes, as those of /proc say of themselves: some of them never end."""
-    with _reading(path):
-        return path.stat().st_size == 0
-
-
-def _is_binary(path: Path) -> bool:
-    with _reading(path), path.open("rb") as file:
-        return b"\0" in file.read(8192)
-
-
-def _read(files: Iterable[Path], max_bytes: int) -> tuple[list[np.ndarray], int]:
-    """uint8 pieces, each followed by the separator, and the number of files with content."""
-    pieces: list[np.ndarray] = []
-    total = count = 0
-    separator = np.array([FILE_SEPARATOR], dtype=np.uint8)
-    for path in files:
-        # Such a file would leave two separators in a row.
-        if _is_empty(path):
-            continue
-        with _reading(path):
-            # One byte more than fits tells a file that passes the limit from one that just fits.
-            content = np.fromfile(path, dtype=np.uint8, count=max_bytes - total + 1)
-        pieces += [content[: max_bytes - total], separator]
-        count += 1
-        if total + content.size > max_bytes:
-            logger.warning("the text passes %d bytes; reading stops inside %s", max_bytes, path)
-            break
-        total += content.size
-    return pieces, count
 
 
 def _windows(data: np.ndarray, batch_size: int, seq_len: int, key: list[int]) -> np.ndarray:

@@ -21,7 +21,7 @@ from sonicmoe.interop import IS_PADDLE
 
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
-from .parallel import Parallel
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ class MoEMlp(nn.Module):
         config: ModelConfig,
         node_config: SonicMoEConfig,
         token_dtype: torch.dtype,
-        parallel: Parallel,
+        ranks: Ranks,
         dispatcher: Dispatcher,
     ) -> None:
         """Allocate router and experts (None for those of other ranks) and hand the experts to a
@@ -179,10 +179,10 @@ class MoEMlp(nn.Module):
         """
         super().__init__()
         self.topk, self.num_experts, self.token_dtype = config.topk, config.num_experts, token_dtype
-        self.parallel, self.dispatcher = parallel, dispatcher
+        self.ranks, self.dispatcher = ranks, dispatcher
         self.router = Projection(config.hidden_size, config.num_experts)
         self.register_buffer("expert_ids_E", torch.arange(config.num_experts), persistent=False)
-        local = parallel.layout.local_experts(config.num_experts)
+        local = ranks.layout.local_experts(config.num_experts)
         experts = [
             SwiGLUMlp(config.hidden_size, config.intermediate_size) if expert in local else None
             for expert in range(config.num_experts)
@@ -203,7 +203,7 @@ class MoEMlp(nn.Module):
         # `bincount` would wait for a GPU.
         counts_E = (indices_TK.unsqueeze(-1) == self.expert_ids_E).sum((0, 1)).to(torch.float32)
         # In place and outside the graph: counts are integers in fp32 and have no gradient.
-        self.parallel.sum_world([counts_E])
+        self.ranks.sum([counts_E])
         # Every rank calls this in every layer, also with no tokens for its experts: it is a
         # collective.
         received = self.dispatcher.dispatch(x_TH.to(self.token_dtype), indices_TK, top_TK)
@@ -213,7 +213,7 @@ class MoEMlp(nn.Module):
         # e); 1 when balanced.
         # The share is that of all ranks: the mean of the ranks' losses is then the loss of all
         # tokens together.
-        share_E = counts_E / (x_TH.shape[0] * self.topk * self.parallel.layout.world_size)
+        share_E = counts_E / (x_TH.shape[0] * self.topk * self.ranks.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = torch.logsumexp(logits_TE, -1).square().mean()
         return out_TH.to(torch.float32), RouterOutput(aux_loss, z_loss, counts_E)
@@ -252,18 +252,18 @@ class ErnieMoEDecoder(nn.Module):
         node_config: SonicMoEConfig,
         token_dtype: torch.dtype,
         dense_dtype: torch.dtype,
-        parallel: Parallel,
+        ranks: Ranks,
     ) -> None:
         """Build the layers; load weights with `initial_weights` afterwards."""
         super().__init__()
         # One dispatcher for all layers: its buffers are large, and layers use them one after
         # another.
-        dispatcher = parallel.dispatcher(config.num_experts)
+        dispatcher = ranks.dispatcher(config.num_experts)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
 
         def mlp(index: int) -> MoEMlp | SwiGLUMlp:
             if index in config.moe_layers:
-                return MoEMlp(config, node_config, token_dtype, parallel, dispatcher)
+                return MoEMlp(config, node_config, token_dtype, ranks, dispatcher)
             return SwiGLUMlp(config.hidden_size, config.dense_intermediate_size, dense_dtype)
 
         layers = [DecoderLayer(config, mlp(i), dense_dtype) for i in range(config.num_layers)]

@@ -21,8 +21,8 @@ from .decoder import ErnieMoEDecoder
 from .initial_weights import initial_weights
 from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
-from .parallel import Parallel, gather_state, is_expert, whole_shapes
 from .precision import engine_in_use
+from .ranks import Ranks, gather_state, is_expert, names_on_all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,17 @@ Tensor = torch.Tensor
 
 
 class DecoderLearner(ABC):
-    """`Learner` on an `ErnieMoEDecoder`; a framework adds its optimizer.
+    """A decoder with its optimizer in one framework. Equal calls on equal state give equal bits.
 
-    gradient: the attribute in which a parameter's gradient is complete after the last backward and
-        `node.step()`.
-    moments: name in a checkpoint -> name in the optimizer's state.
-    layer: the module that a forward calls, the decoder or a wrapper of it.
+    Under several ranks, every rank makes the same calls with the whole batch and takes its own part
+    of it; results are those of all.
+
+    Attributes:
+        engine: of the experts: the one that runs, never "auto".
+        gradient: the attribute in which a parameter's gradient is complete after the last backward
+            and `node.step()`.
+        moments: name in a checkpoint -> name in the optimizer's state.
+        layer: the module that a forward calls, the decoder or a wrapper of it.
     """
 
     gradient: ClassVar[str]
@@ -52,24 +57,24 @@ class DecoderLearner(ABC):
         train: TrainConfig,
         precision: str,
         engine: str,
-        parallel: Parallel,
+        ranks: Ranks,
         device: str,
     ) -> None:
         """Load the initial weights, then make what the optimizer keeps."""
         self.decoder, self.layer, self.model, self.train = decoder, decoder, model, train
-        self.device, self.parallel = device, parallel
-        weight = decoder.lm_head.weight
-        self.engine = engine_in_use(model, precision, engine, device_name(weight))
+        self.device, self.ranks, self.precision = device, ranks, precision
+        self.engine = engine_in_use(model, precision, engine, device_name(decoder.lm_head.weight))
         self.parameters: dict[str, Any] = dict(decoder.named_parameters())
         self.num_parameters = sum(
-            # This rank has its own experts only; the model has those of all ranks of the group.
-            numel(p) * (parallel.layout.ep_size if is_expert(name) else 1)
-            for name, p in self.parameters.items()
+            numel(p) * len(self._names_on_all_ranks(name)) for name, p in self.parameters.items()
         )
         self._assign_all(self.parameters.items(), initial_weights(model, train.seed))
         self._make_optimizer()
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
+        """One optimizer step on int64 tokens `[B, S + 1]`, split into the configured number of
+        micro-batches.
+        """
         # Before the first launch: a copy to the device waits for everything that was launched.
         batches = [
             self._inputs_and_targets(part) for part in np.split(tokens, self.train.micro_batches)
@@ -96,8 +101,9 @@ class DecoderLearner(ABC):
         for node in self.decoder.nodes:
             node.step()
         # The order matters: gradients are summed over ranks, then clipped by the norm of the sum,
-        # then applied.
-        self._reduce_gradients()
+        # then applied. Each rank's loss is its share of the mean, so gradients add up; an expert's
+        # already hold all ranks' tokens.
+        self.ranks.sum(self._gradients(experts=False))
         grad_norm = self._clip_gradients()
         self._update(learning_rate)
         losses = self._mean_over_ranks(torch.stack([losses for losses, _ in parts]).mean(0))
@@ -108,20 +114,38 @@ class DecoderLearner(ABC):
         )
 
     def evaluate(self, tokens: np.ndarray) -> float:
+        """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
             return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
 
     def dump_next_step(self, layer: int, path: Path) -> None:
+        """Write the inputs of the experts of one MoE layer in the next step, forward and backward,
+        to `path` (`sonicmoe.diagnostics.capture.dump`): those of the first micro-batch. DumpError
+        where `path` cannot be written.
+        """
         self.decoder.nodes[self.model.moe_layers.index(layer)].dump(path)
 
     def state(self) -> dict[str, np.ndarray]:
+        """Copies of all ranks' parameters and optimizer state by name; `load_state` of them
+        continues bit for bit.
+
+        Every rank calls it. The names do not depend on the number of ranks, so any other number may
+        load them.
+        """
         local = {n: np.array(tensor.detach().cpu().numpy()) for n, tensor in self._local_state()}
-        return gather_state(local, self.parallel, self.model.num_experts)
+        return gather_state(local, self.ranks, self.model.num_experts)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        local = {name: tuple(tensor.shape) for name, tensor in self._local_state()}
-        require_matching_arrays(arrays, whole_shapes(local, self.parallel, self.model.num_experts))
+        """Take over `state()` of an equally configured learner. CheckpointError names the first
+        array that is missing, unknown or of another shape.
+        """
+        wanted = {
+            there: tuple(tensor.shape)
+            for name, tensor in self._local_state()
+            for there in self._names_on_all_ranks(name)
+        }
+        require_matching_arrays(arrays, wanted)
         self._assign_all(self._local_state(), arrays)
 
     @abstractmethod
@@ -156,11 +180,11 @@ class DecoderLearner(ABC):
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
         # Gradients of micro-batches and ranks are added up, so each loss is divided by their number
         # to make the sum a mean.
-        (total / (self.train.micro_batches * self.parallel.layout.world_size)).backward()
+        (total / (self.train.micro_batches * self.ranks.layout.world_size)).backward()
         return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
 
     def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        on_device = self._on_device(self.parallel.layout.shard(tokens))
+        on_device = self._on_device(self.ranks.layout.shard(tokens))
         return on_device[:, :-1].contiguous(), on_device[:, 1:].reshape([-1])
 
     def _local_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -170,6 +194,9 @@ class DecoderLearner(ABC):
             for key, own in self.moments.items():
                 yield f"{key}/{name}", self._moment(parameter, own)
 
+    def _names_on_all_ranks(self, name: str) -> list[str]:
+        return names_on_all_ranks(name, self.ranks.layout, self.model.num_experts)
+
     def _gradients(self, experts: bool) -> list[Tensor]:
         return [
             getattr(p, self.gradient)
@@ -177,24 +204,18 @@ class DecoderLearner(ABC):
             if is_expert(name) == experts
         ]
 
-    def _reduce_gradients(self) -> None:
-        """Each rank's loss is its share of the mean, so gradients add up; an expert's already hold
-        its whole group's tokens.
-        """
-        self.parallel.sum_world(self._gradients(experts=False))
-        self.parallel.sum_replicas(self._gradients(experts=True))
-
     def _norm_over_ranks(self) -> Tensor:
-        """Of all parameters' gradients, those of other ranks' experts included."""
-        squares = [sum_of_squares(self._gradients(experts)) for experts in (False, True)]
-        # Replicated parameters count once. Experts' squares are added over the group, which holds
-        # every expert once.
-        self.parallel.sum_ep(squares[1:])
-        return torch.stack(squares).sum().sqrt()
+        """The norm of all parameters' gradients, those of other ranks' experts included."""
+        replicated, of_experts = (
+            torch.stack([gradient.square().sum() for gradient in self._gradients(experts)]).sum()
+            for experts in (False, True)
+        )
+        self.ranks.sum([of_experts])
+        return (replicated + of_experts).sqrt()
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
-        self.parallel.sum_world([values])
-        return values / self.parallel.layout.world_size
+        self.ranks.sum([values])
+        return values / self.ranks.layout.world_size
 
     def _assign_all(
         self, local: Iterable[tuple[str, Tensor]], arrays: Mapping[str, np.ndarray]
@@ -208,8 +229,3 @@ class DecoderLearner(ABC):
             node.invalidate_caches()
             # an engine that cannot run here, or not at these sizes, says so now
             node.prequantize_weights()
-
-
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """0-d sum over all elements of all tensors."""
-    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError, expect
-from sonicmoe.log import logger
+from sonicmoe.errors import SonicMoEError
 
 from .checkpoint import partial_of
 from .model_config import smoothing_window
 
 GAP_TAIL = 0.25
-DAMAGED_SUFFIX = ".damaged"
-_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class MetricsError(SonicMoEError, ValueError):
@@ -45,8 +41,7 @@ class StepRecord:
     """One line of the metrics file; `step` counts from 1.
 
     tokens_per_s is that of the run itself, without the full-precision twin. expert_load: share of
-    routed slots per expert, `[L_moe][E]`, each row sums to 1. load_imbalance: the busiest expert's
-    load over the mean, averaged over layers (1 = balanced). full_precision_loss and
+    routed slots per expert, `[L_moe][E]`, each row sums to 1. full_precision_loss and
     full_precision_seconds, the twin's, are None without `--compare`.
     """
 
@@ -58,27 +53,16 @@ class StepRecord:
     learning_rate: float
     tokens_per_s: float
     seconds: float
-    load_imbalance: float
-    expert_load: tuple[tuple[float, ...], ...]
+    expert_load: list[list[float]]
     full_precision_loss: float | None = None
     full_precision_seconds: float | None = None
 
-    @classmethod
-    def from_json(cls, line: str) -> StepRecord:
-        """Inverse of `json.dumps(asdict(record))`. ValueError, KeyError, TypeError or
-        RecursionError where the line is no record.
+    @property
+    def load_imbalance(self) -> float:
+        """The busiest expert's load over the mean, averaged over layers: 1 when balanced, E when one
+        expert gets all.
         """
-        values: dict[str, Any] = json.loads(line)
-        rows = values.pop("expert_load")
-        # `float` refuses what is no number, and a missing or unknown name is a TypeError below.
-        load = tuple(tuple(float(share) for share in row) for row in rows)
-        step = int(values.pop("step"))
-        # Only figures of the twin, which have a default, may be missing or null.
-        figures = {
-            name: None if value is None and hasattr(cls, name) else float(value)
-            for name, value in values.items()
-        }
-        return cls(step=step, expert_load=load, **figures)  # type: ignore[arg-type]
+        return float(np.mean([max(row) * len(row) for row in self.expert_load]))
 
 
 class MetricsFile:
@@ -124,60 +108,25 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
     """
     if not os.path.lexists(path):
         return []
-    expect(path.is_file(), MetricsError, f"{path} is no regular file")
     try:
-        # A damaged byte spoils its line alone.
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise MetricsError(f"cannot read {path}: {error.strerror}") from None
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise MetricsError(f"cannot read {path}: {error}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(StepRecord.from_json(line))
-        # Whatever a damaged line raises: an infinite step overflows, and brackets without end recurse.
-        except _NO_RECORD as error:
+            records.append(StepRecord(**json.loads(line)))
+        except (ValueError, TypeError) as error:
             if number == len(lines):  # a kill may cut the last line, and only that one
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
     return [record for record in records if up_to_step is None or record.step <= up_to_step]
 
 
-def continued_metrics(path: Path, step: int, keeps: bool) -> list[StepRecord]:
-    """The records with which a run at `step` continues. Where some of its steps have none, because
-    the file was damaged, the rank that `keeps` files says so and keeps this one beside.
-    MetricsError as `read_metrics`, or where the file cannot be kept.
-    """
-    records = read_metrics(path, up_to_step=step)
-    missing = sorted(set(range(1, step + 1)) - {record.step for record in records})
-    if not (missing and keeps and path.exists()):
-        return records
-    kept = path.with_name(path.name + DAMAGED_SUFFIX)
-    try:
-        # A run that is resumed again still lacks these steps; what it wrote meanwhile is sound.
-        if not kept.exists():
-            shutil.copyfile(path, kept)
-    except OSError as error:
-        raise MetricsError(f"cannot write {kept}: {error.strerror}") from None
-    logger.warning(
-        "%s has no record of %d of the %d steps done, the first one step %d: curves and figures lack "
-        "them; the damaged file is kept as %s", path, len(missing), step, missing[0], kept
-    )  # fmt: skip
-    return records
-
-
-def expert_load(counts: np.ndarray) -> tuple[tuple[float, ...], ...]:
+def expert_load(counts: np.ndarray) -> list[list[float]]:
     """Share of routed slots per expert from counts `[L_moe, E]`; rows sum to 1."""
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    return tuple(tuple(float(share) for share in row) for row in shares)
-
-
-def load_imbalance(counts: np.ndarray) -> float:
-    """The busiest expert's count over the mean count, averaged over layers: 1 when balanced, E when
-    one expert gets all.
-    """
-    # A layer that routed nothing would divide zero by zero.
-    mean = np.maximum(counts.mean(axis=1), 1e-9)
-    return float((counts.max(axis=1) / mean).mean())
+    shares: list[list[float]] = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).tolist()
+    return shares
 
 
 def smoothed(losses: Sequence[float], window: int | None = None) -> np.ndarray:
@@ -211,12 +160,6 @@ def loss_gap(
     last = max(1, round(len(losses) * tail))
     s, r = smoothed(losses, window)[-last:], smoothed(reference, window)[-last:]
     return float(np.mean(np.abs(s - r) / r))
-
-
-def recorded_loss_gap(records: Sequence[StepRecord]) -> float | None:
-    """`loss_gap` of a run against its full-precision twin; None when no twin was trained beside it."""
-    losses, references = compared_losses(records)
-    return loss_gap(losses, references) if losses else None
 
 
 def compared_losses(records: Sequence[StepRecord]) -> tuple[list[float], list[float]]:

@@ -1,4 +1,5 @@
-"""The settings of model, training and run: frozen, validated, without a framework.
+"""The settings of model, training and run: frozen, validated, without a framework; and the least
+memory that they need.
 
 Legend: V vocabulary, H hidden, L layers, E experts, K experts per token, I expert intermediate
 size, S sequence length.
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sonicmoe.errors import ConfigError, expect
+from sonicmoe.host import count, gpu_present, require_memory
 
 BYTE_VOCABULARY = 256
 FRAMEWORKS = ("paddle", "torch")
 PRECISIONS = ("fp8", "bf16", "fp32")
-BASELINES = ("bf16", "fp32")
 SMOOTHING_WINDOW = 25
 MOST = 2**63 - 1  # of whole numbers that may become an int64
-MOST_LR = 1.0
+_RANGE = "range"  # of a field, in its metadata: the least and the largest value
 
 
 def smoothing_window(steps: int) -> int:
@@ -29,6 +30,30 @@ def smoothing_window(steps: int) -> int:
     return min(SMOOTHING_WINDOW, max(1, steps // 4))
 
 
+def _size(default: int, least: int = 1) -> Any:
+    """A field for a whole number."""
+    return field(default=default, metadata={_RANGE: (least, MOST)})
+
+
+def _number(default: float, least: float = 0.0, most: float = float(MOST)) -> Any:
+    """A field for a finite number."""
+    return field(default=default, metadata={_RANGE: (least, most)})
+
+
+def _require_ranges(config: Any) -> None:
+    """Check every field that has a range: ConfigError names it, its value and what is needed."""
+    for one in dataclasses.fields(config):
+        if _RANGE not in one.metadata:
+            continue
+        value, (least, most) = getattr(config, one.name), one.metadata[_RANGE]
+        whole = isinstance(one.default, int)
+        # True is an int to Python, and NaN lies in no range.
+        typed = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        kind = "an integer" if whole else "a number"
+        words = f"{one.name} is {value!r}; needed: {kind} from {least} to {most}"
+        expect(typed and least <= value <= most, ConfigError, words)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the decoder: RMSNorm, rotary causal attention, `dense_layers` dense SwiGLU layers,
@@ -36,44 +61,31 @@ class ModelConfig:
     what is needed.
     """
 
-    vocab_size: int = BYTE_VOCABULARY
-    hidden_size: int = 128
-    num_layers: int = 3
-    num_heads: int = 4
-    num_experts: int = 8
-    topk: int = 4
-    intermediate_size: int = 128
-    seq_len: int = 96
-    dense_layers: int = 1
-    aux_loss_coef: float = 0.01
-    z_loss_coef: float = 1e-3
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+    vocab_size: int = _size(BYTE_VOCABULARY)
+    hidden_size: int = _size(128)
+    num_layers: int = _size(3)
+    num_heads: int = _size(4)
+    num_experts: int = _size(8)
+    topk: int = _size(4)
+    intermediate_size: int = _size(128)
+    seq_len: int = _size(96)
+    dense_layers: int = _size(1, least=0)
+    aux_loss_coef: float = _number(0.01)
+    z_loss_coef: float = _number(1e-3)
+    rope_theta: float = _number(10000.0, least=1.0)
+    norm_eps: float = _number(1e-6)
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            # A model may have no dense layer. Any other size of zero is none.
-            if one.type == "int" and one.name != "dense_layers":
-                _require_positive(self, one.name)
+        _require_ranges(self)
         words = f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
         expect(self.hidden_size % self.num_heads == 0, ConfigError, words)
-        expect(
-            self.head_dim % 2 == 0,
-            ConfigError,
-            f"hidden_size / num_heads is {self.head_dim}; rotary attention needs an even head size",
-        )
-        expect(
-            self.topk <= self.num_experts,
-            ConfigError,
-            f"topk {self.topk} exceeds num_experts {self.num_experts}; a token cannot pick more "
-            "experts than there are",
-        )
+        words = f"hidden_size / num_heads is {self.head_dim}; rotary attention needs an even number"
+        expect(self.head_dim % 2 == 0, ConfigError, words)
+        words = f"topk {self.topk} exceeds num_experts {self.num_experts}"
+        expect(self.topk <= self.num_experts, ConfigError, words)
         dense, layers = self.dense_layers, self.num_layers
         words = f"dense_layers {dense} leaves no MoE layer among num_layers {layers}"
-        expect(0 <= dense < layers, ConfigError, words)
-        for name in ("aux_loss_coef", "z_loss_coef", "norm_eps"):
-            _require_finite(self, name, at_least=0.0)
-        _require_finite(self, "rope_theta", at_least=1.0)
+        expect(dense < layers, ConfigError, words)
 
     @property
     def head_dim(self) -> int:
@@ -85,54 +97,47 @@ class ModelConfig:
         return self.topk * self.intermediate_size
 
     @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return tuple(range(self.dense_layers, self.num_layers))
+    def moe_layers(self) -> range:
+        return range(self.dense_layers, self.num_layers)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, by arithmetic: a list of the layers may be longer than the memory."""
+        hidden, layers, dense = self.hidden_size, self.num_layers, self.dense_layers
+        attention = 4 * hidden * hidden + 2 * hidden
+        of_dense = 3 * hidden * self.dense_intermediate_size
+        of_moe = self.num_experts * (3 * hidden * self.intermediate_size + hidden)
+        ends = 2 * self.vocab_size * hidden + hidden
+        return ends + layers * attention + dense * of_dense + (layers - dense) * of_moe
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The run: batch, optimizer, schedule, cadence. `batch_size` counts sequences of one optimizer
-    step. checkpoint: False writes none, at the end neither. ConfigError names a field whose value
-    is out of range, the value and what is needed.
+    step. ConfigError names a field whose value is out of range, the value and what is needed.
     """
 
-    steps: int = 300
-    batch_size: int = 8
-    micro_batches: int = 1
-    lr: float = 8e-4
-    min_lr_ratio: float = 0.1
-    warmup_ratio: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_norm: float = 1.0
-    seed: int = 0
-    checkpoint: bool = True
-    checkpoint_every: int = 100
-    eval_batches: int = 4
+    steps: int = _size(300)
+    batch_size: int = _size(8)
+    micro_batches: int = _size(1)
+    # AdamW moves a weight by about the learning rate in every step, and weights are below 1.
+    lr: float = _number(8e-4, least=1e-12, most=1.0)
+    min_lr_ratio: float = _number(0.1)
+    warmup_ratio: float = _number(0.1)
+    weight_decay: float = _number(0.1)
+    beta1: float = _number(0.9, most=1 - 1e-9)
+    beta2: float = _number(0.95, most=1 - 1e-9)
+    adam_eps: float = _number(1e-8)
+    clip_norm: float = _number(1.0, least=1e-12)
+    seed: int = _size(0, least=0)
+    checkpoint_every: int = _size(100, least=0)
+    eval_batches: int = _size(4, least=0)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batches"):
-            _require_positive(self, name)
-        _require_counter(self, "steps", at_least=1)
-        for name in ("seed", "checkpoint_every", "eval_batches"):
-            _require_counter(self, name, at_least=0)
+        _require_ranges(self)
         parts = self.micro_batches
         words = f"batch_size {self.batch_size} is not a multiple of micro_batches {parts}"
         expect(self.batch_size % parts == 0, ConfigError, words)
-        for name in ("lr", "clip_norm"):
-            _require_finite(self, name, at_least=0.0)
-            value = getattr(self, name)
-            expect(value > 0, ConfigError, f"{name} is {value}; needed: above 0")
-        for name in ("weight_decay", "adam_eps", "beta1", "beta2", "warmup_ratio", "min_lr_ratio"):
-            _require_finite(self, name, at_least=0.0)
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            expect(value < 1, ConfigError, f"{name} is {value}; needed: below 1")
-        # AdamW moves a weight by about the learning rate in every step, and weights are below 1.
-        words = f"lr is {self.lr}; needed: at most {MOST_LR}, and 1e-4 to 1e-2 is usual"
-        expect(self.lr <= MOST_LR, ConfigError, words)
 
     @property
     def warmup_steps(self) -> int:
@@ -154,8 +159,8 @@ class RunConfig:
     """Everything that decides a run's numbers, apart from the text itself.
 
     compare, against: train a twin in full precision beside the run, and which one; None leaves the
-    choice to the engine that runs (see `trainer.baseline_for`). ep: ranks of an expert-parallel
-    group. capture_layers: MoE layers whose tensors the last step saves, by their index in the model.
+    choice to the engine that runs (see `trainer.baseline_for`). capture_layers: MoE layers whose
+    tensors the last step saves, by their index in the model.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -165,105 +170,51 @@ class RunConfig:
     engine: str = "auto"
     compare: bool = False
     against: str | None = None
-    ep: int = 1
     capture_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        choices = {"framework": FRAMEWORKS, "precision": PRECISIONS, "against": BASELINES}
+        choices = {
+            "framework": FRAMEWORKS, "precision": PRECISIONS, "against": (None, *PRECISIONS[1:]),
+        }  # fmt: skip
         for name, known in choices.items():
             value = getattr(self, name)
-            chosen = value in known or (value is None and name == "against")
-            expect(chosen, ConfigError, f"{name} is {value!r}; needed: one of {known}")
-        _require_positive(self, "ep")
-        experts = self.model.num_experts
-        words = f"num_experts {experts} is not a multiple of ep {self.ep}"
-        why = "every rank of a group holds equally many"
-        expect(experts % self.ep == 0, ConfigError, f"{words}; {why}")
+            expect(value in known, ConfigError, f"{name} is {value!r}; needed: one of {known}")
         # Dense layers come first and route nothing, so they have no tensors of experts.
-        first, last = self.model.dense_layers, self.model.num_layers - 1
+        layers = self.model.moe_layers
         for layer in self.capture_layers:
             words = f"capture_layers has {layer!r}; the MoE layers of this model are"
-            there = _is_integer(layer) and first <= layer <= last
-            expect(there, ConfigError, f"{words} {first} to {last}")
+            there = type(layer) is int and layer in layers
+            expect(there, ConfigError, f"{words} {layers[0]} to {layers[-1]}")
 
-    def require_world(self, world_size: int) -> None:
-        """Check that the batch can be split over `world_size` ranks. ConfigError where a
-        micro-batch is not a multiple of the ranks.
+    def require_startable(self, ranks: int) -> None:
+        """Refuse what this many ranks cannot train, before they join and before anything is
+        allocated. ConfigError where a micro-batch or the experts do not split over them, or this
+        machine has less memory than weights, gradients and moments take.
         """
-        # Micro-batches are cut first and then dealt out over the ranks.
         part = self.train.batch_size // self.train.micro_batches
-        words = f"a micro-batch of {part} sequences cannot be split over {world_size} ranks"
-        needed = f"needed: a multiple of {world_size}"
-        expect(part % world_size == 0, ConfigError, f"{words}; {needed}")
-
-    def tokens_per_rank(self, world_size: int) -> int:
-        """Most tokens one rank sends through a MoE layer at once: those of a micro-batch, or of an
-        evaluation batch.
-        """
-        # An evaluation batch is not cut into micro-batches, so the whole batch is the bound.
-        return self.train.batch_size * self.model.seq_len // world_size
+        for what, size in (("a micro-batch", part), ("num_experts", self.model.num_experts)):
+            words = f"{what} of {size} cannot be split over {ranks} ranks"
+            expect(size % ranks == 0, ConfigError, f"{words}; needed: a multiple of {ranks}")
+        parameters = self.model.parameters
+        # Weights, gradients and two moments; beside a GPU only initial weights pass through the host.
+        copies = 1 if gpu_present() else 8 if self.compare else 4
+        batch = self.train.batch_size * self.model.seq_len
+        purpose = f"a model of {count(parameters)} parameters on batches of {count(batch)} bytes"
+        # A token is a number and the index that picked it.
+        require_memory(4 * copies * parameters // ranks + 16 * batch, purpose)
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values; inverse of `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RunConfig:
+    def from_json(cls, data: Any) -> RunConfig:
         """Rebuild from `to_json` output. ConfigError where a field is missing, unknown or out of
         range.
         """
         try:
             rest = {name: value for name, value in data.items() if name not in ("model", "train")}
-            model, train = ModelConfig(**data["model"]), TrainConfig(**data["train"])
-            if isinstance(rest.get("capture_layers"), list):  # JSON has no tuples
-                rest["capture_layers"] = tuple(rest["capture_layers"])
-            config = cls(model=model, train=train, **rest)
-        # A field that is compared before its type is known raises TypeError or AttributeError.
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            rest["capture_layers"] = tuple(rest["capture_layers"])  # JSON has no tuples
+            return cls(ModelConfig(**data["model"]), TrainConfig(**data["train"]), **rest)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"run configuration is not readable: {error}") from None
-        for part in (config.model, config.train, config):
-            _require_types(part)
-        return config
-
-
-def _require_positive(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    words = f"{name} is {value!r}; needed: an integer of at least 1"
-    expect(_is_integer(value) and value > 0, ConfigError, words)
-
-
-def _require_counter(config: Any, name: str, at_least: int) -> None:
-    """An integer that arithmetic in 64 bits and in floating point can hold."""
-    value = getattr(config, name)
-    words = f"{name} is {value!r}; needed: an integer of at least {at_least}, and at most 2^63 - 1"
-    expect(_is_integer(value) and at_least <= value <= MOST, ConfigError, words)
-
-
-def _require_finite(config: Any, name: str, at_least: float) -> None:
-    value = getattr(config, name)
-    words = f"{name} is {value!r}; needed: a finite number >= {at_least}"
-    expect(math.isfinite(value) and value >= at_least, ConfigError, words)
-
-
-def _is_integer(value: Any) -> bool:
-    # True is an int to Python.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require_types(config: Any) -> None:
-    """Every plain field has the type of its default: a file may hold anything."""
-    for one in dataclasses.fields(config):
-        value = getattr(config, one.name)
-        words = f"{one.name} is {value!r}; needed: a value like {one.default!r}"
-        expect(_has_type_of(value, one.default), ConfigError, words)
-
-
-def _has_type_of(value: Any, default: Any) -> bool:
-    if default is dataclasses.MISSING:  # a nested configuration, which has been checked
-        return True
-    # The one field without a default of its own type is `against`, a name.
-    if default is None:
-        return value is None or isinstance(value, str)
-    if isinstance(default, float):
-        return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= MOST
-    return type(value) is type(default)

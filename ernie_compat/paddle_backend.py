@@ -3,15 +3,17 @@
 
 Every parameter has an fp32 `main_grad`. The node adds its weight gradients there in every backward;
 everything else arrives through Paddle's gradient hooks. Parameters are fp32, so they are their own
-master weights.
+master weights. And the ranks over `paddle.distributed`: NCCL on GPUs, gloo on CPUs.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+import warnings
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle.distributed.fleet.utils.mix_precision_utils import (
     MixPrecisionLayer,
     MixPrecisionOptimizer,
@@ -21,25 +23,13 @@ from .decoder import ErnieMoEDecoder
 from .decoder_learner import DecoderLearner
 from .initial_weights import has_weight_decay
 from .model_config import ModelConfig, TrainConfig
-from .parallel import Parallel
 from .precision import node_config, token_dtype_name
+from .ranks import RankLayout, Ranks
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-def make_learner(
-    model: ModelConfig, train: TrainConfig, precision: str, engine: str, parallel: Parallel
-) -> PaddleLearner:
-    """The decoder on Paddle's current device, at its initial weights."""
-    token_dtype = getattr(paddle, token_dtype_name(precision))
-    decoder = ErnieMoEDecoder(
-        model, node_config(precision, engine), token_dtype, paddle.float32, parallel
-    )
-    device = str(paddle.device.get_device())
-    return PaddleLearner(decoder, model, train, precision, engine, parallel, device)
-
-
-class PaddleLearner(DecoderLearner):
+class Learner(DecoderLearner):
     """With `paddle.optimizer.AdamW`."""
 
     gradient = "main_grad"
@@ -49,6 +39,15 @@ class PaddleLearner(DecoderLearner):
         "beta1_power": "beta1_pow_acc_0",
         "beta2_power": "beta2_pow_acc_0",
     }
+
+    def __init__(
+        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str, ranks: Ranks
+    ) -> None:
+        """The decoder on Paddle's current device, at its initial weights."""
+        dtypes = getattr(paddle, token_dtype_name(precision)), paddle.float32
+        decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, ranks)
+        device = str(paddle.device.get_device())
+        super().__init__(decoder, model, train, precision, engine, ranks, device)
 
     def _make_optimizer(self) -> None:
         # The wrapper installs the hooks that add gradients into `main_grad`. Forwards go through
@@ -66,8 +65,6 @@ class PaddleLearner(DecoderLearner):
         # the module tree.
         decayed = {p.name for name, p in self.parameters.items() if has_weight_decay(name)}
         train = self.train
-        # Paddle's clipping sees this rank's experts alone.
-        clip = paddle.nn.ClipGradByGlobalNorm(train.clip_norm)
         optimizer = paddle.optimizer.AdamW(
             learning_rate=train.lr,
             beta1=train.beta1,
@@ -75,7 +72,6 @@ class PaddleLearner(DecoderLearner):
             epsilon=train.adam_eps,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=lambda name: name in decayed,
-            grad_clip=clip if self.parallel.layout.ep_size == 1 else None,
             parameters=list(self.parameters.values()),
         )
         # Normally the first step does this; a checkpoint of step 0, and loading one, need the
@@ -86,11 +82,9 @@ class PaddleLearner(DecoderLearner):
         return optimizer
 
     def _clip_gradients(self) -> Tensor:
-        """On one rank the optimizer clips."""
-        # Reported in any case. Only with expert parallelism is it also used, because then no rank's
-        # optimizer sees all gradients.
+        # Paddle's own clipping sees this rank's experts alone.
         norm = self._norm_over_ranks()
-        if self.parallel.layout.ep_size > 1 and (total := float(norm)) > self.train.clip_norm:
+        if (total := float(norm)) > self.train.clip_norm:
             for parameter in self.parameters.values():
                 parameter.main_grad.scale_(self.train.clip_norm / total)
         return norm
@@ -108,3 +102,40 @@ class PaddleLearner(DecoderLearner):
 
     def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
         tensor.set_value(array)
+
+
+class JoinedRanks(Ranks):
+    """The launcher's ranks, joined."""
+
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        super().__init__(layout, max_tokens)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.init_parallel_env()
+
+    @paddle.no_grad()
+    def sum(self, tensors: list[Tensor]) -> None:
+        flat = paddle.concat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        start = 0
+        for tensor in tensors:
+            size = int(np.prod(tensor.shape))
+            paddle.assign(flat[start : start + size].reshape(tensor.shape), output=tensor)
+            start += size
+
+    def gather(self, values: np.ndarray) -> list[np.ndarray]:
+        pieces: list[Tensor] = []
+        dist.all_gather(pieces, paddle.to_tensor(values))
+        return [piece.numpy() for piece in pieces]
+
+    def largest(self, value: int) -> int:
+        # As fp32, hence the bound of 2^24 in `Ranks.largest`.
+        number = paddle.to_tensor([float(value)])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number.item())
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _group(self) -> Any:
+        return dist.get_group()

@@ -29,12 +29,10 @@ class InterruptGuard:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self, console: Console, saves: bool = True) -> None:
-        """`console` gets the one line that announces the stop. saves: whether the run then writes a
-        checkpoint.
-        """
+    def __init__(self, console: Console) -> None:
+        """`console` gets the one line that announces the stop."""
         self.received = 0
-        self._console, self._saves = console, saves
+        self._console = console
         self._previous: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
@@ -59,8 +57,6 @@ class InterruptGuard:
         self.received = number
         self._console.print(
             "stopping after this step to save a checkpoint; press Ctrl-C again to stop without one"
-            if self._saves
-            else "stopping after this step, without a checkpoint; press Ctrl-C again to stop at once"
         )
 
 
@@ -98,11 +94,10 @@ def status_line(recent: Sequence[StepRecord]) -> str:
     """The last step in few words, because a terminal has 80 columns: loss, full-precision loss,
     tokens/s over the recent steps, and the load of the busiest expert over the mean.
     """
-    last = recent[-1]
-    exact = last.full_precision_loss
+    last, exact = recent[-1], recent[-1].full_precision_loss
     reference = "" if exact is None else f" (full {exact:.4f})"
     # The mean of the rates would count short steps as much as long ones.
     tokens = sum(record.tokens_per_s * record.seconds for record in recent)
-    rate = tokens / sum(record.seconds for record in recent)
+    rate = tokens / sum(record.seconds for record in recent) / 1000
     loss = f"loss {last.loss:.4f}{reference}"
-    return f"{loss}, {rate / 1000:.1f}k tok/s, load {last.load_imbalance:.1f}x"
+    return f"{loss}, {rate:.1f}k tok/s, load {last.load_imbalance:.1f}x"

@@ -15,47 +15,42 @@ from sonicmoe.errors import ConfigError, SonicMoEError, expect
 from sonicmoe.jit.lock import NATIVE_ONLY
 from sonicmoe.log import logger
 
-from .metrics import DAMAGED_SUFFIX, read_metrics
-from .saved_run import SavedRun
+from .checkpoint import read_header
+from .metrics import read_metrics
 from .trainer import CAPTURED_PATTERN, CHECKPOINT_NAME, METRICS_NAME
 
 DEFAULT_PARENT = Path("runs")
 SUMMARY_NAME = "summary.json"
-LOCK_NAME = ".lock"
-# Everything that a run leaves, captured tensors apart, and so everything that --overwrite removes.
-RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, METRICS_NAME + DAMAGED_SUFFIX, SUMMARY_NAME, "loss.png")
+# What a run leaves beside captured tensors, and so what --overwrite removes.
+RUN_FILES = (CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME, "loss.png")
 
 
-def make_new(parent: Path = DEFAULT_PARENT) -> Path:
-    """Make a directory that did not exist, named by the time. ConfigError where none can be made
-    there.
+@contextmanager
+def opened(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
+    """The directory of the results, `out` or a new one named by the time, which rank 0 holds
+    meanwhile. Other ranks write nothing. ConfigError where it cannot be made, is in use, or holds a
+    run that would be lost.
     """
-    stem = time.strftime("train-%Y%m%d-%H%M%S")
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            # Two runs may start in one second. `mkdir` gives the name to one of them.
-            directory = parent / (stem if number == 1 else f"{stem}-{number}")
-            with suppress(FileExistsError):
-                directory.mkdir()
-                return directory
-            number += 1
-    except OSError as error:
-        raise ConfigError(
-            f"no directory for the results can be made in {parent}: {error.strerror}; give --out DIR"
-        ) from None
-
-
-def make(directory: Path) -> None:
-    """Make the directory that was asked for, where it does not exist. ConfigError where it cannot
-    be made or written.
-    """
+    # Two runs may start in one second.
+    directory = out or DEFAULT_PARENT / time.strftime(f"train-%Y%m%d-%H%M%S-{os.getpid()}")
+    # The others compute with rank 0 and never open the directory, which may be on another host.
+    if rank != 0:
+        yield directory
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {directory} cannot be a directory: {error.strerror}") from None
     expect(os.access(directory, os.W_OK), ConfigError, f"--out {directory} is not writable")
+    # Claimed before it is looked at, because another run could start in between.
+    with claimed(directory):
+        # Files that killed processes did not finish; nobody writes them now.
+        for partial in directory.glob(".*.partial"):
+            with suppress(OSError):
+                partial.unlink()
+        if not may_hold_a_run:
+            require_free(directory)
+        yield directory
 
 
 @contextmanager
@@ -63,62 +58,21 @@ def claimed(directory: Path) -> Iterator[None]:
     """Hold the directory: no other `sonicmoe train` writes into it meanwhile. The operating system
     ends the claim of a process that dies. ConfigError where another process holds it.
     """
-    lock: Any = FileLock(str(directory / LOCK_NAME), timeout=0, **NATIVE_ONLY)
+    lock: Any = FileLock(str(directory / ".lock"), timeout=0, **NATIVE_ONLY)
     try:
         lock.acquire()
     except Timeout:
-        raise ConfigError(
-            f"--out {directory} is in use by another run; wait for its end, or give another --out"
-        ) from None
+        words = f"--out {directory} is in use by another run"
+        raise ConfigError(f"{words}; wait for its end, or give another --out") from None
     except (OSError, NotImplementedError) as error:
         # A file system without locks, which must not keep anybody from training.
         logger.warning("%s cannot be locked (%s): start one run in it at a time", directory, error)
         lock = None
     try:
-        _sweep(directory)
         yield
     finally:
         if lock is not None:
             lock.release()
-
-
-@contextmanager
-def opened(out: Path | None, rank: int, may_hold_a_run: bool) -> Iterator[Path]:
-    """The directory of the results, `out` or a new one, which rank 0 holds meanwhile. Other ranks
-    write nothing. ConfigError where it cannot be made, is in use, or holds a run that would be
-    lost.
-    """
-    # They compute with rank 0 and never open the directory, which may be on another host.
-    if rank != 0:
-        yield out or DEFAULT_PARENT
-        return
-    if out is not None:
-        make(out)
-    directory = out or make_new()
-    # Claimed before it is looked at, because another run could start in between.
-    with claimed(directory):
-        if not may_hold_a_run:
-            require_free(directory)
-        yield directory
-
-
-def found_run(directory: Path) -> str | None:
-    """What a run left in the directory, in words; None where there is none."""
-    checkpoint, metrics = directory / CHECKPOINT_NAME, directory / METRICS_NAME
-    if _has_checkpoint(directory):
-        try:
-            saved = SavedRun.read(checkpoint)
-        except SonicMoEError:
-            return f"a {CHECKPOINT_NAME} that cannot be read"
-        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
-        return f"a run at step {saved.step} of {saved.config.train.steps}, written {written}"
-    if os.path.lexists(metrics):
-        try:
-            steps = len(read_metrics(metrics))
-        except SonicMoEError:
-            return f"a {METRICS_NAME} that cannot be read"
-        return f"the metrics of {steps} steps without a checkpoint" if steps else None
-    return None
 
 
 def require_free(directory: Path) -> None:
@@ -127,28 +81,28 @@ def require_free(directory: Path) -> None:
     """
     found = found_run(directory)
     continues = "--resume continues it, " if _has_checkpoint(directory) else ""
-    expect(
-        found is None,
-        ConfigError,
-        f"--out {directory} holds {found}; {continues}--overwrite replaces it, "
-        "another --out keeps it",
-    )
+    keeps = f"{continues}--overwrite replaces it, another --out keeps it"
+    expect(found is None, ConfigError, f"--out {directory} holds {found}; {keeps}")
 
 
 def require_checkpoint(directory: Path) -> None:
     """Refuse to continue a run that left no checkpoint. ConfigError says what is there instead."""
     found = None if _has_checkpoint(directory) else found_run(directory)
-    expect(
-        found is None,
-        ConfigError,
-        f"--out {directory} holds {found}, so there is nothing to resume: a run with "
-        "--no-checkpoint, or one that ended before its first, leaves none; --overwrite starts anew",
-    )
+    words = f"--out {directory} holds {found}, so there is nothing to resume"
+    expect(found is None, ConfigError, f"{words}; --overwrite starts anew")
 
 
-def _has_checkpoint(directory: Path) -> bool:
-    # A link that points nowhere counts too: its owner may bring the disk back.
-    return os.path.lexists(directory / CHECKPOINT_NAME)
+def found_run(directory: Path) -> str | None:
+    """What a run left in the directory, in words; None where there is none."""
+    name = CHECKPOINT_NAME if _has_checkpoint(directory) else METRICS_NAME
+    try:
+        if name == CHECKPOINT_NAME:
+            saved = read_header(directory / name)
+            return f"a run at step {saved.step} of {saved.config.train.steps}"
+        steps = len(read_metrics(directory / name))
+        return f"the metrics of {steps} steps without a checkpoint" if steps else None
+    except SonicMoEError:
+        return f"a {name} that cannot be read"
 
 
 def clear(directory: Path) -> None:
@@ -160,10 +114,6 @@ def clear(directory: Path) -> None:
         raise ConfigError(f"--overwrite cannot remove {error.filename}: {error.strerror}") from None
 
 
-def _sweep(directory: Path) -> None:
-    """Remove files that killed processes did not finish; nobody writes them while this one holds
-    the directory.
-    """
-    for partial in directory.glob(".*.partial"):
-        with suppress(OSError):
-            partial.unlink()
+def _has_checkpoint(directory: Path) -> bool:
+    # A link that points nowhere counts too: its owner may bring the disk back.
+    return os.path.lexists(directory / CHECKPOINT_NAME)

@@ -1,18 +1,21 @@
-"""What `sonicmoe train` says about a run at its beginning and at its end."""
+"""What `sonicmoe train` says and draws of a run at its beginning and at its end."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sonicmoe.errors import writing
+from sonicmoe.plotting import PlotsUnavailableError, new_figure, save_figure
 
+from .checkpoint import partial_of, read_header
+from .metrics import StepRecord, compared_losses, smoothed
 from .model_config import smoothing_window
 
 # Eight seeds of the default model gave 0.09 to 0.17 % (docs/lab/loss_gap.md).
@@ -21,7 +24,6 @@ NORMAL_GAP = 0.002
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .parallel import Parallel
     from .trainer import Trainer
 
 
@@ -49,126 +51,111 @@ def log_to(console: Console) -> None:
 
 def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     """Print what runs, on which text, and where the results go."""
-    from .saved_run import SavedRun
-    from .trainer import CHECKPOINT_NAME, MAIN
+    from .trainer import CHECKPOINT_NAME, FULL_PRECISION, MAIN
 
     config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
-    model = config.model
+    model, twin = config.model, trainer.learners.get(FULL_PRECISION)
+    beside = f", compared with {config.against} on engine {twin.engine}" if twin else ""
+    ranks = trainer.ranks.layout.world_size
+    megabytes = (len(corpus.train) + len(corpus.held_out)) / 1e6
     console.print(
-        f"{config.framework} on {learner.device}, experts in {config.precision} on engine {learner.engine}"
-        f"{_baseline(trainer)}{_ranks(trainer.parallel)}: {learner.num_parameters / 1e6:.2f} M parameters, "
-        f"{model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} experts, top-{model.topk}\n"
-        f"text: {corpus.num_files} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:.1f} MB; results in {trainer.directory}"
-        f"{'' if config.train.checkpoint else ', without a checkpoint'}"
+        f"{config.framework} on {learner.device}, {ranks} rank{'s' if ranks > 1 else ''}, experts in "
+        f"{config.precision} on engine {learner.engine}{beside}: {model.parameters / 1e6:.2f} M "
+        f"parameters, {model.num_layers} layers ({len(model.moe_layers)} MoE), {model.num_experts} "
+        f"experts, top-{model.topk}\n"
+        f"text: {corpus.num_files} files, {megabytes:.1f} MB; results in {trainer.directory}"
     )
     if resume:
         console.print(f"resuming after step {trainer.step}")
         # Allowed, for continued training on another text; but it may also be a wrong path.
-        if SavedRun.read(trainer.directory / CHECKPOINT_NAME).text_sha256 != corpus.sha256:
+        if read_header(trainer.directory / CHECKPOINT_NAME).text_sha256 != corpus.sha256:
             console.print(
                 "warning: the text differs from the checkpoint's; without --data the run continues on its own"
             )
 
 
-def _baseline(trainer: Trainer) -> str:
-    from .trainer import FULL_PRECISION
-
-    twin = trainer.learners.get(FULL_PRECISION)
-    against = trainer.config.against
-    return "" if twin is None else f", compared with {against} on engine {twin.engine}"
-
-
-def _ranks(parallel: Parallel) -> str:
-    layout = parallel.layout
-    if layout.world_size == 1:
-        return ""
-    return f", {layout.world_size} ranks ({layout.ep_size} expert-parallel x {layout.world_size // layout.ep_size} data-parallel)"
-
-
-def draw(trainer: Trainer, console: Console) -> dict[str, str]:
-    """Draw the plot and return its path by name; without matplotlib say so and return none."""
-    from sonicmoe.plotting import PlotsUnavailableError
-
-    from .plots import plot_loss
-
-    if not trainer.records:  # a run that was resumed at its last step
-        return {}
-    path = trainer.directory / "loss.png"
+def draw(trainer: Trainer, console: Console) -> Path | None:
+    """Draw the plot and return its path; without matplotlib say so and return None."""
+    config = trainer.config
+    path, label = trainer.directory / "loss.png", f"{config.precision} ({config.framework})"
     try:
-        label = f"{trainer.config.precision} ({trainer.config.framework})"
-        plot_loss(trainer.records, path, label, trainer.config.against or "full precision")
+        plot_loss(trainer.records, path, label, config.against or "full precision")
     except PlotsUnavailableError as error:
         console.print(str(error))
-        return {}
-    return {"loss": str(path)}
+        return None
+    return path
 
 
-def report(
-    trainer: Trainer,
-    summary: dict[str, Any],
-    plots: Mapping[str, str],
-    captured: Sequence[Path],
-    as_json: bool,
-) -> None:
+def plot_loss(records: Sequence[StepRecord], path: Path, label: str, twin: str) -> None:
+    """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the
+    smoothed curves below. PlotsUnavailableError without matplotlib.
+    """
+    steps, losses = [record.step for record in records], [record.loss for record in records]
+    references = compared_losses(records)[1]
+    # The gap has an axis of its own: on that of the losses it would be a flat line.
+    ratios = [3, 1] if references else [1]
+    figure = new_figure((8, 6.5 if references else 5))
+    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    axes[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    # Each mean stands in the middle of its steps. At the last of them the curve would lag.
+    middles = smoothed(steps)
+    label = f"{label}, mean of {smoothing_window(len(steps))} steps"
+    axes[0].plot(middles, smoothed(losses), color="tab:blue", label=label)
+    if references:
+        axes[0].plot(middles, smoothed(references), color="tab:orange", linestyle="--", label=twin)
+        axes[1].plot(middles, 100 * (smoothed(losses) / smoothed(references) - 1), color="tab:red")
+        axes[1].axhline(0, color="black", linewidth=0.6)
+        axes[1].set_ylabel("smoothed gap, %")
+    axes[0].set(ylabel="cross entropy, nats per byte", title="Training loss")
+    axes[0].legend()
+    axes[-1].set_xlabel("step")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def report(directory: Path, summary: dict[str, Any], as_json: bool) -> None:
     """Write `summary.json`, and print the summary to stdout."""
-    from .checkpoint import partial_of
     from .run_directory import SUMMARY_NAME
-    from .trainer import CHECKPOINT_NAME, METRICS_NAME
 
-    checkpoint = str(trainer.directory / CHECKPOINT_NAME)
-    files = {
-        "metrics": str(trainer.directory / METRICS_NAME),
-        "checkpoint": checkpoint if trainer.config.train.checkpoint else None,
-        "captured": [str(path) for path in captured],
-    }
-    summary |= {"plots": dict(plots), **files}
-    path = trainer.directory / SUMMARY_NAME
+    path = directory / SUMMARY_NAME
     # Renamed into place, because a reader takes a run with a whole summary for a finished one.
-    partial = partial_of(path)
+    partial, text = partial_of(path), json.dumps(summary, indent=2)
     with writing(path):
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        partial.write_text(text + "\n")
         os.replace(partial, path)
     if as_json:
-        click.echo(json.dumps(summary, indent=2))
+        click.echo(text)
         return
-    # A line without a value has nothing to say for this run: no twin, no tokens, no checkpoint.
-    told = [(label, value) for label, value in _summary_lines(summary) if value is not None]
-    click.echo("\n".join(f"{label:<24}{value}" for label, value in told))
+    for label, value in _summary_lines(summary):
+        click.echo(f"{label:<24}{value}")
 
 
-def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    def figure(name: str, form: str, suffix: str = "") -> str | None:
-        return None if summary[name] is None else format(summary[name], form) + suffix
-
-    def beside(name: str, form: str) -> str:
-        reference = figure(f"{name}_full_precision", form)
-        return f"  (full precision {reference})" if reference else ""
-
-    gap = None if summary["loss_gap"] is None else f"{100 * summary['loss_gap']:.3f} %"
-    twin = summary["engine_full_precision"]
-    baseline = f"  (full precision: {summary['against']} on {twin})" if twin else ""
-    return [
-        ("engine", f"{summary['precision']} on {summary['engine_used']}{baseline}"),
-        ("steps", str(summary["steps"])),
-        ("loss at start", figure("loss_start", ".4f")),
-        ("loss at end", figure("loss_end", ".4f", _last(smoothing_window(summary["steps"])))),
-        ("held-out loss", figure("held_out_loss", ".4f", beside("held_out_loss", ".4f"))),
-        ("gap to full precision", gap and f"{gap}  ({_judged(summary['loss_gap'])})"),
-        ("seconds per step", figure("seconds_per_step", ".4f", beside("seconds_per_step", ".4f"))),
-        ("tokens/s", figure("tokens_per_s", ",.0f")),
-        ("busiest expert", figure("load_imbalance", ".2f", " x the mean load")),
-        *((f"plot: {name}", path) for name, path in summary["plots"].items()),
-        ("metrics", summary["metrics"]),
-        ("checkpoint", summary["checkpoint"]),
-        *(("captured tensors", path) for path in summary["captured"]),
-    ]
-
-
-def _judged(gap: float) -> str:
-    if gap <= NORMAL_GAP:
-        return f"normal: up to {NORMAL_GAP:.1%} of the default model"
-    return f"more than the {NORMAL_GAP:.1%} of the default model; try other seeds"
-
-
-def _last(window: int) -> str:
-    return f"  (mean of the last {window} steps)" if window > 1 else "  (of the last step)"
+def _summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and value of what there is: a run may have no twin and no tokens."""
+    forms = {
+        "steps": ("steps", "d"),
+        "loss_start": ("loss at start", ".4f"),
+        "loss_end": ("loss at end", ".4f"),
+        "held_out_loss": ("held-out loss", ".4f"),
+        "seconds_per_step": ("seconds per step", ".4f"),
+        "tokens_per_s": ("tokens/s", ",.0f"),
+        "load_imbalance": ("busiest expert", ".2f"),
+    }
+    yield "engine", f"{summary['precision']} on {summary['engine_used']}"
+    for name, (label, form) in forms.items():
+        if summary[name] is not None:
+            twin = summary.get(f"{name}_full_precision")
+            beside = f"  (full precision {format(twin, form)})" if twin else ""
+            yield label, format(summary[name], form) + beside
+    if (gap := summary["loss_gap"]) is not None:
+        normal = f"up to {NORMAL_GAP:.1%} of the default model"
+        judged = (
+            f"normal: {normal}" if gap <= NORMAL_GAP else f"normal is {normal}; try other seeds"
+        )
+        baseline = f"{summary['against']} on {summary['engine_full_precision']}"
+        yield "gap to full precision", f"{100 * gap:.3f} %  ({judged}; beside {baseline})"
+    for name in ("plot", "metrics", "checkpoint"):
+        if summary[name] is not None:
+            yield name, summary[name]
+    yield from (("captured tensors", path) for path in summary["captured"])

@@ -1,32 +1,26 @@
 """The learner in PyTorch: AdamW over fp32 parameters. An expert's `main_grad` is the very tensor that
-its `.grad` is, so the node adds weight gradients where the optimizer reads them.
+its `.grad` is, so the node adds weight gradients where the optimizer reads them. And the ranks over
+`torch.distributed`: NCCL on GPUs, gloo on CPUs.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .decoder import ErnieMoEDecoder
 from .decoder_learner import DecoderLearner
 from .initial_weights import has_weight_decay
 from .model_config import ModelConfig, TrainConfig
-from .parallel import Parallel, is_expert
 from .precision import node_config, token_dtype_name
+from .ranks import RankLayout, Ranks, is_expert
 
 Tensor = torch.Tensor
-
-
-def make_learner(
-    model: ModelConfig, train: TrainConfig, precision: str, engine: str, parallel: Parallel
-) -> TorchLearner:
-    """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtypes = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
-    decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, parallel).to(device)
-    return TorchLearner(decoder, model, train, precision, engine, parallel, device)
+JOIN_TIMEOUT = timedelta(minutes=10)
 
 
 def dense_dtype_on(device: str, precision: str) -> torch.dtype:
@@ -36,7 +30,7 @@ def dense_dtype_on(device: str, precision: str) -> torch.dtype:
     return torch.float32 if device == "cpu" or precision == "fp32" else torch.bfloat16
 
 
-class TorchLearner(DecoderLearner):
+class Learner(DecoderLearner):
     """With `torch.optim.AdamW`, fused on a GPU."""
 
     gradient = "grad"
@@ -46,6 +40,15 @@ class TorchLearner(DecoderLearner):
         "moment2": "exp_avg_sq",
         "steps": "step",
     }
+
+    def __init__(
+        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str, ranks: Ranks
+    ) -> None:
+        """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtypes = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
+        decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, ranks).to(device)
+        super().__init__(decoder, model, train, precision, engine, ranks, device)
 
     def _make_optimizer(self) -> None:
         train = self.train
@@ -77,10 +80,6 @@ class TorchLearner(DecoderLearner):
             }
 
     def _clip_gradients(self) -> Tensor:
-        if self.parallel.layout.ep_size == 1:
-            # Without expert parallelism every rank has all gradients, so PyTorch's own clipping is
-            # right.
-            return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.train.clip_norm)
         norm = self._norm_over_ranks()
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip_norm, norm)
         return norm
@@ -102,3 +101,42 @@ class TorchLearner(DecoderLearner):
     @torch.no_grad()
     def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
         tensor.copy_(torch.from_numpy(np.array(array)))
+
+
+class JoinedRanks(Ranks):
+    """The launcher's ranks, joined."""
+
+    def __init__(self, layout: RankLayout, max_tokens: int) -> None:
+        super().__init__(layout, max_tokens)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", layout.local_rank)
+            # Before the process group: NCCL takes the current device, and all ranks of a host would
+            # share GPU 0.
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.reshape(tensor.shape))
+
+    def gather(self, values: np.ndarray) -> list[np.ndarray]:
+        own = torch.from_numpy(values).to(self.device)
+        pieces = [torch.empty_like(own) for _ in range(self.layout.world_size)]
+        dist.all_gather(pieces, own)
+        return [piece.cpu().numpy() for piece in pieces]
+
+    def largest(self, value: int) -> int:
+        number = torch.tensor(value, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _group(self) -> Any:
+        return dist.group.WORLD

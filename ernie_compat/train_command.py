@@ -7,10 +7,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +29,7 @@ from .run_report import announce, draw, log_to, report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .saved_run import SavedRun
+    from .checkpoint import SavedRun
     from .trainer import Trainer
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL_BASE = 1, 2, 128
@@ -44,11 +43,31 @@ COMPARE_HELP = (
 )
 
 
-def _field_option(name: str, field: str, text: str) -> Any:
-    """An option that sets this field of a configuration."""
-    default, shown = DEFAULTS[field], f"{text}  [default: {DEFAULTS[field]}]"
-    # The value stays None when not given: a resumed run then takes it from its checkpoint.
-    return click.option(name, field, type=type(default), default=None, help=shown)
+# An option, the field that it sets, and its help.
+FIELD_OPTIONS = (
+    ("--steps", "steps", "Optimizer steps."),
+    ("--batch", "batch_size", "Sequences per optimizer step."),
+    ("--micro-batches", "micro_batches", "Parts of a batch, over which gradients accumulate."),
+    ("--seq-len", "seq_len", "Bytes per sequence."),
+    ("--hidden", "hidden_size", "Hidden size."),
+    ("--layers", "num_layers", "Decoder layers; the first is dense."),
+    ("--heads", "num_heads", "Attention heads."),
+    ("--experts", "num_experts", "Experts per MoE layer."),
+    ("--topk", "topk", "Experts per token."),
+    ("--intermediate", "intermediate_size", "Intermediate size of an expert."),
+    ("--lr", "lr", "Peak learning rate (warm-up, then cosine)."),
+    ("--seed", "seed", "Decides initial weights and batches."),
+    ("--checkpoint-every", "checkpoint_every", "Steps between checkpoints; 0: only at the end."),
+)
+
+
+def _field_options(command: Any) -> Any:
+    """Add `FIELD_OPTIONS` to a command."""
+    for name, field, text in reversed(FIELD_OPTIONS):
+        default, shown = DEFAULTS[field], f"{text}  [default: {DEFAULTS[field]}]"
+        # The value stays None when not given: a resumed run then takes it from its checkpoint.
+        command = click.option(name, field, type=type(default), default=None, help=shown)(command)
+    return command
 
 
 def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -> Any:
@@ -81,38 +100,7 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
 )
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
-@_field_option("--steps", "steps", "Optimizer steps.")
-@_field_option("--batch", "batch_size", "Sequences per optimizer step.")
-@_field_option(
-    "--micro-batches",
-    "micro_batches",
-    "Parts a batch is split into; gradients accumulate over them.",
-)
-@_field_option("--seq-len", "seq_len", "Bytes per sequence.")
-@_field_option("--hidden", "hidden_size", "Hidden size.")
-@_field_option("--layers", "num_layers", "Decoder layers; the first is dense.")
-@_field_option("--heads", "num_heads", "Attention heads.")
-@_field_option("--experts", "num_experts", "Experts per MoE layer.")
-@_field_option("--topk", "topk", "Experts per token.")
-@_field_option("--intermediate", "intermediate_size", "Intermediate size of an expert.")
-@_field_option(
-    "--ep",
-    "ep",
-    "Ranks that share the experts (expert parallelism); under torchrun or paddle.distributed.launch, whose number of ranks must be "
-    "a multiple of it. The batch is split over all ranks.",
-)
-@_field_option("--lr", "lr", "Peak learning rate (warm-up, then cosine).")
-@_field_option("--seed", "seed", "Decides initial weights and batches.")
-@_field_option(
-    "--checkpoint-every",
-    "checkpoint_every",
-    "Steps between checkpoints; 0: only at the end.",
-)
-@click.option(
-    "--checkpoint/--no-checkpoint",
-    default=None,
-    help="Write checkpoints, or none: such a run leaves metrics, plots and summary, and cannot be resumed.  [default: checkpoint]",
-)
+@_field_options
 @click.option(
     "--capture",
     "capture_layers",
@@ -130,12 +118,6 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     "--resume",
     is_flag=True,
     help="Continue the run in --out from its checkpoint; options not given keep their saved values.",
-)
-@click.option(
-    "--allow-nonfinite",
-    is_flag=True,
-    default=None,
-    help="Let --resume continue from a checkpoint that has a NaN or an infinity, which is refused without it.",
 )
 @click.option(
     "--overwrite",
@@ -156,12 +138,12 @@ def train(
     SonicMoEMlpNode.
 
     Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz and loss.png to
-    --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint (unless --no-checkpoint) and exit
-    with 130, 143 and 129. Bad input is one line and exit code 2.
+    --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint and exit with 130, 143 and 129. Bad
+    input is one line and exit code 2.
 
-    Several ranks: torchrun --nproc-per-node 4 -m sonicmoe train --framework torch --ep 4, or python
-    -m paddle.distributed.launch --nproc_per_node 4 "$(command -v sonicmoe)" train --framework paddle --ep 4.
-    A checkpoint of any number of ranks resumes on any other.
+    Several ranks share the experts and split the batch: torchrun --nproc-per-node 4 -m sonicmoe train
+    --framework torch, or python -m paddle.distributed.launch --nproc_per_node 4 "$(command -v
+    sonicmoe)" train --framework paddle. A checkpoint of any number of ranks resumes on any other.
     """
     from .checkpoint import CheckpointError
 
@@ -171,8 +153,6 @@ def train(
         code = _run([*data, *more_data], out, resume, overwrite, as_json, given)
     except KeyboardInterrupt:
         saved = "no checkpoint was written since the last one"
-        if options["checkpoint"] is False:
-            saved = "this run writes no checkpoint"
         _fail(f"interrupted; {saved}", EXIT_SIGNAL_BASE + 2)
     except SonicMoEError as error:
         # Every rank refuses the same input; one of them says so.
@@ -195,96 +175,82 @@ def _run(
     given: Mapping[str, Any],
 ) -> int:
     from . import run_directory
+    from .checkpoint import read_header
     from .corpus import load_corpus
-    from .learner import make_parallel
-    from .parallel import RankLayout, lost_ranks_named, read_launch
-    from .saved_run import SavedRun
+    from .learner import make_ranks
+    from .ranks import lost_ranks_named, read_launch
     from .trainer import CHECKPOINT_NAME, Trainer, require_startable
 
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
-    launch = read_launch()
-    console = progress_console(quiet=launch.rank != 0)
+    layout = read_launch()
+    console = progress_console(quiet=layout.rank != 0)
     log_to(console)
-    _refuse_contradictions(out, resume, overwrite, given)
+    needs = "--resume needs --out DIR, the directory of the run to continue"
+    expect(not resume or out is not None, ConfigError, needs)
+    both = "--resume continues the run in --out, and --overwrite removes it; needed: one of them"
+    expect(not (resume and overwrite), ConfigError, both)
     saved = None
     # The checkpoint is read before the options are completed: it has the values of those not given.
     if out is not None and resume:
         run_directory.require_checkpoint(out)
-        saved = SavedRun.read(out / CHECKPOINT_NAME)
+        saved = read_header(out / CHECKPOINT_NAME)
     given, choice = _with_framework(given, saved)
     config = _configuration(given, saved)
-    layout = RankLayout(launch, config.ep)
     with Activity("reading the text", console):
         corpus = load_corpus(data) if data or saved is None else saved.text()
     require_startable(config, corpus, layout.world_size)
     with (
-        run_directory.opened(out, launch.rank, resume or overwrite) as directory,
+        run_directory.opened(out, layout.rank, resume or overwrite) as directory,
         lost_ranks_named(layout, config.framework),
     ):
-        # The ranks join here: from now on one that ends leaves the others waiting for it.
-        tokens = config.tokens_per_rank(layout.world_size)
-        parallel = make_parallel(config.framework, layout, tokens)
-        start: Callable[..., Trainer] = Trainer.start
-        if resume:
-            start = partial(Trainer.resume, allow_nonfinite=given.get("allow_nonfinite", False))
+        # The ranks join here: from now on one that ends leaves the others waiting for it. An
+        # evaluation batch is not cut into micro-batches, so a whole batch is the most tokens.
+        tokens = config.train.batch_size * config.model.seq_len // layout.world_size
+        ranks = make_ranks(config.framework, layout, tokens)
         with Activity(f"importing {config.framework} and building the model", console):
-            trainer = start(config, corpus, directory, parallel)
+            start = Trainer.resume if resume else Trainer.start
+            trainer = start(config, corpus, directory, ranks)
         # Not before the learners stand: an engine that is refused must cost no run.
         if overwrite and trainer.writes:
             run_directory.clear(directory)
         if choice is not None:
             console.print(choice)
         code = _train(trainer, console, resume, as_json)
-        parallel.close()
+        ranks.close()
     return code
-
-
-def _refuse_contradictions(
-    out: Path | None, resume: bool, overwrite: bool, given: Mapping[str, Any]
-) -> None:
-    writes = given.get("checkpoint", True)
-    contradictions = {
-        "--resume needs --out DIR, the directory of the run to continue": resume and out is None,
-        "--resume continues the run in --out, and --overwrite removes it; needed: one of them":
-            resume and overwrite,
-        "--allow-nonfinite is for a checkpoint to --resume from":
-            "allow_nonfinite" in given and not resume,
-        "--resume continues from a checkpoint and writes further ones; --no-checkpoint is for a new run":
-            resume and not writes,
-        "--no-checkpoint writes none, and --checkpoint-every says when; needed: one of them":
-            not writes and "checkpoint_every" in given,
-    }  # fmt: skip
-    for words, holds in contradictions.items():
-        expect(not holds, ConfigError, words)
 
 
 def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> int:
     from .progress import InterruptGuard, TrainingDisplay
+    from .trainer import CHECKPOINT_NAME, METRICS_NAME
 
     if trainer.writes:
         announce(trainer, resume, console)
     # Signals become requests here only: before training there is nothing to save, and after it
     # Ctrl-C should end the process.
-    started = time.monotonic()
-    saves = trainer.config.train.checkpoint
+    started, directory = time.monotonic(), trainer.directory
     display = TrainingDisplay(console, trainer.config.train.steps)
-    with InterruptGuard(console, saves) as guard:
+    with InterruptGuard(console) as guard:
         finished = trainer.train(display.update, guard.requested)
         say_duration("training", started, console)
         if not finished:
-            left = "this run writes no checkpoint, so it cannot be continued"
-            if saves:
-                left = f"checkpoint saved. Continue with: --resume --out {trainer.directory}"
-            console.print(f"interrupted at step {trainer.step}; {left}")
+            saved = f"checkpoint saved. Continue with: --resume --out {directory}"
+            console.print(f"interrupted at step {trainer.step}; {saved}")
             # Ranks may have received different signals, or none; they agree on one exit code.
-            return EXIT_SIGNAL_BASE + trainer.parallel.largest(guard.received)
+            return EXIT_SIGNAL_BASE + trainer.ranks.largest(guard.received)
     summary = trainer.summary()
-    if trainer.writes:
-        captured = trainer.captured()
-        report(trainer, summary, draw(trainer, console), captured, as_json)
-        return EXIT_FAILED if len(captured) < len(trainer.config.capture_layers) else 0
-    return 0
+    if not trainer.writes:
+        return 0
+    plot, captured = draw(trainer, console), trainer.captured()
+    summary |= {
+        "plot": plot and str(plot),
+        "metrics": str(directory / METRICS_NAME),
+        "checkpoint": str(directory / CHECKPOINT_NAME),
+        "captured": [str(path) for path in captured],
+    }
+    report(directory, summary, as_json)
+    return EXIT_FAILED if len(captured) < len(trainer.config.capture_layers) else 0
 
 
 def _with_framework(
@@ -318,18 +284,19 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
 
 
 def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
-    from .parallel import Launch, read_launch
+    from .ranks import RankLayout, read_launch
 
     try:
-        launch = read_launch()
+        layout = read_launch()
     except ConfigError:  # perhaps the very error that is reported here
-        launch = Launch()
-    if launch.rank == 0 or not said_by_rank_0:
-        place = f"rank {launch.rank}: " if launch.world_size > 1 and not said_by_rank_0 else ""
+        layout = RankLayout()
+    several = layout.world_size > 1
+    if layout.rank == 0 or not said_by_rank_0:
+        place = f"rank {layout.rank}: " if several and not said_by_rank_0 else ""
         with suppress(OSError):  # the exit code tells it, where stderr is full
             click.echo(f"sonicmoe train: {place}{' '.join(message.split())}", err=True)
     drop_unwritable()
-    if launch.world_size > 1:
+    if several:
         os._exit(code)  # communicators left in the middle of a collective may never be torn down
     sys.exit(code)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,22 +20,23 @@ from sonicmoe.errors import SonicMoEError, expect
 from sonicmoe.log import logger
 from sonicmoe.npz import NpzError, read_npz
 
-from .checkpoint import load_checkpoint, require_finite_arrays, save_checkpoint
+from .checkpoint import SavedRun, load_checkpoint, read_header, save_checkpoint
 from .corpus import Corpus
-from .learner import Learner, make_learner
-from .memory import require_room
+from .learner import make_learner
 from .metrics import (
     MetricsFile,
     StepRecord,
     StepResult,
-    continued_metrics,
+    compared_losses,
     expert_load,
-    load_imbalance,
-    recorded_loss_gap,
+    loss_gap,
+    read_metrics,
 )
 from .model_config import RunConfig, smoothing_window
-from .parallel import Parallel
-from .saved_run import SavedRun
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from .decoder_learner import DecoderLearner
 
 CHECKPOINT_NAME = "checkpoint.npz"
 METRICS_NAME = "metrics.jsonl"
@@ -62,64 +63,51 @@ class Trainer:
     config: RunConfig
     corpus: Corpus
     directory: Path
-    learners: dict[str, Learner]
-    parallel: Parallel = field(default_factory=Parallel)
+    learners: dict[str, DecoderLearner]
+    ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
     @classmethod
     def start(
-        cls, config: RunConfig, corpus: Corpus, directory: Path, parallel: Parallel | None = None
+        cls, config: RunConfig, corpus: Corpus, directory: Path, ranks: Ranks | None = None
     ) -> Trainer:
-        """A run at step 0. CorpusError where the text is shorter than a sequence; else errors as
-        `make_learner`.
-        """
-        parallel = parallel or Parallel()
-        require_startable(config, corpus, parallel.layout.world_size)
-        config, learners = _make_learners(config, parallel)
-        return cls(config, corpus, directory, learners, parallel)
+        """A run at step 0. Errors as `require_startable` and `make_learner`."""
+        ranks = ranks or Ranks()
+        require_startable(config, corpus, ranks.layout.world_size)
+        config, learners = _make_learners(config, ranks)
+        return cls(config, corpus, directory, learners, ranks)
 
     @classmethod
     def resume(
-        cls,
-        config: RunConfig,
-        corpus: Corpus,
-        directory: Path,
-        parallel: Parallel | None = None,
-        allow_nonfinite: bool = False,
+        cls, config: RunConfig, corpus: Corpus, directory: Path, ranks: Ranks | None = None
     ) -> Trainer:
         """Continue from the checkpoint in `directory`; with an unchanged `config` and text, bit for
         bit as if never stopped.
 
         Any number of ranks may continue a run of any other number. The sums of gradients are then
-        rounded in another order.
-
-        Raises:
-            CheckpointError: no checkpoint, a damaged one, one of another model, framework or
-                precision, or, unless `allow_nonfinite`, one with a NaN or an infinity.
+        rounded in another order. CheckpointError where there is no checkpoint, a damaged one, or one
+        of another model, framework or precision.
         """
         path = directory / CHECKPOINT_NAME
         # The header alone is read first, so that a run that cannot be resumed is refused before a
         # model is built.
-        saved = SavedRun.read(path)
+        saved = read_header(path)
         saved.require_resumable(config)
         # A resumed run keeps the twin that it had. Without this, another machine could choose
         # another baseline in the middle of the curve.
         config = replace(config, against=config.against or saved.config.against)
         # `start` loads initial weights, which the checkpoint then overwrites whole.
-        trainer = cls.start(config, corpus, directory, parallel)
-        header, arrays = load_checkpoint(path)
+        trainer = cls.start(config, corpus, directory, ranks)
+        saved, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
             # `save` puts the learner's name before those of its arrays.
             own = [key for key in arrays if key.startswith(f"{name}/")]
             learner.load_state({key.removeprefix(f"{name}/"): arrays[key] for key in own})
-        if not allow_nonfinite:
-            require_finite_arrays(path, arrays)
-        trainer.step = SavedRun.from_header(path, header).step
+        trainer.step = saved.step
         # The metrics may be ahead of the checkpoint, because they are written after every step.
         # Those later steps are done again, so their records are left out.
-        metrics = directory / METRICS_NAME
-        trainer.records = continued_metrics(metrics, trainer.step, keeps=trainer.writes)
+        trainer.records = read_metrics(directory / METRICS_NAME, up_to_step=trainer.step)
         return trainer
 
     def train(
@@ -131,8 +119,7 @@ class Trainer:
         asked to end earlier.
 
         A checkpoint is written every `checkpoint_every` steps (0: never in between) and at the end,
-        however it comes about; none at all where `checkpoint` is False. The last step saves the
-        tensors of `capture_layers`.
+        however it comes about. The last step saves the tensors of `capture_layers`.
 
         Raises:
             TrainingError: the loss is not finite; the last good checkpoint stays.
@@ -141,7 +128,7 @@ class Trainer:
         train = self.config.train
         # A signal reaches ranks at different steps. They agree before every step, so that all stop
         # after the same one.
-        agreed = self.parallel.largest
+        agreed = self.ranks.largest
         with (
             # Only rank 0 has the file; the others train through a null context.
             MetricsFile(self.directory / METRICS_NAME, self.records)
@@ -156,20 +143,18 @@ class Trainer:
                 if metrics is not None:
                     metrics.append(record)
                 on_step(record)
-                every = train.checkpoint_every if train.checkpoint else 0
-                due = every and self.step % every == 0
+                due = train.checkpoint_every and self.step % train.checkpoint_every == 0
                 # The last step's checkpoint is written below in any case, so it is not written
                 # twice.
                 if due and self.step < train.steps:
                     self.save()
-        if train.checkpoint:
-            self.save()
+        self.save()
         return self.step >= train.steps
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes the files."""
-        return self.parallel.layout.rank == 0
+        return self.ranks.layout.rank == 0
 
     def save(self) -> None:
         """Write the checkpoint of this moment; every rank calls it, rank 0 writes when it has
@@ -185,27 +170,28 @@ class Trainer:
         if not self.writes:
             return
         saved = SavedRun(self.step, self.config, self.corpus.sha256, self.corpus.paths)
-        save_checkpoint(self.directory / CHECKPOINT_NAME, saved.to_header(), arrays)
-
-    def captured_path(self, layer: int) -> Path:
-        """Where the last step saves the tensors of an MoE layer."""
-        return self.directory / f"captured-step{self.config.train.steps}-layer{layer}.npz"
+        save_checkpoint(self.directory / CHECKPOINT_NAME, saved, arrays)
 
     def captured(self) -> list[Path]:
         """The files of `capture_layers` that are there whole, forward and backward; the log names
         the others.
         """
-        paths = [self.captured_path(layer) for layer in self.config.capture_layers]
-        whole = [path for path in paths if _has_backward(path)]
-        for path in paths:
-            if path not in whole:
+        whole = []
+        for layer in self.config.capture_layers:
+            path = self._captured_path(layer)
+            if _has_backward(path):
+                whole.append(path)
+            else:
                 logger.warning("the last step's tensors are not in %s", path)
         return whole
+
+    def _captured_path(self, layer: int) -> Path:
+        return self.directory / f"captured-step{self.config.train.steps}-layer{layer}.npz"
 
     def _capture_next_step(self) -> None:
         """Under expert parallelism the experts of rank 0, which alone writes files."""
         for layer in self.config.capture_layers if self.writes else ():
-            path = self.captured_path(layer)
+            path = self._captured_path(layer)
             # A file that is there afterwards is then this step's.
             path.unlink(missing_ok=True)
             self.learners[MAIN].dump_next_step(layer, path)
@@ -225,40 +211,39 @@ class Trainer:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Final figures, plain values; every rank calls it.
+        """Final figures of at least one step, plain values; every rank calls it.
 
         Losses at the end and `load_imbalance` are means over the last steps, times are medians.
         `loss_gap` is a fraction (see `metrics.loss_gap`). Figures of the twin are None without one.
         `engine` is the one asked for, `engine_used` the one that ran.
         """
+        config, records = self.config, self.records
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
         # Evaluation is a collective, which is why every rank calls `summary`.
         held_out = self.evaluate()
-        last = self.records[-smoothing_window(len(self.records)) :]
+        last, compared = records[-smoothing_window(len(records)) :], compared_losses(records)
         return {
-            "config": self.config.to_json(),
-            "framework": self.config.framework,
-            "precision": self.config.precision,
-            "engine": self.config.engine,
+            "config": config.to_json(),
+            "framework": config.framework,
+            "precision": config.precision,
+            "engine": config.engine,
             "engine_used": main.engine,
-            "against": self.config.against if twin else None,
+            "against": config.against if twin else None,
             "engine_full_precision": twin.engine if twin else None,
             "device": main.device,
-            "parameters": main.num_parameters,
-            "ranks": self.parallel.layout.world_size,
+            "parameters": config.model.parameters,
+            "ranks": self.ranks.layout.world_size,
             "steps": self.step,
-            "loss_start": self.records[0].loss if self.records else None,
-            "loss_end": _over(np.mean, [r.loss for r in last]),
-            "loss_end_full_precision": _over(np.mean, [r.full_precision_loss for r in last]),
+            "loss_start": records[0].loss if records else None,
+            "loss_end": _over(np.mean, last, "loss"),
+            "loss_end_full_precision": _over(np.mean, last, "full_precision_loss"),
             "held_out_loss": held_out.get(MAIN),
             "held_out_loss_full_precision": held_out.get(FULL_PRECISION),
-            "loss_gap": recorded_loss_gap(self.records),
-            "tokens_per_s": _over(np.median, [r.tokens_per_s for r in self.records]),
-            "seconds_per_step": _over(np.median, [r.seconds for r in self.records]),
-            "seconds_per_step_full_precision": _over(
-                np.median, [r.full_precision_seconds for r in self.records]
-            ),
-            "load_imbalance": _over(np.mean, [r.load_imbalance for r in last]),
+            "loss_gap": loss_gap(*compared) if compared[0] else None,
+            "tokens_per_s": _over(np.median, records, "tokens_per_s"),
+            "seconds_per_step": _over(np.median, records, "seconds"),
+            "seconds_per_step_full_precision": _over(np.median, records, "full_precision_seconds"),
+            "load_imbalance": _over(np.mean, last, "load_imbalance"),
         }
 
     def _advance(self) -> StepRecord:
@@ -267,30 +252,24 @@ class Trainer:
         # learner takes its rank's part.
         tokens = self.corpus.batch(step, train.batch_size, self.config.model.seq_len, train.seed)
         rate = train.learning_rate(step)
-        result, seconds = _timed_step(self.learners[MAIN], tokens, rate)
-        # Checked before `self.step` moves on, so a checkpoint never claims a step whose loss was
-        # not finite.
-        _require_finite(result, step, train.checkpoint)
-        twin = self.learners.get(FULL_PRECISION)
-        reference, reference_seconds = None, None
-        if twin is not None:
-            reference, reference_seconds = _timed_step(twin, tokens, rate)
-            _require_finite(reference, step, train.checkpoint, " of the run in full precision")
+        done = {
+            name: _timed_step(learner, tokens, rate, f"step {step} of the {name} run")
+            for name, learner in self.learners.items()
+        }
+        # Only now, so that a checkpoint never claims a step whose loss was not finite.
         self.step = step
-        num_tokens = train.batch_size * self.config.model.seq_len
+        result, seconds = done[MAIN]
+        twin, twin_seconds = done.get(FULL_PRECISION, (None, None))
+        figures = result._asdict()
         return StepRecord(
             step=step,
-            loss=result.loss,
-            aux_loss=result.aux_loss,
-            z_loss=result.z_loss,
-            grad_norm=result.grad_norm,
             learning_rate=rate,
-            tokens_per_s=num_tokens / seconds,
+            tokens_per_s=train.batch_size * self.config.model.seq_len / seconds,
             seconds=seconds,
-            load_imbalance=load_imbalance(result.expert_counts),
-            expert_load=expert_load(result.expert_counts),
-            full_precision_loss=reference.loss if reference is not None else None,
-            full_precision_seconds=reference_seconds,
+            expert_load=expert_load(figures.pop("expert_counts")),
+            full_precision_loss=None if twin is None else twin.loss,
+            full_precision_seconds=twin_seconds,
+            **figures,
         )
 
 
@@ -301,22 +280,20 @@ def baseline_for(engine: str) -> str:
     return "bf16" if engine == "hopper" else "fp32"
 
 
-def require_startable(config: RunConfig, corpus: Corpus, world_size: int) -> None:
+def require_startable(config: RunConfig, corpus: Corpus, ranks: int) -> None:
     """Refuse what can be refused before ranks join, and before anything of the model is allocated.
-    CorpusError where the text is shorter than a sequence; ConfigError where the batch does not
-    split over the ranks, or the memory is too small.
+    CorpusError where the text is shorter than a sequence; else as `RunConfig.require_startable`.
     """
-    config.require_world(world_size)
-    require_room(config, world_size)
+    config.require_startable(ranks)
     corpus.require_length(config.model.seq_len)
 
 
-def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, dict[str, Learner]]:
+def _make_learners(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, dict[str, DecoderLearner]]:
     """The learners, and the configuration with its baseline decided."""
 
-    def make(precision: str, engine: str) -> Learner:
+    def make(precision: str, engine: str) -> DecoderLearner:
         sizes = config.model, config.train
-        return make_learner(config.framework, *sizes, precision, engine, parallel)
+        return make_learner(config.framework, *sizes, precision, engine, ranks)
 
     # The main learner first: "auto" is resolved by building it, and the baseline depends on the
     # engine that runs.
@@ -330,29 +307,24 @@ def _make_learners(config: RunConfig, parallel: Parallel) -> tuple[RunConfig, di
 
 
 def _timed_step(
-    learner: Learner, tokens: np.ndarray, learning_rate: float
+    learner: DecoderLearner, tokens: np.ndarray, learning_rate: float, name: str
 ) -> tuple[StepResult, float]:
-    """The step and its seconds; its figures are there when the device has done all of it."""
+    """The step and its seconds. TrainingError where its figures are not finite."""
     # `train_step` returns numbers on the host, so the device has finished when the clock is read
     # again.
     started = time.perf_counter()
     result = learner.train_step(tokens, learning_rate)
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    words = f"{name}: loss {result.loss}, gradient norm {result.grad_norm}"
+    way_out = "the last checkpoint is whole: resume from it with a lower learning rate"
+    expect(finite, TrainingError, f"{words}; {way_out}")
     return result, time.perf_counter() - started
 
 
-def _over(statistic: Callable[[list[float]], Any], values: list[float | None]) -> float | None:
-    """`statistic` of the values; None where there are none, or none was recorded."""
-    known = [value for value in values if value is not None]
-    return float(statistic(known)) if known else None
-
-
-def _require_finite(result: StepResult, step: int, saves: bool, whose: str = "") -> None:
-    way_out = "this run writes no checkpoint: start it anew with a lower learning rate"
-    if saves:
-        way_out = "the last checkpoint is whole: resume from it with a lower learning rate"
-    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-    words = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{whose}; {way_out}"
-    expect(finite, TrainingError, words)
+def _over(statistic: Callable[..., Any], records: list[StepRecord], name: str) -> float | None:
+    """`statistic` of a figure of the records; None where there are none, or it was not recorded."""
+    values = [getattr(record, name) for record in records]
+    return float(statistic(values)) if values and None not in values else None
 
 
 def _has_backward(path: Path) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import resource
 from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,8 +15,9 @@ from framework import torch
 from node.node_harness import Layer
 
 from ernie_compat import run_report
-from ernie_compat.checkpoint import save_checkpoint
+from ernie_compat.checkpoint import SavedRun, save_checkpoint
 from ernie_compat.metrics import MetricsFile, StepRecord
+from ernie_compat.model_config import RunConfig
 from sonicmoe.bench import sweep as sweeps
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.workload import Variant
@@ -50,9 +50,7 @@ def dump(path):
 
 
 def summary(path):
-    train = SimpleNamespace(checkpoint=False)
-    trainer = SimpleNamespace(directory=path.parent, config=SimpleNamespace(train=train))
-    run_report.report(trainer, {"text": "x" * 9000}, {}, (), True)
+    run_report.report(path.parent, {"text": "x" * 9000}, True)
 
 
 def packed(path):
@@ -76,7 +74,9 @@ WRITERS = {
     "a step": dump,
     "a figure": lambda path: save_figure(new_figure((4.0, 3.0)), path.with_suffix(".png")),
     "a pack": packed,
-    "a checkpoint": lambda path: save_checkpoint(path, {}, {"weight": BIG}),
+    "a checkpoint": lambda path: save_checkpoint(
+        path, SavedRun(0, RunConfig(), ""), {"weight": BIG}
+    ),
     "a summary": summary,
     "metrics": metrics,
     "a sweep": swept,

@@ -19,6 +19,7 @@ from loss_runs import SCALE, Run, append_run, read_runs
 from loss_text import Text, Windows, read_text
 
 from ernie_compat.model_config import TrainConfig
+from ernie_compat.train_command import train
 
 TINY = loss.PRESETS["tiny"][0]
 
@@ -161,6 +162,7 @@ def test_branches_are_trained_written_and_not_repeated(text: Path, tmp_path: Pat
     runs = read_runs(out)
     kinds = [(one.point, one.order, one.kind) for one in runs]
     assert len(set(kinds)) == len(kinds) == 2 * 2 * 3 and "trunk at 4" in said
+    assert "2 of 2 losses are those of the trunk to the bit" in said
     assert all(len(one.losses) == 3 and list(one.held_out) == ["3"] for one in runs)
     assert all(4 * SCALE < value < 7 * SCALE for one in runs for value in one.losses)
     first = {one.kind: one.losses for one in runs if (one.point, one.order) == (4, 1)}
@@ -217,6 +219,34 @@ def test_the_report_has_the_intervals_of_students_t() -> None:
     lines = list(loss_figures.tables(runs + third))
     # 1, 3, 5: a deviation of 2, and 4.303 x 2 / sqrt(3) to each side.
     assert "+3.000 [-1.969, +7.969]" in next(line for line in lines if "**all** | fp8" in line)
+
+
+def test_runs_of_the_demo_are_compared_over_their_seeds(text: Path, tmp_path: Path) -> None:
+    sizes = "--hidden 32 --layers 2 --heads 2 --experts 4 --topk 2 --intermediate 32 --seq-len 16"
+    options = ["--framework", "torch", "--data", str(text), *sizes.split(), "--steps", "8"]
+    places = [tmp_path / f"seed{seed}" for seed in (0, 3)]
+    for seed, out in zip((0, 3), places, strict=True):
+        told = ["--compare", "--seed", str(seed), "--out", str(out), "--batch", "2"]
+        assert CliRunner().invoke(train, [*options, *told]).exit_code == 0
+    packed = tmp_path / "packed.jsonl.xz"
+    assert "4 runs" in run("gather", *places, "--to", packed)
+    summary = json.loads((places[1] / "summary.json").read_text())
+    ours = next(one for one in read_runs(packed) if one.seed == 3 and one.kind != "bf16")
+    assert ours.held_out == {"8": summary["held_out_loss"]} and ours.kind == "fp8 on reference"
+    told = run("report", packed)
+    assert "| **fp8 on reference** | 2 seeds |" in told and "of the last 2 steps" in told
+    (places[0] / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"summary\.json is missing"):
+        read_runs(places[0])
+
+
+def test_the_pictures_show_the_figures_of_the_data() -> None:
+    data = Path(__file__).resolve().parents[2] / "docs" / "data"
+    packed = data / "loss_runs.jsonl.xz"
+    assert packed.stat().st_size <= 300 * 1024
+    drawn = json.dumps(loss_figures.branch_figures(read_runs(packed))).encode()
+    for page in loss_figures.PAGES:
+        assert drawn in (data / f"loss_branches_{page.name}.png").read_bytes()
 
 
 def test_a_run_without_a_partner_is_no_figure(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_step_of_a_comparison_fits_80_columns(capsys):
     from ernie_compat.metrics import StepRecord
     from ernie_compat.progress import TrainingDisplay
 
-    figures = (5.54512, 0.0, 0.0, 1.0, 1e-3, 123456.0, 1.1, 3.21, ((0.5, 0.5),), 5.54321, 1.25)
+    figures = (5.54512, 0.0, 0.0, 1.0, 1e-3, 123456.0, 1.1, [[0.8, 0.1, 0.1, 0.0]], 5.54321, 1.25)
     TrainingDisplay(screen.progress_console(), 3000).update(StepRecord(1500, *figures))
     (line,) = capsys.readouterr().err.splitlines()
     told = "step 1500/3000 loss 5.5451 (full 5.5432), 123.5k tok/s, load 3.2x, 59 min left"
@@ -147,7 +147,7 @@ def test_training_prints_a_line_of_every_slow_step(capsys, monkeypatch):
     display = progress.TrainingDisplay(screen.progress_console(), total_steps=1000)
     for step, wait in ((1, 0.0), (2, 0.0), (3, 0.1), (4, 0.0)):
         time.sleep(wait)
-        record = StepRecord(step, 1.0, 0.0, 0.0, 1.0, 1e-3, 10.0, 1.0, 1.0, ((0.5, 0.5),))
+        record = StepRecord(step, 1.0, 0.0, 0.0, 1.0, 1e-3, 10.0, 1.0, [[0.5, 0.5]])
         display.update(record)
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert lines == ["1/1000", "3/1000"]

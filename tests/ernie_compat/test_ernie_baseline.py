@@ -21,7 +21,7 @@ from ernie_compat.trainer import (
 class Recorded:
     """A learner that computes nothing and says which engine it was made for."""
 
-    device, num_parameters = "cuda:0", 1
+    device = "cuda:0"
 
     def __init__(self, precision, engine, loss=2.0):
         self.precision, self.loss = precision, loss
@@ -66,7 +66,7 @@ def test_baseline_and_its_engine(corpus, tmp_path, precision, engine, against, w
     twin = trainer.learners[FULL_PRECISION]
     assert (twin.precision, twin.engine) == wanted and trainer.config.against == wanted[0]
     trainer.train()
-    assert read_header(tmp_path / CHECKPOINT_NAME)["config"]["against"] == wanted[0]
+    assert read_header(tmp_path / CHECKPOINT_NAME).config.against == wanted[0]
     summary = trainer.summary()
     assert (summary["against"], summary["engine_full_precision"]) == wanted
     assert summary["engine_used"] == trainer.learners[MAIN].engine and summary["engine"] == engine

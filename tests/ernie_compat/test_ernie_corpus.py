@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ernie_compat import corpus as module
 from ernie_compat.corpus import FILE_SEPARATOR, CorpusError, load_corpus
 
 
@@ -16,7 +17,7 @@ def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"second" * 20)
     (tmp_path / "a.txt").write_bytes(b"first" * 20)
     corpus = load_corpus([tmp_path])
-    assert text_of(corpus) == b"first" * 20 + bytes([FILE_SEPARATOR]) + b"second" * 20
+    assert text_of(corpus) == b"first" * 20 + FILE_SEPARATOR + b"second" * 20
     assert corpus.num_files == 2
 
 
@@ -49,13 +50,13 @@ def test_batches_are_windows_of_their_own_part(corpus):
         assert bytes(row.tolist()) in held_out
 
 
-def test_reading_stops_at_the_limit(tmp_path, caplog):
-    for name in "abc":
+def test_more_text_than_the_limit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CORPUS_BYTES", 100)
+    for name in "ab":
         (tmp_path / name).write_text(60 * name)
-    with caplog.at_level("WARNING", logger="sonicmoe"):
-        corpus = load_corpus([tmp_path], max_bytes=100)
-    assert text_of(corpus) == b"a" * 60 + b"\0" + b"b" * 40
-    assert "passes 100 bytes" in caplog.text
+    assert load_corpus([tmp_path / "a"]).num_files == 1
+    with pytest.raises(CorpusError, match=r"longer than 100 bytes, at .*/b; needed: less --data"):
+        load_corpus([tmp_path])
 
 
 def test_files_of_proc_are_empty_as_they_say_because_reading_some_never_ends():

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from ernie_compat import plots
+from ernie_compat import run_report
 from ernie_compat.metrics import (
     MetricsError,
     MetricsFile,
     StepRecord,
-    continued_metrics,
+    expert_load,
     loss_gap,
     read_metrics,
     smoothed,
@@ -21,8 +21,8 @@ from ernie_compat.model_config import smoothing_window
 
 
 def record(step, loss=3.0, reference=None):
-    load = ((0.5, 0.25, 0.25), (0.2, 0.2, 0.6))
-    return StepRecord(step, loss, 1.0, 2.0, 0.5, 1e-3, 1000.0, 0.1, 1.65, load, reference)
+    load = [[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]
+    return StepRecord(step, loss, 1.0, 2.0, 0.5, 1e-3, 1000.0, 0.1, load, reference)
 
 
 def test_short_runs_are_smoothed_over_a_quarter():
@@ -60,23 +60,24 @@ def test_metrics_file_round_trip_and_restart(tmp_path):
     assert [(item.step, item.loss) for item in read_metrics(path)] == [(1, 3.0), (2, 3.0), (3, 9.0)]
 
 
-def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path, caplog):
+def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, [record(1), record(2)]):
         pass
     whole = path.read_text()
     path.write_text(whole[:-40])
     assert [item.step for item in read_metrics(path)] == [1]
-    for damaged in (whole[:-40], whole[whole.index("\n") + 1 :]):  # half a line, a gap
-        path.write_text(damaged)
-        assert len(continued_metrics(path, 2, keeps=True)) == 1
-        kept = tmp_path / "metrics.jsonl.damaged"
-        assert caplog.messages[-1].endswith(f"kept as {kept}") and kept.read_text() == damaged
-        kept.unlink()
-    assert continued_metrics(path, 0, keeps=True) == [] and len(caplog.messages) == 2
     path.write_text("{}\n" + whole)
     with pytest.raises(MetricsError, match="line 1"):
         read_metrics(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(MetricsError, match="cannot read"):
+        read_metrics(path)
+
+
+def test_the_load_of_the_busiest_expert():
+    assert record(1).load_imbalance == pytest.approx((1.5 + 1.8) / 2)
+    assert expert_load(np.array([[3, 1], [0, 0]])) == [[0.75, 0.25], [0.0, 0.0]]
 
 
 def test_drawn_means_lag_behind_nothing(monkeypatch, tmp_path):
@@ -84,10 +85,10 @@ def test_drawn_means_lag_behind_nothing(monkeypatch, tmp_path):
     on the line. At the last of them it would lie half a window behind.
     """
     drawn = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(run_report, "save_figure", lambda figure, path: drawn.append(figure))
     losses = np.linspace(6, 2, 300)
     records = [record(step, loss, loss) for step, loss in enumerate(losses, start=1)]
-    plots.plot_loss(records, tmp_path / "loss.png", "fp8")
+    run_report.plot_loss(records, tmp_path / "loss.png", "fp8", "full precision")
     lines = [line for axes in drawn[0].axes[:1] for line in axes.lines]
     assert [line.get_label() for line in lines[1:]] == ["fp8, mean of 25 steps", "full precision"]
     for line in lines:

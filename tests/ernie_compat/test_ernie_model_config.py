@@ -12,7 +12,6 @@ import pytest
 from small_run import SIZES, run_config
 
 from ernie_compat.initial_weights import parameter_shapes
-from ernie_compat.memory import least_memory, parameters, require_room
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from sonicmoe.errors import ConfigError
 
@@ -75,22 +74,14 @@ def test_unreadable_json_is_a_config_error():
     [SIZES, ModelConfig(), ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)],
 )
 def test_parameters_are_those_of_the_model(model):
-    assert parameters(model) == sum(map(math.prod, parameter_shapes(model).values()))
+    assert model.parameters == sum(map(math.prod, parameter_shapes(model).values()))
 
 
-def test_the_bound_grows_with_the_run_and_shrinks_with_the_ranks():
-    plain = run_config(train={"batch_size": 8})
-    alone = least_memory(plain, 1, on_gpu=False)
-    assert least_memory(replace(plain, compare=True), 1, on_gpu=False) > alone
-    assert least_memory(plain, 4, on_gpu=False) < alone
-    assert least_memory(plain, 1, on_gpu=True) < alone
-    without = replace(plain, compare=True, train=replace(plain.train, checkpoint=False))
-    # One learner's initial weights after the other's, and no copy of the moments.
-    assert least_memory(without, 1, on_gpu=True) < least_memory(plain, 1, on_gpu=True)
-    assert least_memory(without, 1, on_gpu=False) > alone
-    require_room(plain, 1)
-
-
-def test_layers_without_end_are_refused_at_once():
-    with pytest.raises(ConfigError, match=r"10\^\d+ parameters.*at least 10\^\d+ GiB of memory"):
-        require_room(run_config(model=replace(SIZES, num_layers=10**400)), 1)
+def test_what_does_not_split_over_the_ranks_or_fit_is_refused():
+    run_config().require_startable(4)
+    with pytest.raises(ConfigError, match="a micro-batch of 2 cannot be split over 4 ranks"):
+        run_config(train={"micro_batches": 2}).require_startable(4)
+    with pytest.raises(ConfigError, match="num_experts of 4 cannot be split over 3 ranks"):
+        run_config(train={"batch_size": 6}).require_startable(3)
+    with pytest.raises(ConfigError, match=r"10\^\d+ parameters.*at least .* GiB of memory"):
+        run_config(model=replace(SIZES, num_layers=10**18)).require_startable(1)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from small_run import SIZES, run_config, write_text
 
-from ernie_compat.checkpoint import CheckpointError, load_checkpoint, read_header
+from ernie_compat.checkpoint import CheckpointError, SavedRun, load_checkpoint, read_header
 from ernie_compat.corpus import load_corpus
 from ernie_compat.initial_weights import initial_weights
 from ernie_compat.metrics import read_metrics
-from ernie_compat.saved_run import SavedRun
 from ernie_compat.trainer import (
     CHECKPOINT_NAME,
     MAIN,
@@ -107,7 +106,7 @@ def test_steps_after_the_checkpoint_are_repeated_not_kept_twice(corpus, tmp_path
 
     with pytest.raises(KeyboardInterrupt):
         trainer.train(on_step=interrupt_after_five)
-    assert read_header(tmp_path / CHECKPOINT_NAME)["step"] == 4
+    assert read_header(tmp_path / CHECKPOINT_NAME).step == 4
     assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5]
     assert Trainer.resume(config, corpus, tmp_path).train()
     assert [r.step for r in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3, 4, 5, 6]
@@ -134,10 +133,12 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus, tmp_path):
         if record.step == 3:
             trainer.learners[MAIN].decoder.lm_head.weight.data.fill_(float("nan"))
 
-    with pytest.raises(TrainingError, match=r"step 4: loss nan.*the last checkpoint is whole"):
+    with pytest.raises(
+        TrainingError, match=r"step 4 of the main run: loss nan.*the last checkpoint is whole"
+    ):
         trainer.train(on_step=poison_after_three)
     header, arrays = load_checkpoint(tmp_path / CHECKPOINT_NAME)
-    assert header["step"] == 2 and all(np.isfinite(a).all() for a in arrays.values())
+    assert header.step == 2 and all(np.isfinite(a).all() for a in arrays.values())
 
 
 @pytest.mark.parametrize(
@@ -155,4 +156,4 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus, tmp_path):
 def test_another_run_is_not_resumed(change, message):
     changed = run_config(**{**change, "train": {"steps": 3, **change.get("train", {})}})
     with pytest.raises(CheckpointError, match=message):
-        SavedRun(3, run_config(train={"steps": 3})).require_resumable(changed)
+        SavedRun(3, run_config(train={"steps": 3}), "").require_resumable(changed)

@@ -8,17 +8,17 @@ import signal
 import pytest
 from small_run import run_python
 
-from ernie_compat.run_directory import claimed, clear, found_run, make_new, require_free
+from ernie_compat.run_directory import claimed, clear, found_run, opened, require_free
 from sonicmoe.errors import ConfigError
 
 CLAIMS = """
 import os, signal, sys
 from pathlib import Path
-from ernie_compat.run_directory import claimed
+from ernie_compat.run_directory import opened
 from sonicmoe.errors import ConfigError
 directory = Path(sys.argv[1])
 try:
-    with claimed(directory):
+    with opened(directory, 0, False):
         if sys.argv[2] == "killed":
             (directory / ".checkpoint.npz.host-1.partial").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +44,7 @@ def test_a_second_process_is_refused(tmp_path):
 def test_a_killed_process_holds_nothing_and_its_leftovers_go(tmp_path):
     assert in_a_child(tmp_path, "killed") == -signal.SIGKILL
     assert list(tmp_path.glob(".*.partial"))
-    with claimed(tmp_path):
+    with opened(tmp_path, 0, False):
         assert not list(tmp_path.glob(".*.partial"))
 
 
@@ -58,11 +58,16 @@ def test_without_locks_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog
     assert re.search(r"cannot be locked \(.*No locks available\)", caplog.text)
 
 
-def test_two_runs_that_start_in_one_second_get_two_directories(tmp_path):
-    assert len({make_new(tmp_path / "runs") for _ in range(5)}) == 5
+def test_a_new_directory_is_made_where_none_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with opened(None, 0, False) as directory:
+        assert directory.is_dir() and directory.parent.name == "runs"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="give --out DIR"):
-        make_new(tmp_path / "file")
+    refused = pytest.raises(ConfigError, match="cannot be a directory")
+    with refused, opened(tmp_path / "file", 0, False):
+        pytest.fail("made")
+    with opened(tmp_path / "other rank's", 1, False) as directory:
+        assert not directory.exists()
 
 
 def test_what_is_there_is_named(tmp_path):

@@ -20,7 +20,6 @@ from worlds import ROOT, environment
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import StepRecord, read_metrics
 from ernie_compat.precision import node_config
-from ernie_compat.saved_run import SavedRun
 from ernie_compat.train_command import train
 from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump
@@ -78,11 +77,11 @@ def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(whole):
     for record in records:
         assert record.full_precision_loss and record.tokens_per_s > 0
         assert len(record.expert_load[0]) == 4
-    assert read_header(out / "checkpoint.npz")["step"] == 30
+    assert read_header(out / "checkpoint.npz").step == 30
     content = (out / "loss.png").read_bytes()
     assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
     assert "step 30/30" in result.stderr and "k tok/s, load " in result.stderr
-    assert "%  (normal: up to 0.2% of the default model)" in result.stdout
+    assert "%  (normal: up to 0.2% of the default model; beside fp32 on reference)" in result.stdout
     told = [line for line in result.stderr.splitlines() if line.startswith("step ")]
     assert all(line.endswith(" s left") for line in told[:-1]) and "left" not in told[-1]
     assert "Warning" not in result.stderr
@@ -116,7 +115,7 @@ def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupte
     after_three_steps(out, interrupt, lambda: process.poll() is None)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
-    step = read_header(out / "checkpoint.npz")["step"]
+    step = read_header(out / "checkpoint.npz").step
     assert 3 <= step < 30
     assert f"interrupted at step {step}; checkpoint saved" in stderr
     assert "Traceback" not in stderr and stdout == ""
@@ -155,7 +154,7 @@ class Directory:
 
     @property
     def saved_step(self):
-        return read_header(self.out / "checkpoint.npz")["step"]
+        return read_header(self.out / "checkpoint.npz").step
 
     @property
     def files(self):
@@ -203,15 +202,12 @@ def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(run, text)
         (["--no-such-option"], "No such option"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", "{new}"], "no checkpoint at"),
-        (["--resume", "--out", "{damaged}"], "damaged"),
+        (["--resume", "--out", "{damaged}"], "damaged/checkpoint.npz cannot be read"),
         (["--out", "{file}"], "cannot be a directory"),
-        (["--no-checkpoint", "--checkpoint-every", "5"], "--no-checkpoint writes none"),
-        (["--resume", "--no-checkpoint", "--out", "{damaged}"], "is for a new run"),
-        (["--allow-nonfinite"], "is for a checkpoint to --resume from"),
         (["--resume", "--out", "{ended}"], "the metrics of 1 steps without a checkpoint, so there"),
         (["--capture", "0"], "capture_layers has 0; the MoE layers of this model are 1 to 1"),
         (["--capture", "1", "--capture", "2"], "capture_layers has 2; the MoE layers"),
-        (["--lr", "1e30"], "lr is 1e+30; needed: at most 1.0"),
+        (["--lr", "1e30"], "lr is 1e+30; needed: a number from 1e-12 to 1.0"),
         (["--steps", "9" * 30], "steps is 9"),
         (["--out", ""], "'' is empty; needed: a path"),
         (["--data", ""], "'' is empty; needed: a path"),
@@ -223,7 +219,7 @@ def test_bad_input_is_one_line_and_exit_code_2(text, tmp_path, arguments, words)
     places = {name: tmp_path / name for name in names}
     for name in ("ended", "empty", "damaged"):
         places[name].mkdir()
-    record = StepRecord(1, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 1.0, 1.0, ((1.0,),))
+    record = StepRecord(1, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 1.0, [[1.0]])
     (places["ended"] / "metrics.jsonl").write_text(json.dumps(asdict(record)) + "\n")
     (places["damaged"] / "checkpoint.npz").write_text("not one")
     places["short"].write_text("too short")
@@ -272,7 +268,7 @@ def test_a_resumed_run_finds_its_text_by_itself(run, text, monkeypatch):
     monkeypatch.chdir("/")
     own = run.resume("--steps", "2")
     assert own.exit_code == 0 and "2 files" in own.stderr and "differs" not in own.stderr
-    assert SavedRun.read(run.out / "checkpoint.npz").data == (str(text),)
+    assert read_header(run.out / "checkpoint.npz").data == (str(text),)
 
     file = text / "a.txt"
     said = run.resume("--data", str(file), "--steps", "3")
@@ -288,21 +284,6 @@ def test_a_resumed_run_finds_its_text_by_itself(run, text, monkeypatch):
         line = assert_refused(result, words)
         assert line.endswith("to continue on another text, give --data")
     assert run.saved_step == 3
-
-
-def test_a_run_without_checkpoints_cannot_be_resumed_and_says_so(run):
-    first = run.start("--no-checkpoint", "--capture", "1", steps=2)
-    assert first.exit_code == 0, first.stderr
-    captured = run.out / "captured-step2-layer1.npz"
-    assert run.summary["captured"] == [str(captured)]
-    assert str(captured) in first.stdout and load_case(captured).num_experts == 4
-    before = run.files
-    assert_refused(run.resume(), "nothing to resume: a run with --no-checkpoint")
-    words = "the metrics of 2 steps without a checkpoint; --overwrite replaces"
-    assert "--resume" not in assert_refused(run.start(), words)
-    assert run.files == before
-    assert run.start("--overwrite", steps=2).exit_code == 0
-    assert not list(run.out.glob("captured*")) and run.saved_step == 2
 
 
 def test_tensors_that_were_not_captured_are_an_exit_code(run, monkeypatch):

@@ -4,9 +4,10 @@ rank that is gone.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from ernie_compat.parallel import Launch, RankLayout, lost_ranks_named, read_launch
+from ernie_compat.ranks import RankLayout, lost_ranks_named, names_on_all_ranks, read_launch
 from sonicmoe.errors import ConfigError, RankLostError
 
 TORCHRUN = {
@@ -19,9 +20,9 @@ PADDLE = {
 
 
 def test_launchers_are_read():
-    assert read_launch({"PATH": "/bin", "LOCAL_RANK": "7"}) == Launch()
-    assert read_launch(TORCHRUN) == Launch(3, 4, 1)
-    assert read_launch({**PADDLE, "PADDLE_RANK_IN_NODE": "0"}) == Launch(1, 2, 0)
+    assert read_launch({"PATH": "/bin", "LOCAL_RANK": "7"}) == RankLayout()
+    assert read_launch(TORCHRUN) == RankLayout(3, 4, 1)
+    assert read_launch({**PADDLE, "PADDLE_RANK_IN_NODE": "0"}) == RankLayout(1, 2, 0)
     with pytest.raises(ConfigError, match=r"incomplete.*'RANK'.*needed: RANK, WORLD_SIZE"):
         read_launch({"WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match=r"incomplete \('MASTER_ADDR'\)"):
@@ -31,15 +32,13 @@ def test_launchers_are_read():
 
 
 def test_layout():
-    layout = RankLayout(Launch(rank=5, world_size=8), 4)
-    assert layout.ep_groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and layout.ep_rank == 1
-    assert layout.replica_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    layout = RankLayout(rank=1, world_size=4)
     assert list(layout.local_experts(16)) == [4, 5, 6, 7]
-    with pytest.raises(ConfigError, match="--ep is 3 and there are 8 ranks"):
-        RankLayout(Launch(world_size=8), 3)
-    words = r"--ep is 2 and there is 1 rank; .* start it with torchrun"
-    with pytest.raises(ConfigError, match=words):
-        RankLayout(Launch(), 2)
+    assert layout.shard(np.arange(8)).tolist() == [2, 3]
+    name = "weight/layers.1.mlp.experts.{}.down_proj.weight"
+    wanted = [name.format(expert) for expert in (1, 5, 9, 13)]
+    assert names_on_all_ranks(name.format(5), layout, 16) == wanted
+    assert names_on_all_ranks("weight/lm_head.weight", layout, 16) == ["weight/lm_head.weight"]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +51,11 @@ def test_layout():
     ],
 )
 def test_a_broken_collective_is_said_in_one_sentence(error, raised):
-    layout = RankLayout(Launch(rank=1, world_size=2), 2)
+    layout = RankLayout(rank=1, world_size=2)
     with pytest.raises(raised) as seen, lost_ranks_named(layout, "torch"):
         raise error
     assert type(seen.value) is raised
     if raised is RankLostError:
         assert "rank 1 of 2 lost another rank in the training over torch" in str(seen.value)
-    with pytest.raises(type(error)), lost_ranks_named(RankLayout(Launch(), 1), "torch"):
+    with pytest.raises(type(error)), lost_ranks_named(RankLayout(), "torch"):
         raise error  # one rank has no other
