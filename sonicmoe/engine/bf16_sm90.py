@@ -17,7 +17,7 @@ from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
 from ..interop import current_stream, device_name, device_of, dtype_name, empty, free
 from ..kernels import routing_metadata_source
-from ..kernels.quack_gemm import expert_rows_module
+from ..kernels.cuda_wgrad import expert_rows_module
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
 from ..layouts import GateUp, WeightLayout
 from ..observe import staged, tap

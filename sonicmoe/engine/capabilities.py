@@ -20,7 +20,7 @@ from ..jit.key import package_versions
 from ..jit.plan import CompileJob
 from ..jit.toolchain import find_toolkit
 from ..jit.triton_variant import TritonVariant
-from ..kernels.quack_gemm import PACKAGES
+from ..kernels.blackwell.quack_gemm import PACKAGES
 from ..quant.recipes import RECIPES, rows
 from .kernel_jobs import bf16_jobs, hopper_jobs, mxfp8_jobs, triton_jobs
 from .settings import EngineSettings, GradientMode, TokenFormat, Workload

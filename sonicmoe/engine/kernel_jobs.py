@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from ..architectures import SM90
 from ..jit.plan import CompileJob
-from ..kernels.cuda_quantize import mx_quantize_source
-from ..kernels.cuda_wgrad import low_rank_source
-from ..kernels.mx_gemm import MxShape
-from ..kernels.mx_gemm import all_kernels as mx_kernels
-from ..kernels.quack_gemm import MlpShape, all_kernels, expert_rows_source, wgrad_kernels
+from ..kernels.blackwell import mx_quantize_source
+from ..kernels.blackwell.mx_gemm import MxShape
+from ..kernels.blackwell.mx_gemm import all_kernels as mx_kernels
+from ..kernels.blackwell.quack_gemm import MlpShape, all_kernels, wgrad_kernels
+from ..kernels.cuda_wgrad import expert_rows_source, low_rank_source
 from ..kernels.sm90 import bf16_sources, engine_sources, gathers_first
 from ..kernels.triton.variants import ExpertShape, all_variants
 from .settings import EngineSettings, Workload

@@ -15,6 +15,7 @@ from ..errors import EngineUnavailableError
 from ..log import log_once
 from ..routing.backends import arch_of
 from .bf16 import Bf16Engine
+from .blackwell.mxfp8 import Mxfp8Engine
 from .capabilities import (
     HOST,
     RECORDS,
@@ -28,7 +29,6 @@ from .capabilities import (
 from .cold_start import compile_missing
 from .hopper import HopperEngine
 from .interface import Engine
-from .mxfp8 import Mxfp8Engine
 from .reference import ReferenceEngine
 from .settings import EngineSettings, TokenFormat, Workload
 from .triton import TritonEngine

@@ -13,6 +13,7 @@ from engine.host_kernels import gradient_parts, narrow_gradient, narrow_rows, pr
 
 from sonicmoe.engine import bf16, bf16_sm90, bf16_weights
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.blackwell import quack_products
 from sonicmoe.engine.gpu import Gpu
 from sonicmoe.enums import ActivationType
 
@@ -39,7 +40,7 @@ class Launches:
         self.every = 0 if is_hopper else 132
         self.loads = [] if is_hopper else ["load wgrad_down", "load wgrad_up"]
         self.of = HopperGemms if is_hopper else Bf16Gemms
-        self.products = bf16_sm90.HopperProducts if is_hopper else bf16._Products
+        self.products = bf16_sm90.HopperProducts if is_hopper else quack_products._QuackProducts
 
     def clear(self):
         self.calls.clear()
@@ -66,14 +67,15 @@ def launches_fixture(request, monkeypatch):
     """Every test runs over both kinds of GEMMs, unless it asks for one."""
     found = Launches(request.param)
     monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
-    monkeypatch.setattr(bf16, "ExpertRows", Bf16Rows)
+    for module in (bf16, quack_products):
+        monkeypatch.setattr(module, "ExpertRows", Bf16Rows)
+        monkeypatch.setattr(module, "launch_scope", lambda tensor: nullcontext())
+        monkeypatch.setattr(module, "gpu_of", lambda device: Gpu("sm_100a", 132))
     monkeypatch.setattr(bf16_weights, "_known", {})
     monkeypatch.setattr(bf16_weights, "_DEPTH", 8)  # these I are no multiples of 64
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: request.param == HOPPER)
     # Of quack-kernels.
-    monkeypatch.setattr(bf16, "gpu_of", lambda device: Gpu("sm_100a", 132))
-    monkeypatch.setattr(bf16, "launch_scope", lambda tensor: nullcontext())
-    monkeypatch.setattr(bf16, "grouped_gemms", found.quack)
+    monkeypatch.setattr(quack_products, "grouped_gemms", found.quack)
     # Of Hopper, which reads weights where they lie.
     monkeypatch.setattr(bf16, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(bf16_sm90, "kernels_on", found.hopper)

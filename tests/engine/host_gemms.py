@@ -1,5 +1,5 @@
-"""The GEMMs and row kernels of engines `bf16` and `mxfp8` on the host: what `kernels.quack_gemm`,
-`kernels.mx_gemm` and `bf16.ExpertRows` compute on a GPU, in plain tensor operations.
+"""The GEMMs and row kernels of engines `bf16` and `mxfp8` on the host: what `quack_gemm`,
+`mx_gemm` and `ExpertRows` compute on a GPU, in plain tensor operations.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
-from sonicmoe.kernels.quack_gemm import Stored
-from sonicmoe.quant.mx import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS
+from sonicmoe.engine.blackwell.mx import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS
+from sonicmoe.kernels.blackwell.quack_gemm import Stored
 from sonicmoe.quant.recipes import ScaleFormat, rows
 from sonicmoe.quant.reference import quantize
 
@@ -170,7 +170,7 @@ def decoded(codes, atoms):
 
 
 class MxRows:
-    """As `bf16.ExpertRows`, of the padded rows."""
+    """As `ExpertRows`, of the padded rows."""
 
     def __init__(self, routing):
         self.cu_rows = routing.padded_offsets.to(torch.int32)

@@ -10,14 +10,14 @@ import pytest
 from framework import numpy, torch
 
 from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.bf16_gradients import outputs_of
+from sonicmoe.engine.blackwell.bf16_gradients import outputs_of
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
-from sonicmoe.kernels.quack_gemm import STORED, Stored
+from sonicmoe.kernels.blackwell.quack_gemm import STORED, Stored
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 
@@ -146,7 +146,7 @@ class TestRefused:
 
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
 def test_a_warm_up_has_every_variant_that_a_destination_asks_for(activation):
-    from sonicmoe.kernels.quack_gemm import (
+    from sonicmoe.kernels.blackwell.quack_gemm import (
         MlpShape,
         all_kernels,
         wgrad_down_kernel,

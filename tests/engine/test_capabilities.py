@@ -30,7 +30,7 @@ from sonicmoe.engine.capabilities import (
 from sonicmoe.engine.settings import EngineSettings, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
-from sonicmoe.kernels.quack_gemm import PACKAGES
+from sonicmoe.kernels.blackwell.quack_gemm import PACKAGES
 from sonicmoe.kernels.sm90 import launch_parameters
 from sonicmoe.quant.recipes import RECIPES
 

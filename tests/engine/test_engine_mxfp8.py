@@ -18,13 +18,14 @@ from engine.fp8_layer import E, assert_same_bits, parameter_targets
 from engine.host_gemms import MxGemms, MxRows
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine import mxfp8, trial
+from sonicmoe.engine import trial
 from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine.blackwell import mx, mxfp8
+from sonicmoe.engine.blackwell.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.capabilities import MXFP8, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.targets import GradientTargets
@@ -32,7 +33,6 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.quant import mx
 from sonicmoe.quant.recipes import RECIPES
 
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)

@@ -28,15 +28,16 @@ from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import no_compile
-from sonicmoe.kernels import cuda_sources, quack_gemm
-from sonicmoe.kernels.quack_gemm import (
+from sonicmoe.kernels import cuda_sources
+from sonicmoe.kernels.blackwell import quack_gemm
+from sonicmoe.kernels.blackwell.quack_gemm import (
     MlpShape,
     all_kernels,
     candidates,
-    expert_rows_source,
     grouped_gemms,
 )
-from sonicmoe.kernels.quack_tilings import FAMILIES, PRODUCTS, SERVED_BY
+from sonicmoe.kernels.blackwell.quack_tilings import FAMILIES, PRODUCTS, SERVED_BY
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.gpu

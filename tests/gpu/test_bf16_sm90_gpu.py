@@ -36,7 +36,7 @@ from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.weight_source import WeightSource

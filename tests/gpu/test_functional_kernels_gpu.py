@@ -11,7 +11,7 @@ from gpu.gradient_memory import APART, LAYOUTS, ids
 
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 from sonicmoe.layouts import GateUp
 

@@ -36,7 +36,7 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit import no_compile
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,7 @@ from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.jit import no_compile
-from sonicmoe.kernels.cuda_wgrad import low_rank_source
-from sonicmoe.kernels.quack_gemm import expert_rows_source
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source, low_rank_source
 from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
 from sonicmoe.quant.recipes import BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage

@@ -11,9 +11,9 @@ import pytest
 from racers import NOT_RUN, PACKAGE_ROOT, TIMEOUT_S, environment
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.errors import ToolchainError
 from sonicmoe.jit.toolchain import find_toolkit
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
 
 SAMPLE = Path(__file__).with_name("cute_sample.py")
 HAS_CUTE = importlib.util.find_spec("cutlass") is not None and find_toolkit() is not None

@@ -413,7 +413,7 @@ def python(*arguments, **variables):
 
 def test_package_and_command_import_no_framework_and_no_compiler():
     program = (
-        "import sys, sonicmoe.jit, sonicmoe.cli.warmup, sonicmoe.jit_warmup, sonicmoe.jit.cute_kernel\n"
+        "import sys, sonicmoe.jit, sonicmoe.cli.warmup, sonicmoe.jit_warmup, sonicmoe.kernels.blackwell.cute_kernel\n"
         "import sonicmoe.jit.cuda_source, sonicmoe.jit.triton_variant, sonicmoe.jit.worker\n"
         "import sonicmoe.engine.capabilities, sonicmoe.engine.compile_plan\n"
         "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"

@@ -23,7 +23,7 @@ from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF  # noqa: E402
 from quack.blockscaled.utils import _pack_blockscaled_scales  # noqa: E402
 
 from sonicmoe.enums import ACTIVATIONS  # noqa: E402
-from sonicmoe.kernels.quack_epilogues import gate_functions, ungated_functions  # noqa: E402
+from sonicmoe.kernels.blackwell.quack_epilogues import gate_functions, ungated_functions  # noqa: E402
 
 BLOCK = 32
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.jit.cute_kernel import CuteKernel
-from sonicmoe.kernels import quack_gemm
-from sonicmoe.kernels.quack_gemm import (
+from sonicmoe.kernels.blackwell import quack_gemm
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
+from sonicmoe.kernels.blackwell.quack_gemm import (
     MlpShape,
     Stored,
     all_kernels,
     candidates,
     wgrad_up_kernel,
 )
-from sonicmoe.kernels.quack_tilings import PRODUCTS, GemmConfig, family_of
+from sonicmoe.kernels.blackwell.quack_tilings import PRODUCTS, GemmConfig, family_of
 
 SWIGLU = ActivationType.SWIGLU
 # With these the epilogues compute all that they can: a softcap of up is off by default.

@@ -10,8 +10,8 @@ from kernels.gemm_matrix import OWN
 
 from sonicmoe.engine.capabilities import MXFP8
 from sonicmoe.enums import ActivationType
-from sonicmoe.jit.cute_kernel import CuteKernel
-from sonicmoe.kernels.mx_gemm import MxShape, all_kernels, up_kernel, wgrad_kernel
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
+from sonicmoe.kernels.blackwell.mx_gemm import MxShape, all_kernels, up_kernel, wgrad_kernel
 
 ARCHS = tuple(architecture.name for architecture in MXFP8.architectures)
 

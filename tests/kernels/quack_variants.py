@@ -21,7 +21,7 @@ from typing import Any
 
 from ptx_report import traffic  # beside this file
 
-from sonicmoe.jit import cute_build
+from sonicmoe.kernels.blackwell import cute_build
 
 
 def compile_for(arch: str, folder: Path) -> None:

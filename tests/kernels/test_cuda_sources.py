@@ -27,14 +27,15 @@ from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.shared_object import BUILD_LOG
 from sonicmoe.kernels import cuda_sources, peer_rows_source, routing_metadata_source, sm90
-from sonicmoe.kernels.cuda_quantize import mx_quantize_source, quantize_source
+from sonicmoe.kernels.blackwell import mx_quantize_source
+from sonicmoe.kernels.cuda_quantize import quantize_source
 from sonicmoe.kernels.cuda_wgrad import (
     bias_gradients_source,
+    expert_rows_source,
     flush_source,
     low_rank_source,
     wgrad_operands_source,
 )
-from sonicmoe.kernels.quack_gemm import expert_rows_source
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_grouped_gemm_source, gemm_sources
 
 # How z is kept and what the activation computes are parts of an epilogue

@@ -7,9 +7,15 @@ from __future__ import annotations
 from kernels.mx_matrix import every_mx_variant, mx_shape
 
 from sonicmoe.engine.capabilities import MXFP8
-from sonicmoe.kernels import mx_gemm
-from sonicmoe.kernels.mx_gemm import MxGemms, all_kernels, dgated_kernel, up_kernel, wgrad_kernel
-from sonicmoe.kernels.quack_gemm import Stored
+from sonicmoe.kernels.blackwell import mx_gemm
+from sonicmoe.kernels.blackwell.mx_gemm import (
+    MxGemms,
+    all_kernels,
+    dgated_kernel,
+    up_kernel,
+    wgrad_kernel,
+)
+from sonicmoe.kernels.blackwell.quack_gemm import Stored
 
 
 def test_variants_of_a_model():

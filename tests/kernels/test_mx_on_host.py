@@ -14,9 +14,9 @@ from kernels import host_cuda
 from kernels.needs import HOST_MODULE
 from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, flags_of, user_matrices, values
 
+from sonicmoe.engine.blackwell import mx
 from sonicmoe.interop import dtype_name
-from sonicmoe.kernels.cuda_quantize import mx_quantize_source
-from sonicmoe.quant import mx
+from sonicmoe.kernels.blackwell import mx_quantize_source
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing

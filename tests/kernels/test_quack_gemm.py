@@ -36,15 +36,15 @@ from sonicmoe.engine.capabilities import missing_package
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit import CompileCache, CompileKey
-from sonicmoe.jit.cute_kernel import CuteKernel
 from sonicmoe.jit.toolchain import find_toolkit
-from sonicmoe.kernels.quack_gemm import (
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
+from sonicmoe.kernels.blackwell.quack_gemm import (
     all_kernels,
     candidates,
     choose_config,
     down_kernel,
 )
-from sonicmoe.kernels.quack_tilings import (
+from sonicmoe.kernels.blackwell.quack_tilings import (
     FAMILIES,
     PRODUCTS,
     GemmConfig,
@@ -156,7 +156,7 @@ def test_an_artefact_loads_without_quack_and_says_what_it_takes(artefacts):
         "from pathlib import Path; import torch\n"
         "from sonicmoe.jit import CompileCache, no_compile\n"
         "from sonicmoe.enums import ActivationType\n"
-        "from sonicmoe.kernels.quack_gemm import MlpShape, down_kernel\n"
+        "from sonicmoe.kernels.blackwell.quack_gemm import MlpShape, down_kernel\n"
         f"cache = CompileCache(Path({str(artefacts.root)!r}), Path({str(artefacts.local_root)!r}))\n"
         f"with no_compile(): launch = down_kernel(MlpShape(3072, 1536, ActivationType.SWIGLU, bias=True, arch={ARCH!r})).load(cache)\n"
         "half = {'dtype': torch.bfloat16}\n"

@@ -17,7 +17,7 @@ from kernels.ptxas_report import (
     require_no_stack,
 )
 
-from sonicmoe.kernels import mx_gemm
+from sonicmoe.kernels.blackwell import mx_gemm
 
 
 def test_what_is_missing_from_a_kernel_with_scales_is_found():

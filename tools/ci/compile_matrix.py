@@ -52,13 +52,14 @@ from sonicmoe.engine.compile_plan import warm_up_plan  # noqa: E402
 from sonicmoe.engine.settings import EngineSettings, Workload  # noqa: E402
 from sonicmoe.enums import ActivationType  # noqa: E402
 from sonicmoe.jit.cache import CompileCache  # noqa: E402
-from sonicmoe.jit.cute_kernel import CuteKernel  # noqa: E402
 from sonicmoe.jit.plan import ModelSpec  # noqa: E402
 from sonicmoe.jit.toolchain import find_toolkit  # noqa: E402
 from sonicmoe.jit.warmup import warm_up  # noqa: E402
 from sonicmoe.kernels import EVERY_RUN  # noqa: E402
-from sonicmoe.kernels.mx_gemm import all_kernels as mx_kernels  # noqa: E402
-from sonicmoe.kernels.quack_gemm import all_kernels, expert_rows_source  # noqa: E402
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel  # noqa: E402
+from sonicmoe.kernels.blackwell.mx_gemm import all_kernels as mx_kernels  # noqa: E402
+from sonicmoe.kernels.blackwell.quack_gemm import all_kernels  # noqa: E402
+from sonicmoe.kernels.cuda_wgrad import expert_rows_source  # noqa: E402
 from sonicmoe.kernels.triton.tilings import TILINGS  # noqa: E402
 from sonicmoe.kernels.triton.variants import ExpertShape  # noqa: E402
 from sonicmoe.kernels.triton.variants import all_variants as triton_variants  # noqa: E402

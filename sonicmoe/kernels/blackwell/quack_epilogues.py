@@ -251,7 +251,7 @@ def gate_functions(activation: str, parameters: str = "") -> tuple[Callable[...,
 def _entry(table: dict[str, Any], activation: str) -> Any:
     if activation not in table:
         raise NotImplementedError(
-            f"activation {activation!r} has no epilogue in kernels/quack_epilogues.py, though its "
+            f"activation {activation!r} has no epilogue in kernels/blackwell/quack_epilogues.py, though its "
             "record names engine 'bf16'"
         )
     return table[activation]

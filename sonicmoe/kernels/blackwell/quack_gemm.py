@@ -13,17 +13,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..architectures import ARCHITECTURES
-from ..enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
-from ..jit.cuda_source import CudaSource
-from ..jit.cute_kernel import CuteKernel
+from ...architectures import ARCHITECTURES
+from ...enums import ACTIVATIONS, ActivationParameters, ActivationType, is_glu
+from .cute_kernel import CuteKernel
 from .quack_tilings import FAMILIES, PRODUCTS, Candidates, GemmConfig, family_of
 
 _HERE = Path(__file__).parent
@@ -111,11 +109,6 @@ def choose_config(product: str, shape: MlpShape) -> GemmConfig:
         candidates(product, shape), key=lambda candidate: candidate[0].columns(width) * candidate[1]
     )
     return best
-
-
-def expert_rows_source(arch: str) -> CudaSource:
-    """Exports `index_rows`, `gather_rows`, `row_sums`, `column_sums`. One artefact serves every model."""
-    return CudaSource.make("expert_rows", _HERE / "cuda" / "expert_rows.cu", arch=arch)
 
 
 def up_kernel(shape: MlpShape, *, store_z: bool, config: GemmConfig | None = None) -> CuteKernel:
@@ -355,21 +348,3 @@ class GroupedGemms:
 def grouped_gemms(shape: MlpShape, multiprocessors: int) -> GroupedGemms:
     """The process's GEMMs of a shape."""
     return GroupedGemms(shape, multiprocessors)
-
-
-@lru_cache(maxsize=8)
-def expert_rows_module(arch: str) -> Any:
-    """The process's loaded `expert_rows_source`; errors as `CudaSource.load`."""
-    return expert_rows_source(arch).load()
-
-
-def launching_on(device_index: int, stream: int) -> AbstractContextManager[Any]:
-    """The stream that GEMMs inside the block run on. For Paddle: from PyTorch's tensors
-    apache-tvm-ffi takes it by itself.
-    """
-    import tvm_ffi
-
-    context: AbstractContextManager[Any] = tvm_ffi.use_raw_stream(
-        tvm_ffi.device("cuda", device_index), stream
-    )
-    return context

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..architectures import ARCHITECTURES
-from ..errors import ConfigError, expect
+from ...architectures import ARCHITECTURES
+from ...errors import ConfigError, expect
 
 
 @dataclass(frozen=True)

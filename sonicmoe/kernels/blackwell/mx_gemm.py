@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..enums import ActivationParameters, ActivationType
-from ..jit.cute_kernel import CuteKernel
+from ...enums import ActivationParameters, ActivationType
+from .cute_kernel import CuteKernel
 from .quack_gemm import Launch, Stored, Variants, parameters_text
 
 _HERE = Path(__file__).parent

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from ..errors import ShapeError, expect
-from ..interop import current_stream, device_name, device_of, empty, is_cuda, numel
-from ..kernels.cuda_quantize import mx_quantize_source
-from ..refusals import need_dtype, need_shape
-from ..routing.backends import arch_of
-from ..weight_source import WeightSource
-from .format import BlockScaledTensor, Code, Orientation
-from .gpu import QuantizedWeights
-from .recipes import RECIPES, BlockShape, ScaleFormat, iso, rows
-from .reference import quantize
+from ...errors import ShapeError, expect
+from ...interop import current_stream, device_name, device_of, empty, is_cuda, numel
+from ...kernels.blackwell import mx_quantize_source
+from ...quant.format import BlockScaledTensor, Code, Orientation
+from ...quant.gpu import QuantizedWeights
+from ...quant.recipes import RECIPES, BlockShape, ScaleFormat, iso, rows
+from ...quant.reference import quantize
+from ...refusals import need_dtype, need_shape
+from ...routing.backends import arch_of
+from ...weight_source import WeightSource
 
 Tensor = torch.Tensor
 

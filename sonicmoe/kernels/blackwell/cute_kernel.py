@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .child import run_build_script
-from .key import CompileKey, package_versions, source_fingerprint
-from .manifest import Artefact
-from .shared_object import SharedObject, runtime_fingerprint
-from .toolchain import CudaToolkit, find_toolkit
+from ...jit.child import run_build_script
+from ...jit.key import CompileKey, package_versions, source_fingerprint
+from ...jit.manifest import Artefact
+from ...jit.shared_object import SharedObject, runtime_fingerprint
+from ...jit.toolchain import CudaToolkit, find_toolkit
 
 _BUILD_SCRIPT = Path(__file__).with_name("cute_build.py")
 # Exported kernels call two functions of the CuTe DSL library when a launch fails. This file

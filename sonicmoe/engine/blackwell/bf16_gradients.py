@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ConfigError
-from ..kernels.quack_gemm import Stored
-from .gradient_places import GradientPlaces
-from .targets import GradientTargets
+from ...errors import ConfigError
+from ...kernels.blackwell.quack_gemm import Stored
+from ..gradient_places import GradientPlaces
+from ..targets import GradientTargets
 
 Tensor = torch.Tensor
 _STEP = 4  # values: strides of fp32 are multiples of 16 bytes

@@ -6,8 +6,8 @@
 
 #include "../host/border.hpp"
 #include "mx_scales.cuh"
-#include "weight_layout.cuh"
-#include "weight_tiles.cuh"
+#include "../cuda/weight_layout.cuh"
+#include "../cuda/weight_tiles.cuh"
 
 namespace sonicmoe {
 namespace {

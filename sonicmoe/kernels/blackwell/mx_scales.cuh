@@ -7,8 +7,8 @@
 // bit.
 #pragma once
 
-#include "byte_tile.cuh"
-#include "quantize.cuh"
+#include "../cuda/byte_tile.cuh"
+#include "../cuda/quantize.cuh"
 
 namespace sonicmoe {
 namespace {

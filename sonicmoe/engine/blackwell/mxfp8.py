@@ -1,5 +1,5 @@
 """The MXFP8 engine for Blackwell: recipe `iso32-pow2` on the block-scaled grouped GEMMs of
-`kernels.mx_gemm`, operands quantised by kernels of ours (`quant.mx`); `products` has the passes.
+`kernels.blackwell`, operands quantised by kernels of ours (`mx`); `products` has the passes.
 
 Compiled, and never run on a GPU of its architectures by this project: chosen by name only. One set
 of codes serves both contractions of an operand. x is quantised again in backward instead of kept:
@@ -20,24 +20,24 @@ from typing import Any
 
 import torch
 
-from ..interop import device_name, device_of, empty
-from ..kernels.mx_gemm import MxGemms, Pair, mx_gemms
-from ..layouts import NATIVE, WeightLayout
-from ..observe import stage, tap
-from ..quant import mx
-from ..quant.gpu import QuantizedWeights
-from ..quant.mx import MxTensor, MxWeights
-from ..routing.metadata import RoutingMetadata
-from . import bf16_gradients
-from .bf16 import Bf16Engine, ExpertRows, launch_scope
-from .gpu import gpu_of
-from .interface import EngineWeights
-from .kernel_jobs import mx_shape
-from .products import Products, ProductsEngine
-from .quantised_engine import QuantisedEngine
-from .settings import EngineSettings
-from .targets import GradientTargets
-from .tokens import PendingWgrad, plain_tokens
+from ...interop import device_name, device_of, empty
+from ...kernels.blackwell.mx_gemm import MxGemms, Pair, mx_gemms
+from ...layouts import NATIVE, WeightLayout
+from ...observe import stage, tap
+from ...quant.gpu import QuantizedWeights
+from ...routing.metadata import RoutingMetadata
+from ..bf16 import Bf16Engine
+from ..expert_rows import ExpertRows, launch_scope
+from ..gpu import gpu_of
+from ..interface import EngineWeights
+from ..kernel_jobs import mx_shape
+from ..products import Products, ProductsEngine
+from ..quantised_engine import QuantisedEngine
+from ..settings import EngineSettings
+from ..targets import GradientTargets
+from ..tokens import PendingWgrad, plain_tokens
+from . import bf16_gradients, mx
+from .mx import MxTensor, MxWeights
 
 Tensor = torch.Tensor
 _GEMMS = "MXFP8"

@@ -2,7 +2,7 @@
 tensors of symbolic size: imported by build processes only.
 
 As `quack_build`, but that operands are MXFP8: uint8 E4M3 codes, and uint8 scales in atoms of 512
-bytes (`quant/mx.py`). Frameworks need no dtype for either, because both are retyped while tracing. R
+bytes (`engine/blackwell/mx.py`). Frameworks need no dtype for either, because both are retyped while tracing. R
 rows in expert order; `cu_rows` int32 `[E+1]` cuts them into experts. Scales of rows, whose atoms are
 ragged, are `[A, B, 512]` for operands contracted over their columns, and `[B, A, 512]` for operands
 contracted over the rows; those of weights have E in front.
