@@ -9,7 +9,7 @@ from gpu.test_quantize_gpu import user_weights
 from kernels.test_quantize_on_host import values as values_on_host
 from pairwise import pairwise
 
-from sonicmoe.quant import mx
+from sonicmoe.engine.blackwell import mx
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing

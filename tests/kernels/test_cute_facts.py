@@ -12,9 +12,9 @@ import torch
 from engine.host_gemms import scale_offset
 from worlds import ROOT, environment
 
+from sonicmoe.engine.blackwell import mx
 from sonicmoe.engine.capabilities import BF16
 from sonicmoe.enums import ActivationType
-from sonicmoe.quant import mx
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
