@@ -107,12 +107,16 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     raise TypeError(f"{argument} must be a {FRAMEWORK} tensor, got {type(value).__name__}")
 
 
-def is_dense(tensor: Any) -> bool:
-    """Whether a tensor has a value at every place of its shape."""
-    if IS_PADDLE:
-        return bool(tensor.is_dense())
-    # Some nested tensors call themselves strided, and have no shape.
-    return bool(tensor.layout == torch.strided and not tensor.is_nested)
+def is_dense(*tensors: Any) -> bool:
+    """Whether each of these tensors has a value at every place of its shape."""
+    for tensor in tensors:
+        if IS_PADDLE:
+            if not tensor.is_dense():
+                return False
+        # Some nested tensors call themselves strided, and have no shape.
+        elif tensor.layout != torch.strided or tensor.is_nested:
+            return False
+    return True
 
 
 def _wants_gradient(tensor: Any) -> bool:
@@ -139,10 +143,15 @@ def is_capturing(like: Any) -> bool:
     return not IS_PADDLE and is_cuda(like) and torch.cuda.is_current_stream_capturing()
 
 
-# Whether a backward runs on this thread. Paddle does not say.
-in_backward: Callable[[], bool] = (
-    (lambda: False) if IS_PADDLE else (lambda: torch._C._current_graph_task_id() >= 0)
+# The number of the backward that runs on this thread, below 0 where none does. Paddle does not say.
+_backward_on_this_thread: Callable[[], int] = (
+    (lambda: -1) if IS_PADDLE else torch._C._current_graph_task_id
 )
+
+
+def in_backward() -> bool:
+    """Whether a backward runs on this thread; False under Paddle."""
+    return _backward_on_this_thread() >= 0
 
 
 def is_recomputed() -> bool:
@@ -150,7 +159,7 @@ def is_recomputed() -> bool:
     whose saved tensors `torch.utils.checkpoint` drops, or the second, inside the backward. Where
     hooks of somebody else take the saved tensors, and under Paddle, the answer is False.
     """
-    if in_backward():
+    if _backward_on_this_thread() >= 0:
         return True
     hooks = _top_hooks and _top_hooks(False)
     return bool(hooks) and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ class _CallFunction(torch.autograd.Function):
             reached, collected = None, False
             if ctx.call.attaches_parameters:
                 following = ctx.next_functions  # one per tensor among the arguments
-                reached, collected = asked_for([node for node, _ in following[ctx.num_inputs :]])
+                reached, collected = asked_for([*map(_NODE, following[ctx.num_inputs :])])
             of_inputs, of_parameters = ctx.call.backward(
                 gradients, saved, reached=reached, collected=collected
             )
@@ -134,7 +135,10 @@ def apply_function(
     # `apply` itself asks every argument whether a functorch transform that has ended still wraps
     # it. Weights of a module are not wrapped, and asking 256 of them makes more calls of functions
     # than the rest of a layer.
-    given = [tensor if tensor is None else _unwrap(tensor) for tensor in tensors]
+    given = list(tensors)
+    for index, tensor in enumerate(given):
+        if tensor is not None:
+            given[index] = _unwrap(tensor)
     apply_now: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply_now(*leading, *given, *parameters)
 
@@ -175,6 +179,7 @@ def refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
             )
 
 
+_NODE = itemgetter(0)
 # What `torch.autograd.Function.apply` calls in PyTorch 2.11 and 2.13. A version that names them
 # otherwise goes the longer way, through `apply` itself.
 _unwrap: Any = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)

@@ -56,10 +56,10 @@ class Bf16Engine(PlainEngine):
         object.__setattr__(weights, "native", prepared)
         return weights
 
-    def remake(self, previous: EngineWeights) -> bool:
+    def keep(self, previous: EngineWeights, written: bool = False) -> bool:
         """On Hopper there is nothing to make of weights that are read where they lie."""
         prepared = previous.native
-        return prepared is not None and prepared.are_lent and previous.b1 is None
+        return not written or (prepared is not None and prepared.are_lent and previous.b1 is None)
 
     def read_stacked(
         self,

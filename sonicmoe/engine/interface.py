@@ -182,21 +182,15 @@ class Engine(ABC):
         """
         return settings
 
-    def keep(self, previous: EngineWeights) -> bool:
+    def keep(self, previous: EngineWeights, written: bool = False) -> bool:
         """Bring `previous` up to date without a look at its source, which lies where it lay when
-        `refresh` returned `previous`, and of which the host knows no write. False: this engine
-        needs `refresh`.
+        `refresh` returned `previous`. False: this engine needs `refresh`. written: the host knows of
+        a write, or one may have come without a trace.
 
         Asked at every forward, because describing the source takes the host longer than a launch.
         An engine that looks for changes on the device looks here too.
         """
-        return True
-
-    def remake(self, previous: EngineWeights) -> bool:
-        """The same after a write that the host knows of, or that may have come without a trace:
-        make `previous` anew where it lies. False: this engine needs `refresh`.
-        """
-        return False
+        return not written
 
     def refresh(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..interop import plain_ops
-from ..observe import stage
+from ..observe import stage, staged
 from ..quant.gpu import QuantizedWeights
 from ..weight_source import WeightSource
 from .border import check_biases, check_weights, check_width
@@ -62,24 +62,15 @@ class QuantisedEngine(Engine):
                 return previous
             return EngineWeights(*forward, *dgrad, *biases, store=store)
 
-    def keep(self, previous: EngineWeights) -> bool:
-        """The comparison on the device that `refresh` launches too. Not of biases, which `refresh` copies
-        every time: they are too small to be sampled.
+    def keep(self, previous: EngineWeights, written: bool = False) -> bool:
+        """The launches of `refresh`: a comparison on the device, and what quantises where it finds a
+        change, or wherever the host knows of one. Not of biases, which `refresh` copies every time:
+        they are too small to be sampled.
         """
-        return self._update(previous, force=False)
-
-    def remake(self, previous: EngineWeights) -> bool:
-        """The same launches, the second of which quantises whatever the first one finds."""
-        return self._update(previous, force=True)
-
-    def _update(self, previous: EngineWeights, force: bool) -> bool:
         store = previous.store
-        if previous.b1 is not None:
+        if previous.b1 is not None or not isinstance(store, QuantizedWeights):
             return False
-        if not isinstance(store, QuantizedWeights) or previous.w1 is not store.w1:
-            return False
-        with stage("prepare_weights"):
-            return store.keep(force)
+        return staged("prepare_weights", store.keep, previous.w1, written)
 
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings

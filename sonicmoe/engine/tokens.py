@@ -109,6 +109,9 @@ class BlockSpec:
 class SavedSpec:
     """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees
     every byte.
+
+    given: how many of the tensors, counted from the first, came from the caller: x, or its codes and
+        scales.
     """
 
     settings: EngineSettings
@@ -119,6 +122,7 @@ class SavedSpec:
     z: BlockSpec | None
     has_projected: bool
     routing_checksum: int | None
+    given: int
 
     def __init__(
         self,
@@ -135,17 +139,11 @@ class SavedSpec:
             places=None if routing.memory is None else routing.places,
             host_counts=routing.host_counts,
             x=x,
+            given=1 if x is None else 2,
             z=z,
             has_projected=has_projected,
             routing_checksum=routing_checksum(routing),
         )
-
-    @property
-    def given(self) -> int:
-        """How many of the tensors, counted from the first, came from the caller: x, or its codes
-        and scales.
-        """
-        return 1 if self.x is None else 2
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         # The order of `Saved.pack`: x, the routing, what adapters project, z.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..engine.capabilities import format_problem
-from ..engine.interface import Engine, EngineSettings, Tokens, token_format
+from ..engine.interface import TOKEN_DTYPES, Engine, EngineSettings, Tokens, token_format
 from ..engine.low_rank import Adapters
 from ..engine.select import announce_values
 from ..engine.settings import TokenFormat
@@ -30,6 +30,7 @@ from ..interop import (
     device_name,
     dtype_name,
     grad_enabled,
+    is_dense,
     require_framework_tensor,
     require_same_device,
     requires_grad,
@@ -37,7 +38,12 @@ from ..interop import (
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import check_fp8_tokens, checked_tokens, to_bfloat16, tokens_of
 from ..refusals import need_dtype, need_shape, need_type
-from ..routing.validation import check_dispatched_tokens, check_indices_and_probs, check_sorted
+from ..routing.validation import (
+    are_indices_and_probs,
+    check_dispatched_tokens,
+    check_indices_and_probs,
+    check_sorted,
+)
 from ..weights.copies import WeightCopies
 
 Tensor = torch.Tensor
@@ -127,12 +133,31 @@ class Arrivals(NamedTuple):
         """The inputs of `NodeCall.forward`, of arguments that fit a layer of E and H. The first gets
         the gradient of the tokens; biases, and then the factors of adapters, come last.
         """
+        if self._are_usual(x, hidden):
+            return x.contiguous(), self.probs
         self._check(x, experts, hidden)
         needed = "an Adapters, or None"
         need_type("adapters", self.adapters, (Adapters, type(None)), needed)
-        if self.biases is None and self.adapters is None:  # as a rule
-            return self._tokens(x)
         return (*self._tokens(x), *[tensor for _, tensor in self.borrowed()])
+
+    def _are_usual(self, x: Any, hidden: int) -> bool:
+        """Whether these are plain tokens with ids and probabilities that fit, and nothing beside: one
+        expression without messages, because every call asks.
+        """
+        return (
+            self.x_scale is None
+            and self.dx_to is None
+            and self.dout_source is None
+            and self.copies is None
+            and self.biases is None
+            and self.adapters is None
+            and not self.is_sorted
+            and are_indices_and_probs(self.indices, self.probs)
+            and isinstance(x, torch.Tensor)
+            and is_dense(x)
+            and x.dtype in TOKEN_DTYPES
+            and tuple(x.shape) == (self.indices.shape[0], hidden)
+        )
 
     def borrowed(self) -> Iterator[tuple[str, Tensor]]:
         """What stands beside the weights, by name: the backward reads it where it lies."""

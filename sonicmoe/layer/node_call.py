@@ -66,11 +66,8 @@ class NodeCall(LayerCall, DifferentiableCall):
     num_behind: int = 0
     dout_source: GradientSource | None = None
     wgrad_offer: WgradOffer | WgradStore | None = None
-
-    def __post_init__(self) -> None:
-        """Say to the bridge what it asks."""
-        self.releases_saved = self.plan.settings.frees_stagewise
-        self.attaches_parameters = self.wgrad_offer is None
+    releases_saved: bool = False
+    attaches_parameters: bool = True
 
     def explain(self, error: Exception, during: str) -> None:
         like = None if self.is_sorted else self.routes
@@ -237,7 +234,10 @@ def call_on(
     except Exception as error:
         raise_with_advice(error, "forward", plan.settings)
         raise
-    runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
+    offer = None
+    if state.offers is not None:
+        runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
+        offer = state.offer_for(parameters, runs_without)
     biases = arrived.biases and Biases.of(arrived.biases, state.parameters)
     return NodeCall(
         plan=plan,
@@ -254,7 +254,9 @@ def call_on(
         num_inputs=len(inputs),
         num_behind=num_behind,
         dout_source=arrived.dout_source,
-        wgrad_offer=state.offer_for(parameters, runs_without),
+        wgrad_offer=offer,
+        releases_saved=plan.settings.frees_stagewise,
+        attaches_parameters=offer is None,
     )
 
 

@@ -19,7 +19,7 @@ from ..engine.select import EngineChoice, announce, choose_engine, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
 from ..errors import ConfigError, expect
-from ..interop import device_name, dtype_name
+from ..interop import device_name, device_of, dtype_name
 from ..layouts import NATIVE, StackedWeights, WeightLayout
 from ..observe import NODE, STACKED
 
@@ -131,8 +131,10 @@ class OwnPlan:
         self.config = config
         self._layer, self._sizes = (activation, parameters), sizes
         self._separate, self._face = separate, face
-        # What was resolved, and its plan, in one tuple, because threads may run calls of one layer.
-        self._made: tuple[ResolvedConfig | None, Plan | None] = (None, None)
+        # What was resolved, and its plan, in one tuple, because threads may run calls of one layer;
+        # and what the last call asked for, with the plan that fits.
+        self._made: tuple[Any, ...] = (None, None)
+        self._bound: tuple[Any, ...] = (None, None)
 
     def __reduce__(self) -> tuple[type[OwnPlan], tuple[Any, ...]]:
         """A copy chooses by itself: it may be loaded where other engines can run."""
@@ -151,8 +153,7 @@ class OwnPlan:
                 resolved,
                 Plan(config, settings, NATIVE, None, *decided, self._face, separate=self._separate),
             )
-        assert made[1] is not None
-        return made[1]
+        return made[1]  # type: ignore[no-any-return]
 
     def fitted(
         self,
@@ -163,8 +164,13 @@ class OwnPlan:
         low_rank: bool = False,
     ) -> Plan:
         """`Plan.fitted` to a call on the device of x; `dtype`: that its tokens stand for."""
-        kind = Kind(device_name(x), dtype, *self._sizes, bias, low_rank, tokens)
-        return self.in_force().fitted(kind)
+        resolved = (self.config or active_config()).resolve()
+        asked = resolved, device_of(x), dtype, tokens, bias, low_rank
+        bound = self._bound
+        if bound[0] != asked:
+            kind = Kind(device_name(x), dtype, *self._sizes, bias, low_rank, tokens)
+            bound = self._bound = asked, self.in_force().fitted(kind)
+        return bound[1]  # type: ignore[no-any-return]
 
     def fitted_to_weight(self, weight: Tensor) -> Plan:
         """The same before any tokens came."""

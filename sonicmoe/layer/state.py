@@ -12,7 +12,7 @@ from ..enums import FlushMode, member_of
 from ..errors import ConfigError, expect
 from ..gradients.batch import GradientBatch, has_main_grad
 from ..gradients.sink import GradientSink
-from ..interop import grad_enabled, requires_grad
+from ..interop import IS_PADDLE, grad_enabled, requires_grad
 from ..log import log_once
 from ..observe import NODE
 from ..refusals import need_type
@@ -72,7 +72,8 @@ class LayerState:
         if waiting == 1:
             change_watchers.add(self)
         batch = self.gradients.open(engine, settings, parameters, trained, dout)
-        self.questions.at_backward(batch, waiting)
+        if waiting or IS_PADDLE:  # the others leave nothing to ask about
+            self.questions.at_backward(batch, waiting)
         return batch
 
     def of_busy(

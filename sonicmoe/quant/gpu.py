@@ -28,7 +28,6 @@ from ..interop import (
 from ..kernels.cuda_quantize import quantize_source
 from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
-from ..stream_order import StreamOrder
 from ..weight_source import WeightSource
 from .format import BlockScaledTensor, Orientation
 from .recipes import BlockShape, iso, rows
@@ -80,9 +79,9 @@ class QuantizedWeights:
     quantises. A weight that moved is always quantised.
 
     Before a capture, call `update` once: a graph does not learn new addresses, and codes that are
-    not current would be made at every replay. Buffers are overwritten in place, in stream order,
-    also where several streams call `update`: no forward may be outstanding whose backward still
-    needs the old codes.
+    not current would be made at every replay. Buffers are overwritten in place, in stream order: no
+    forward may be outstanding whose backward still needs the old codes. Whoever calls from several
+    streams orders them, as `PreparedWeights` does.
     """
 
     def __init__(self, iso_weight: bool = False) -> None:
@@ -97,7 +96,6 @@ class QuantizedWeights:
         self._check_arguments: tuple[Any, ...] = ()
         self._quantize_arguments: tuple[Any, ...] = ()
         self._kernels: Any = None
-        self._order = StreamOrder()
 
     def invalidate(self) -> None:
         """Make the next `update` quantise, whatever the guard finds."""
@@ -124,18 +122,18 @@ class QuantizedWeights:
         force, self._current = force or not self._current, False
         table = self._check_arguments[0]
         if pointers != self._pointers:
-            self._order.enter(table)
             given = list(source.pointers), table, current_stream(table)
             self._module(device_name(table)).store_addresses(*given)
             self._pointers = pointers
         self._launch(force)
 
-    def keep(self, force: bool = False) -> bool:
+    def keep(self, w1: Any, force: bool = False) -> bool:
         """`update` for weights that lie where they lay at the last one, without their source; False
-        where that one failed, read a copy, or was on a host.
+        where that one failed, read a copy, or was on a host, or where its w1 is no longer kept.
         """
         # A copy of the parameters was read once, and the parameters may have changed since.
-        if not self._current or self._was_copied or not self._check_arguments:
+        is_held = self._check_arguments and w1 is self._forward[0]
+        if not (self._current and is_held) or self._was_copied:
             return False
         self._current = False
         self._launch(force)
@@ -143,14 +141,11 @@ class QuantizedWeights:
 
     def _launch(self, force: bool) -> None:
         """Compare, and quantise where something differs."""
-        table = self._check_arguments[0]
-        stream = self._order.enter(table)
-        kernels = self._kernels
+        stream = current_stream(self._check_arguments[0])
         # The first launch leaves its finding in `state` and the second one reads it there, so the
         # host waits for neither.
-        kernels.check_weights(*self._check_arguments, stream)
+        self._kernels.check_weights(*self._check_arguments, stream)
         self._quantize(*self._quantize_arguments, force, stream)
-        self._order.leave()
         self._current = True
 
     def _module(self, device: str) -> Any:

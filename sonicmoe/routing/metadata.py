@@ -9,7 +9,7 @@ rows of the padded, expert-sorted layout. An expert's rows are its tokens in asc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -42,6 +42,8 @@ class RoutingMetadata:
         row_prob:  fp32 `[R]`, routing probability of each row; exactly 0 in padding rows.
         host_counts: `expert_counts` as Python ints where the builder knows them without waiting for
             a device, else None.
+        sizes: the five numbers, which come before the tensors in the constructor.
+        held: the tensors that there are without a view: the memory, or all five.
         memory: bytes that hold all five tensors, where one builder has filled them, else None. Then
             each tensor is a view that is made when somebody asks for it.
 
@@ -61,12 +63,14 @@ class RoutingMetadata:
     host_counts: tuple[int, ...] | None = None
     # Not of the constructor: `dataclasses.replace` of one tensor gives metadata of five.
     memory: Tensor | None = field(default=None, init=False, repr=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False)
+    held: tuple[Tensor, ...] = field(init=False, repr=False)
 
     TENSOR_FIELDS = ("expert_counts", "padded_offsets", "row_token", "slot_row", "row_prob")
 
     @classmethod
     def in_memory(
-        cls, sizes: Sequence[int], memory: Tensor, places: tuple[int, ...]
+        cls, sizes: tuple[int, ...], memory: Tensor, places: tuple[int, ...]
     ) -> RoutingMetadata:
         """Of numbers as `sizes` has them, and of tensors in one memory. places: the first byte of
         each, in the order of `TENSOR_FIELDS`, then the number of all bytes.
@@ -74,7 +78,11 @@ class RoutingMetadata:
         made = cls.__new__(cls)
         made.__dict__.update(zip(_NUMBERS, sizes, strict=True))
         made.__dict__.update(memory=memory, places=places, host_counts=None)
+        made.__dict__.update(sizes=sizes, held=(memory,))
         return made
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(sizes=_SIZES(self), held=_TENSORS(self))
 
     def __getattr__(self, name: str) -> Tensor:
         """A tensor that lies in `memory`."""
@@ -95,19 +103,9 @@ class RoutingMetadata:
         self.__dict__[name] = made
         return made
 
-    @property
-    def held(self) -> tuple[Tensor, ...]:
-        """The tensors that there are without a view: the memory, or all five."""
-        return _TENSORS(self) if self.memory is None else (self.memory,)
-
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in `TENSOR_FIELDS` order."""
         return _TENSORS(self)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers, which come before the tensors in the constructor."""
-        return self.num_tokens, self.topk, self.num_experts, self.alignment, self.num_rows
 
     @property
     def row_slot(self) -> Tensor:
@@ -144,6 +142,7 @@ _TENSORS: Callable[[RoutingMetadata], tuple[Tensor, ...]] = attrgetter(
     *RoutingMetadata.TENSOR_FIELDS
 )
 _NUMBERS = ("num_tokens", "topk", "num_experts", "alignment", "num_rows")
+_SIZES: Callable[[RoutingMetadata], tuple[int, ...]] = attrgetter(*_NUMBERS)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -38,7 +38,7 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     """Check types, ranks, dtypes, shapes and devices; reads no element."""
     # One expression without messages for the usual case; what follows only finds out which part of
     # it is false.
-    if type(num_experts) is int and num_experts > 0 and _are_indices_and_probs(indices, probs):
+    if type(num_experts) is int and num_experts > 0 and are_indices_and_probs(indices, probs):
         return
     require_framework_tensor(indices, "dispatched_indices")
     require_framework_tensor(probs, "dispatched_probs")
@@ -59,14 +59,13 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     require_same_device([("dispatched_indices", indices), ("dispatched_probs", probs)])
 
 
-def _are_indices_and_probs(indices: Any, probs: Any) -> bool:
+def are_indices_and_probs(indices: Any, probs: Any) -> bool:
     """Whether the pair is as needed."""
     # Asked at every forward, so it composes no message.
     return (
         isinstance(indices, torch.Tensor)
         and isinstance(probs, torch.Tensor)
-        and is_dense(indices)
-        and is_dense(probs)
+        and is_dense(indices, probs)
         and len(indices.shape) == 2
         and indices.shape == probs.shape
         and indices.dtype in INDEX_DTYPES

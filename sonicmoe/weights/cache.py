@@ -162,7 +162,7 @@ class PreparedWeights:
             alone = self._backwards == 1
         if alone:
             settings = one_order
-        grows = settings is not one_order and held is not None and not held.two_orders
+        grows = settings is not one_order and held is not None and held.w1_dgrad is held.w1
         self.captures = is_capturing(anchor)
         if grows and self.captures:
             # Its backward makes the other order in every replay.
@@ -174,7 +174,7 @@ class PreparedWeights:
         # A forward on another stream must wait for the launches that made what it reads.
         self._streams.enter(anchor)
         try:
-            if held is None or grows or not (engine.remake if changed else engine.keep)(held):
+            if held is None or grows or not engine.keep(held, changed):
                 # Views of the parameters are no part of the caller's graph.
                 with plain_ops():
                     held = engine.refresh(source(), settings, held, changed)

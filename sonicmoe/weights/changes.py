@@ -69,7 +69,12 @@ class Traces(NamedTuple):
 
 def traces_of(parameters: Sequence[Tensor]) -> Traces:
     """The traces that the host sees now."""
-    return Traces() if IS_PADDLE else Traces(versions_of(parameters), _optimizer_steps)
+    if IS_PADDLE:
+        return Traces()
+    try:  # the usual case of `versions_of`
+        return Traces(tuple(map(writes_of, parameters)), _optimizer_steps)
+    except RuntimeError:
+        return Traces(versions_of(parameters), _optimizer_steps)
 
 
 def versions_of(parameters: Sequence[Tensor]) -> tuple[int, ...]:

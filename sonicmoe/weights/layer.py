@@ -69,21 +69,18 @@ class LayerWeights:
             place,
             traces,
             stale=self._stale,
-            keeps=is_cuda(parameters[0]) and self._every_write_is_told(),
+            # PyTorch shows writes. Under Paddle a trainer that has once announced a write announces
+            # all, but for one that only evaluates.
+            keeps=is_cuda(parameters[0])
+            and (not IS_PADDLE or (self._announced and grad_enabled())),
             alone=not grad_enabled() or is_recomputed(),
         )
         # Last, because a read that raised has not used up the announcement.
         self._stale = False
-        if grad_enabled():
+        if reading.weights.store is None and grad_enabled():
             given = parameters, reading.weights, traces.versions
             reading.lent, reading.weights = lent_by(*given)
         return reading
-
-    def _every_write_is_told(self) -> bool:
-        """PyTorch shows writes. Under Paddle a trainer that has once announced a write announces
-        all, but for one that only evaluates.
-        """
-        return not IS_PADDLE or (self._announced and grad_enabled())
 
     def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
         """Have the next forward make the engine weights again, and no forward read copies that were

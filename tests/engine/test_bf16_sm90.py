@@ -120,8 +120,8 @@ class TestWeights:
         assert weights.w2.data_ptr() == weights.w2_dgrad.data_ptr() == w2.data_ptr()
         assert weights.layout == layout
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
-        assert not OURS.remake(weights), "biases are converted"
-        assert OURS.remake(OURS.refresh(case_in(layout, bias=False).source, EngineSettings()))
+        assert not OURS.keep(weights, written=True), "biases are converted"
+        assert OURS.keep(OURS.refresh(case_in(layout, bias=False).source, EngineSettings()), True)
 
     def test_of_two_tensors_are_read_where_they_lie_or_joined(self, monkeypatch):
         """Joined where dgrad cannot read both: other strides, or I that it cannot cut."""
@@ -129,13 +129,17 @@ class TestWeights:
         source, wide = case.source, torch.zeros((E, I, H + 8), dtype=BF16)[:, :, :H]
         weights, wanted = OURS.refresh(source, case.settings), results(case, source)
         assert weights.w1 == (source.up.stacked, source.up_half.stacked)
-        assert weights.w1_dgrad is weights.w1 and weights.layout == APART and OURS.remake(weights)
+        assert (
+            weights.w1_dgrad is weights.w1
+            and weights.layout == APART
+            and OURS.keep(weights, written=True)
+        )
         wide.copy_(source.up_half.stacked)
         joined = [OURS.refresh(replace(source, up_half=StackedMatrices(wide)), case.settings)]
         monkeypatch.setattr(bf16_weights, "_DEPTH", 64)
         for weights in (*joined, OURS.refresh(source, case.settings)):
             assert torch.equal(weights.w1, torch.cat([source.up.stacked, wide], 1))
-            assert weights.layout == HALVES and not OURS.remake(weights)
+            assert weights.layout == HALVES and not OURS.keep(weights, written=True)
         assert all(map(torch.equal, results(case, source), wanted))
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -158,7 +162,7 @@ class TestWeights:
         weights = OURS.refresh(source, case.settings)
         assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
         assert weights.w1.tensors == tuple(source.up) and weights.w2.tensors == tuple(source.down)
-        assert OURS.remake(weights) == (source.b1 is None)
+        assert OURS.keep(weights, written=True) == (source.b1 is None)
         for wanted, found in zip(results(case, case.source), results(case, source), strict=True):
             assert torch.equal(found, wanted)
 
@@ -173,7 +177,7 @@ class TestWeights:
         ):
             weights = OURS.refresh(other, EngineSettings())
             assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
-            assert not OURS.remake(weights)
+            assert not OURS.keep(weights, written=True)
             assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
 
 

@@ -24,8 +24,8 @@ class Following(ReferenceEngine):
     def __init__(self):
         self.events, self.is_blind = [], False
 
-    def keep(self, previous):
-        return self.is_blind
+    def keep(self, previous, written=False):
+        return self.is_blind and not written
 
     def refresh(self, source, settings, previous=None, written=True):
         natives = source.native()[:2]

@@ -48,9 +48,9 @@ class LookingEngine(ReferenceEngine):
     def __init__(self):
         self.looks, self.told = 0, []
 
-    def keep(self, previous):
-        self.looks += 1
-        return True
+    def keep(self, previous, written=False):
+        self.looks += not written
+        return not written
 
     def refresh(self, source, settings, previous=None, written=True):
         self.told.append(written)
@@ -209,7 +209,7 @@ class TestAnEngineThatLooks:
     def test_that_cannot_look_is_shown_the_weights(self):
         """As where it read a copy of them."""
         engine, weights = LookingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
-        engine.keep = lambda previous: False
+        engine.keep = lambda *_: False
         for _ in range(2):
             weights.read(engine, FP8)
         assert engine.told == [True, False]
