@@ -14,7 +14,6 @@ package does, in turn within one process group.
 | KIND, no wait | the same with `wait_for_counts=False`; with `max_load` where a line says "load" |
 | operator, KIND, ... | the same path as one operator in a compiled graph, as torchtitan's blocks have it (`--operator`); bf16 `.grad` |
 | experts alone | rows are there already |
-| bytes alone | all tokens to all ranks once: a layer has four such exchanges, two there and two back |
 
 | figure | what |
 |---|---|
@@ -51,12 +50,10 @@ from ep_contestants import (
     OurExperts,
     Shape,
     all_to_all,
-    gather_alone,
     minimal_async_ep,
     our_layer,
     our_operator,
     ours_alone,
-    push_alone,
     stock_alone,
     ways,
 )
@@ -197,8 +194,6 @@ def contestants(
         for precision in precisions if operator else ():
             whole = f"operator, {name}, {precision}"
             yield from made(whole, partial(our_operator, layer, whole, options, precision))
-    yield from made("bytes alone, all-gather", lambda: gather_alone(layer))
-    yield from made("bytes alone, push and barrier", lambda: push_alone(layer))
 
 
 def errors_of(found: list[Contestant], ranks: Ranks) -> None:

@@ -34,8 +34,6 @@ PRECISIONS = {
 }
 # Public since PyTorch 2.10.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-# Its name before PyTorch 2.13.
-gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Shape(NamedTuple):
@@ -360,28 +358,3 @@ def ours_alone(
         experts.end_call()
 
     return Contestant(f"experts alone, {precision}", call)
-
-
-def gather_alone(layer: Layer) -> Contestant:
-    """All tokens to all ranks by one collective."""
-    x = layer.x.detach()
-    rows = x.new_empty(layer.ranks * x.shape[0], x.shape[1])
-    return Contestant("bytes alone, all-gather", lambda: gather_single(rows, x))
-
-
-def push_alone(layer: Layer) -> Contestant:
-    """All tokens into the memory of all ranks, and a barrier on the device."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    x, group = layer.x.detach(), dist.group.WORLD
-    sizes = (layer.ranks, *x.shape)
-    buffer = symmetric.empty(sizes, dtype=x.dtype, device=layer.device)
-    handle = symmetric.rendezvous(buffer, group=group)
-    places = [handle.get_buffer(rank, sizes, x.dtype)[layer.rank] for rank in range(layer.ranks)]
-
-    def call() -> None:
-        for place in places:
-            place.copy_(x)
-        handle.barrier(channel=0)
-
-    return Contestant("bytes alone, push and barrier", call)

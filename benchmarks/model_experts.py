@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sonicmoe.bench.models import MEASURED
+
 Tensor = torch.Tensor
 
 OWN_CLASS = {  # model -> its module in transformers; sizes of others stand in Qwen3's class
@@ -29,8 +31,6 @@ OWN_CLASS = {  # model -> its module in transformers; sizes of others stand in Q
     "GLM-4.5-Air EP8": "glm4_moe",
     "MiniMax-M2 EP8": "minimax_m2",
 }
-EP = 8
-SHARED_TOKENS = 4096 * EP  # of all ranks, before dispatch
 
 
 class Row(NamedTuple):
@@ -55,24 +55,13 @@ class Row(NamedTuple):
         return f"{self.model}, {self.tokens} tokens"
 
 
-ROWS = (
-    Row("Qwen3-30B-A3B", 2048, 768, 128, 8, 8192),
-    Row("Qwen3-30B-A3B", 2048, 768, 128, 8, 2048),
-    Row("Qwen3-30B-A3B", 2048, 768, 128, 8, 512),
-    Row("OLMoE-7B", 2048, 1024, 64, 8, 8192),
-    Row("Moonlight-16B", 2048, 1408, 64, 6, 8192),
-    Row("ERNIE-4.5-21B-A3B", 2560, 1536, 64, 6, 8192),
-    Row("Qwen3-Next-80B", 2048, 512, 512, 10, 8192),
-    Row("Mixtral-8x7B", 4096, 14336, 8, 2, 8192),
-    Row("Llama-4-Scout's sizes", 5120, 8192, 16, 1, 8192),
-    Row("gpt-oss-20b", 2880, 2880, 32, 4, 8192),
-    Row("gpt-oss-120b", 2880, 2880, 128, 4, 8192),
-    Row("ERNIE-4.5-300B EP8", 8192, 3584, 64, 8, SHARED_TOKENS, EP),
-    Row("DeepSeek-V3 EP8", 7168, 2048, 256, 8, SHARED_TOKENS, EP),
-    Row("Qwen3-235B EP8", 4096, 1536, 128, 8, SHARED_TOKENS, EP),
-    Row("GLM-4.5-Air EP8", 4096, 1408, 128, 8, SHARED_TOKENS, EP),
-    Row("MiniMax-M2 EP8", 3072, 1536, 256, 8, SHARED_TOKENS, EP),
-)
+ROWS = tuple(
+    Row(
+        m.model, m.shape.hidden, m.shape.intermediate, m.shape.experts * m.ranks, m.shape.topk,
+        m.shape.tokens * m.ranks, m.ranks,
+    )
+    for m in MEASURED
+)  # fmt: skip
 
 
 def tiny(row: Row) -> Row:

@@ -152,6 +152,7 @@ def main(
     rounds: int, shapes: tuple[tuple[int, int, int, int, int], ...], json_file: Path | None
 ) -> None:
     """Print microseconds of every variant at every shape."""
+    timing.device_of(quick=False)
     report, passes = [], passes_on("cuda:0", ActivationType.SWIGLU)
     for shape in shapes:
         layer = Layer(*shape)

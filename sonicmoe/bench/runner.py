@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
 from .timing import (
-    SETTLE_S,
     Phases,
     in_turns,
     measure_memory,
@@ -42,13 +41,10 @@ PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "
 
 @dataclass
 class NodeRun:
-    """A node on rotating batches. `time_all` takes anything else that has these two methods too.
-    call_s: seconds of the host in the last call of its warm-up.
-    """
+    """A node on rotating batches. `time_all` takes anything else that has these two methods too."""
 
     node: SonicMoEMlpNode
     batches: Sequence[Batch]
-    call_s: float = 0.0
 
     def phases(self, number: int) -> Phases:
         # Another batch in every call, so that none comes out of the L2 cache.
@@ -63,15 +59,9 @@ def find_device() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def measure(
-    shape: Shape,
-    variants: Sequence[Variant],
-    sustained_s: float = 0.0,
-    expect_s: Callable[[float], None] = lambda seconds: None,
-) -> list[Result]:
+def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0) -> list[Result]:
     """One result per variant, in order; an engine that refuses these sizes yields a result that
-    says so. sustained_s: seconds of each sustained row; 0 leaves it out. expect_s: is told, once all
-    are warm, about how many seconds the rest will take.
+    says so. sustained_s: seconds of each sustained row; 0 leaves it out.
     """
     device = find_device()
     layer = Layer(shape, device)
@@ -85,7 +75,6 @@ def measure(
             runs[index] = warmed_up(layer, variant, batches)
         except (SonicMoEError, torch.OutOfMemoryError) as error:
             results[index].refusal = " ".join(str(error).split())
-    expect_s(sum(_expected_s(run, shape, device, sustained_s) for run in runs.values()))
     time_all(runs, results, device, sustained_s)
     for index, run in runs.items():
         # On one batch, because memory does not depend on the values.
@@ -108,18 +97,9 @@ def warmed_up(layer: Layer, variant: Variant, batches: Sequence[Batch]) -> NodeR
     """The variant behind a few calls: the first compiles and quantises weights."""
     run = NodeRun(layer.node(variant), batches)
     for number in range(WARM_UPS):
-        began = time.monotonic()
         for _, phase in run.phases(number):
             phase()
-        run.call_s = time.monotonic() - began
     return run
-
-
-def _expected_s(run: NodeRun, shape: Shape, device: str, sustained_s: float) -> float:
-    """Seconds of `time_all` and of the call that measures memory."""
-    rounds = STEADY_ROUNDS if device != "cpu" else HOST_ROUNDS
-    calls = 1 + rounds * (STEADY_STEPS + 1) * shape.stack_layers
-    return calls * run.call_s + (sustained_s + TURNS * SETTLE_S if sustained_s else 0.0)
 
 
 def time_all(

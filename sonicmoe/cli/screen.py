@@ -78,7 +78,7 @@ def _is_terminal(stream: IO[str]) -> bool:
 @dataclass(frozen=True)
 class _Stage:
     """A part of the work. `total`: how many of `done` there will be; None where nobody knows.
-    `began`, `ends`: when it did and when it is thought to, on the monotonic clock.
+    `began`: when it did, on the monotonic clock.
     """
 
     name: str
@@ -86,15 +86,13 @@ class _Stage:
     done: int = 0
     detail: str = ""
     began: float = 0.0
-    ends: float | None = None
 
     def line(self, seconds: float) -> str:
         """`measuring normal: 3 of 12, about 2 min left, 40 s so far`."""
         words = [] if self.total is None else [f"{self.done} of {self.total}"]
-        now, ends = time.monotonic(), self.ends
-        if ends is None and self.total and self.done:
-            ends = now + (now - self.began) / self.done * (self.total - self.done)
-        words += [] if ends is None else [f"about {duration(max(ends - now, 0))} left"]
+        if self.total and self.done:
+            left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+            words.append(f"about {duration(left)} left")
         title = f"{self.name} {self.detail}".rstrip()
         return f"{title}: {', '.join([*words, f'{duration(seconds)} so far'])}"
 
@@ -127,10 +125,6 @@ class Activity:
     def begin(self, name: str, total: int | None = None) -> None:
         """A new stage; the count starts again."""
         self._stage = _Stage(name, total, began=time.monotonic())
-
-    def expect(self, seconds: float) -> None:
-        """Tell how long the stage will take from now on."""
-        self._stage = replace(self._stage, ends=time.monotonic() + seconds)
 
     def at(self, detail: str) -> None:
         """Tell which part of the stage comes now."""

@@ -86,9 +86,8 @@ def verify(
     findings = []
     # stdout has the result alone, whatever the callable prints, also when this process ends.
     with redirect_stdout(sys.stderr), Activity("verify") as doing:
-        subject = Subject(
-            load(name), layout, activation, dict(parameters), dtype, place, tolerance, Sizes(**sizes), name
-        )  # fmt: skip
+        given = layout, activation, dict(parameters), dtype, place, tolerance, Sizes(**sizes)
+        subject = Subject(load(name), *given)
         subject.case()  # refused here, parameters of the activation are no failed check
         for asked in check or tool.CHECKS:
             doing.begin(asked)

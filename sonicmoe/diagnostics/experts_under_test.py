@@ -1,5 +1,4 @@
-"""Experts of anybody as a callable, and how far they are from fp64: what the checks of `verify` and
-its ranks share.
+"""Experts of anybody as a callable, and how far they are from fp64: what the checks of `verify` share.
 
 Errors are relative and have no scale: RMSE over the norm, of each expert and of each 128 tokens, so
 that one wrong expert is not lost among many right ones. Where the definition gives zero, zero it has
@@ -57,8 +56,6 @@ class Subject:
         dtype: of x and the weights, by name; probs are fp32.
         tolerance: most relative error of a part; default: that of the dtype in `TOLERANCES`. An FP8
             module needs one of its own.
-        name: `package.module:function` or `file.py:function`, from which other processes load the
-            callable; "" where they cannot.
     """
 
     experts: Experts
@@ -69,7 +66,6 @@ class Subject:
     device: str = "cpu"
     tolerance: float | None = None
     sizes: Sizes = VERIFIED
-    name: str = ""
 
     def __post_init__(self) -> None:
         # A comparison with NaN is false, so under such a tolerance nothing would ever be too far off.

@@ -7,20 +7,17 @@ and backward, and compares `out` and the gradients of x, probs, w1 and w2 with t
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
-from ..jit.child import search_path
 from .experts_under_test import (
     BLOCK,
     TOKENS,
@@ -37,7 +34,6 @@ from .experts_under_test import (
 from .step_dump import StepDump
 
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
-RANKS, _RANK_S = 2, 300
 Check = Callable[[Subject], str]
 
 
@@ -179,35 +175,30 @@ def _expert_parallel(subject: Subject) -> str:
 
 
 def _sharded(subject: Subject) -> str:
-    """`verify_ranks.py` is one of the two processes."""
-    if not subject.name:
-        raise NotRunError("needs a callable that other processes load: module:function")
-    if subject.device.startswith("cuda") and torch.cuda.device_count() < RANKS:
-        raise NotRunError("needs two GPUs")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
-        request = Path(folder) / "request.json"
-        plain = {**vars(subject), "experts": None, "sizes": vars(subject.sizes)}
-        request.write_text(json.dumps(plain), encoding="utf-8")
-        command = [sys.executable, "-m", f"{__package__}.verify_ranks", str(request)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)], env={**os.environ, "PYTHONPATH": search_path()}, text=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            )
-            for rank in range(RANKS)
-        ]  # fmt: skip
-        for process in ranks:
-            started.callback(process.kill)  # a rank whose partner failed waits for it
-        for rank, process in enumerate(ranks):
-            words = process.communicate(timeout=_RANK_S)[1].strip()[-200:]
-            # In a file, because the callable may print whatever it likes, at exit too.
-            finding = Path(f"{request}.{rank}")
-            if not finding.exists():
-                raise WrongResultError(f"rank {rank} ended without a result: {words}")
-            state, detail = json.loads(finding.read_text(encoding="utf-8"))
-            if state == FAILED:
-                raise WrongResultError(detail)
-    return f"two ranks: {detail}"
+    """FSDP2 over a group of this process alone. In the second step the weights are others: gathered ones
+    come back in the same tensors, and nothing that was made of the old ones may be used.
+    """
+    if dist.is_initialized():
+        raise NotRunError("this process is in a group already")
+    kind = subject.device.partition(":")[0]
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case = subject.case()
+        model = Held(subject, case)
+        fully_shard(model, mesh=init_device_mesh(kind, (1,)))
+        sharded = replace(subject, experts=lambda x, ids, probs, *_: model(x, ids, probs))
+        for seed in (0, 1):
+            other = subject.case(seed)
+            held: Any  # `fully_shard` has made DTensors of the parameters
+            with torch.no_grad():
+                for held, whole in zip(model.parameters(), weights_of(subject, other), strict=True):
+                    held.copy_(distribute_tensor(whole.detach(), held.device_mesh, held.placements))
+            now = case.but(w1=other.w1, w2=other.w2)
+            words = compare(subject, now, run(sharded, now, tuple(model.parameters())))
+        return words
+    finally:
+        dist.destroy_process_group()
 
 
 def _large(subject: Subject) -> str:

@@ -58,13 +58,13 @@ def unwritten(x, ids, probs, w1, w2):
 
 
 class Stale:
-    """Prepared weights of the first call."""
+    """Prepared weights of the first call with this memory, or with this tensor."""
 
-    def __init__(self):
-        self.kept = {}
+    def __init__(self, key):
+        self.key, self.kept = key, {}
 
     def __call__(self, x, ids, probs, w1, w2):
-        codes = self.kept.setdefault(w2.data_ptr(), w2.detach().clone())
+        _, codes = self.kept.setdefault(self.key(w2), (w2, w2.detach().clone()))
         return plain(x, ids, probs, w1, w2 + (codes - w2).detach())
 
 
@@ -87,7 +87,8 @@ FAULTS = {
     "mixes": (mixes, "NaN in one token"),
     "unwritten": (unwritten, "NaN in fresh memory"),
     "unsteady": (unsteady, "repeated bits"),
-    "stale": (Stale(), "weights written in place"),
+    "stale": (Stale(lambda w2: w2.data_ptr()), "weights written in place"),
+    "stale under FSDP2": (Stale(id), "FSDP2"),
 }
 
 

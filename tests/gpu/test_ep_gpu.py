@@ -95,7 +95,7 @@ def test_every_way_through_the_benchmark_computes_alike(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     (shape,) = json.loads(file.read_text())["shapes"]
     print(done.stdout)
-    may_be_absent = "deepep", "MinimalAsyncEP", "symmetric", "bytes alone, push", "collective, load"
+    may_be_absent = "deepep", "MinimalAsyncEP", "symmetric", "collective, load"
     assert all(name.startswith(may_be_absent) for name in shape["skipped"]), shape["skipped"]
     rows = {row["name"]: row for row in shape["rows"] if "errors" in row}
     assert len(rows) >= 13
