@@ -1,9 +1,7 @@
 """One engine against the reference engine, case by case, on a small problem: for a process of its
 own, because a wrong kernel may end the process, spoil its CUDA context, or never end.
 
-    python -P -c PROGRAM FOLDER      with a request in the folder; writes its events there as lines
-
-`trust.py` starts it, watches it and judges what it says. The problem has two experts with odd
+`trial_process.py` starts that process, watches it and judges what it says. The problem has two experts with odd
 counts, an expert without tokens between them, and slots that are not here, in both spellings.
 
 Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
@@ -12,25 +10,24 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import json
 import math
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from ..config import SonicMoEConfig
-from ..enums import ActivationType, ZCode, is_glu
+from ..enums import is_glu
 from ..layouts import NATIVE, WeightLayout
-from ..quant.recipes import RECIPES, rows
+from ..quant.recipes import rows
 from ..quant.reference import quantize
 from ..routing.build import build_routing
 from ..routing.metadata import RoutingMetadata
@@ -67,8 +64,19 @@ BARS, BARS_OF_FP8 = Bars(0.02, 0.25), Bars(0.04, 1.0)
 _EXACT = Bars(0.0, 0.0)  # of whole numbers, and of copies
 _ROW_FLOOR = 0.25  # of the typical row: rows of nearly nothing are measured against it
 
-REQUEST, EVENTS = "request.json", "events.jsonl"  # in the folder of a trial
-STARTED, BEGIN, RESULT, DONE = "started", "begin", "result", "done"
+BEGIN, RESULT, DONE = "begin", "result", "done"  # kinds of events
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process tries: an engine by its class, with a workload on a device, under these settings
+    of the configuration.
+    """
+
+    engine: Callable[[], Engine]
+    workload: Workload
+    device: str
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -324,64 +332,34 @@ def _problem(
     return f"two equal calls differ in {differing[0]}" if differing else None
 
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "dtype",
-    "bias",
-    "separate",
-)  # and what else they depend on
-
-
-def workload_of(record: dict[str, Any]) -> Workload:
-    """The inverse of `trust.record_of`."""
-    settings = dict(record["settings"])
-    recipe = settings.pop("recipe")
-    own = tuple((str(name), float(value)) for name, value in settings.pop("activation_parameters"))
-    return Workload(
-        EngineSettings(
-            ActivationType(settings.pop("activation")),
-            None if recipe is None else RECIPES[recipe],
-            save_z=ZCode(settings.pop("save_z")),
-            activation_parameters=own,
-            **settings,
-        ),
-        *(record[name] for name in SIZES),
-    )
-
-
-def run(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+def run(request: Request, say: Callable[[dict[str, Any]], None]) -> None:
     """Try the engine of a request; `say` gets every event."""
-    module, _, name = request["engine"].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)()
-    problem = Problem(workload_of(request["workload"]), request["device"])
+    engine, problem = request.engine(), Problem(request.workload, request.device)
+    bars = bars_of(problem.settings)
     # Cases come one by one: what a later one needs is made when the earlier ones have been told.
-    prepared, bars = cases(problem, engine), bars_of(problem.settings)
-    for number, (case, wanted) in enumerate(prepared):
-        if number == 0:  # the reference engine has run, so this device computes
-            say({"event": STARTED})
+    # The first one comes when the reference engine has run, so this device computes.
+    for case, wanted in cases(problem, engine):
         say({"event": BEGIN, "case": case.name})
         say(judged(engine, case, wanted, bars))
     say({"event": DONE})
 
 
-def main(folder: str) -> int:
-    """Read the request, try, and write what happens beside it."""
-    request = json.loads(Path(folder, REQUEST).read_text(encoding="utf-8"))
+def main(descriptor: int) -> NoReturn:
+    """Read the request from standard input, try, and write what happens to an open descriptor."""
     status = 0
-    with open(Path(folder, EVENTS), "w", encoding="utf-8") as events:
+    with open(descriptor, "w", encoding="utf-8") as events:
 
         def say(event: dict[str, Any]) -> None:
             # Flushed, because the next call may end this process.
             print(json.dumps(event), file=events, flush=True)
 
         try:
-            with SonicMoEConfig(**request["config"]).activate():
+            request: Request = pickle.load(sys.stdin.buffer)
+            with SonicMoEConfig(**request.config).activate():
                 run(request, say)
         except Exception:
             traceback.print_exc()
             status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not through the interpreter's end: after a fault of the GPU destructors may fail or wait.
-    os._exit(status)
+        sys.stderr.flush()
+        # Not through the interpreter's end: after a fault of the GPU destructors may fail or wait.
+        os._exit(status)

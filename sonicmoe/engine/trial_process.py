@@ -6,30 +6,28 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..errors import writing
 from ..interop import FRAMEWORK
 from ..jit.child import search_path
-from .trial import DONE, EVENTS, REQUEST
+from .trial import DONE, Request
 
-# The kernel kills this process with the one that started it, however that ends.
+# The kernel kills this process with the one that started it, however that ends. Events go to a copy
+# of descriptor 1, because libraries print to it.
 _PROGRAM = (
-    "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "import ctypes, os; ctypes.CDLL(None).prctl(1, 9); events = os.dup(1); os.dup2(2, 1); "
     "from sonicmoe.frameworks import load; load({framework!r}); "
-    "from sonicmoe.engine.trial import main; sys.exit(main(sys.argv[1]))"
+    "from sonicmoe.engine.trial import main; main(events)"
 )
-# Seconds between two looks: far below the shortest case, and no load for the host.
-_POLL_S = 0.05
 # Bytes of output that are kept: an error stands at the end, whatever libraries print before.
 _LAST_WORDS = 4000
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
@@ -48,25 +46,26 @@ class Limits:
 LIMITS = Limits()
 
 
-def run_trial(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str | None, str]:
+def run_trial(request: Request, limits: Limits) -> tuple[list[Event], str | None, str]:
     """A process that tries an engine: its events; how it ended, in words, or None where every case
     was run; and the end of what it printed. It is gone afterwards.
     """
     # A new interpreter and no fork: a forked process would share the parent's CUDA context and
     # locks.
     program = _PROGRAM.format(framework=FRAMEWORK)
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as printed:
-        folder = Path(directory)
-        with writing(folder):
-            (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+    with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program, directory],
+            [sys.executable, "-P", "-c", program],
             env={**os.environ, "PYTHONPATH": search_path()},
-            stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
             start_new_session=True,
         )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
         try:
-            events, ended = _follow(process, folder / EVENTS, limits)
+            # Both processes are of one user and one code.
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(pickle.dumps(request))
+            events, ended = _follow(process, limits)
         finally:
             with suppress(ProcessLookupError):
                 # The whole group, because a compiler or a debugger of the child may still run.
@@ -74,47 +73,37 @@ def run_trial(request: dict[str, Any], limits: Limits) -> tuple[list[Event], str
             # A driver that tears a hanging kernel down may take its time; nobody waits for it.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
+            process.stdout.close()
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_WORDS))
         return events, ended, printed.read().decode(errors="replace").strip()
 
 
-def _follow(
-    process: subprocess.Popen[bytes], path: Path, limits: Limits
-) -> tuple[list[Event], str | None]:
+def _follow(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[Event], str | None]:
     """Its events and its end; the limit begins again with every event."""
+    assert process.stdout is not None
     events: list[Event] = []
-    heard = time.monotonic()
-    while True:
-        # Asked first: a process that has ended has written everything.
-        ended = _end_of(process)
-        found = _events(path)
-        if len(found) > len(events):
-            events, heard = found, time.monotonic()
-        if events and events[-1]["event"] == DONE:
-            return events, None
-        limit = limits.case if events else limits.start
-        if ended is None and time.monotonic() - heard > limit:
-            ended = f"did not end within {limit:.0f} s"
-        if ended is not None:
-            return events, ended
+    half_a_line = b""
+    with selectors.DefaultSelector() as output:
+        output.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            limit = limits.case if events else limits.start
+            if not output.select(limit):
+                return events, f"did not end within {limit:.0f} s"
+            said = os.read(process.stdout.fileno(), 1 << 16)
+            *lines, half_a_line = (half_a_line + said).split(b"\n")
+            events += map(json.loads, lines)
+            if events and events[-1]["event"] == DONE:
+                return events, None
+            if not said:
+                return events, _end_of(process, limit)
 
 
-def _events(path: Path) -> list[Event]:
-    """Those that are written to their end."""
+def _end_of(process: subprocess.Popen[bytes], limit: float) -> str:
+    """How a process ended that says nothing more, in words."""
     try:
-        # What follows the last line break is half written.
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:  # it has not begun
-        return []
-    return [json.loads(line) for line in lines]
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> str | None:
-    """How it ended, in words; None: it runs."""
-    try:
-        status = process.wait(_POLL_S)
+        status = process.wait(limit)
     except subprocess.TimeoutExpired:
-        return None
+        return f"did not end within {limit:.0f} s"
     # Nothing that an engine does ends in this signal: the kernel or a person sent it.
     if status == -signal.SIGKILL:
         return "killed"

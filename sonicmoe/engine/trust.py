@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..config import ResolvedConfig, current_config
+from ..config import current_config
 from ..errors import EngineUnavailableError
 from ..host import UNKNOWN, driver_version
 from ..interop import FRAMEWORK
@@ -35,7 +34,7 @@ from .capabilities import EngineRecord, problem
 from .cold_start import run_jobs
 from .interface import Engine
 from .settings import TokenFormat, Workload
-from .trial import BEGIN, RESULT, SIZES
+from .trial import BEGIN, RESULT, Request
 from .trial_process import LIMITS, Event, Limits, quoted, run_trial
 
 _FILE = "verdict.json"
@@ -77,11 +76,6 @@ class Subject:
         plain = replace(self.workload, tokens=TokenFormat.PLAIN)
         return self.record.name.value, plain, self.device
 
-    @property
-    def class_name(self) -> str:
-        """`module:class`, as the process of a trial finds it."""
-        return f"{self.engine.__module__}:{self.engine.__qualname__}"
-
     def key(self, cache: CompileCache) -> CompileKey:
         """Of the verdict: the kernels as the cache holds them, and what decides how they run."""
         found = (
@@ -91,15 +85,14 @@ class Subject:
         # The name of an artefact says what its files hold, so another build of the same kernel is
         # another subject.
         kernels = sorted(key.family if a is None else a.path.name for key, a in found)
-        called = record_of(self.workload)
         # Kernels are made for ranges of sizes, and their keys say which.
-        del called["hidden_size"], called["intermediate_size"]
-        content = json.dumps([kernels, called], sort_keys=True)
+        called = replace(self.place[1], hidden_size=0, intermediate_size=0)
+        content = json.dumps([kernels, repr(called)])
         return CompileKey.make(
             VERDICT,
             arch=self.arch,
             statics={
-                "engine": self.class_name,
+                "engine": f"{self.engine.__module__}:{self.engine.__qualname__}",
                 "framework": FRAMEWORK,
                 "kernels": hashlib.sha256(content.encode()).hexdigest()[:32],
             },
@@ -121,18 +114,6 @@ class Subject:
 
     def __str__(self) -> str:
         return f"engine {self.record.name.value} on {gpu_name(self.device)} ({self.arch})"
-
-
-def record_of(workload: Workload) -> dict[str, Any]:
-    """A workload with plain tokens and native gradients as JSON types; `trial.workload_of` is the
-    inverse.
-    """
-    # JSON has neither enums nor recipes, and the other process knows both by name.
-    asked = workload.settings
-    settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
-    settings["activation"], settings["save_z"] = asked.activation.value, asked.save_z.value
-    settings["recipe"] = asked.recipe and asked.recipe.name
-    return {"settings": settings, **{name: getattr(workload, name) for name in SIZES}}
 
 
 def gpu_name(device: str) -> str:
@@ -281,12 +262,15 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
     """Run `trial.py` in a new process and judge what it says; `reason` names the case.
     UndecidedError: nothing was learnt about the engine, in words.
     """
-    request = {
-        "engine": subject.class_name,
-        "workload": record_of(subject.smaller()),
-        "device": subject.device,
-        "config": _config_of_child(current_config()),
+    config = current_config()
+    # The process loads kernels from where this one does, and compiles none.
+    settings = {
+        "cache_dir": str(config.cache_dir),
+        "local_cache_dir": str(config.local_cache_dir),
+        "trust_cache": config.trust_cache,
+        "forbid_compile": True,
     }
+    request = Request(subject.engine, subject.smaller(), subject.device, settings)
     events, ended, words = run_trial(request, limits or LIMITS)
     cases = tuple(event for event in events if event["event"] == RESULT)
     problems = (f"{case['case']}: {case['problem']}" for case in cases if case["problem"])
@@ -304,13 +288,3 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
     if ended.startswith("exit") and any(sign in words for sign in _ELSEWHERE):
         raise UndecidedError(reason)
     return Verdict(False, reason, cases)
-
-
-def _config_of_child(config: ResolvedConfig) -> dict[str, Any]:
-    """It loads kernels from where this process does, and compiles none."""
-    return {
-        "cache_dir": str(config.cache_dir),
-        "local_cache_dir": str(config.local_cache_dir),
-        "trust_cache": config.trust_cache,
-        "forbid_compile": True,
-    }

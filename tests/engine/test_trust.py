@@ -5,9 +5,9 @@ and the next engine is taken by name.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
+import pickle
 import re
 import threading
 from dataclasses import replace
@@ -95,7 +95,7 @@ def inline(monkeypatch, engine, ended="exit status 1"):
     def run(request, limits):
         events = []
         try:
-            trial.run(json.loads(json.dumps(request)), events.append)
+            trial.run(pickle.loads(pickle.dumps(request)), events.append)
         except BaseException as error:
             return events, ended, f"Traceback\n{type(error).__name__}: {error}\n"
         return events, None, ""
