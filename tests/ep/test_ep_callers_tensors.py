@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from callers_tensors import SPELLINGS, spelled, untouched
 from ep_cases import EXPERTS, source
+from oracle.held import SPELLINGS, spelled, untouched
 
 from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.collective import CollectiveTransport

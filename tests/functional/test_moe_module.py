@@ -133,6 +133,19 @@ def test_evaluation_differentiates_like_training(options):
     assert found[2]["x"].any() and found[2]["c_fc.weight"].any() and not moe.training
 
 
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_a_main_grad_is_left_alone(use_fp8):
+    """Autograd gets the gradients of weights that are passed to a call, whatever they carry."""
+    moe, (x, dout) = make_layer(bias=True), batch(8)
+    expected = run_layer(moe, x, dout, use_fp8=use_fp8)
+    for weight in moe.parameters():
+        weight.main_grad = torch.full_like(weight, float("nan"))
+        weight.grad_added_to_main_grad = False
+    assert_same_bits(run_layer(moe, x, dout, use_fp8=use_fp8), expected)
+    for weight in moe.parameters():
+        assert weight.main_grad.isnan().all() and not weight.grad_added_to_main_grad
+
+
 def test_frozen_layer_keeps_nothing(saves):
     moe, (x, _) = make_layer().requires_grad_(False), batch()
     assert not moe(x)[0].requires_grad

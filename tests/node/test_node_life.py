@@ -12,22 +12,18 @@ import pytest
 from engine.moe_golden import golden
 from framework import numpy, parameter, relative_rmse, tensor, torch
 from node.node_harness import (
-    ARRANGEMENTS,
     CONFIGS,
     FLUSHES,
     FP8,
     FULL,
     Layer,
     assert_equal,
-    counts_of,
     has_gradient_path,
     problems,
 )
-from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.interop import data_ptr
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -71,30 +67,6 @@ class TestInference:
 
 
 class TestCallersTensors:
-    @pytest.mark.parametrize("case", pairwise(ARRANGEMENTS, FLUSHES, CONFIGS), ids=str)
-    def test_are_never_written(self, case):
-        """Nor moved or laid out anew, whatever is asked of the node, but for `main_grad`."""
-        batches, (arrangement, flush, config) = problems(3), case
-        layer = Layer(batches[0], arrangement=arrangement, flush=flush, config=CONFIGS[config])
-        main_grads = layer.set_main_grad(0.0)
-        places = list(map(data_ptr, main_grads))
-        layer.node.prequantize_weights()
-        calls = [layer.call(batch) for batch in batches]
-        given = [t for c in calls for t in (c.x, c.indices, c.probs, c.dout)] + layer.weights
-        before = [(data_ptr(tensor), numpy(tensor).tobytes()) for tensor in given]
-        for call in calls:
-            call.backward()
-        layer.node.flush_grads()
-        layer.node.step()
-        layer.node.invalidate_caches()
-        layer.step(batches[1])
-        assert [call.counts for call in calls] == list(map(counts_of, batches))
-        assert [(data_ptr(tensor), numpy(tensor).tobytes()) for tensor in given] == before
-        for weight, main_grad, place in zip(layer.weights, main_grads, places, strict=True):
-            assert weight.main_grad is main_grad and data_ptr(main_grad) == place
-            assert weight.grad is None
-        assert all(gradient.any() for gradient in layer.gradients())
-
     def test_out_shares_no_memory_with_what_backward_needs(self):
         """The caller may write into `out` (a residual added in place) before backward."""
         layer = Layer(main_grad=0.0)

@@ -58,6 +58,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "iso_weight": (False, True),
     "counts": ("none", "list", "tensor"),
     "index": ("int64", "int32"),
+    "spelling": ("contiguous", "strided"),
     "routing": ("full", "sentinels", "one", "nobody", "zero"),
     "scene": (
         "usual", "x element", "x column", "dout element", "dout row", "dout column",
@@ -72,12 +73,13 @@ class Case:
     """One step. Its line names the fields that are not at their defaults.
 
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
-    columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own. adapters:
-    projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
+    columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
+    adapters: projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
     `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
-    scene: which part of an operand is `LOUD` times as large. schedule: one micro-batch,
-    two, two whose backwards come in the other order, or one whose forward runs again. law: what is
-    compared besides the bars.
+    spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
+    which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
+    backwards come in the other order, or one whose forward runs again. law: what is compared besides
+    the bars.
     """
 
     face: str = "node"
@@ -102,6 +104,7 @@ class Case:
     iso_weight: bool = False
     counts: str = "none"
     index: str = "int64"
+    spelling: str = "contiguous"
     routing: str = "full"
     scene: str = "usual"
     sizes: tuple[int, int, int, int, int] = SIZES[0]

@@ -16,6 +16,7 @@ from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import recomputed, want_gradient
 from oracle.case import AXES, GATED, OWN, Case
 from oracle.golden import ADAPTER_SCALE, ROUTERS, Scene
+from oracle.held import Snapshot, spelled, written_beside
 from weights.weight_sources import expert_modules, native_arrays
 
 from sonicmoe.config import SonicMoEConfig
@@ -72,12 +73,22 @@ class Layer:
         for weight in self.weights:
             if case.gradients != "autograd":
                 held = np.full(tuple(weight.shape), HELD)
-                held = None if case.gradients == "unset" else self.tensor(held)
+                held = None if case.gradients == "unset" else spelled(self.tensor(held))
                 weight.main_grad = held
             if case.frozen:
                 want_gradient(weight, False)
-        factors = [factor for pair in self.pairs.values() for factor in (pair.a, pair.b)]
-        self.given = Unwritten(*self.weights, *self.biases, *factors)
+        own = {f"weight {index}": weight for index, weight in enumerate(self.weights)}
+        own |= {f"{n}.{f}": getattr(pair, f) for n, pair in self.pairs.items() for f in ("a", "b")}
+        self.snapshots = [Snapshot(**own)]
+        self.main_grads = [getattr(weight, "main_grad", None) for weight in self.weights]
+
+    def require_untouched(self) -> None:
+        """A step writes gradients, and nothing else of its caller's."""
+        changes = [words for snapshot in self.snapshots for words in snapshot.changes()]
+        assert not changes, changes
+        for weight, held in zip(self.weights, self.main_grads, strict=True):
+            if held is not None:
+                assert weight.main_grad is held and not written_beside(held)
 
     @cached_property
     def options(self) -> dict[str, float]:
@@ -91,14 +102,14 @@ class Layer:
         made = tensor(np.ascontiguousarray(array), dtype or torch.float32)
         return made if self.device == "cpu" else made.to(self.device)
 
-    def leaf(self, array: Any, dtype: Any, wanted: bool) -> Any:
-        made = self.tensor(array).to(dtype).detach()
+    def leaf(self, array: Any, dtype: Any, wanted: bool, spelling: str = "contiguous") -> Any:
+        made = spelled(self.tensor(array).to(dtype), spelling)
         want_gradient(made, wanted)
         return made
 
     def parameter(self, array: Any) -> Any:
         made = parameter(np.ascontiguousarray(array, np.float32), self.dtype)
-        return made if self.device == "cpu" else torch.nn.Parameter(made.detach().to(self.device))
+        return made if IS_PADDLE else torch.nn.Parameter(spelled(made.detach().to(self.device)))
 
     def rows(self, array: np.ndarray, axis: int) -> np.ndarray:
         """Rows of a split-half w1 in the order of this layer's weights."""
@@ -206,17 +217,6 @@ class Node(Layer):
             return super().in_user_layout(found)
         half = len(found) // 2
         return [np.stack(found[:half]), np.stack(found[half:])]
-
-
-class Unwritten:
-    """A caller's tensors, which nobody may write."""
-
-    def __init__(self, *tensors: Any) -> None:
-        self.tensors, self.before = tensors, [host(tensor) for tensor in tensors]
-
-    def check(self) -> None:
-        for held, before in zip(self.tensors, self.before, strict=True):
-            assert np.array_equal(host(held), before, equal_nan=True), "an argument was written"
 
 
 class Source:
@@ -420,9 +420,9 @@ class Fleet(Layer):
     """`run_sonic_moe`, as PaddleFleet calls it."""
 
     takes: ClassVar = {
-        "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,), "own": (False,),
+        "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,),
         "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
-        "activation": tuple(name for name in GATED if name != "situ_glu"),
+        "activation": tuple(GATED), "spelling": ("contiguous",),
     }  # fmt: skip
     make_weights = Stacked.make_weights
     counts = Node.counts
@@ -442,7 +442,21 @@ class Fleet(Layer):
             fp8=self.case.fp8,
             tokens_per_expert=self.counts(scene),
             activation_type=self.activation,
+            fp8_config=self.fleets_config,
         )
+
+    @cached_property
+    def fleets_config(self) -> Any:
+        """Where a layer of Fleet's has the numbers of its activation; None where it has its own."""
+        from sonicmoe.fleet.configuration import FP8Config
+
+        made, numbers = FP8Config(), dict(self.scene.own)
+        if self.activation is ActivationType.SITU_GLU:
+            made.situ_beta = numbers.get("beta", 1.0)
+            made.situ_linear_beta = numbers.get("linear_beta", "none")
+            return made
+        made.swiglu_clamp_value = numbers.get("limit")
+        return made if numbers else None
 
 
 LAYERS: dict[str, type[Layer]] = {
@@ -510,8 +524,10 @@ def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
         changes |= {name: AXES[name][0] for name in OF_FP8}
     elif not case.recipe.startswith("iso"):
         changes["iso_weight"] = False
-    if case.activation not in OWN:
+    if case.activation not in OWN or (case.face, case.activation) == ("fleet", "swiglu_oai"):
         changes["own"] = False
+    if IS_PADDLE:
+        changes["spelling"] = "contiguous"
     if case.arrangement == "halves" and not case.gated:
         changes["arrangement"] = "native"
     if case.arrivals != "plain":
@@ -571,8 +587,7 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
         for call in reversed(calls) if case.schedule == "crossed" else ():
             call.backward()
         layer.finish()
-    for given in (layer.given, *(call.given for call in calls)):
-        given.check()
+    layer.require_untouched()
     found = {
         name: np.concatenate([getattr(call, name) for call in calls])
         for name in ("out", "dx", "dprobs")
@@ -595,16 +610,19 @@ class Call:
     """A forward of one micro-batch whose backward is still to come."""
 
     def __init__(self, layer: Layer, scene: Scene) -> None:
-        self.leaf = layer.leaf(scene.x, layer.dtype, True)
-        self.probs = layer.leaf(scene.probs, torch.float32, layer.case.face not in ROUTERS)
-        self.gradient = layer.tensor(scene.dout).to(layer.dtype)
-        indices = tensor(scene.indices).to(getattr(torch, layer.case.index)).to(layer.device)
-        self.given = Unwritten(self.leaf, self.probs, self.gradient, indices)
+        case = layer.case
+        self.leaf = layer.leaf(scene.x, layer.dtype, True, case.spelling)
+        self.probs = layer.leaf(scene.probs, torch.float32, case.face not in ROUTERS, case.spelling)
+        self.gradient = layer.leaf(scene.dout, layer.dtype, False, case.spelling)
+        indices = tensor(scene.indices).to(getattr(torch, case.index)).to(layer.device)
+        indices = spelled(indices, case.spelling)
+        mine = {"x": self.leaf, "probs": self.probs, "dout": self.gradient, "indices": indices}
+        layer.snapshots.append(Snapshot(**mine))
 
         def forward(x: Any, probs: Any) -> Any:
             return layer.call(x, probs, indices, scene)
 
-        if layer.case.schedule == "checkpoint":
+        if case.schedule == "checkpoint":
             self.value = recomputed(forward, self.leaf, self.probs, use_reentrant=IS_PADDLE)
         else:
             self.value = forward(self.leaf, self.probs)

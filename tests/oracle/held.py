@@ -1,0 +1,83 @@
+"""That a call leaves its caller's tensors alone. A kernel may write through a raw address, so whole
+storages are compared, the bytes between and around a view's own too. Paddle shows values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from framework import IS_PADDLE, numpy, torch
+
+from sonicmoe.interop import data_ptr
+
+MARGIN = 64  # elements around a tensor, enough to keep it aligned
+SPELLINGS = ("contiguous", "strided")
+
+
+def spelled(values: Any, spelling: str = "contiguous") -> Any:
+    """The same values inside a larger memory of zeros: in one piece, or every second element of it."""
+    if IS_PADDLE:
+        return values.detach()
+    step = 2 if spelling == "strided" else 1
+    size = 2 * MARGIN + step * values.numel()
+    memory = torch.zeros(size, dtype=values.dtype, device=values.device)
+    packed = values.contiguous()
+    strides = [step * stride for stride in packed.stride()]
+    return memory.as_strided(packed.shape, strides, MARGIN).copy_(packed).detach()
+
+
+def storage_bytes(tensor: Any) -> Any:
+    """All of the memory that the tensor is a view of."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.detach().untyped_storage())
+
+
+def facts(tensor: Any) -> tuple[Any, ...]:
+    about = data_ptr(tensor), tuple(tensor.shape), tensor.dtype
+    return about if IS_PADDLE else (*about, tensor.stride(), tensor._version, tensor.requires_grad)
+
+
+class Snapshot:
+    """Tensors by name as they are now."""
+
+    def __init__(self, **tensors: Any) -> None:
+        self.tensors = tensors
+        self.facts = {name: facts(tensor) for name, tensor in tensors.items()}
+        self.bytes = {name: self._bytes(tensor) for name, tensor in tensors.items()}
+
+    @staticmethod
+    def _bytes(tensor: Any) -> Any:
+        return numpy(tensor).tobytes() if IS_PADDLE else storage_bytes(tensor).clone()
+
+    def changes(self) -> list[str]:
+        """What has changed since, in words."""
+        found = [
+            f"{name}: {facts(tensor)}, was {self.facts[name]}"
+            for name, tensor in self.tensors.items()
+            if facts(tensor) != self.facts[name]
+        ]
+        for name, tensor in self.tensors.items():
+            now, was = self._bytes(tensor), self.bytes[name]
+            if now != was if IS_PADDLE else not torch.equal(now, was):
+                found.append(f"{name}: its bytes changed")
+        return found
+
+
+@contextmanager
+def untouched(**tensors: Any) -> Iterator[None]:
+    """Assert that nothing of these tensors changes inside."""
+    before = Snapshot(**tensors)
+    yield
+    changes = before.changes()
+    assert not changes, changes
+
+
+def written_beside(memory: Any) -> bool:
+    """Whether something stands around a tensor of `spelled` that was zeros."""
+    if IS_PADDLE:
+        return False
+    whole = storage_bytes(memory)
+    edge = MARGIN * memory.element_size()
+    return bool(whole[:edge].any()) or bool(whole[-edge:].any())
