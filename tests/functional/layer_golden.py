@@ -1,16 +1,15 @@
-"""A whole MoE layer in fp64: router, experts (`oracle.golden`), load-balancing loss, and every
-gradient; and how tests build and run one.
-"""
+"""How tests build and run a whole MoE layer, and what it gives in fp64."""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
-from engine.moe_golden import Problem, golden, native_order
 from framework import numpy, relative_rmse, torch
 
 from sonicmoe import MoE
-from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.enums import ActivationType
 
 AUX_WEIGHT = 0.3
 FP8 = {"use_fp8": True}
@@ -64,74 +63,15 @@ def views(moe):
     return up.weight.permute(1, 2, 0), up.bias, down.weight.permute(1, 2, 0), down.bias
 
 
-def native(weight):
-    """fp64 copy of a parameter."""
-    return None if weight is None else numpy(weight)
-
-
-def softmax(values):
-    shifted = np.exp(values - values.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
-
-
-def softmax_backward(probs, gradient):
-    return probs * (gradient - (probs * gradient).sum(-1, keepdims=True))
-
-
-def problem_of(w1, w2, b1, b2, activation, x, indices, probs, dout):
-    """A golden's problem from native fp64 `w1 [E, N1, H]`, `w2 [E, H, I]`."""
-    order = native_order(w1.shape[1], is_glu(activation))
-    up_gate = np.zeros((w1.shape[0], w1.shape[2], w1.shape[1]))
-    up_gate[:, :, order] = w1.transpose(0, 2, 1)
-    bias = None
-    if b1 is not None:
-        bias = np.zeros_like(b1)
-        bias[:, order] = b1
-    return Problem(activation, x, indices, probs, dout, up_gate, w2.transpose(0, 2, 1), bias, b2)
-
-
-def native_gradients(problem, result):
-    """Weight gradients of a golden's result in native layout: dw1, dw2, db1, db2."""
-    order = native_order(problem.up_gate.shape[2], problem.gated)
-    dw1, db1 = (
-        result.dw1.transpose(0, 2, 1)[:, order],
-        None if result.db1 is None else result.db1[:, order],
-    )
-    return dw1, result.dw2.transpose(0, 2, 1), db1, result.db2
-
-
 def golden_layer(moe, x, dout):
-    """`out`, `aux`, and the gradients of `(out * dout).sum() + AUX_WEIGHT * aux` by name, in fp64."""
-    x, dout, router = numpy(x), numpy(dout), native(moe.router.weight)
-    tokens, experts = x.shape[0], moe.num_experts
-    logits = x @ router.T
-    indices = np.argsort(-logits, axis=-1, kind="stable")[:, : moe.top_k]
-    probs = softmax(np.take_along_axis(logits, indices, -1))
-    weights = [
-        native(weight)
-        for weight in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
-    ]
-    problem = problem_of(*weights, moe.activation_function, x, indices, probs, dout)
-    result = golden(problem)
-
-    dlogits = np.zeros_like(logits)
-    np.put_along_axis(dlogits, indices, softmax_backward(probs, result.dprobs), -1)
-    share = np.bincount(indices.ravel(), minlength=experts) / indices.size
-    everywhere = softmax(logits)
-    aux = experts * (everywhere.mean(0) * share).sum()
-    dlogits += AUX_WEIGHT * softmax_backward(
-        everywhere, np.tile(experts * share / tokens, (tokens, 1))
-    )
-
-    dw1, dw2, db1, db2 = native_gradients(problem, result)
-    gradients = {"x": result.dx + dlogits @ router, "router.weight": dlogits.T @ x}
-    gradients |= {"c_fc.weight": dw1, "c_fc.bias": db1, "c_proj.weight": dw2, "c_proj.bias": db2}
-    return result.out, aux, {name: value for name, value in gradients.items() if value is not None}
+    """`run_layer` of the plain backend in fp64, which the oracle compares with its golden."""
+    exact = copy.deepcopy(moe).double()
+    return run_layer(exact, x.double(), dout.double(), kernel_backend_moe="torch")
 
 
 def run_layer(moe, x, dout, **options):
-    """`(out, aux, gradients by name)` of a layer, as `golden_layer` returns them but as tensors;
-    leaves no gradient behind.
+    """`(out, aux, gradients by name)` of `(out * dout).sum() + AUX_WEIGHT * aux`; leaves no gradient
+    behind.
     """
     x = x.detach().clone().requires_grad_()
     out, aux = moe(x, **options)

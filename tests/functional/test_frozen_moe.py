@@ -16,13 +16,15 @@ from sonicmoe.weights import frozen
 H = 32
 
 
-def pairs(moe):
+def pairs(moe, rank=3, dtype=torch.float32):
+    """Adapters of both projections."""
     generator = torch.Generator().manual_seed(5)
 
     def pair(experts):
         count, outputs, inputs = experts.weight.shape
-        sizes = (count, 3, inputs), (count, outputs, 3)
-        return LowRank(*[torch.randn(s, generator=generator).requires_grad_() for s in sizes], 0.3)
+        sizes = (count, rank, inputs), (count, outputs, rank)
+        factors = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+        return LowRank(*[factor.requires_grad_() for factor in factors], 0.3)
 
     return Adapters(pair(moe.c_fc), pair(moe.c_proj))
 

@@ -4,18 +4,16 @@ layouts and the border.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
-from engine.moe_golden import golden
 from framework import numpy, relative_rmse, torch
 from functional.layer_golden import (
     MODES,
     batch,
     make_layer,
     make_tokens,
-    native,
-    native_gradients,
-    problem_of,
     views,
 )
 from hypothesis import given, settings
@@ -40,32 +38,21 @@ def triples(dtype=torch.float32, index=torch.int64):
     return scores, torch.tensor(TOKENS, dtype=index), torch.tensor(EXPERT_IDS, dtype=index)
 
 
-def padded(scores, tokens, experts, num_tokens):
-    """Triples as `[T, K]` numpy indices (-1 filled), scores, and each triple's place."""
-    slots = [[] for _ in range(num_tokens)]
-    for i, token in enumerate(tokens):
-        slots[token].append(i)
-    width = max([1, *map(len, slots)])
-    indices, probs = np.full((num_tokens, width), -1), np.zeros((num_tokens, width))
-    places = np.zeros((len(tokens), 2), int)
-    for t, row in enumerate(slots):
-        for k, i in enumerate(row):
-            indices[t, k], probs[t, k], places[i] = experts[i], scores[i], (t, k)
-    return indices, probs, places
-
-
 def golden_triples(moe, x, scores, tokens, experts, dout):
-    """Golden `out` and gradients by name, in native layout."""
-    weights = [
-        native(w) for w in (moe.c_fc.weight, moe.c_proj.weight, moe.c_fc.bias, moe.c_proj.bias)
-    ]
-    indices, probs, places = padded(numpy(scores), tokens, experts, x.shape[0])
-    problem = problem_of(*weights, moe.activation_function, numpy(x), indices, probs, numpy(dout))
-    result = golden(problem)
-    dw1, dw2, db1, db2 = native_gradients(problem, result)
-    named = {"out": result.out, "x": result.dx, "scores": result.dprobs[places[:, 0], places[:, 1]]}
-    named |= {"c_fc.weight": dw1, "c_proj.weight": dw2, "c_fc.bias": db1, "c_proj.bias": db2}
-    return {name: value for name, value in named.items() if value is not None}
+    """Output and gradients by name in fp64, triple by triple."""
+    exact = copy.deepcopy(moe).double()
+    x, scores = (tensor.detach().double().requires_grad_() for tensor in (x, scores))
+    out = torch.zeros_like(x) + 0 * (x.sum() + scores.sum())
+    for score, token, expert in zip(scores, tokens, experts, strict=True):
+        if 0 <= expert < EXPERTS:
+            z = exact.c_fc.weight[expert] @ x[token]
+            y = exact.c_proj.weight[expert] @ (torch.nn.functional.silu(z[::2]) * z[1::2])
+            out = out.index_add(0, torch.tensor([token]), (score * y)[None])
+    leaves = {"x": x, "scores": scores, **dict(exact.named_parameters())}
+    del leaves["router.weight"]
+    options = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad((out * dout.double()).sum(), list(leaves.values()), **options)
+    return {"out": numpy(out), **dict(zip(leaves, map(numpy, found), strict=True))}
 
 
 def run_triples(

@@ -7,9 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 from functional.layer_golden import make_layer, make_tokens
+from functional.test_frozen_moe import pairs
 from torch.utils.checkpoint import checkpoint
-
-from sonicmoe import Adapters, LowRank
 
 E, H, I = 5, 32, 24
 
@@ -19,20 +18,6 @@ def frozen_layer(bias=False):
     moe.c_fc.requires_grad_(False)
     moe.c_proj.requires_grad_(False)
     return moe
-
-
-def pairs(moe, rank=3, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(5)
-
-    def pair(experts):
-        _, outputs, inputs = experts.weight.shape
-        a, b = (
-            torch.randn(size, generator=generator).to(dtype).requires_grad_()
-            for size in ((E, rank, inputs), (E, outputs, rank))
-        )
-        return LowRank(a, b, 0.3)
-
-    return Adapters(pair(moe.c_fc), pair(moe.c_proj))
 
 
 def run(moe, adapters, *arguments, **options):

@@ -39,19 +39,6 @@ def wide_layer(bias=True):
     return make_layer(experts=4, hidden=256, intermediate=128, bias=bias, idle=3)
 
 
-@pytest.mark.parametrize("experts", [1, 4])
-def test_one_expert_per_token(experts):
-    """Its weight is 1 whatever its logit, so the router learns from the load-balancing loss alone."""
-    moe, x, dout = make_layer(experts=experts, topk=1), *batch(11)
-    run, expected = flat(run_layer(moe, x, dout)), flat(golden_layer(moe, x, dout))
-    for name, got in run.items():
-        scale = np.abs(expected[name]).max() if name != "router.weight" else 1.0
-        np.testing.assert_allclose(
-            numpy(got), expected[name], rtol=0, atol=2e-6 * scale, err_msg=name
-        )
-    assert bool(run["router.weight"].any()) == (experts > 1)
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=["bf16", "fp16"]
 )
@@ -166,7 +153,7 @@ def test_fp8_error_has_no_scale(scale):
     """
     moe, x, dout = wide_layer(), make_tokens(48, 256), scale * make_tokens(48, 256, seed=2)
     run, expected = flat(run_layer(moe, x, dout, use_fp8=True)), flat(golden_layer(moe, x, dout))
-    assert run.pop("aux").item() == pytest.approx(expected["aux"], rel=1e-5), (
+    assert run.pop("aux").item() == pytest.approx(expected["aux"].item(), rel=1e-5), (
         "the router is not quantised"
     )
     for name, got in run.items():

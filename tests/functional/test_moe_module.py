@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from framework import torch
 from functional.layer_golden import (
-    AUX_WEIGHT,
     MODES,
     assert_same_bits,
     batch,
-    flat,
     make_layer,
     make_tokens,
     run_layer,
@@ -59,34 +57,6 @@ def test_is_glu_as_upstreams_scripts_say_it():
             ConfigError, match=f"is_glu is {not gated}; {activation.value} needs {gated}"
         ):
             MoE(2, 1, 8, 4, activation, is_glu=not gated)
-
-
-@pytest.mark.parametrize(
-    ("activation", "own"),
-    [
-        ("swiglu_oai", {"alpha": 1.1, "limit": 0.5}),
-        ("swiglu_clamp", {"limit": 0.5}),
-        ("situ_glu", {"beta": 4.0, "linear_beta": 0.5}),
-        ("situ_glu", {"beta": 4.0, "linear_beta": None}),
-    ],
-)
-def test_a_layer_sets_the_parameters_of_its_activation(activation, own):
-    """Against plain PyTorch, forward and backward; a layer with the defaults computes otherwise."""
-    layer = MoE(4, 2, 32, 16, activation, std=0.5, activation_parameters=own)
-    usual = MoE(4, 2, 32, 16, ActivationType(activation), std=0.5)
-    usual.load_state_dict(layer.state_dict())
-    x, dout = batch()
-    runs = {}
-    for name, backend in (("engine", "sonicmoe"), ("plain", "torch")):
-        layer.zero_grad()
-        out, _ = layer(x, kernel_backend_moe=backend)
-        out.backward(dout)
-        runs[name] = out.detach(), layer.c_fc.weight.grad.clone()
-    for computed, wanted in zip(runs["engine"], runs["plain"], strict=True):
-        torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(usual(x)[0], runs["plain"][0], atol=1e-2)
-    with pytest.raises(ConfigError, match=r"has 'beta'; swiglu_oai has \['alpha', 'limit'\]"):
-        MoE(4, 2, 32, 16, "swiglu_oai", activation_parameters={"beta": 1.0})
 
 
 # Inference
@@ -170,23 +140,6 @@ def test_training_memory_is_what_autograd_sees():
 
 
 # Autograd
-
-
-@MODES
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_forwards_before_backwards(order, options):
-    moe, batches = make_layer(bias=True), [tuple(batch(seed=seed)) for seed in (1, 2, 3)]
-    alone = [flat(run_layer(moe, x, dout, **options)) for x, dout in batches]
-    leaves = [x.clone().requires_grad_() for x, _ in batches]
-    outputs = [moe(leaf, **options) for leaf in leaves]
-    for i in order:
-        out, aux = outputs[i]
-        ((out * batches[i][1]).sum() + AUX_WEIGHT * aux).backward()
-    for leaf, run in zip(leaves, alone, strict=True):
-        assert torch.equal(leaf.grad, run["x"])
-    for name, parameter in moe.named_parameters():
-        first, second, third = (alone[i][name] for i in order)
-        assert torch.equal(parameter.grad, first + second + third), name
 
 
 @MODES

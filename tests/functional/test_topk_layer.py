@@ -16,15 +16,12 @@ from functional.layer_golden import (
 
 import sonicmoe
 from sonicmoe import (
-    MoE,
     SonicMoEConfig,
     count_cumsum,
     enable_quack_gemm,
-    moe_general_routing_inputs,
     moe_TC_softmax_topk_layer,
 )
 from sonicmoe.config import current_config
-from sonicmoe.errors import ConfigError
 
 
 def arguments(moe, x):
@@ -75,25 +72,6 @@ def test_halves_are_argument_13():
     assert torch.equal(moe_TC_softmax_topk_layer(*given)[0], by_name)
     with pytest.raises(TypeError, match="positional arguments"):
         moe_TC_softmax_topk_layer(*given, True)
-
-
-@pytest.mark.parametrize("general", [False, True], ids=["token choice", "any routing"])
-def test_the_activation_has_parameters(general):
-    """Of the functions, as of `MoE`."""
-    own = {"beta": 4.0, "linear_beta": 0.5}
-    moe = MoE(5, 2, 32, 24, "situ_glu", std=0.5, activation_parameters=own)
-    x, given = make_tokens(19, 32), {"activation_type": "situ_glu", "activation_parameters": own}
-    if general:
-        chosen, ids = moe.router(x).topk(2, -1)
-        rows = torch.arange(19).repeat_interleave(2)
-        triples = torch.softmax(chosen, -1).flatten(), rows, ids.flatten()
-        out, _ = moe_general_routing_inputs(x, *triples, *views(moe), **given)
-    else:
-        out, _, _ = moe_TC_softmax_topk_layer(**arguments(moe, x), **given)
-    torch.testing.assert_close(out, moe(x)[0])
-    with pytest.raises(ConfigError, match="needed: a number from"):
-        given["activation_parameters"] = {"beta": 0.0}
-        moe_TC_softmax_topk_layer(**arguments(moe, x), **given)
 
 
 # count_cumsum

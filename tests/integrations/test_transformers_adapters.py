@@ -192,11 +192,6 @@ def test_kept_codes_follow_a_merge_that_leaves_no_trace(safe, blind):
         assert relative_rmse(logits_of(model, "sonicmoe_fp8"), merged) > 0.1
 
 
-def test_dropout_is_refused_by_name():
-    with pytest.raises(ValueError, match="ParamWrapper does not work with lora_dropout"):
-        adapted(lora_dropout=0.1)
-
-
 def several_adapters():
     model = adapted("mixtral", layers=2, r=100)
     model.add_adapter("other", config_of(r=29))

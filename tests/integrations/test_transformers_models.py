@@ -4,8 +4,6 @@ in every way of training.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from integrations.hf_models import (
@@ -21,13 +19,11 @@ from pairwise import pairwise
 from transformers.integrations import moe as hf_moe
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.errors import LayoutError
 from sonicmoe.integrations.transformers import check_model, register
 from sonicmoe.layer.passed_call import PassedCall
 
 pytestmark = pytest.mark.usefixtures("registered")
 EXACT = 2e-6  # fp32 sums in another order
-FP8 = 0.1  # E4M3 has 3 mantissa bits: about 7 % on every gradient
 
 
 @pytest.fixture
@@ -58,17 +54,6 @@ def test_logits_and_every_gradient_in_full_precision(family, recipes):
         "weights of two layers, and biases where there are any"
     )
     assert all(expected[name].any() for name in experts)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fp8(family, recipes):
-    """One MoE layer: behind it no router could choose other experts for FP8's noise."""
-    model = build(FAMILIES[family](1))
-    expected = run(model, "eager")
-    found = errors(run(model, "sonicmoe_fp8"), expected)
-    assert max(found.values()) <= FP8, found
-    assert found["logits"] >= 1e-3, "nothing was quantised"
-    assert [recipe.name for recipe in recipes] == ["dx256"]
 
 
 def test_sonicmoe_follows_the_configuration():
@@ -141,13 +126,6 @@ def test_a_few_steps_of_training(implementation):
     assert ((found - expected).abs() / expected).max() <= bound
 
 
-def test_bf16():
-    model = build(FAMILIES["mixtral"](1)).to(torch.bfloat16)
-    found = errors(run(model, "sonicmoe"), run(copy.deepcopy(model).float(), "eager"))
-    assert max(found.values()) <= 0.05
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
 # Refusals and registration
 
 
@@ -190,8 +168,3 @@ def test_the_check_warns_of_sizes_that_no_kernel_takes(inner, said, caplog):
     config.moe_intermediate_size = inner
     check_model(build(config, "sonicmoe_fp8"))
     assert (said in caplog.text) if said else not caplog.records, caplog.text
-
-
-def test_a_model_without_experts_is_refused():
-    with pytest.raises(LayoutError, match="Linear has no experts"):
-        check_model(torch.nn.Linear(2, 2))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,6 +38,7 @@ from sonicmoe.errors import (
     DeviceError,
     DTypeError,
     EngineUnavailableError,
+    FrameworkError,
     LayoutError,
     RoutingError,
     ShapeError,
@@ -513,3 +518,31 @@ ROWS += scenes(
     (ConfigError, "two layers of experts took one dispatch", partial(ticket, copied=False)),
     (ConfigError, "no plan 5 in this process", unknown_plan),
 )  # fmt: skip
+
+
+# transformers.
+
+
+def registered(version):
+    """With this version of transformers, or with none."""
+    from sonicmoe.integrations.transformers import register
+
+    there = {} if version else {"transformers.integrations": None}
+    patched = mock.patch("transformers.__version__", version) if version else nullcontext()
+    with mock.patch.dict(sys.modules, there), patched:
+        register()
+
+
+def checked():
+    from sonicmoe.integrations.transformers import check_model
+
+    check_model(torch.nn.Linear(2, 2))
+
+
+if importlib.util.find_spec("transformers"):
+    ROWS += scenes(
+        (FrameworkError, r"from transformers 5\.7 on \(pip install", lambda: registered(None)),
+        *((FrameworkError, rf"transformers {version} is too old: .* from transformers 5\.7 on",
+           partial(registered, version)) for version in ("4.57.0", "5.6.2")),
+        (LayoutError, "Linear has no experts", checked),
+    )  # fmt: skip
