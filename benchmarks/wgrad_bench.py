@@ -99,11 +99,11 @@ def variants(layer: Layer, passes: Passes) -> tuple[dict[str, Call], list[Any]]:
     sums = GradientTargets.zeros(
         layer.experts, 2 * layer.inner, layer.hidden, layer.inner, False, "cuda"
     )
-    native = layer.into(module.grouped_wgrad, sums.dw1, sums.dw2)
-    held: list[Any] = [sums]
-    calls: dict[str, Call] = {"accumulators": native}
+    held: list[Any] = []
+    calls: dict[str, Call] = {}
     own, stacked = layer.own(), layer.stacked()
     every = {
+        "accumulators": sums,
         "direct, own": own,
         "direct, stacked": stacked,
         "written fp32, own": written(own),
@@ -113,12 +113,12 @@ def variants(layer: Layer, passes: Passes) -> tuple[dict[str, Call], list[Any]]:
     }
     for name, targets in every.items():
         made = passes.gradients(targets)
-        calls[name] = layer.into(module.grouped_wgrad_into, made["into_dw1"], made["into_dw2"])
+        calls[name] = layer.into(module.grouped_wgrad, made["dw1"], made["dw2"])
         held.append(targets)
     flush = flush_of(layer, sums, own)
 
     def flushed() -> None:
-        native()
+        calls["accumulators"]()
         flush()
 
     calls["accumulators and flush"] = flushed

@@ -276,7 +276,7 @@ def _add_dw1(
     x, dz = pending.x, pending.dz
     pending.x = pending.dz = None
     if targets.wants("dw1"):
-        into = {"dw1": gradients["dw1"], "into_dw1": gradients["into_dw1"]}
+        into = {"dw1": gradients["dw1"]}
         passes.dw1(**launch, **token_arguments("x", x), **into, dz=dz, scratch=scratch)
 
 
@@ -287,5 +287,5 @@ def _add_dw2(
     dout, y1s = pending.dout, pending.y1s
     pending.dout = pending.y1s = None
     if targets.wants("dw2"):
-        into = {"dw2": gradients["dw2"], "into_dw2": gradients["into_dw2"]}
+        into = {"dw2": gradients["dw2"]}
         passes.dw2(**launch, **token_arguments("dout", dout), **into, y1s=y1s, scratch=scratch)

@@ -35,7 +35,6 @@ from .factor_operands import FactorOperands
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
 from .native_calls import by_keyword
-from .settings import GradientMode
 from .targets import GradientTargets
 from .wgrad_destinations import wgrad_destination
 
@@ -103,7 +102,7 @@ class Passes:
             activations: what the modules of the up projection and of dgated export as
                 `activation_names`.
             kernels: functions by the names their modules export, and `wgrad_destination`, which
-                makes what `grouped_wgrad_into` adds to.
+                makes what `grouped_wgrad` adds to.
         """
         # A kernel of other blocks would read scales at wrong places without an error.
         _check_numbers(native.numbers())
@@ -123,7 +122,7 @@ class Passes:
             by_keyword(make_pass(name, *functions), names(name)) for name in passes
         )
         self.kernels = kernels
-        self._make_destination = kernels["wgrad_destination"]
+        self._make_destination: Any = kernels.get("wgrad_destination")
         named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
         self._ask_for_sizes = native.scratch_sizes
         self._named_sizes = named._make
@@ -174,21 +173,15 @@ class Passes:
         ]
 
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
-        """The arguments of `wgrad` that say where gradients are added or written, for each an
-        accumulator or a destination.
-        """
-        if targets.mode is GradientMode.NATIVE:
-            return {"dw1": targets.dw1, "dw2": targets.dw2, "into_dw1": None, "into_dw2": None}
+        """The arguments of `wgrad` that say where gradients are added or written."""
         # Where the memory is known, nobody looks for its destinations.
         return targets.once((self, targets.mode), lambda: self._gradients_into(targets))
 
     def _gradients_into(self, targets: GradientTargets) -> dict[str, Any]:
         up, down, how = targets.up, targets.down, (self._make_destination, targets.mode)
         return {
-            "dw1": None,
-            "dw2": None,
-            "into_dw1": wgrad_destination(up, *how, parts=up.layout.split_half),
-            "into_dw2": wgrad_destination(down, *how, parts=False),
+            "dw1": wgrad_destination(up, *how, parts=up.layout.split_half),
+            "dw2": wgrad_destination(down, *how, parts=False),
         }
 
     def weights_of(self, matrices: Mapping[str, Any]) -> Any:
@@ -316,7 +309,6 @@ def passes_on(
         "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
         "gather_transpose_requantize": operands.gather_transpose_requantize,
         "grouped_wgrad": wgrad.grouped_wgrad,
-        "grouped_wgrad_into": wgrad.grouped_wgrad_into,
         "wgrad_destination": wgrad.wgrad_destination,
     }
     of_biases = bias_gradients_source(arch).load() if bias else None

@@ -357,13 +357,6 @@ def wgrad_products(a, a_scale, b, b_scale, padded_offsets, size):
             yield expert, left[first:last].T @ right[first:last]
 
 
-def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, accumulator, multiprocessors, stream):
-    total = at(accumulator, "float32")
-    operands = a, a_scale, b, b_scale, padded_offsets
-    for expert, gradient in wgrad_products(*operands, total.shape):
-        total[expert] += gradient
-
-
 class Destination:
     """What `wgrad_destination` is told."""
 
@@ -389,9 +382,7 @@ class Destination:
             held.copy_(gradient.reshape(sizes))
 
 
-def grouped_wgrad_into(
-    a, a_scale, b, b_scale, padded_offsets, destination, multiprocessors, stream
-):
+def grouped_wgrad(a, a_scale, b, b_scale, padded_offsets, destination, multiprocessors, stream):
     operands = a, a_scale, b, b_scale, padded_offsets
     size = len(destination.places), *destination.size
     if any(destination.size):
@@ -408,6 +399,6 @@ KERNELS = {
     for function in (
         quantize_rows, gather_gated_gemm, grouped_gemm, aggregate_rows, gather_dgated_gemm, sum_or_zero,
         gather_transpose_quantize, gather_transpose_quantize_pair, gather_transpose_requantize,
-        grouped_wgrad, grouped_wgrad_into, sum_dz, sum_tokens, narrow_rows, narrow_gradient, narrow_both, gradient_parts, prepare_factor,
+        grouped_wgrad, sum_dz, sum_tokens, narrow_rows, narrow_gradient, narrow_both, gradient_parts, prepare_factor,
     )
 } | {"wgrad_destination": Destination, "parts_of_both": gradient_parts}  # fmt: skip

@@ -13,7 +13,8 @@ from gpu.device import captured, fill_free_memory, raw
 
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
-from sonicmoe.layouts import WeightLayout
+from sonicmoe.engine.wgrad_destinations import wgrad_destination
+from sonicmoe.layouts import NATIVE, WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
 APART = WeightLayout(split_half=True, apart=True)
@@ -170,6 +171,12 @@ class Memory:
         """`expect`, then `check`."""
         self.expect(dw1, dw2, **options)
         self.check()
+
+
+def added_to(module, sums):
+    """The destination of accumulators `[E, M, N]`."""
+    places = GradientPlaces.stacked(sums, len(sums), NATIVE)
+    return wgrad_destination(places, module.wgrad_destination, GradientMode.NATIVE, parts=False)
 
 
 def memory_of(case, layout, arrangement, dtype=torch.float32, mode=GradientMode.MAIN_GRAD):

@@ -12,6 +12,7 @@ from gpu.engine_cases import FP8, case_of
 from gpu.gradient_memory import (
     LAYOUTS,
     Memory,
+    added_to,
     check_repeats,
     check_replays,
     ids,
@@ -82,12 +83,12 @@ class Operands:
         sizes = ((2 * inner, hidden), (hidden, inner))
         self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in sizes]
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):
-            self.launch(module.grouped_wgrad, left, right, sums)
+            self.launch(left, right, added_to(module, sums))
 
-    def launch(self, kernel, left, right, to, multiprocessors=0):
+    def launch(self, left, right, to, multiprocessors=0):
         stream = current_stream(left[0])
         offsets = self.routing.padded_offsets
-        kernel(*left, *right, offsets, to, multiprocessors, stream)
+        self.module.grouped_wgrad(*left, *right, offsets, to, multiprocessors, stream)
 
     def put(self, targets, multiprocessors=0, output=WgradOutput.ADD_F32):
         """As the passes do."""
@@ -97,8 +98,7 @@ class Operands:
         ):
             places = [number for place in weight.places(split) for number in place]
             to = self.module.wgrad_destination(*weight.native_size, split, places, output)
-            into = self.module.grouped_wgrad_into
-            self.launch(into, left, right, to, multiprocessors)
+            self.launch(left, right, to, multiprocessors)
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +153,15 @@ def fp8_addition(sums, offsets):
     ]
     scales = [torch.rand((-(-len(c) // 128), ROWS // 128), device="cuda") for c in codes]
     left, right = zip(codes, scales, strict=True)
-    kernel = fp8_wgrad_source("sm_90a").load().grouped_wgrad
-    return lambda: kernel(*left, *right, offsets, sums, 0, current_stream(sums))
+    module = fp8_wgrad_source("sm_90a").load()
+    to = added_to(module, sums)
+    return lambda: module.grouped_wgrad(*left, *right, offsets, to, 0, current_stream(sums))
 
 
 def bf16_addition(sums, offsets, tokens_first=False):
     module = bf16_sources("sm_90a", ActivationType.SWIGLU)["bf16_wgrad"].load()
     _, m, n = sums.shape
-    places = [number for one in sums for number in (one.data_ptr(), n, 0, 1)]
-    to = module.wgrad_destination(m, n, False, places, WgradOutput.ADD_F32)
+    to = added_to(module, sums)
     width, hidden = (n, m) if tokens_first else (m, n)
     tokens, rows = (torch.randn(ROWS, c, device="cuda").bfloat16() for c in (hidden, width))
     row_token = torch.arange(ROWS, dtype=torch.int32, device="cuda")

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from gpu.activation_cases import gated
+from gpu.gradient_memory import added_to
 from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poisoned, products
 from pairwise import pairwise
 
@@ -44,7 +45,7 @@ def dgated():
 
 @pytest.fixture(scope="module")
 def wgrad():
-    return fp8_wgrad_source("sm_90a").load().grouped_wgrad
+    return fp8_wgrad_source("sm_90a").load()
 
 
 def normal(generator, *size):
@@ -230,9 +231,9 @@ def wgrad_operands(shape, seed=0, spread=0.0):
     return quantize(a, RECIPE.wgrad_dout), quantize(b, RECIPE.wgrad_dz), routing
 
 
-def run_wgrad(launch, a, b, routing, accumulator):
-    stream = current_stream(accumulator)
-    launch(*transposed(a, b), routing.padded_offsets, accumulator, 0, stream)
+def run_wgrad(module, a, b, routing, accumulator):
+    to = routing.padded_offsets, added_to(module, accumulator)
+    module.grouped_wgrad(*transposed(a, b), *to, 0, current_stream(accumulator))
 
 
 def transposed(a, b):
@@ -309,11 +310,8 @@ def test_wgrad_accumulates_and_repeats_bit_for_bit(wgrad):
 def test_wrong_arguments_are_named(wgrad, dgated):
     a, b, routing = wgrad_operands(SHAPES[1], seed=6)
     accumulator = torch.zeros((8, a.shape[1], b.shape[1]), device="cuda")
-    offsets = routing.padded_offsets
     with pytest.raises(Exception, match=r"a is \["):
-        wgrad(*transposed(b, a), offsets, accumulator, 0, 0)
-    with pytest.raises(Exception, match="accumulator must have 32-bit"):
-        wgrad(*transposed(a, b), offsets, accumulator.half(), 0, 0)
+        run_wgrad(wgrad, b, a, routing, accumulator)
     case = Backward(SHAPES[0], seed=7)
     beyond = len(HOPPER.activations)
     with pytest.raises(Exception, match=f"activation is {beyond}"):

@@ -179,7 +179,7 @@ WANTED = {
     # The same eight x {FP8, plain} operands of wgrad.
     "fp8_dgated": Wanted(16, "activation_names gather_dgated_gemm"),
     # One map, few, many.
-    "fp8_wgrad": Wanted(6, "grouped_wgrad grouped_wgrad_into wgrad_destination"),
+    "fp8_wgrad": Wanted(6, "grouped_wgrad wgrad_destination"),
     # Weights that are contiguous along either axis, of each: halves, turns, a plain product.
     "bf16_gemm": Wanted(6, "activation_names up grouped_gemm"),
     "bf16_dgated": Wanted(4, "activation_names dgated"),

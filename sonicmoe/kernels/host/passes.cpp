@@ -11,9 +11,9 @@
 // then its own tensors in the order of its table. Python learns all those names from
 // `argument_names` and passes everything by keyword.
 //
-// Weight gradients are added to an accumulator, dw1, or to a destination, into_dw1, which is an
-// object of the module whose kernel adds to it; nothing in here looks into it. One of the two is
-// given. Such a pass is told I by a number, `inner`, because a destination does not say it.
+// A weight gradient goes to a destination, dw1, which is an object of the module whose kernel adds
+// to it; nothing in here looks into it. Such a pass is told I by a number, `inner`, because a
+// destination does not say it.
 //
 // Tokens, and gradients of tokens, are values that a pass quantises, or codes with one scale per
 // 128 columns of a row (x_codes, x_scale) that somebody has quantised before. One of the two is
@@ -135,8 +135,6 @@ constexpr FieldTable kWgradTable{"wgrad",
                                      kDoutTokens,
                                      kDoutCodes,
                                      kDoutScale,
-                                     {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
-                                     {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                      scratch_field<WgradDz>("dz"),
                                      scratch_field<WgradY1s>("y1s"),
                                      scratch_field<TokenPairScratch>("scratch"),
@@ -147,7 +145,6 @@ constexpr FieldTable kDw1Table{"dw1",
                                    kXTokens,
                                    kXCodes,
                                    kXScale,
-                                   {"dw1", Element::kFloat, {E, TwoI, H}, kOptional},
                                    scratch_field<WgradDz>("dz"),
                                    scratch_field<TokensScratch>("scratch"),
                                }}};
@@ -157,7 +154,6 @@ constexpr FieldTable kDw2Table{"dw2",
                                    kDoutTokens,
                                    kDoutCodes,
                                    kDoutScale,
-                                   {"dw2", Element::kFloat, {E, H, I}, kOptional},
                                    scratch_field<WgradY1s>("y1s"),
                                    scratch_field<TokensScratch>("scratch"),
                                }}};
@@ -190,7 +186,6 @@ constexpr std::array kKernelNames = {
     "gather_transpose_quantize_pair",
     "gather_transpose_requantize",
     "grouped_wgrad",
-    "grouped_wgrad_into",
     "sum_dz",  // this and the next one are None where no layer has biases
     "sum_tokens",
     "narrow_rows",  // and these where none has adapters
@@ -263,9 +258,9 @@ class Run {
     for (int i = 0; i < pass.num_gradients(); ++i) {
       const char* gradient = pass.gradients[i];
       destinations_[i] = all[first_destination() + i];
-      if (call.has(gradient) == (destinations_[i] != nullptr))
-        TVM_FFI_THROW(ValueError) << pass.table->handle << ": needed: either " << gradient
-                                  << " or into_" << gradient;
+      if (destinations_[i] == nullptr)
+        TVM_FFI_THROW(ValueError) << pass.table->handle << ": " << gradient
+                                  << " is None; needed: a destination";
     }
   }
   Run(const Run&) = delete;
@@ -288,7 +283,6 @@ class Run {
   TensorView route(const char* name) const { return (*routing_.get())[name]; }
   Matrix given(const char* name) const { return {call[name], name, 0}; }
   const char* name() const { return pass_.table->handle.data(); }
-  // None where the accumulator of the gradient is given.
   const Any& into(std::string_view gradient) const {
     return destinations_[gradient == pass_.gradients[0] ? 0 : 1];
   }
@@ -574,17 +568,13 @@ void adapters(const Run& run) {
   });
 }
 
-// left^T right, added to the accumulator of that name, or to the destination in its place.
+// left^T right, left in the destination of that name.
 void add_product(const Run& run, const char* gradient, const Quantized& left,
                  const Quantized& right) {
-  const auto launch = [&](const char* kernel, const auto& to) {
-    run.kernel[kernel](left.codes.view, left.scale.view, right.codes.view, right.scale.view,
-                       run.route("padded_offsets"), to, run.multiprocessors, run.stream);
-  };
   run.stage(gradient, [&] {
-    const Any& destination = run.into(gradient);
-    destination == nullptr ? launch("grouped_wgrad", run.call[gradient])
-                           : launch("grouped_wgrad_into", destination);
+    run.kernel["grouped_wgrad"](left.codes.view, left.scale.view, right.codes.view,
+                                right.scale.view, run.route("padded_offsets"), run.into(gradient),
+                                run.multiprocessors, run.stream);
   });
 }
 
@@ -706,7 +696,7 @@ Array<String> argument_names(const String& what) {
     for (int i = 0; i < pass.num_settings(); ++i) names.push_back(pass.settings[i]);
     if (pass.num_gradients() > 0) names.push_back("inner");
     for (int i = 0; i < pass.num_gradients(); ++i)
-      names.push_back(std::string("into_") + pass.gradients[i]);
+      names.push_back(pass.gradients[i]);
     append(names, *pass.table);
   }
   return names;

@@ -1,5 +1,5 @@
-// Entry points of the weight-gradient GEMM: into fp32 accumulators in the native layout, or into
-// matrices in the layouts of the user's parameters.
+// Entry points of the weight-gradient GEMM, into matrices in the layouts of the user's parameters, of
+// which fp32 accumulators are one.
 #include "fp8_wgrad.cuh"
 #include "fetched_sums.hpp"
 #include "launch.hpp"
@@ -73,7 +73,7 @@ CUtensorMap operand_map(const WgradOperand& operand, int64_t rows, bool split) {
 // `maps[first]` on one for each.
 template <int kMaps>
 void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first, int64_t last,
-                  const CUtensorMap* maps_of_c, const WgradDestinationObj* destination) {
+                  const CUtensorMap* maps_of_c, const WgradDestinationObj& destination) {
   const WgradOperand &a = product.a, &b = product.b;
   sm90::WgradMaps<kMaps> maps;
   maps.a = operand_map(a, product.rows, split.a);
@@ -89,11 +89,11 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   p.m = static_cast<int>(a.size);
   p.n = static_cast<int>(b.size);
   p.split = split;
-  p.output = destination == nullptr ? sm90::WgradOutput::kAddF32 : destination->output;
+  p.output = destination.output;
   if constexpr (kMaps > 1) {
     std::copy(maps_of_c + first, maps_of_c + last, maps.c);
     for (int64_t e = first; e < last; ++e)
-      p.skipped[(e - first) / 32] |= uint32_t(!destination->is_wanted(e)) << (e - first) % 32;
+      p.skipped[(e - first) / 32] |= uint32_t(!destination.is_wanted(e)) << (e - first) % 32;
   } else {
     maps.c[0] = *maps_of_c;
   }
@@ -104,32 +104,17 @@ void launch_wgrad(const Product& product, sm90::WgradSplit split, int64_t first,
   launch_persistent(kernel, product.multiprocessors, product.device, product.stream, maps, p);
 }
 
-// accumulator fp32 [E, M, N] += a[:, rows of e] * b[:, rows of e]^T; a e4m3 [M, R], b e4m3 [N, R],
+// destination += a[:, rows of e] * b[:, rows of e]^T, for each expert e; a e4m3 [M, R], b e4m3 [N, R],
 // both token-major with one scale per 128x128 block (a_scale [ceil(M / 128), R / 128], b_scale
 // alike), or one per 256 rows of an operand, which are gate and up in turns, and 128 of R. Rows of
-// expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128, clamped to R. An
-// expert without rows leaves its matrix untouched. multiprocessors: how many at most; 0: all.
+// expert e: padded_offsets[e] to padded_offsets[e + 1], both multiples of 128, clamped to R.
+// destination: of `wgrad_destination`, for matrices [M, N] of fp32, and an expert without rows leaves
+// its matrix untouched. Or it is written, in fp32 or bf16, as the destination says: zeros for an
+// expert without rows. An expert whose gradient nobody wants is not computed. multiprocessors: how
+// many at most; 0: all.
 void grouped_wgrad(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                   TensorView padded_offsets, TensorView accumulator, int64_t multiprocessors,
+                   TensorView padded_offsets, WgradDestination destination, int64_t multiprocessors,
                    int64_t stream) {
-  TVM_FFI_ICHECK(accumulator.ndim() == 3) << "accumulator must be [E, M, N]";
-  const int64_t experts = accumulator.size(0), m = accumulator.size(1), n = accumulator.size(2);
-  const Product product = checked_product(a, a_scale, b, b_scale, padded_offsets, m, n, experts,
-                                          multiprocessors, stream);
-  float* data = checked_f32(accumulator, "accumulator", product.device, experts * m * n);
-  if (product.rows == 0 || experts == 0) return;
-  const sm90::OutputShape shape({reinterpret_cast<uint64_t>(data), n, 0, 1}, m, n, false, experts,
-                                4 * m * n);
-  const CUtensorMap map = output_map(data, shape);
-  launch_wgrad<1>(product, {0, 0}, 0, experts, &map, nullptr);
-}
-
-// The same, added to matrices of their own; `destination`: of `wgrad_destination`, for matrices
-// [M, N]. Or written there, in fp32 or bf16, as the destination says: zeros for an expert without
-// rows. An expert whose gradient nobody wants is not computed.
-void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorView b_scale,
-                        TensorView padded_offsets, WgradDestination destination,
-                        int64_t multiprocessors, int64_t stream) {
   if (!destination->is_wanted()) return;
   const int64_t experts = destination->experts();
   Product product = checked_product(a, a_scale, b, b_scale, padded_offsets, destination->m,
@@ -147,14 +132,14 @@ void grouped_wgrad_into(TensorView a, TensorView a_scale, TensorView b, TensorVi
   const sm90::WgradSplit split{destination->split && !swapped, destination->split && swapped};
   const CUtensorMap* maps = destination->maps().data();
   if (destination->has_one_map()) {
-    launch_wgrad<1>(product, split, 0, experts, maps, destination.get());
+    launch_wgrad<1>(product, split, 0, experts, maps, *destination.get());
   } else if (experts <= sm90::kFewMaps) {
-    launch_wgrad<sm90::kFewMaps>(product, split, 0, experts, maps, destination.get());
+    launch_wgrad<sm90::kFewMaps>(product, split, 0, experts, maps, *destination.get());
   } else {
     for (int64_t first = 0; first < experts; first += sm90::kManyMaps)
       launch_wgrad<sm90::kManyMaps>(product, split, first,
                                     std::min<int64_t>(first + sm90::kManyMaps, experts), maps,
-                                    destination.get());
+                                    *destination.get());
   }
 }
 
@@ -168,5 +153,4 @@ WgradDestination wgrad_destination(int64_t m, int64_t n, bool split,
 }  // namespace sonicmoe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_wgrad, sonicmoe::grouped_wgrad);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_wgrad_into, sonicmoe::grouped_wgrad_into);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(wgrad_destination, sonicmoe::wgrad_destination);
