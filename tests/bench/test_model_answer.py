@@ -50,39 +50,24 @@ def test_the_measured_layers_are_those_of_the_page():
         assert times == [each.compiled, each.bf16, each.fp8]
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "qwen3-30b-a3b"])
-def test_a_name_is_the_largest_measured_layer_of_the_model(name):
-    assert model_shape(name) == Shape(8192, 2048, 768, 128, 8)
+def test_a_name_is_the_largest_measured_layer_of_the_model_in_any_case_and_with_or_without_ep8():
+    for name in ("Qwen3-30B-A3B", "qwen3-30b-a3b"):
+        assert model_shape(name) == Shape(8192, 2048, 768, 128, 8)
+    for name in ("DeepSeek-V3", "deepseek-v3 EP8"):
+        assert model_shape(name) == Shape(4096, 7168, 2048, 32, 8)
+    assert all(nearest(each.shape) == each for each in MEASURED)
+    out = run("--list").stdout
+    assert all(each.model in out for each in MEASURED)
 
 
-def test_a_model_over_ranks_is_found_with_and_without_the_suffix():
-    assert model_shape("DeepSeek-V3") == model_shape("deepseek-v3 EP8")
-    assert model_shape("DeepSeek-V3") == Shape(4096, 7168, 2048, 32, 8)
-
-
+WIDE = {"hidden_size": 64, "intermediate_size": 256}
 CONFIGS = {
-    "qwen3_moe": {
-        "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 32,
-        "num_experts": 8, "num_experts_per_tok": 2,
-    },
-    "deepseek_v3": {
-        "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 32,
-        "n_routed_experts": 8, "num_experts_per_tok": 2,
-    },
-    "mixtral": {
-        "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "ernie4_5_vl_moe": {
-        "text_config": {
-            "hidden_size": 64, "moe_intermediate_size": [32, 16], "moe_num_experts": [8, 4],
-            "moe_k": 2,
-        }
-    },
-    "longcat_flash": {
-        "hidden_size": 64, "ffn_hidden_size": 256, "expert_ffn_hidden_size": 32,
-        "n_routed_experts": 8, "moe_topk": 2,
-    },
+    "qwen3_moe": {**WIDE, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {**WIDE, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {**WIDE, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "ernie4_5_vl_moe": {"text_config": {
+        "hidden_size": 64, "moe_intermediate_size": [32, 16], "moe_num_experts": [8, 4], "moe_k": 2}},
+    "longcat_flash": {**WIDE, "expert_ffn_hidden_size": 32, "n_routed_experts": 8, "moe_topk": 2},
 }  # fmt: skip
 
 
@@ -151,14 +136,14 @@ def test_an_estimate_says_that_it_is_one():
     assert result.exit_code == 0, result.output
     assert "ESTIMATE, nothing was measured" in result.stdout and "Moonlight-16B" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Take ")
+    told = json.loads(run("--model", "OLMoE-7B", "--tokens", "512", "--json").stdout)
+    assert told["shape"]["tokens"] == 512 and told["measured"] is False
+    assert [way["name"] for way in told["ways"]] == ["BF16", "FP8"] and told["advice"]
     found = estimate(Shape(4096, 1024, 2816, 16, 2))
     assert not found.measured and found.way("stock") is None
     bf16, fp8 = found.way("BF16"), found.way("FP8")
     assert bf16.new_us == bf16.kept_us and fp8.kept_us < fp8.new_us
-
-
-def test_an_estimate_of_what_is_kept_is_near_the_measured_one():
-    """docs/lab/memory.md: 385 MiB in BF16 and 199 in FP8, without 216 MiB of codes."""
+    # docs/lab/memory.md: 385 MiB in BF16 and 199 in FP8, without 216 MiB of codes.
     found = estimate(Shape(8192, 3072, 1536, 8, 8))
     assert found.way("BF16").memory_mib == pytest.approx(385, rel=0.02)
     assert found.way("FP8").memory_mib - 216 == pytest.approx(199, rel=0.02)
@@ -184,13 +169,6 @@ def test_a_gpu_is_asked_whether_it_computes_these_sizes_in_fp8(monkeypatch):
     assert workload.settings.recipe is not None
 
 
-def test_json_has_the_figures_and_the_advice():
-    result = run("--model", "OLMoE-7B", "--tokens", "512", "--json")
-    found = json.loads(result.stdout)
-    assert found["shape"]["tokens"] == 512 and found["measured"] is False
-    assert [way["name"] for way in found["ways"]] == ["BF16", "FP8"] and found["advice"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -203,15 +181,6 @@ def test_json_has_the_figures_and_the_advice():
 def test_what_would_have_no_effect_is_refused(arguments, words):
     result = run(*arguments)
     assert result.exit_code == 2 and words in result.stderr
-
-
-def test_the_list_names_the_models():
-    out = run("--list").stdout
-    assert all(each.model in out for each in MEASURED)
-
-
-def test_the_nearest_measured_layer_of_a_measured_one_is_itself():
-    assert all(nearest(each.shape) == each for each in MEASURED)
 
 
 def test_stock_computes_what_this_package_computes():
@@ -250,26 +219,22 @@ def test_a_way_that_cannot_run_says_why_and_the_others_go_on(monkeypatch):
     assert found.lines[0] == "stock did not run: strides of another kind"
 
 
+OURS = "with new weights BF16 is 2.00 times as fast as compiled stock."
+KEPT = "Take FP8 where weights serve 4 or more micro-batches, where it is 1.25 times as fast as BF16, and else BF16"
+
+
 @pytest.mark.parametrize(
     ("stock_way", "bf16", "fp8", "sentence"),
     [
-        ((20, 20), (12, 12), (10, 8), "Take FP8: it is 1.20 times as fast as BF16; with new weights "
-         "FP8 is 2.00 times as fast as compiled stock."),
-        ((20, 20), (10, 10), (12, 8), "Take FP8 where weights serve 4 or more micro-batches, where it "
-         "is 1.25 times as fast as BF16, and else BF16, which is 1.20 times as fast as FP8; with new "
-         "weights BF16 is 2.00 times as fast as compiled stock."),
-        ((20, 20), (10, 10), (10.1, 8), "Take FP8 where weights serve 4 or more micro-batches, where "
-         "it is 1.25 times as fast as BF16, and else BF16, which is as fast as FP8; with new weights "
-         "BF16 is 2.00 times as fast as compiled stock."),
-        ((20, 20), (10, 10), (12, 12), "Take BF16: FP8 is not faster at these sizes; with new weights "
-         "BF16 is 2.00 times as fast as compiled stock."),
-        ((10, 10), (12, 12), (13, 11), "Stay with stock: neither BF16 nor FP8 is faster at these "
-         "sizes."),
+        ((20, 20), (12, 12), (10, 8), "Take FP8: it is 1.20 times as fast as BF16; "
+         "with new weights FP8 is 2.00 times as fast as compiled stock."),
+        ((20, 20), (10, 10), (12, 8), f"{KEPT}, which is 1.20 times as fast as FP8; {OURS}"),
+        ((20, 20), (10, 10), (10.1, 8), f"{KEPT}, which is as fast as FP8; {OURS}"),
+        ((20, 20), (10, 10), (12, 12), f"Take BF16: FP8 is not faster at these sizes; {OURS}"),
+        ((10, 10), (12, 12), (13, 11), "Stay with stock: neither BF16 nor FP8 is faster at these sizes."),
         (None, (12, 12), (10, 8), "Take FP8: it is 1.20 times as fast as BF16."),
-        ((20, 20), (10, 10), None, "Take BF16, which alone ran here; with new weights BF16 is 2.00 "
-         "times as fast as compiled stock."),
-        ((20, 20), None, None, "Stay with stock: this package did not run here, for the reason "
-         "above."),
+        ((20, 20), (10, 10), None, f"Take BF16, which alone ran here; {OURS}"),
+        ((20, 20), None, None, "Stay with stock: this package did not run here, for the reason above."),
     ],
 )  # fmt: skip
 def test_the_advice_is_one_sentence(stock_way, bf16, fp8, sentence):

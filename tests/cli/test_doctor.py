@@ -40,6 +40,7 @@ from sonicmoe.jit.errors import CompileError
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
+pytestmark = pytest.mark.usefixtures("in_empty_cache")
 CACHES = ("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR")
 
 
@@ -78,7 +79,6 @@ def in_empty_cache(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.usefixtures("in_empty_cache")
 def test_healthy_machine_as_json():
     result = run_here("--json")
     found = json.loads(result.stdout)
@@ -153,7 +153,6 @@ def flags(**values):
     return plant
 
 
-@pytest.mark.usefixtures("in_empty_cache")
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
@@ -179,9 +178,10 @@ def test_what_is_wrong_with_an_engine_is_an_error(monkeypatch, plant, words):
     assert found["self_test"] or "self-test: wrong" not in words
 
 
-def on_a_hopper_gpu(monkeypatch):
-    """A GPU for the doctor; returns the list of `(precision, engine)` of each self-test that ran."""
-    ran = []
+@pytest.fixture
+def ran(monkeypatch):
+    """A Hopper GPU for the doctor: `(precision, engine)` of each self-test that ran there."""
+    found = []
     for module in (select, doctor_engine):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(select, "missing_tool", lambda *_: None)
@@ -190,17 +190,20 @@ def on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(doctor_engine, "described", lambda device: gpu)
 
     def run(test):
-        ran.append((test.precision, test.choice.engine.name))
+        found.append((test.precision, test.choice.engine.name))
         return []
 
     monkeypatch.setattr(SelfTest, "run", run)
-    return ran
+    return found
 
 
-@pytest.mark.usefixtures("in_empty_cache")
-def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypatch):
+def needs_kernels(monkeypatch, *jobs):
+    """The self-test needs these alone."""
+    monkeypatch.setattr(SelfTest, "kernels", lambda test: jobs)
+
+
+def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(ran, monkeypatch):
     """The keys are those of the real kernels; only the GPU is made up."""
-    ran = on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(doctor_engine, "ready_engine", lambda *_: pytest.fail("it compiles"))
     started = time.monotonic()
     result = run_here(COLUMNS="200")
@@ -215,10 +218,8 @@ def test_on_a_new_machine_missing_kernels_are_counted_and_not_compiled(monkeypat
     assert "cuda:0: NVIDIA H200, sm_90a (Hopper, compute capability 9.0)" in words
 
 
-@pytest.mark.usefixtures("in_empty_cache")
-def test_self_test_makes_each_engine_ready_and_says_so_on_stderr(monkeypatch, tmp_path):
+def test_self_test_makes_each_engine_ready_and_says_so_on_stderr(ran, monkeypatch, tmp_path):
     """Which compiles what is missing, and tries an engine that never ran here."""
-    ran = on_a_hopper_gpu(monkeypatch)
     jobs = {name: FakeJob(size, tmp_path / "log") for size, name in enumerate(("bf16", "fp8"))}
     made = []
 
@@ -244,11 +245,9 @@ def test_self_test_makes_each_engine_ready_and_says_so_on_stderr(monkeypatch, tm
     assert "2 of 2 of the self-test are compiled" in again.stdout and len(ran) == 4 == 2 * len(made)
 
 
-@pytest.mark.usefixtures("in_empty_cache")
-def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(monkeypatch, tmp_path):
-    on_a_hopper_gpu(monkeypatch)
+def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(ran, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_engine, "ready_engine", lambda *_: None)
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: (FakeJob(2, tmp_path / "log"),))
+    needs_kernels(monkeypatch, FakeJob(2, tmp_path / "log"))
 
     def run(test):
         raise CompileError("fake_2 cannot be compiled: expected ';'")
@@ -260,10 +259,8 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(monkeypatch, t
     assert report.kernels == {"needed": 1, "missing": ["fake_2"]}
 
 
-@pytest.mark.usefixtures("in_empty_cache")
-def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch):
-    on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
+def test_a_kernel_outside_the_list_is_not_compiled_either(ran, monkeypatch):
+    needs_kernels(monkeypatch)
 
     def needs_a_kernel(*_):
         default_cache().require_compiler(make_key(1), "not warmed")
@@ -274,11 +271,9 @@ def test_a_kernel_outside_the_list_is_not_compiled_either(monkeypatch):
     assert problem.remedy == "run `sonicmoe doctor --self-test`"
 
 
-@pytest.mark.usefixtures("in_empty_cache")
-def test_an_engine_that_never_ran_here_is_not_tested_unless_it_is_tried(monkeypatch):
+def test_an_engine_that_never_ran_here_is_not_tested_unless_it_is_tried(ran, monkeypatch):
     """A fault of its kernels would end the doctor."""
-    ran = on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
+    needs_kernels(monkeypatch)
     untried = lambda test: "bf16" if test.precision == "bf16" else None  # noqa: E731
     monkeypatch.setattr(SelfTest, "untried", untried)
     wanted = "the self-test in bf16 did not run: engine bf16 never ran on such a GPU"
@@ -286,25 +281,22 @@ def test_an_engine_that_never_ran_here_is_not_tested_unless_it_is_tried(monkeypa
     assert [precision for precision, _ in ran] == ["fp8"]
 
 
-@pytest.mark.usefixtures("in_empty_cache")
 @pytest.mark.parametrize(
-    ("flags", "engine", "tested"),
+    ("given", "engine", "tested"),
     [
         ({}, "bf16", ["bf16", "fp8"]),
-        ({"SONIC_MOE_FP8_MODE": "perf"}, "hopper", ["bf16", "fp8"]),
-        ({"SONIC_MOE_FP8_MODE": "perf", "SONIC_MOE_ENGINE": "hopper"}, "hopper", ["fp8"]),
-        ({"SONIC_MOE_ENGINE": "bf16"}, "bf16", ["bf16"]),
+        ({"FP8_MODE": "perf"}, "hopper", ["bf16", "fp8"]),
+        ({"FP8_MODE": "perf", "ENGINE": "hopper"}, "hopper", ["fp8"]),
+        ({"ENGINE": "bf16"}, "bf16", ["bf16"]),
     ],
     ids=["plain", "fp8", "hopper", "bf16"],
 )
-def test_engine_in_force_on_a_hopper_gpu(monkeypatch, flags, engine, tested):
+def test_engine_in_force_on_a_hopper_gpu(ran, monkeypatch, given, engine, tested):
     """Each precision is tested on the engine that a run in it would get; one asked for by name, in
     its own precision.
     """
-    ran = on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(SelfTest, "kernels", lambda test: ())
-    for name, value in flags.items():
-        monkeypatch.setenv(name, value)
+    needs_kernels(monkeypatch)
+    flags(**given)(monkeypatch)
     report = examine("torch")
     assert (report.engine, report.problems) == (engine, [])
     assert ran == [(name, {"bf16": "bf16", "fp8": "hopper"}[name]) for name in tested]
