@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,25 +19,19 @@ from engine.low_rank_golden import Adapted
 from engine.moe_golden import make_problem
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer, want_gradient
+from oracle.case import Case
+from oracle.faces import LAYERS, Call, normal
+from oracle.golden import ROUTERS, scene_of
 
-from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.fleet.overlap import ExpertsStep
-from sonicmoe.fleet.run import run_sonic_moe
 from sonicmoe.layer.late_wgrad import WgradStore
 from sonicmoe.layouts import WeightLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 SECTION = "## What a backward reads of its caller"
-AGAIN = {"recompute_z": True}
-CONFIGS = {
-    "full": FULL,
-    "fp8": FP8,
-    "full, z again": SonicMoEConfig(engine="reference", **AGAIN),
-    "fp8, z again": SonicMoEConfig(engine="reference", fp8_mode="perf", **AGAIN),
-}
 
 
 def table():
@@ -75,51 +71,67 @@ def gradients(tensors):
     return [numpy(each.grad) for each in tensors if each.grad is not None]
 
 
-PROBLEM = make_problem(hidden=32, intermediate=24, topk=2, bias=True)
 ONE_SLOT = make_problem(topk=1, empty=(), bias=True)
 ONE_SLOT.indices[:] = np.sort(np.abs(ONE_SLOT.indices) % 4, 0)
 WIDE = make_problem(hidden=256, intermediate=64, topk=2, dtype=torch.bfloat16)
+MORE = "sizes=37x32x24x4x2 bias=True"
 
 
-def beside(problem):
-    """Biases and adapters of the grouped arrangement."""
-    adapted = Adapted(problem)
-    pairs = [LowRank(*map(leaf, adapted.exact[name]), 0.7) for name in ("up", "down")]
-    return (leaf(problem.b1), leaf(problem.b2)), Adapters(*pairs)
+@cache
+def graphs_of(line):
+    """A graph is for one configuration: those of another line go."""
+    torch._dynamo.reset()
+    graphs_of.cache_clear()
 
 
-def node_scene(config, problem=PROBLEM, arrangement="fused", is_sorted=False):
-    layer = Layer(problem, config=CONFIGS[config], arrangement=arrangement)
-    biases, adapters = beside(problem)
-    if arrangement == "native":
-        adapters = None
-    x, counts = (
-        leaf(problem.x),
-        tensor(np.bincount(problem.indices[problem.indices >= 0], minlength=4)[:4]),
-    )
-    probs = leaf(problem.probs[:, 0] if is_sorted else problem.probs)
-    indices = tensor(problem.indices)
-    more = {"biases": biases, "adapters": adapters}
+def in_a_graph(function):
+    return torch.compile(function, backend="eager", fullgraph=True)
+
+
+def case_scene(line, compiled=False):
+    """A forward of a case of the oracle."""
+    case = Case.parse(f"{MORE} {line}")
+    case = case if normal(case) == case else normal(Case.parse(line))
+    layer, around = LAYERS[case.face](case, scene_of(case), "reference"), nullcontext()
+    if compiled:
+        graphs_of(line)
+        from sonicmoe.functional import autograd
+
+        around = mock.patch.object(autograd, "expert_mlp", in_a_graph(autograd.expert_mlp))
+    with layer.config.activate(), around:
+        call = Call(layer, layer.scene)
+    given = {"tokens": [call.leaf], "weights": list(layer.weights), "biases": list(layer.biases)}
+    given["factors of adapters"] = [f for p in layer.pairs.values() for f in (p.a, p.b)]
+    if case.face not in ROUTERS:
+        given |= {"probabilities": [call.probs], "indices, or counts of rows": [call.indices]}
+    if case.counts == "tensor":
+        given["`tokens_per_expert`"] = [layer.tokens_per_expert]
+    leaves = [
+        t for name, held in given.items() for t in held if "per" not in name and "ind" not in name
+    ]
+
+    def finish():
+        call.backward()
+        return gradients(leaves)
+
+    return Scene({name: held for name, held in given.items() if held}, finish)
+
+
+def sorted_scene():
+    layer, problem = Layer(ONE_SLOT, config=FP8, arrangement="fused"), ONE_SLOT
+    adapted, biases = Adapted(problem), (leaf(problem.b1), leaf(problem.b2))
+    pairs = (LowRank(*map(leaf, adapted.exact[name]), 0.7) for name in ("up", "down"))
+    adapters, x, probs = Adapters(*pairs), leaf(problem.x), leaf(problem.probs[:, 0])
+    counts = tensor(np.bincount(problem.indices[:, 0], minlength=4))
+    out = layer.node.forward_sorted(x, counts, probs, biases=biases, adapters=adapters)
     given = {
-        "tokens": [x],
-        "probabilities": [probs],
-        "weights": list(layer.weights),
-        "biases": list(biases),
-    }
-    if adapters is not None:
-        given["factors of adapters"] = list(adapters.factors)
-    if is_sorted:
-        given["indices, or counts of rows"] = [counts]
-        out = layer.node.forward_sorted(x, counts, probs, **more)
-    else:
-        given |= {"indices, or counts of rows": [indices], "`tokens_per_expert`": [counts]}
-        out = layer.node(x, counts, indices, probs, **more)
+        "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [counts],
+        "weights": list(layer.weights), "biases": list(biases), "factors of adapters": list(adapters.factors),
+    }  # fmt: skip
 
     def finish():
         out.backward(tensor(problem.dout, torch.float32))
-        return gradients(
-            [x, probs, *layer.weights, *biases, *(adapters.factors if adapters else ())]
-        )
+        return gradients([x, probs, *layer.weights, *biases, *adapters.factors])
 
     return Scene(given, finish)
 
@@ -168,7 +180,11 @@ def step_scene(fp8):
 
 def late_scene(way):
     """Weight gradients that a schedule adds after their backward."""
-    layer, store, runs = Layer(PROBLEM, main_grad=0.0), WgradStore(), []
+    layer, store, runs = (
+        Layer(make_problem(hidden=32, intermediate=24, topk=2), main_grad=0.0),
+        WgradStore(),
+        [],
+    )
     offer = lambda position, weight, run: not runs.append(run)  # noqa: E731
     layer.node._state.offers = lambda: store if way == "store" else offer
     call = layer.call()
@@ -182,31 +198,20 @@ def late_scene(way):
     return Scene({"tokens": [call.x], "gradient of the output": [call.dout]}, finish)
 
 
-def fleet_scene(fp8, as_step):
+def fleets_step_scene():
     from fleet.fleet_calls import Experts
 
-    experts, config = Experts(WIDE, "grouped"), None
-    topk, count = WIDE.indices.shape[1], WIDE.num_experts
+    experts = Experts(WIDE, "grouped")
     x, scores, indices = leaf(WIDE.x, torch.bfloat16), leaf(WIDE.probs), tensor(WIDE.indices)
     counts = tensor(np.bincount(WIDE.indices[WIDE.indices >= 0], minlength=4)[:4])
     dout = tensor(WIDE.dout, torch.float32).to(torch.bfloat16)
+    step = ExpertsStep(WIDE.indices.shape[1], WIDE.num_experts, *experts.weights, True, None)
+    step.forward(x, indices, scores, counts)
     given = {
         "tokens": [x], "probabilities": [scores], "indices, or counts of rows": [indices],
         "`tokens_per_expert`": [counts], "weights": experts.weights,
     }  # fmt: skip
-    if as_step:
-        step = ExpertsStep(topk, count, *experts.weights, fp8, config)
-        step.forward(x, indices, scores, counts)
-        return Scene(given, lambda: [*map(numpy, step.backward(dout)), *experts.gradients()])
-    out = run_sonic_moe(
-        *(x, indices, scores, topk, count, *experts.weights), fp8=fp8, tokens_per_expert=counts
-    )
-
-    def finish():
-        out.backward(dout)
-        return [*gradients([x, scores]), *experts.gradients()]
-
-    return Scene(given, finish)
+    return Scene(given, lambda: [*map(numpy, step.backward(dout)), *experts.gradients()])
 
 
 def dispatcher_scene(make):
@@ -244,40 +249,6 @@ class Moving(LocalTransport):
         return x.clone()
 
 
-@cache
-def in_a_graph(function):
-    return torch.compile(function, backend="eager", fullgraph=True)
-
-
-def functional_scene(fp8, more=True, compiled=False, again=False):
-    """`expert_mlp`, which transformers' experts call too, on transformers' arrangement."""
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional.autograd import expert_mlp
-
-    x, probs, indices = leaf(PROBLEM.x), leaf(PROBLEM.probs), tensor(PROBLEM.indices)
-    weights = [leaf(array.transpose(0, 2, 1).copy()) for array in (PROBLEM.up_gate, PROBLEM.down)]
-    biases, adapters = beside(PROBLEM) if more else ((None, None), None)
-    layout = WeightLayout(split_half=True)
-    run = in_a_graph(expert_mlp) if compiled else expert_mlp
-    with SonicMoEConfig(engine="reference", recompute_z=again).activate():
-        out = run(
-            *(x, indices, probs, *weights, *biases, ActivationType.SWIGLU),
-            layout=layout, use_fp8=fp8, adapters=adapters,
-        )  # fmt: skip
-    given = {
-        "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [indices], "weights": weights,
-    }  # fmt: skip
-    if more:
-        given |= {"biases": list(biases), "factors of adapters": list(adapters.factors)}
-    leaves = [tensor for name, held in given.items() for tensor in held if "indices" not in name]
-
-    def finish():
-        out.backward(tensor(PROBLEM.dout, torch.float32))
-        return gradients(leaves)
-
-    return Scene(given, finish)
-
-
 def planned_scene(fp8):
     """Rows in expert order, as torchtitan's experts pass them."""
     from sonicmoe.enums import ActivationType
@@ -303,59 +274,24 @@ def planned_scene(fp8):
     return Scene(given, finish)
 
 
-def moe_scene(fp8):
-    from functional.layer_golden import make_layer, make_tokens
-
-    moe, x = make_layer(bias=True), make_tokens(19, 32).requires_grad_()
-    out, aux = moe(x, use_fp8=fp8)
-    up, down = moe.c_fc, moe.c_proj
-    given = {"tokens": [x], "weights": [up.weight, down.weight], "biases": [up.bias, down.bias]}
-
-    def finish():
-        ((out * make_tokens(19, 32, seed=3)).sum() + aux).backward()
-        return gradients([x, *moe.parameters()])
-
-    return Scene(given, finish)
-
-
-def triples_scene(fp8):
-    from sonicmoe.functional import moe_general_routing_inputs
-
-    x, scores = leaf(PROBLEM.x), leaf(PROBLEM.probs.reshape(-1))
-    tokens = torch.arange(len(PROBLEM.x)).repeat_interleave(PROBLEM.indices.shape[1])
-    experts = tensor(PROBLEM.indices.reshape(-1))
-    weights = [leaf(array.transpose(0, 2, 1).copy()) for array in (PROBLEM.up_gate, PROBLEM.down)]
-    up, down = (weight.permute(1, 2, 0) for weight in weights)
-    out, _ = moe_general_routing_inputs(
-        x, scores, tokens, experts, up, None, down, None, PROBLEM.num_experts, concat_layout=True,
-        use_fp8=fp8,
-    )  # fmt: skip
-    given = {
-        "tokens": [x], "probabilities": [scores], "indices, or counts of rows": [tokens, experts],
-        "weights": weights,
-    }  # fmt: skip
-
-    def finish():
-        out.backward(tensor(PROBLEM.dout, torch.float32))
-        return gradients([x, scores, *weights])
-
-    return Scene(given, finish)
-
-
+AGAIN = "recompute_z=True"
+FP8_AGAIN = f"recipe=dx256 {AGAIN}"
+NODES = (
+    *(f"arrangement=fused adapters=both counts=tensor {line}" for line in ("", "recipe=dx256", AGAIN, FP8_AGAIN)),
+    "arrangement=native counts=tensor", "recipe=dx256 adapters=both counts=tensor",
+    *(f"face=fleet dtype=bfloat16 arrangement=fused counts=tensor gradients=main_grad {line}"
+      for line in ("", "recipe=dx256")),
+)  # fmt: skip
 FACES = {
     "node, PaddleFleet": {
-        **{name: partial(node_scene, name) for name in CONFIGS},
-        "native": partial(node_scene, "full", arrangement="native"),
-        "per expert": partial(node_scene, "fp8", arrangement="per_expert"),
-        "sorted": partial(node_scene, "fp8", ONE_SLOT, is_sorted=True),
+        **{line: partial(case_scene, line) for line in NODES},
+        "sorted": sorted_scene,
         "tokens in FP8": quantised_scene,
-        "PaddleFleet": partial(fleet_scene, False, False),
-        "PaddleFleet, FP8": partial(fleet_scene, True, False),
     },
     "steps of a schedule": {
         "forward_step": partial(step_scene, False),
         "forward_step, FP8": partial(step_scene, True),
-        "PaddleFleet": partial(fleet_scene, True, True),
+        "PaddleFleet": fleets_step_scene,
     },
     "gradients put off": {
         "store": partial(late_scene, "store"),
@@ -366,22 +302,23 @@ FACES = {
         "between ranks": partial(dispatcher_scene, lambda: Dispatcher(Moving(4))),
     },
 }
+STACKED = [
+    f"face=stacked arrangement=concat adapters=both {line}"
+    for line in ("", "recipe=dx256", AGAIN, FP8_AGAIN)
+]
+OTHERS = [
+    f"face={face} {fp8}"
+    for face in ("moe", "triples", "transformers")
+    for fp8 in ("", "recipe=dx256")
+]
 if not IS_PADDLE:
     FACES["PyTorch face"] = {
-        "full": partial(functional_scene, False),
-        "fp8": partial(functional_scene, True),
-        "full, z again": partial(functional_scene, False, again=True),
-        "fp8, z again": partial(functional_scene, True, again=True),
+        **{line: partial(case_scene, line) for line in (*STACKED, *OTHERS)},
         "sorted": partial(planned_scene, False),
         "sorted, fp8": partial(planned_scene, True),
-        "MoE": partial(moe_scene, False),
-        "MoE, fp8": partial(moe_scene, True),
-        "triples": partial(triples_scene, False),
-        "triples, fp8": partial(triples_scene, True),
     }
     FACES["in a compiled graph"] = {
-        "full": partial(functional_scene, False, compiled=True),
-        "fp8": partial(functional_scene, True, compiled=True),
+        line: partial(case_scene, line, compiled=True) for line in STACKED[:2]
     }
 
 SCENES = [(face, name) for face, scenes in FACES.items() for name in scenes]

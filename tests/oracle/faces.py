@@ -207,7 +207,11 @@ class Node(Layer):
         counts = np.bincount(scene.indices[scene.valid], minlength=scene.num_experts)
         if self.case.counts == "none":
             return None
-        return counts.tolist() if self.case.counts == "list" else tensor(counts)
+        if self.case.counts == "list":
+            return counts.tolist()
+        self.tokens_per_expert = tensor(counts)
+        self.snapshots.append(Snapshot(counts=self.tokens_per_expert))
+        return self.tokens_per_expert
 
     def finish(self) -> None:
         self.node.step()
@@ -615,7 +619,7 @@ class Call:
         self.probs = layer.leaf(scene.probs, torch.float32, case.face not in ROUTERS, case.spelling)
         self.gradient = layer.leaf(scene.dout, layer.dtype, False, case.spelling)
         indices = tensor(scene.indices).to(getattr(torch, case.index)).to(layer.device)
-        indices = spelled(indices, case.spelling)
+        self.indices = indices = spelled(indices, case.spelling)
         mine = {"x": self.leaf, "probs": self.probs, "dout": self.gradient, "indices": indices}
         layer.snapshots.append(Snapshot(**mine))
 
