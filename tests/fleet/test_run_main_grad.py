@@ -83,18 +83,6 @@ class TestMainGradInTheOtherLayout:
         first, second = (numpy(weight.main_grad) for weight in experts.weights)
         return [to_grouped(0, first) if experts.layout == "sonic" else first, second]
 
-    @each_size
-    @each_layout
-    def test_memory_that_is_made_has_the_layout_that_fleet_would_give_it(
-        self, layout, hidden, inner
-    ):
-        p = make_problem(hidden=hidden, intermediate=inner, dtype=torch.bfloat16)
-        expected = self.expected(p)
-        experts = Experts(p, layout, main_grad="none")
-        self.micro_batches(experts)
-        dw1, dw2 = (numpy(weight.main_grad) for weight in experts.weights)
-        assert_same([dw1 if layout == "grouped" else to_grouped(0, dw1), dw2], expected)
-
     @pytest.mark.parametrize(("layout", "of_up", "of_down"), pairwise(*[LAYOUTS] * 3))
     def test_shapes_tell_each_by_itself(self, problem, layout, of_up, of_down):
         expected, experts = self.expected(problem), Experts(problem, layout)

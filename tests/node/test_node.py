@@ -4,10 +4,8 @@ are the oracle's.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from engine.moe_golden import golden
-from framework import numpy, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
     FLUSHES,
@@ -22,7 +20,6 @@ from oracle.laws import beyond_the_bars, broken
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.interop import data_ptr
 
 both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
@@ -31,25 +28,6 @@ each_flush = pytest.mark.parametrize("flush", FLUSHES)
 def covered(names, *values):
     """Every pair of values of two parameters in some case."""
     return pytest.mark.parametrize(names, pairwise(*values), ids=str)
-
-
-class TestWhereGradientsGo:
-    @both_sources
-    @each_flush
-    def test_a_slice_of_a_fused_buffer(self, arrangement, flush):
-        batches = problems(2)
-        layer = Layer(batches[0], arrangement=arrangement, flush=flush)
-        sizes = [int(np.prod(tuple(weight.shape))) for weight in layer.weights]
-        buffer = tensor(np.full(sum(sizes) + 16 * len(sizes), 3.0), torch.float32)
-        pointer, used, first = data_ptr(buffer), np.zeros(tuple(buffer.shape), bool), 16
-        for weight, size in zip(layer.weights, sizes, strict=True):
-            weight.main_grad = buffer[first : first + size].view(list(weight.shape))
-            used[first : first + size] = True
-            first += size + 16
-        layer.step(*batches)
-        assert data_ptr(buffer) == pointer
-        assert (numpy(buffer)[~used] == 3.0).all()
-        assert layer.error(*batches, held=3.0) < 1e-5
 
 
 class TestMicroBatches:

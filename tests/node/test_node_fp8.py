@@ -182,11 +182,6 @@ class TestBothWays:
             wanted = layer.result(layer.step(decoded, decoded))
         assert_same_bits(got, wanted)
 
-    def test_weight_gradients_that_wait(self, problem, way):
-        arrived = way.of(problem)
-        waited = way.result(problem, arrived, flush="step")
-        assert_same_bits(waited, way.result(problem, arrived))
-
     @pytest.mark.parametrize("use_reentrant", [True, False])
     def test_activation_recompute(self, problem, way, use_reentrant):
         if IS_PADDLE and way.name == "x":

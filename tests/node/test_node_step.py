@@ -296,15 +296,6 @@ class TestQuestions:
         looked = [layer.node._state.questions.same is not None for layer in layers]
         assert looked == [True, not gpu]
 
-    @each_clearing
-    @each_flush
-    def test_one_that_clears_main_grad_is_not(self, said, clear, flush):
-        layer = Layer(problems(1, hidden=8, intermediate=8)[0], flush=flush, main_grad=None)
-        for _ in range(questions.STEPS + 2):
-            layer.step()
-            clear(layer)
-        assert said() == []
-
 
 WAYS = {
     "auto": ({"flush": "auto"}, "left a part of them in main_grad; zero main_grad"),

@@ -28,7 +28,6 @@ from sonicmoe.engine.interface import GradientMode
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError
 from sonicmoe.gradients import sink
-from sonicmoe.layer import questions
 
 NAN = float("nan")
 OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")
@@ -259,14 +258,6 @@ class TestFirstBackward:
         layer.node.discard_grads()
         layer.step()
         assert layer.error() < 1e-5
-
-    def test_nobody_is_asked_to_clear_it(self, monkeypatch):
-        asked = []
-        monkeypatch.setattr(questions, "_ask", asked.append)
-        layer = written_first(problems(1, hidden=8, intermediate=8)[0])
-        for _ in range(questions.STEPS + 2):
-            layer.step()
-        assert not asked
 
     def test_a_copy_counts_for_itself(self):
         layer = written_first()
