@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..log import logger
@@ -39,7 +38,7 @@ _LOCK_OF = re.compile(r"([a-z][a-z0-9_]*-[0-9a-f]{20}-[0-9a-f]{12})\.")
 # Errors of the publishing rename that mean "another process may have published already": the target
 # exists (EEXIST, ENOTEMPTY), or the source is gone because an NFS client repeated a request that
 # the server had carried out before (ENOENT, ESTALE).
-# Such an error is no verdict. `Claim.publish` looks for the artefact before it believes the error.
+# Such an error is no verdict. `_publish` looks for the artefact before it believes the error.
 _RACE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE}
 
 
@@ -96,28 +95,6 @@ class ArtefactStore(ArtefactReader):
         StoreProblemError where the directory cannot take it, and whatever `builder` raises; nothing
         is published then.
         """
-        with self.claim(key) as claim:
-            if claim.artefact is not None:
-                return claim.artefact
-            started = time.monotonic()
-            builder(claim.staging)
-            return claim.publish(time.monotonic() - started)
-
-    def ask(self) -> None:
-        """Find out whether the directory takes artefacts. StoreProblemError where it does not."""
-        with self._as_store_problem():
-            staging = self.place / "staging"
-            self.files.make_dir(staging)
-            self.files.probe(staging)
-
-    @contextmanager
-    def claim(self, key: CompileKey) -> Iterator[Claim]:
-        """Hold the key's lock with a private directory to build in, unless an artefact is (or
-        becomes) published.
-
-        The lock is held until the caller's block ends: through the build, the rename, and the wait
-        until the artefact is visible. So the next holder finds it instead of building again.
-        """
         lock = self.lock(key)
         with self._as_store_problem():
             # Waiting ends early when the other process publishes; then the lock is not held.
@@ -125,17 +102,25 @@ class ArtefactStore(ArtefactReader):
             # and then hangs would otherwise keep every waiter until the timeout.
             found = lock.acquire(lambda: self.lookup(key).artefact)
         if found is not None:
-            yield Claim(self, key, lock, self.place, found)
-            return
+            return found
+        # The lock is held through the build, the rename, and the wait until the artefact is
+        # visible, so the next holder finds it instead of building again.
         try:
             with self._as_store_problem():
-                claim = self._open_claim(key, lock)
-            # The caller's block runs inside `_supervise`, so its exceptions pass there first. The
-            # lock goes last, after the private directory is gone and the note is written, because
-            # the next holder reads both.
-            yield from self._supervise(claim)
+                found = self._clear_the_way(key, lock)
+                if found is not None:
+                    return found
+                staging = self._staging(key, lock)
+            return self._filled(key, lock, staging, builder)
         finally:
             lock.release()
+
+    def ask(self) -> None:
+        """Find out whether the directory takes artefacts. StoreProblemError where it does not."""
+        with self._as_store_problem():
+            staging = self.place / "staging"
+            self.files.make_dir(staging)
+            self.files.probe(staging)
 
     def lock(self, key: CompileKey) -> KeyLock:
         return KeyLock(self.place / "locks", key, self._lock_timeout_s, self.files, self._host)
@@ -158,8 +143,8 @@ class ArtefactStore(ArtefactReader):
         if len(kept) > _KEPT_IN_QUARANTINE:
             self.files.remove_tree(target)
 
-    def _open_claim(self, key: CompileKey, lock: KeyLock) -> Claim:
-        """With the lock just acquired: look again, clean up, and make a private directory.
+    def _clear_the_way(self, key: CompileKey, lock: KeyLock) -> Artefact | None:
+        """With the lock just acquired: look again, and move a damaged artefact away.
 
         The first look was before the wait for the lock, so another process may have published
         since. If the last holder ran on another host and says that it published, an NFS client here
@@ -170,8 +155,6 @@ class ArtefactStore(ArtefactReader):
         missing = found.artefact is None and not found.damaged and not found.unreadable
         if missing and lock.published_elsewhere():
             found = self.await_visible(key)
-        if found.artefact is not None:
-            return Claim(self, key, lock, self.place, found.artefact)
         # What could not be read may be intact. It stays, and the build goes to another directory.
         if found.unreadable:
             raise StoreProblemError(self.root, found.reason.removeprefix(f"{self.root} "))
@@ -179,9 +162,14 @@ class ArtefactStore(ArtefactReader):
         # name before the new build can take it.
         if found.damaged:
             self.quarantine(key, found.reason)
+        return found.artefact
+
+    def _staging(self, key: CompileKey, lock: KeyLock) -> Place:
+        """A private directory for a build. `staging/` lies below the same root, because a rename is
+        atomic only inside one file system.
+        """
         # The random part keeps two builders apart even where the file system has no locks and both
-        # hold "the" lock. `staging/` lies below the same root, because a rename is atomic only
-        # inside one file system.
+        # hold "the" lock.
         name = f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
         staging = self.place / "staging" / name
         self.files.make_dir(staging)
@@ -195,7 +183,7 @@ class ArtefactStore(ArtefactReader):
         except BaseException:
             self.files.remove_tree(staging)
             raise
-        return Claim(self, key, lock, staging)
+        return staging
 
     def _sweep(self, key: CompileKey, lock: KeyLock, own: Place) -> None:
         """Remove the private directories of killed builds: those of this key, whose lock the
@@ -237,39 +225,83 @@ class ArtefactStore(ArtefactReader):
                     logger.info("removing %s, which a killed build left", folder / name)
                     self.files.remove_tree(own.parent / name)
 
-    def _supervise(self, claim: Claim) -> Iterator[Claim]:
-        """Yield the claim, tell the directory's faults from the builder's, and leave nothing
-        behind.
-        """
+    def _filled(self, key: CompileKey, lock: KeyLock, staging: Place, builder: Builder) -> Artefact:
+        """Build in the private directory and publish it; leaves nothing behind where that fails."""
+        artefact = None
         try:
-            yield claim
+            started = time.monotonic()
+            builder(staging.path)
+            artefact = self._publish(key, staging, time.monotonic() - started)
+        except StoreProblemError:
+            raise
         except Exception as error:
-            problem = self._storage_cause(error, claim)
+            problem = self._storage_cause(error, staging)
             if problem:
                 raise StoreProblemError(self.root, problem) from error
             raise
         finally:
-            # Publication moved the directory away, so a claim with an artefact leaves nothing to
-            # remove. Otherwise the note must not stay at "building" or the next host would see a
-            # dead holder; a note that cannot be written harms nobody.
-            if claim.artefact is None:
-                self.files.remove_tree(claim.folder)
-                with suppress(OSError):
-                    claim.lock.note(FAILED)
+            # Publication moved the directory away. Otherwise the note must not stay at "building",
+            # or the next host would see a dead holder. It only shortens other hosts' waits.
+            if artefact is None:
+                self.files.remove_tree(staging)
+            with suppress(OSError):
+                lock.note(FAILED if artefact is None else PUBLISHED)
+        return artefact
 
-    def _storage_cause(self, error: Exception, claim: Claim) -> str | None:
+    def _storage_cause(self, error: Exception, staging: Place) -> str | None:
+        """Why the directory, and not the builder, failed; or None."""
         if isinstance(error, OSError) and is_storage_problem(error):
             return describe_problem(error)
-        # After the publication the build is over, so an exception of the caller's block is its own.
-        if isinstance(error, StoreProblemError) or claim.artefact is not None:
-            return None
         # A compiler on a full disk fails with its own words and its own error type, so a write of
         # our own tells whether the directory was the cause.
         try:
-            self.files.probe(claim.folder)
+            self.files.probe(staging)
         except OSError as cause:
             return describe_problem(cause)
         return None
+
+    def _publish(self, key: CompileKey, staging: Place, seconds: float) -> Artefact:
+        """Write the manifest and publish `staging`; if another process was faster, its artefact is
+        used. StoreProblemError where the directory cannot take it, or does not show it within the
+        bounded wait.
+        """
+        try:
+            self._write(key, staging, seconds)
+            found = self.await_visible(key)
+        except DamagedFileError as damage:
+            raise CompileError(
+                f"{key}: the build left something that {damage}, and only files can be stored"
+            ) from damage
+        except OSError as error:
+            # A failed rename is no failure if an intact artefact is visible afterwards. Without
+            # working locks another process may have published first. A network file system may
+            # also carry out a rename, lose the answer, repeat the request, and report that the
+            # source is gone. Neither the error nor the file system's word decides: the look does.
+            # Only after a lost race can an artefact be on its way, so else one look is enough.
+            look = self.await_visible if error.errno in _RACE_ERRNOS else self.lookup
+            found = look(key)
+            if found.artefact is None:
+                raise StoreProblemError(self.root, describe_problem(error)) from error
+            self.files.remove_tree(staging)
+        if found.artefact is None:
+            words = f"it does not show the artefact that was published: {found.reason}"
+            raise StoreProblemError(self.root, words)
+        return found.artefact
+
+    def _write(self, key: CompileKey, staging: Place, seconds: float) -> None:
+        """Finish `staging` and rename it. Everything is flushed before the rename, so that a power
+        cut cannot leave a complete name over incomplete files.
+        """
+        files, target = self.files, self.place_of(key)
+        # The order matters. Scratch files are gone before the manifest lists the files, and the
+        # manifest is written and flushed last, so the rename publishes nothing that a power cut
+        # could still take away.
+        files.remove_tree(staging / SCRATCH)
+        manifest = json.dumps(describe(key, files.sync_tree(staging), seconds), indent=1)
+        files.write_text(staging / MANIFEST, manifest)
+        files.sync_dir(staging)
+        files.make_dir(target.parent)
+        files.publish(staging, target)
 
     @contextmanager
     def _as_store_problem(self) -> Iterator[None]:
@@ -282,74 +314,3 @@ class ArtefactStore(ArtefactReader):
             raise
         except OSError as error:
             raise StoreProblemError(self.root, describe_problem(error)) from error
-
-
-@dataclass
-class Claim:
-    """The right to build one key: either an artefact that is there already, or a private directory
-    to fill.
-    """
-
-    store: ArtefactStore
-    key: CompileKey
-    lock: KeyLock
-    folder: Place
-    artefact: Artefact | None = None
-
-    @property
-    def staging(self) -> Path:
-        """The private directory, for a builder."""
-        return self.folder.path
-
-    def publish(self, seconds: float) -> Artefact:
-        """Write the manifest and publish `staging`; if another process was faster, its artefact is
-        used. StoreProblemError where the directory cannot take it, or does not show it within the
-        bounded wait.
-        """
-        try:
-            self._write(seconds)
-            found = self.store.await_visible(self.key)
-        except DamagedFileError as damage:
-            raise CompileError(
-                f"{self.key}: the build left something that {damage}, and only files can be stored"
-            ) from damage
-        except OSError as error:
-            # A failed rename is no failure if an intact artefact is visible afterwards. Without
-            # working locks another process may have published first. A network file system may
-            # also carry out a rename, lose the answer, repeat the request, and report that the
-            # source is gone. Neither the error nor the file system's word decides: the look does.
-            found = (
-                self.store.await_visible(self.key)
-                # Only after a lost race can an artefact be on its way. A full disk brings none, so
-                # one look is enough and nobody waits.
-                if error.errno in _RACE_ERRNOS
-                else self.store.lookup(self.key)
-            )
-            if found.artefact is None:
-                raise StoreProblemError(self.store.root, describe_problem(error)) from error
-            self.store.files.remove_tree(self.folder)
-        if found.artefact is None:
-            raise StoreProblemError(
-                self.store.root,
-                f"it does not show the artefact that was published: {found.reason}",
-            )
-        self.artefact = found.artefact
-        with suppress(OSError):  # the note only shortens other hosts' waits
-            self.lock.note(PUBLISHED)
-        return self.artefact
-
-    def _write(self, seconds: float) -> None:
-        """Finish `staging` and rename it. Everything is flushed before the rename, so that a power
-        cut cannot leave a complete name over incomplete files.
-        """
-        files, target = self.store.files, self.store.place_of(self.key)
-        # The order matters. Scratch files are gone before the manifest lists the files, and the
-        # manifest is written and flushed last, so the rename publishes nothing that a power cut
-        # could still take away.
-        files.remove_tree(self.folder / SCRATCH)
-        facts = files.sync_tree(self.folder)
-        manifest = json.dumps(describe(self.key, facts, seconds), indent=1)
-        files.write_text(self.folder / MANIFEST, manifest)
-        files.sync_dir(self.folder)
-        files.make_dir(target.parent)
-        files.publish(self.folder, target)
