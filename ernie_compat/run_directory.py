@@ -7,12 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
 
 from sonicmoe.errors import ConfigError, SonicMoEError, expect
-from sonicmoe.jit.lock import NATIVE_ONLY
+from sonicmoe.jit.lock import try_lock
 from sonicmoe.log import logger
 
 from .checkpoint import read_header
@@ -58,21 +55,20 @@ def claimed(directory: Path) -> Iterator[None]:
     """Hold the directory: no other `sonicmoe train` writes into it meanwhile. The operating system
     ends the claim of a process that dies. ConfigError where another process holds it.
     """
-    lock: Any = FileLock(str(directory / ".lock"), timeout=0, **NATIVE_ONLY)
     try:
-        lock.acquire()
-    except Timeout:
-        words = f"--out {directory} is in use by another run"
-        raise ConfigError(f"{words}; wait for its end, or give another --out") from None
-    except (OSError, NotImplementedError) as error:
+        held = try_lock(directory / ".lock")
+        if held is None:
+            words = f"--out {directory} is in use by another run"
+            raise ConfigError(f"{words}; wait for its end, or give another --out")
+    except OSError as error:
         # A file system without locks, which must not keep anybody from training.
         logger.warning("%s cannot be locked (%s): start one run in it at a time", directory, error)
-        lock = None
+        held = None
     try:
         yield
     finally:
-        if lock is not None:
-            lock.release()
+        if held is not None:
+            held.release()
 
 
 def require_free(directory: Path) -> None:

@@ -2,8 +2,9 @@
 and a note that names the holder.
 
 Who may keep a lock, and for how long:
-* A process that ends, even by SIGKILL, loses its locks at once. A child that it forked while it
-  held the lock shares the open file and keeps the lock; the timeout message names that case.
+* A process that ends, even by SIGKILL, loses its locks at once. A child that it forked gives up
+  its copies; one that another library started with them keeps the lock, and the timeout message
+  names that case.
 * A host that dies on NFS cannot release anything. Its server keeps the lock until the lease of that
   client ends. A waiter cannot tell this from a long build, so it raises after the bounded wait, and
   the note says which host to look at.
@@ -14,22 +15,22 @@ Who may keep a lock, and for how long:
 from __future__ import annotations
 
 import errno
-import inspect
+import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
-
-from filelock import FileLock, Timeout
 
 from ..log import logger
 from .errors import CompileLockTimeout
 from .files import StoreFiles
 from .key import CompileKey
 from .manifest import utc_now
-from .place import FILE_BITS, Place, inherited_mode
+from .place import FILE_BITS, Place, inherited_mode, set_mode
 
 Found = TypeVar("Found")
 
@@ -37,57 +38,71 @@ BUILDING, PUBLISHED, FAILED = "building", "published", "failed"
 _POLL_S = 0.1
 # A waiter looks for the artefact this often, and so returns soon after a publication although the
 # builder still holds the lock.
-_SLICE_S = 2.0
+_LOOK_S = 2.0
+_HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
 # Errors of a file system that has no locks. Any other error, such as a full disk, is a problem of
 # the directory and goes to the caller.
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
-# filelock can fall back to a "soft" lock: a file that exists. That file survives SIGKILL and would
-# block everybody for ever, so no fallback is taken.
-NATIVE_ONLY: dict[str, Any] = (
-    {"fallback_to_soft": False}
-    if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
-    else {}
-)
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 
-def file_lock(folder: Place, name: str) -> Any:
-    """The lock `<name>.lock` in an existing directory, not yet acquired. filelock opens the path
-    without following a link; the directory is judged here. OSError where the directory cannot be
-    opened, or somebody else could have planted it.
+class Held:
+    """Locked files. The locks end with `release`, or with the last process that has `descriptors`
+    open: this one, and those that it started with them.
     """
-    path = folder.checked()
-    mode = inherited_mode(os.stat(path), FILE_BITS)
-    return FileLock(str(path / f"{name}.lock"), mode=mode, **NATIVE_ONLY)
+
+    def __init__(self, descriptors: tuple[int, ...]) -> None:
+        """Take over open, locked descriptors."""
+        self.descriptors = descriptors
+        _HELD.add(self)
+
+    @classmethod
+    def of(cls, several: Iterable[Held]) -> Held:
+        """All of them in one."""
+        return cls(tuple(number for held in several for number in held.descriptors))
+
+    def release(self) -> None:
+        """Unlock now, whichever process has inherited the descriptors. Idempotent; never raises."""
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
+            with suppress(OSError):  # then closing unlocks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with suppress(OSError):  # Linux frees the number whatever close reports
+                os.close(descriptor)
 
 
-@contextmanager
-def nobody_holds(folder: Place, name: str) -> Iterator[bool]:
-    """Whether a lock is free, which is held meanwhile. Errors as `file_lock`, and OSError or
-    NotImplementedError where there are no locks.
+_HELD: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child, for example a data loader: close its copies, which keep the locks alive."""
+    for held in list(_HELD):
+        descriptors, held.descriptors = held.descriptors, ()
+        for descriptor in descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def try_lock(path: Path, mode: int = 0o600) -> Held | None:
+    """The lock of a file, which is made with `mode` where it is absent; None while another process
+    holds it. It follows no link; whoever calls has judged the directory. OSError where the file
+    cannot be opened, or its file system has no locks.
     """
-    lock = file_lock(folder, name)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, mode)
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        _release(lock, name)
-
-
-def _release(lock: Any, name: str) -> None:
-    """Give a lock back, and say so in the log where the system refuses twice."""
-    for _ in range(2):
-        try:
-            lock.release()
-            return
-        except OSError as error:
-            refused = error
-    logger.warning(
-        "the lock %s could not be given back (%s); the end of this process frees it", name, refused
-    )
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and status.st_nlink == 1:
+            set_mode(descriptor, mode)  # the umask may have taken a part of it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _HELD_BY_ANOTHER:
+            return None
+        raise
+    return Held((descriptor,))
 
 
 class KeyLock:
@@ -112,7 +127,7 @@ class KeyLock:
         self._host = host
         # `None` also while the lock is "held" on a file system without locks: there is nothing to
         # release then.
-        self._lock: Any = None
+        self._held: Held | None = None
         self.native = True
         self.previous: dict[str, Any] = {}
 
@@ -122,41 +137,49 @@ class KeyLock:
         where the bounded wait is over; OSError where the lock file cannot be created.
         """
         self._files.make_dir(self._folder)
-        lock = file_lock(self._folder, self._name)
-        # The wait is cut into slices of two seconds, because filelock can wait for the lock only
-        # and this caller waits for the lock or the artefact. `monotonic` ignores changes of the
-        # wall clock.
+        # `monotonic` ignores changes of the wall clock.
         deadline = time.monotonic() + self._timeout_s
-        while True:
-            remaining = deadline - time.monotonic()
-            try:
-                lock.acquire(timeout=min(_SLICE_S, max(remaining, 0)), poll_interval=_POLL_S)
-            except Timeout:
-                # The artefact is looked for before the deadline is checked, so a publication in the
-                # last slice still counts.
+        look_at = time.monotonic() + _LOOK_S
+        while not self._lock():
+            now = time.monotonic()
+            if now >= min(look_at, deadline):
+                # Looked for before the deadline counts, so a publication in the last moment does.
                 found = published()
                 if found is not None:
                     return found
-                if time.monotonic() >= deadline:
-                    raise CompileLockTimeout(self.timeout_message()) from None
-                continue
-            # Where there are no locks, filelock passes on the errno or raises NotImplementedError.
-            except (OSError, NotImplementedError) as error:
-                self._without_native_lock(error)
-                lock = None
-            self._lock = lock
-            # Read before it is overwritten: the sweep of dead builds and the wait for another
-            # host's publication both ask how the last holder ended.
-            self.previous = self._read_note()
-            try:
-                # A directory that cannot take a note of a few bytes cannot take a kernel either.
-                # The lock is given back before the error leaves, because the caller never learns
-                # that it was held.
-                self.note(BUILDING)
-            except OSError:
-                self.release()
+                if now >= deadline:
+                    raise CompileLockTimeout(self.timeout_message())
+                look_at = now + _LOOK_S
+            time.sleep(_POLL_S)
+        # Read before it is overwritten: the sweep of dead builds and the wait for another host's
+        # publication both ask how the last holder ended.
+        self.previous = self._read_note()
+        try:
+            # A directory that cannot take a note of a few bytes cannot take a kernel either. The
+            # lock is given back before the error leaves, because the caller never learns that it
+            # was held.
+            self.note(BUILDING)
+        except OSError:
+            self.release()
+            raise
+        return None
+
+    def _lock(self) -> bool:
+        """Whether this process has the lock now, or there are none here."""
+        folder = self._folder.checked()
+        mode = inherited_mode(os.stat(folder), FILE_BITS)
+        try:
+            self._held = try_lock(folder / f"{self._name}.lock", mode)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
                 raise
-            return None
+            self.native = False
+            logger.warning(
+                "%s: the file system has no file locks (%s); processes that start together may each build a kernel, and "
+                "the first to publish wins", self._folder, error,
+            )  # fmt: skip
+            return True
+        return self._held is not None
 
     def note(self, state: str) -> None:
         """Record the holder and its state, for messages. OSError where it cannot be written; then
@@ -173,35 +196,29 @@ class KeyLock:
 
     def is_held(self) -> bool:
         """Whether another process holds the lock at this moment; writes nothing."""
+        name = f"{self._name}.lock"
         try:
-            if f"{self._name}.lock" not in self._files.names(self._folder):
+            if name not in self._files.names(self._folder):
                 return False
-            with nobody_holds(self._folder, self._name) as free:
-                return not free
-        except (OSError, NotImplementedError):  # no locks here, or no right to lock
+            held = try_lock(self._folder.checked() / name)
+        except OSError:  # no locks here, or no right to lock
             return False
+        if held is not None:
+            held.release()
+        return held is None
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
         """Let the next waiter in. Never raises, because the build is over and its result counts."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock, str(self._folder / self._name))
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def published_elsewhere(self) -> bool:
         """Whether the last holder ran on another host and reported a publication that may not be
         visible here yet.
         """
         return self.previous.get("state") == PUBLISHED and self.previous.get("host") != self._host
-
-    def _without_native_lock(self, error: Exception) -> None:
-        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-            raise error
-        self.native = False
-        logger.warning(
-            "%s: the file system has no file locks (%s); processes that start together may each build a kernel, and "
-            "the first to publish wins", self._folder, error,
-        )  # fmt: skip
 
     def _read_note(self) -> dict[str, Any]:
         # A damaged note reads as no note, and only the wording of messages suffers.

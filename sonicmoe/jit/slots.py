@@ -7,12 +7,9 @@ last process that holds its open file ends, also by SIGKILL, so none of them eve
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import logging
 import math
-import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,12 +17,12 @@ from pathlib import Path
 from ..log import log_once
 from . import cpus
 from .files import describe_problem
+from .lock import Held, try_lock
 from .place import Place, Trust
 
 AUTO, OFF = "auto", "off"
-_HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
 # Open for the life of the process, which is how long the other ranks leave a line to it.
-_SAYING: list[int] = []
+_SAYING: list[Held] = []
 
 
 def may_say(local_root: Path, line: str) -> bool:
@@ -36,31 +33,13 @@ def may_say(local_root: Path, line: str) -> bool:
     of_this_host = f"{socket.gethostname()} {line}".encode()
     name = f"said-{hashlib.sha256(of_this_host).hexdigest()[:16]}"
     try:
-        descriptor = _lock(_folder(local_root).checked(make=True), name)
+        held = try_lock(_folder(local_root).checked(make=True) / f"{name}.lock")
     # A line that is said eight times is better than one that nobody says.
     except OSError:
         return True
-    if descriptor is not None:
-        _SAYING.append(descriptor)
-    return descriptor is not None
-
-
-class Held:
-    """Locked files. The locks end with `release`, or with the last process that has `descriptors`
-    open.
-    """
-
-    def __init__(self, descriptors: tuple[int, ...]) -> None:
-        """Take over open, locked descriptors."""
-        self.descriptors = descriptors
-
-    def release(self) -> None:
-        """Unlock now, whichever process has inherited the descriptors. Idempotent."""
-        descriptors, self.descriptors = self.descriptors, ()
-        for descriptor in descriptors:
-            # Closing alone would not unlock: a data loader that was forked meanwhile has a copy.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+    if held is not None:
+        _SAYING.append(held)
+    return held is not None
 
 
 class HostSlots:
@@ -88,43 +67,28 @@ class HostSlots:
 
     def _held(self, groups: Iterable[tuple[str, ...]]) -> Held | None:
         """One lock of every group, or None."""
-        descriptors: list[int] = []
+        held: list[Held] = []
         try:
             if self._shared:
                 folder = self._folder.checked(make=True)
                 for names in groups:
-                    free = (_lock(folder, name) for name in names)
-                    descriptors.append(next(held for held in free if held is not None))
-        except StopIteration:
-            Held(tuple(descriptors)).release()
-            return None
+                    locks = (try_lock(folder / f"{name}.lock") for name in names)
+                    free = next((lock for lock in locks if lock is not None), None)
+                    if free is None:
+                        Held.of(held).release()
+                        return None
+                    held.append(free)
         except OSError as error:
             # Without the directory this process keeps to its own number of compilers.
             self._shared = False
             why = describe_problem(error)
             line = f"{self._folder}: the ranks of this host cannot share their compilers ({why})"
             log_once(logging.WARNING, "%s", line)
-        return Held(tuple(descriptors))
+        return Held.of(held)
 
 
 def _folder(local_root: Path) -> Place:
     return Place.of(local_root, Trust.OWNER) / "slots"
-
-
-def _lock(folder: Path, name: str) -> int | None:
-    """The descriptor of the locked file, which a child inherits only where it is told to; None while
-    another process holds it.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(folder / f"{name}.lock", flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in _HELD_BY_ANOTHER:
-            return None
-        raise
-    return descriptor
 
 
 def _groups(limit: str | int) -> tuple[tuple[str, ...], ...]:

@@ -23,7 +23,7 @@ from ..log import logger
 from .errors import CompileError
 from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
-from .lock import FAILED, PUBLISHED, KeyLock, nobody_holds
+from .lock import FAILED, PUBLISHED, KeyLock, try_lock
 from .manifest import MANIFEST, Artefact, describe
 from .place import Place, Trust
 from .reader import ArtefactReader
@@ -206,7 +206,7 @@ class ArtefactStore(ArtefactReader):
         if not self._swept:
             self._swept = True
             # Tidying up is no reason to fail a build.
-            with suppress(OSError, NotImplementedError):
+            with suppress(OSError):
                 self._sweep_abandoned(own)
 
     def _sweep_abandoned(self, own: Place) -> None:
@@ -214,16 +214,17 @@ class ArtefactStore(ArtefactReader):
         `own`, which was made a moment ago, and whose lock is free. So the file system's own clock
         counts, and those of hosts do not matter.
         """
-        folder = own.parent.checked()
+        folder, locks = own.parent.checked(), (self.place / "locks").checked()
         made_at = os.lstat(folder / own.name).st_mtime
         for name in self.files.names(own.parent):
             lock_of, age = _LOCK_OF.match(name), made_at - os.lstat(folder / name).st_mtime
             if lock_of is None or age <= ABANDONED_AFTER_S:
                 continue
-            with nobody_holds(self.place / "locks", lock_of[1]) as free:
-                if free:
-                    logger.info("removing %s, which a killed build left", folder / name)
-                    self.files.remove_tree(own.parent / name)
+            held = try_lock(locks / f"{lock_of[1]}.lock")
+            if held is not None:
+                logger.info("removing %s, which a killed build left", folder / name)
+                self.files.remove_tree(own.parent / name)
+                held.release()
 
     def _filled(self, key: CompileKey, lock: KeyLock, staging: Place, builder: Builder) -> Artefact:
         """Build in the private directory and publish it; leaves nothing behind where that fails."""
