@@ -242,7 +242,7 @@ class SonicMoEConfig(Settings):
         """Make this configuration the one in force inside the `with` block (per thread and async
         task).
         """
-        return _Activation(self)
+        return _ActiveConfig(self)
 
     def resolve(self) -> ResolvedConfig:
         """Fill every unset field from the environment, then from the defaults.
@@ -348,7 +348,7 @@ ACTIVE: ContextVar[SonicMoEConfig | None] = ContextVar("sonicmoe_config", defaul
 _NOTHING_SET = SonicMoEConfig()
 
 
-class _Activation(AbstractContextManager[SonicMoEConfig]):
+class _ActiveConfig(AbstractContextManager[SonicMoEConfig]):
     """A class, because four of these open in every step of a layer, and a generator behind
     `contextmanager` takes three times as long.
     """

@@ -198,7 +198,7 @@ def is_glu(activation_type: ActivationType) -> bool:
 def layer_parameters(
     activation: ActivationType, given: Mapping[str, float | None] | ActivationParameters | None
 ) -> ActivationParameters:
-    """Those of `given` that differ from the activation's defaults, checked and sorted, so that
+    """The parameters of `given` that differ from the activation's defaults, checked and sorted, so that
     equal layers have equal settings. ConfigError names a parameter that this activation does not
     have, or a value outside its range.
     """

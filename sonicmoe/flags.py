@@ -190,7 +190,7 @@ class Settings:
 
 
 class DecidedSettings(Settings):
-    """The same with every field decided; one that nobody set reads as its default."""
+    """Settings with every field decided; one that nobody set reads as its default."""
 
     decided = True
 

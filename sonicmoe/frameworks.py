@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from .errors import FrameworkError, expect
-from .host import install_hint
+from .host import install_hint, too_old
 
 FRAMEWORKS = ("torch", "paddle")
 AUTO = "auto"
@@ -76,12 +76,6 @@ def choose(requested: str | None = None) -> FrameworkChoice:
     # Both are here. The other one is named, because a user may have meant it.
     name, other = FRAMEWORKS if not _is_installed(_PADDLE_GPU) else FRAMEWORKS[::-1]
     return FrameworkChoice(name, f"both are installed; --framework {other} takes the other", other)
-
-
-def too_old(paddle: str) -> str:
-    """What is said of a Paddle of that version, which has no torch proxy."""
-    needed = f"sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
-    return f"paddle {paddle} has no torch proxy; {needed}"
 
 
 def is_importable(name: str) -> bool:

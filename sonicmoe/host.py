@@ -118,7 +118,7 @@ def _capabilities(nvml: ctypes.CDLL) -> tuple[tuple[int, int], ...]:
 
 
 def driver_version(library: str = LIBRARY) -> str:
-    """Of the NVIDIA driver ("580.82.07"); "unknown" on a host without one, or if it does not answer."""
+    """The version of the NVIDIA driver ("580.82.07"); "unknown" on a host without one, or if it does not answer."""
     text = ctypes.create_string_buffer(96)
     with suppress(AttributeError), _nvml(library) as nvml:
         if nvml and nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:
@@ -136,6 +136,12 @@ def gpu_present() -> bool:
 def install_hint(framework: str) -> str:
     """What gives this machine `framework`, "torch" or "paddle"."""
     return (_ON_GPU if gpu_present() else _ON_HOST)[framework]
+
+
+def too_old(paddle: str) -> str:
+    """What is said of a Paddle of that version, which has no torch proxy."""
+    needed = f"sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
+    return f"paddle {paddle} has no torch proxy; {needed}"
 
 
 def default_cache_dir() -> Path:

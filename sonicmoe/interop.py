@@ -16,8 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from .errors import DeviceError, FrameworkError, LayoutError
-from .frameworks import too_old
-from .host import install_hint
+from .host import install_hint, too_old
 
 MINIMUM_PADDLE = (3, 3)
 HOW_TO_ENABLE = (

@@ -39,7 +39,7 @@ class GateUp(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the w1."""
+        """The shape of that w1."""
         experts, rows, hidden = self.gate.shape
         return experts, 2 * rows, hidden
 
@@ -56,7 +56,7 @@ class Codes(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight."""
+        """The shape of the weight."""
         return self.held.shape
 
     @property

@@ -23,7 +23,7 @@ class _DeviceOutOfMemoryError(
     OutOfMemoryError,
     RuntimeError if IS_PADDLE else FRAMEWORK_ERROR,  # type: ignore[misc]
 ):
-    """Of every class that callers of either framework catch."""
+    """An instance of every class that callers of either framework catch."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Processes hand exceptions to each other, and the public name is of another class."""

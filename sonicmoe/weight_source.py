@@ -43,7 +43,7 @@ class StackedMatrices(Sequence[Tensor]):
         return iter(self._readable().unbind(0))
 
     def addresses(self) -> range:
-        """Of the matrices, without a view of each."""
+        """Addresses of the matrices, without a view of each."""
         readable = self._readable()
         start = data_ptr(readable)
         # A weight of no elements has a step of 0 bytes, which `range` refuses.
@@ -64,7 +64,7 @@ def _addresses(matrices: Sequence[Tensor]) -> Sequence[int]:
 
 
 def _size(matrices: Sequence[Tensor], axis: int) -> int:
-    """Of every matrix; axis -1 or -2."""
+    """The size of every matrix along axis -1 or -2."""
     first = matrices.stacked if type(matrices) is StackedMatrices else matrices[0]
     return int(first.shape[axis])
 
@@ -109,7 +109,7 @@ class WeightSource:
         layout: WeightLayout = NATIVE,
         compute_dtype: torch.dtype | None = None,
     ) -> WeightSource:
-        """Of `[E, ..]` weights."""
+        """The source of `[E, ..]` weights."""
         # Detached: engines compute outside autograd, and a view of a leaf would join the graph.
         halves: Any = w1 if layout.apart else (w1, None)
         first, second = halves

@@ -174,6 +174,9 @@ def repository_imports(path: Path, source: str, *, with_types: bool = False) -> 
             modules += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A circle is one however its modules are imported.
+            modules += [name.value for name in node.args[:1] if isinstance(name, ast.Constant)]
     ours = [module for module in modules if module.split(".")[0] in {"sonicmoe", "ernie_compat"}]
     return {
         found for module in ours if (found := file_of(module)) and found != PACKAGE / "__init__.py"

@@ -197,7 +197,7 @@ def _is_recompute(frame: FrameType) -> bool:
 
 
 def _code_of(function: Any) -> Any:
-    """Of the function inside Paddle's wrappers, which decide between its two modes of running."""
+    """The code of the function inside Paddle's wrappers, which decide between its two modes."""
     return inspect.unwrap(function).__code__
 
 

@@ -60,7 +60,7 @@ def stages_of(step: StepDump) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePlace:
     """Where: what does not apply is None. `experts` are those that serve the token when the place
     is a token's. index: of the stage, whose weights are native, and so are row and column of these.
     """
@@ -93,7 +93,7 @@ class Fault:
 
     stage: str
     kind: str
-    place: Place
+    place: ValuePlace
     what: str
     caller: str | None = None
 
@@ -310,7 +310,7 @@ class _Judge:
             array = built[: len(wanted)]  # rows beyond the contract's are padding by definition
             if array.shape != wanted.shape:
                 what = f"{name} has shape {array.shape}; the contract says {wanted.shape}"
-                return [Fault("routing", "routing", Place(()), what)]
+                return [Fault("routing", "routing", ValuePlace(()), what)]
             # Compared in the dtype of the builder: fp32 probabilities against fp64 ones would
             # differ by rounding.
             off = array != wanted.astype(array.dtype)
@@ -323,31 +323,33 @@ class _Judge:
                 return [Fault("routing", "routing", self._routing_place(name, index), what)]
         return []
 
-    def _routing_place(self, name: str, index: tuple[int, ...]) -> Place:
+    def _routing_place(self, name: str, index: tuple[int, ...]) -> ValuePlace:
         if name == "slot_row":
             # `slot_row` has the shape of probabilities, [T, K], so its places are those of `ds`.
             return self._place("ds", index)
         if name.startswith("row_"):
             place = self._place("z", (*index, 0))
-            return Place(index, place.expert, place.row, place.token, place.slot)
-        return Place(index, expert=min(index[0], self._step.num_experts - 1))
+            return ValuePlace(index, place.expert, place.row, place.token, place.slot)
+        return ValuePlace(index, expert=min(index[0], self._step.num_experts - 1))
 
-    def _place(self, name: str, index: tuple[int, ...]) -> Place:
+    def _place(self, name: str, index: tuple[int, ...]) -> ValuePlace:
         if name in ROW_STAGES:
             slot = int(self._layout.fields["row_slot"][index[0]])
             expert, topk = int(self._layout.row_expert[index[0]]), self._step.indices.shape[1]
             # A padding row has an expert, whose share of rows it fills up, but no token.
             if slot < 0:
-                return Place(index, expert, index[0], column=index[1])
-            return Place(index, expert, index[0], slot // topk, slot % topk, index[1])
+                return ValuePlace(index, expert, index[0], column=index[1])
+            return ValuePlace(index, expert, index[0], slot // topk, slot % topk, index[1])
         if name in SLOT_STAGES:
             row = int(self._layout.fields["slot_row"][index])
             if row < 0:
-                return Place(index, token=index[0], slot=index[1])
-            return Place(index, int(self._step.indices[index]), row, index[0], index[1])
+                return ValuePlace(index, token=index[0], slot=index[1])
+            return ValuePlace(index, int(self._step.indices[index]), row, index[0], index[1])
         if name in (*WEIGHT_STAGES, *BIAS_STAGES):
             return _weight_place(name, index)
-        return Place(index, token=index[0], column=index[1], experts=self._experts_of(index[0]))
+        return ValuePlace(
+            index, token=index[0], column=index[1], experts=self._experts_of(index[0])
+        )
 
     def _experts_of(self, token: int) -> tuple[int, ...]:
         ids = self._step.indices[token]
@@ -358,8 +360,8 @@ def _first(true: Array) -> tuple[int, ...]:
     return tuple(int(axis) for axis in np.argwhere(true)[0])
 
 
-def _weight_place(name: str, index: tuple[int, ...]) -> Place:
+def _weight_place(name: str, index: tuple[int, ...]) -> ValuePlace:
     expert, *rest = index
     if name in DOWN_BIASES:
-        return Place(index, expert=expert, column=rest[0])
-    return Place(index, expert=expert, row=rest[0], column=rest[1] if len(rest) > 1 else None)
+        return ValuePlace(index, expert=expert, column=rest[0])
+    return ValuePlace(index, expert=expert, row=rest[0], column=rest[1] if len(rest) > 1 else None)

@@ -22,7 +22,7 @@ UP, DOWN = 0, 1
 
 
 class AdaptedProducts:
-    """As `Products`, whose others are those of `inner`.
+    """The products of a layer with adapters; those without are the products of `inner`.
 
     projected: `Saved.projected`, of which the forward writes every column.
     """

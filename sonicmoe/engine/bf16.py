@@ -45,7 +45,7 @@ class Bf16Engine(PlainEngine):
         previous: EngineWeights | None = None,
         written: bool = True,
     ) -> EngineWeights:
-        """As every engine's; on Hopper the weights stay where they lie."""
+        """Prepare weights as every engine; on Hopper they stay where they lie."""
         if not (is_cuda(source.anchor) and _is_hopper(device_name(source.anchor))):
             return super().refresh(source, settings, previous, written)
         source = self._computed_in_bfloat16(source)
@@ -68,7 +68,7 @@ class Bf16Engine(PlainEngine):
         dtype: torch.dtype | None,
         settings: EngineSettings,
     ) -> EngineWeights:
-        """The same; on Hopper a known kind of weights is asked for addresses alone."""
+        """Prepare stacked weights; on Hopper a known kind of them is asked for addresses alone."""
         kind = kind_of(weights, layout, dtype, settings)
         found = recognised(kind, weights)
         if found is None:
@@ -120,7 +120,7 @@ class Bf16Engine(PlainEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """As the seam says; its GEMMs must be able to add there."""
+        """Why its GEMMs cannot add there, or None."""
         if not (targets.wants("dw1") or targets.wants("dw2")):
             return None
         if _is_hopper(device_name(targets.anchor)):

@@ -59,7 +59,7 @@ class Kernels(NamedTuple):
     def of(
         cls, gemm: Any, dgated: Any, rows: Any, matrices: Any, gate: Any, bind: Bind | None = None
     ) -> Kernels:
-        """Those of three loaded modules; bind: as of `RoutedCall`."""
+        """The functions of three loaded modules; bind: as of `RoutedCall`."""
         return cls(
             RoutedCall(gemm.up, 8, "row_token padded_offsets", bind),
             RoutedCall(gemm.grouped_gemm, 7, "padded_offsets", bind),
@@ -74,7 +74,7 @@ class Wgrad:
     """The function of weight gradients, which is told the routing first, and where these go."""
 
     def __init__(self, module: Any, bind: Bind | None = None) -> None:
-        """Of a loaded module; bind: as of `RoutedCall`."""
+        """Take the functions of a loaded module; bind: as of `RoutedCall`."""
         fields = "row_token padded_offsets expert_counts"
         self.wgrad = RoutedCall(module.wgrad, 3, fields, bind)
         self.make_destination = module.wgrad_destination
@@ -119,7 +119,7 @@ class Prepared:
 
 
 def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
-    """Those of these tokens and weights."""
+    """The kernels that read these tokens and weights."""
     prepared = weights.native
     if prepared is None or prepared.settings is not settings:
         prepared = Prepared(settings)
@@ -136,7 +136,7 @@ def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights
 
 @functools.lru_cache(maxsize=16)
 def wgrad_on(device: str, dtype: str) -> Wgrad:
-    """As `kernels_on`; of every activation."""
+    """The kernel of weight gradients of every activation, loaded or compiled at the first call."""
     sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, dtype)
     module = sources["bf16_wgrad"].load()
     return Wgrad(module, _bind_on(arch_of(device)))
@@ -288,8 +288,8 @@ def _add(gradient: str, kernels: Wgrad, pending: PendingWgrad, destination: Any 
 def _destinations(
     kernels: Wgrad, targets: GradientTargets, split_half: bool, gated: bool
 ) -> tuple[Any | None, Any | None]:
-    """Those of dw1 and dw2; None where nobody wants it. split_half: of dz's columns. gated: whether
-    these are gates and up values.
+    """The destinations of dw1 and dw2; None where nobody wants it. split_half: whether dz's columns are
+    in halves. gated: whether these are gates and up values.
     """
     up, down, how = targets.up, targets.down, (kernels.make_destination, targets.mode)
 

@@ -148,8 +148,8 @@ def _require_format(
 
 
 def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
-    """The same of the gradient of the output, which is returned with contiguous rows. RuntimeError:
-    an earlier backward released the activations.
+    """Check the gradient of the output as `check_forward` checks tokens, and return it with contiguous
+    rows. RuntimeError: an earlier backward released the activations.
     """
     quantised = isinstance(dout, BlockScaledTensor)
     if not quantised:

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class FactorOperands:
-    """Of one pair and one pass; each is made when somebody asks for it.
+    """The operands that one pair of factors is in one pass; each is made when somebody asks for it.
 
     prepare: `prepare_factor` of the module of the narrow products.
     """

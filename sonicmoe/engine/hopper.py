@@ -136,8 +136,8 @@ class HopperEngine(QuantisedEngine):
             return dx, dprobs, pending
 
     def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-        """As dgated has summed them, of dz as dgrad read it; with `fp8_wgrad` off as the BF16
-        engine does, of dz in bf16.
+        """The sums that dgated has made, of dz as dgrad read it; with `fp8_wgrad` off those of the BF16
+        engine, of dz in bf16.
         """
         require_operands(pending)
         if pending.settings.fp8_wgrad:
@@ -184,9 +184,7 @@ class HopperEngine(QuantisedEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """As the seam says; the copy engine must be able to add there, and with `fp8_wgrad` off the
-        BF16 GEMMs.
-        """
+        """Why the copy engine, or with `fp8_wgrad` off the BF16 GEMMs, cannot add there, or None."""
         if not settings.fp8_wgrad:
             return Bf16Engine().problem_of(targets, settings)  # dz is in the native order
         return targets.copy_engine_problem()
@@ -248,8 +246,8 @@ def _add_both(
 def _add_one_by_one(
     passes: Passes, pending: PendingWgrad, targets: GradientTargets, gradients: dict[str, Any]
 ) -> None:
-    """The same, one product after the other: each frees its operands before the next begins, so
-    that the other's need not lie beside its own.
+    """Both weight gradients, one product after the other: each frees its operands before the next
+    begins, so that the other's need not lie beside its own.
     """
     # A product that nobody wants is left out.
     bytes_of, launch = pending.native.bytes_of, _launch_of(pending)

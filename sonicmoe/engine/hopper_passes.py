@@ -163,7 +163,7 @@ class Passes:
     def activation_arguments(
         self, settings: EngineSettings, adapters: Adapters | None
     ) -> list[dict[str, Any]]:
-        """Those of `forward`, and of `dgated`, and beside them the scales of adapters."""
+        """The activation as `forward`, and as `dgated` takes it, and beside it the scales of adapters."""
         own = settings.activation, settings.activation_parameters
         names = "activation", "first", "second", "up_scale", "down_scale"
         scales = (0.0, 0.0) if adapters is None else adapters.scales

@@ -132,7 +132,7 @@ class EngineWeights:
 
     @functools.cached_property
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of w1 and w2."""
+        """The shapes of w1 and w2."""
         experts, hidden = self.num_experts, self.hidden_size
         return (experts, self.n1, hidden), (experts, hidden, self.intermediate_size)
 
@@ -273,9 +273,8 @@ class Engine(ABC):
         """
 
     def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-        """Of a backward whose weights have biases, fp32 sums over the rows of each expert: db1
-        `[E, N1]`, whose columns lie as `pending.split_half` says, and db2 `[E, H]`. Zeros for an
-        expert without rows.
+        """The gradients of biases, fp32 sums over the rows of each expert: db1 `[E, N1]`, whose columns
+        lie as `pending.split_half` says, and db2 `[E, H]`. Zeros for an expert without rows.
 
         It reads operands that `backward_dw` has not released, and releases none: the call may be
         repeated, and has equal bits again.

@@ -77,7 +77,7 @@ NO_ROWS = Narrow()
 
 
 class Adapters(NamedTuple):
-    """Those of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an
+    """The adapters of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an
     engine reads them the native one.
     """
 
@@ -86,7 +86,7 @@ class Adapters(NamedTuple):
 
     @property
     def factors(self) -> tuple[Tensor | None, ...]:
-        """As `NAMES_OF_FACTORS` has them; None where a projection has no pair."""
+        """The factors in the order of `NAMES_OF_FACTORS`; None where a projection has no pair."""
         return tuple([factor for pair in self for factor in (pair or (None, None))[:2]])
 
     @property

@@ -72,7 +72,7 @@ class PlainEngine(ProductsEngine):
         previous: EngineWeights | None = None,
         written: bool = True,
     ) -> EngineWeights:
-        """As every engine's; fp32 master weights are rounded to bfloat16, as autocast would."""
+        """Round fp32 master weights to bfloat16, as autocast would, and prepare them as every engine."""
         return super().refresh(self._computed_in_bfloat16(source), settings, previous, written)
 
     def _computed_in_bfloat16(self, source: WeightSource) -> WeightSource:

@@ -178,7 +178,7 @@ class ReferenceEngine(Engine):
             return dx, dprobs, pending
 
     def bias_gradients(self, pending: PendingWgrad) -> tuple[Tensor, Tensor]:
-        """Of dz as dgrad read it, or exact where weight gradients are not in FP8."""
+        """The sums of dz as dgrad read it, or of exact dz where weight gradients are not in FP8."""
         require_operands(pending)
         if pending.biases is not None:
             return pending.biases

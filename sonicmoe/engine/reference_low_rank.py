@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class NarrowProducts:
-    """Of one projection. u and v `[R, width]` are fp32, rounded to the dtype of the tokens."""
+    """The narrow products of one projection. u and v `[R, width]` are fp32, rounded to the dtype of the tokens."""
 
     a: Tensor
     b: Tensor
@@ -64,7 +64,7 @@ class NarrowProducts:
 def narrow_products(
     weights: EngineWeights, routing: RoutingMetadata, x: Tokens
 ) -> list[NarrowProducts | None]:
-    """Of the up- and the down-projection; None where there is no adapter."""
+    """The narrow products of the up- and the down-projection; None where there is no adapter."""
     return [
         pair and NarrowProducts(*pair.operands(token_dtype(x)), pair.scale, routing)
         for pair in (weights.adapters or (None, None))

@@ -175,7 +175,7 @@ class SavedSpec:
 
 
 def routing_checksum(routing: RoutingMetadata) -> int | None:
-    """Of which row serves which slot; None where nobody asks for it."""
+    """A checksum of which row serves which slot; None where nobody asks for it."""
     # On a GPU reading it would wait. Routing that was validated has waited already.
     if is_cuda(routing.held[0]) and routing.host_counts is None:
         return None

@@ -49,7 +49,7 @@ class TritonEngine(PlainEngine):
         sizes = weights.hidden_size, weights.intermediate_size
         with _launch_scope(x):
             calls = _calls(sizes, settings, weights.b1 is not None, x)
-            yield _Products(routing, weights, calls, index_of(calls, routing))
+            yield _TritonProducts(routing, weights, calls, index_of(calls, routing))
 
     def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
         dout = plain_tokens(pending.dout)
@@ -91,13 +91,13 @@ class TritonEngine(PlainEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """As the seam says; its GEMMs must be able to add there."""
+        """Why its GEMMs cannot add there, or None."""
         return triton_gradients.problem_of(targets)
 
 
 @dataclass(eq=False)
-class _Products(Products):
-    """Of the calls of one shape; every argument is named in `kernels.triton.launches.Calls`."""
+class _TritonProducts(Products):
+    """The products of one shape; every argument is named in `kernels.triton.launches.Calls`."""
 
     calls: Any
     rows: Any

@@ -77,7 +77,7 @@ class Subject:
         return self.record.name.value, plain, self.device
 
     def key(self, cache: CompileCache) -> CompileKey:
-        """Of the verdict: the kernels as the cache holds them, and what decides how they run."""
+        """The key of the verdict: the kernels as the cache holds them, and what decides how they run."""
         found = (
             (job.key(), cache.try_load(job.key()))
             for job in run_jobs(self.record, self.workload, self.arch)

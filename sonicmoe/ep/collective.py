@@ -58,7 +58,7 @@ class Routes:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Routes):
+class RowPlan(Routes):
     """The routes of one dispatch, there too.
 
     tokens int64 `[S]`: the token of each row that this rank sends, in the order of destination
@@ -137,17 +137,17 @@ class CollectiveTransport(ExchangeTransport):
         sends, comes = torch.cat([sent, arrived]).reshape(shape).tolist()
         send_counts, recv_counts = ([line[0] for line in lines] for lines in (sends, comes))
         tokens, slots = (values[: sum(send_counts)] for values in order)
-        plan = Plan(places, send_counts, recv_counts, tokens)
+        plan = RowPlan(places, send_counts, recv_counts, tokens)
         idx, weights = ids_and_weights(self._move(slots, send_counts, recv_counts))
         # Every source rank has counted its own slots for these experts; their sum is the true count
         # of each.
         counts = [sum(of_expert) for of_expert in zip(*(line[1:] for line in comes), strict=True)]
         return Received(self._send_rows(message, x, plan), idx, weights, counts, plan)
 
-    def dispatch_cached(self, x: Tokens, handle: Plan) -> Tokens:
+    def dispatch_cached(self, x: Tokens, handle: RowPlan) -> Tokens:
         return self._send_rows(_message(x), x, handle)
 
-    def _send_rows(self, message: Tensor, x: Tokens, plan: Plan) -> Tokens:
+    def _send_rows(self, message: Tensor, x: Tokens, plan: RowPlan) -> Tokens:
         # No size is exchanged any more: the plan has them all.
         rows = _take_rows(message, plan.tokens)
         arrived = self._move(rows, plan.send_counts, plan.recv_counts)
@@ -164,7 +164,7 @@ class CollectiveTransport(ExchangeTransport):
         return torch.cat([goes.to(torch.int64).sum(0).reshape([world, 1]), slots], 1)
 
     def _order(self, goes: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every row that is sent: its token int64, and its slots as the receiver reads them,
+        """For every row that is sent, its token int64, and its slots as the receiver reads them,
         int32 `[., 2K]`, ids and then the bits of the weights. Both are longer than there are rows:
         as long as they are at most.
         """
@@ -208,7 +208,7 @@ def _running(goes: Tensor) -> Tensor:
 
 
 def _places(goes: Tensor) -> Tensor:
-    """int64 `[T, W]`: `Plan.places`."""
+    """int64 `[T, W]`: `RowPlan.places`."""
     if 0 in tuple(goes.shape):
         return torch.zeros(list(goes.shape), dtype=torch.int64, device=goes.device)
     running = _running(goes).t()
@@ -257,7 +257,7 @@ def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def reinterpret(values: Tensor, dtype: Any) -> Tensor:
-    """The same bytes as `dtype` along the last axis; `[0, .]` tensors, which Paddle cannot view,
+    """Bytes read as `dtype` along the last axis; `[0, .]` tensors, which Paddle cannot view,
     are made anew.
     """
     if values.dtype == dtype:

@@ -53,7 +53,7 @@ def find_library() -> tuple[Any, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message; its class where it has none."""
+    """The first line of its message; its class where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -225,7 +225,7 @@ def timeout_of(group: Any) -> float:
 
 @functools.cache
 def _counted(world: int, local_experts: int) -> Any:
-    """Of the words of the host, those that a dispatch writes."""
+    """Which of the words of the host a dispatch writes."""
     rows, tokens = np.arange(ROWS, ROWS + world), np.arange(TOKENS, TOKENS + world)
     return np.concatenate([rows, tokens, np.arange(SLOTS, SLOTS + local_experts)])
 

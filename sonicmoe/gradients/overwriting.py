@@ -126,7 +126,7 @@ class Overwriting:
         return [held for held in memory if held is not None and holds_memory(held)]
 
     def refuse_capture(self) -> None:
-        """Of a CUDA graph, each of whose replays does the same."""
+        """Refuse to capture a backward that writes or adds by turns: all replays of a CUDA graph do alike."""
         if self.is_on:
             raise ConfigError(
                 "first_backward='overwrite' while a backward is captured into a CUDA graph, which "

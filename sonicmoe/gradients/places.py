@@ -36,7 +36,7 @@ def into_parameters(device: str) -> StreamOrder:
     return StreamOrder()
 
 
-class _Place(NamedTuple):
+class _MemoryState(NamedTuple):
     """`writes`: how often the memory was written; None where that says nothing."""
 
     address: int
@@ -114,15 +114,15 @@ _all_waiting: WeakSet[Waiting] = WeakSet()
 _NOTHING = nullcontext()
 
 
-def _place_of(parameter: Tensor) -> _Place | None:
+def _place_of(parameter: Tensor) -> _MemoryState | None:
     # Autograd adds to `.grad` by itself, so its version says nothing.
     if not hasattr(parameter, "main_grad"):
-        return None if parameter.grad is None else _Place(data_ptr(parameter.grad), None)
+        return None if parameter.grad is None else _MemoryState(data_ptr(parameter.grad), None)
     held = parameter.main_grad
     if held is None:
         return None
     # A view shares its counter with every other view of the buffer.
-    return _Place(data_ptr(held), writes_of(held) if owns_storage(held) else None)
+    return _MemoryState(data_ptr(held), writes_of(held) if owns_storage(held) else None)
 
 
 def own_writes(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -130,7 +130,7 @@ class BlockScaledTensor:
     def of_checked(
         cls, codes: Tensor, scale_inv: Tensor, block: BlockShape, code: Code
     ) -> BlockScaledTensor:
-        """Of codes and scales by rows that somebody has checked against each other."""
+        """A tensor of codes and scales by rows, which somebody has checked against each other."""
         made = cls.__new__(cls)
         made.__dict__.update(
             codes=codes,

@@ -191,14 +191,14 @@ class QuantizedWeights:
 
     @property
     def w1_dgrad(self) -> BlockScaledTensor:
-        """The same matrices as `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a
+        """The matrices of `w1`, stored `[E, H, N1]`. Under `iso_weight` every read launches a
         transposition.
         """
         return transposed(self.w1) if self.iso_weight else self._dgrad[0]
 
     @property
     def w2_dgrad(self) -> BlockScaledTensor:
-        """The same matrices as `w2`, stored `[E, I, H]`; `iso_weight` as for `w1_dgrad`."""
+        """The matrices of `w2`, stored `[E, I, H]`; `iso_weight` as for `w1_dgrad`."""
         return transposed(self.w2) if self.iso_weight else self._dgrad[1]
 
     @property
@@ -254,8 +254,8 @@ def _unwritten(
 
 
 def transposed(q: BlockScaledTensor) -> BlockScaledTensor:
-    """The same `[E, R, C]` matrices, stored by rows, in blocks of at most 256 rows and columns, in the
-    other memory order.
+    """`[E, R, C]` matrices that are stored by rows, in blocks of at most 256 rows and columns, brought
+    into the other memory order.
     """
     if not is_cuda(q.codes):
         return transpose_storage(q)

@@ -123,7 +123,7 @@ class Fp8Recipe:
         return (self.y1, self.dz, *wgrad, self.z)
 
     def with_scales(self, scale_format: ScaleFormat) -> Fp8Recipe:
-        """The same blocks with another scale format; the name gains a `-pow2` suffix where it
+        """The recipe of these blocks with another scale format; the name gains a `-pow2` suffix where it
         applies.
         """
         suffix = "-pow2" if scale_format is ScaleFormat.POW2 else ""

@@ -196,7 +196,7 @@ def has_e4m3(q: BlockScaledTensor) -> Tensor:
 
 
 def transpose_storage(q: BlockScaledTensor) -> BlockScaledTensor:
-    """The same logical matrix in the other memory order: moves bytes and scales, rounds nothing."""
+    """The logical matrix in the other memory order: moves bytes and scales, rounds nothing."""
     flipped = Orientation.COLUMNS if q.orientation is Orientation.ROWS else Orientation.ROWS
     # Moved as bytes: a transposition of codes knows nothing of their format.
     view = torch.uint8 if q.code is Code.E4M3 else torch.int8

@@ -50,7 +50,7 @@ class RoutingKernels(ABC):
     def build_sorted(
         self, counts: Tensor, probs: Tensor | None, num_tokens: int, alignment: int, num_rows: int
     ) -> RoutingMetadata:
-        """The same of rows in expert order, one slot each: counts int32 or int64 `[E]`, probs fp32
+        """Metadata of rows in expert order, one slot each: counts int32 or int64 `[E]`, probs fp32
         `[T]` or None for 1. Rows beyond the sum of the counts have no slot.
         """
         sizes = num_tokens, 1, int(counts.shape[0]), alignment, num_rows
@@ -67,7 +67,7 @@ class RoutingKernels(ABC):
     def fill_sorted(
         self, counts: Tensor, probs: Tensor | None, outputs: Outputs, alignment: int
     ) -> None:
-        """The same of `build_sorted`."""
+        """Write what `build_sorted` makes into tensors that are there."""
         raise NotImplementedError(f"{type(self).__name__} fills no tensors of others")
 
     @abstractmethod
@@ -75,7 +75,7 @@ class RoutingKernels(ABC):
         """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
 
     def sum_to_slots(self, routing: RoutingMetadata, parts: Tensor, out: Tensor) -> None:
-        """The same of the sums of `parts [parts, R]`, into every slot of the routing."""
+        """`out[t, k]` = the sum over p of `parts[p, slot_row[t, k]]`, 0 where the slot has no row."""
         self.gather_or_zero(routing.slot_row, parts.sum(0), out)
 
     def aggregate(

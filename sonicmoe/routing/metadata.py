@@ -72,7 +72,7 @@ class RoutingMetadata:
     def in_memory(
         cls, sizes: tuple[int, ...], memory: Tensor, places: tuple[int, ...]
     ) -> RoutingMetadata:
-        """Of numbers as `sizes` has them, and of tensors in one memory. places: the first byte of
+        """The metadata of numbers as `sizes` has them, and of tensors in one memory. places: the first byte of
         each, in the order of `TENSOR_FIELDS`, then the number of all bytes.
         """
         made = cls.__new__(cls)

@@ -72,7 +72,7 @@ def exact_routing(
 def exact_sorted_routing(
     counts: Tensor, probs: Tensor | None, num_tokens: int, alignment: int
 ) -> RoutingMetadata:
-    """The same of `num_tokens` rows in expert order, one slot each; probs None: 1."""
+    """The routing of `num_tokens` rows in expert order, one slot each; probs None: 1."""
     ids = ids_of_sorted(counts, num_tokens)
     if probs is None:
         probs = torch.ones([num_tokens], dtype=torch.float32, device=counts.device)

@@ -46,7 +46,7 @@ class LentWeights:
 
 
 def found_again(weights: EngineWeights) -> EngineWeights:
-    """The same weights for a backward. FSDP frees those of separate experts after the forward, and may
+    """The weights as a backward finds them. FSDP frees those of separate experts after the forward, and may
     gather them at other addresses.
     """
     w1, w2 = map(_where_it_lies, (weights.w1, weights.w2))

@@ -46,7 +46,7 @@ class NumberedParameters(SeparateParameters):
         self.parameters()
 
     def parameters(self) -> list[Tensor]:
-        """As the modules hold them now: Megatron-FSDP puts others there. Each is checked when it is
+        """What the modules hold now: Megatron-FSDP puts other tensors there. Each is checked when it is
         seen for the first time.
         """
         held = [

@@ -162,7 +162,7 @@ class SeparateParameters(ExpertParameters):
         )
 
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of the constructor, which has checked the weights against them. Every backward asks."""
+        """The shapes of the constructor, which has checked the weights against them. Every backward asks."""
         return self._native_shapes
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:

@@ -27,8 +27,8 @@ _STAYS_SHARD = {
 }
 
 
-class Codes(Protocol):
-    """Those of one layer, `gathered.LayerCodes`."""
+class ReadableCodes(Protocol):
+    """The codes of one layer, `gathered.LayerCodes`."""
 
     def chooses_codes(self) -> bool: ...
     def freeze(self, chosen: None) -> None: ...
@@ -45,12 +45,12 @@ class ExpertShard(torch.Tensor):
     codes: of its layer. role: 0, 1, ... in the order of the layer's parameters.
     """
 
-    codes: Codes
+    codes: ReadableCodes
     role: int
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def of(cls, values: Tensor, codes: Codes, role: int) -> ExpertShard:
+    def of(cls, values: Tensor, codes: ReadableCodes, role: int) -> ExpertShard:
         """In the memory of `values`."""
         made = torch.Tensor._make_subclass(cls, values)
         made.codes, made.role = codes, role
@@ -77,7 +77,7 @@ class ExpertShard(torch.Tensor):
         return tree_map(lambda value: shards.get(id(value), value), out)
 
     def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor."""
+        """An ordinary tensor over the memory."""
         with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=self.device)
             storage, offset = self.untyped_storage(), self.storage_offset()
@@ -132,7 +132,7 @@ class _Unread(torch.Tensor):
     """
 
     @classmethod
-    def of(cls, codes: Codes, beside: Tensor, dtype: torch.dtype) -> _Unread:
+    def of(cls, codes: ReadableCodes, beside: Tensor, dtype: torch.dtype) -> _Unread:
         nothing = torch.full((1,), float("nan"), dtype=dtype, device=beside.device)
         _layers[nothing.untyped_storage()] = codes
         return nothing.as_subclass(cls)
@@ -163,7 +163,7 @@ _layers = WeakIdKeyDictionary()
 GATHERED = _layers.data  # empty where no codes are gathered, which costs no call to ask
 
 
-def codes_behind(weight: Tensor) -> Codes | None:
+def codes_behind(weight: Tensor) -> ReadableCodes | None:
     """The layer whose codes were gathered for this parameter, or view of one; None for any other."""
     return _layers.get(weight.untyped_storage()) if GATHERED else None  # type: ignore[no-any-return]
 

@@ -67,7 +67,7 @@ class StackedParameters(ExpertParameters):
     _native_shapes: tuple[Matrices, Matrices]
 
     def _keep_sizes(self, up: Shape, down: Shape) -> None:
-        """Of the first weights in `layout`, and therefore of all: other sizes are refused later."""
+        """Keep the sizes of the first weights in `layout`; other sizes are refused later."""
         if self.layout.transposed:
             up, down = _turned(up), _turned(down)
         self._native_shapes = up, down  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class StackedParameters(ExpertParameters):
         return WeightLayout(transposed=True, split_half=is_glu(self.activation))
 
     def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
-        """Of the first or of the second weight."""
+        """The shape of the first or of the second weight in that layout."""
         experts, rows, columns = self._native_shapes[index]
         if layout.apart and index == 0:
             return 2, experts, rows // 2, columns

@@ -117,7 +117,7 @@ class MxTensor(BlockScaledTensor):
         block: BlockShape = BLOCK,
         padded_offsets: Tensor | None = None,
     ) -> MxTensor:
-        """Of bytes and scales that this package has made itself; unchecked."""
+        """A tensor over bytes and scales that this package has made itself; unchecked."""
         made = cls.__new__(cls)
         made.__dict__.update(
             bytes=held, along_columns=along_columns, along_rows=along_rows,
@@ -134,7 +134,7 @@ class MxTensor(BlockScaledTensor):
 
     @property
     def serves_both(self) -> bool:
-        """As square blocks do."""
+        """Whether it has scales along both axes, as square blocks do."""
         return self.along_columns is not None and self.along_rows is not None
 
     @property
@@ -142,7 +142,7 @@ class MxTensor(BlockScaledTensor):
         return sum(numel(part) for part in self.parts)
 
     def overwrite(self, other: BlockScaledTensor) -> None:
-        """As of every block-scaled tensor; scales of another kind are brought into this layout."""
+        """Write over codes and scales; scales of another kind are brought into this layout."""
         self.bytes.copy_(other.bytes)
         if isinstance(other, MxTensor):
             for own, theirs in zip(self.parts[1:], other.parts[1:], strict=True):
@@ -184,7 +184,7 @@ class MxTensor(BlockScaledTensor):
         return atom_of_tile(self.padded_offsets, int(self.bytes.shape[0]))
 
     def __getitem__(self, index: int) -> BlockScaledTensor:
-        """As of every block-scaled tensor; scales of one expert's weight are read for it alone."""
+        """One expert's weight, whose scales are read for it alone."""
         expect(len(self.shape) == 3, ShapeError, "only a batch of matrices can be indexed")
         along = self.along_columns, self.along_rows
         by_columns, by_rows = (None if scales is None else scales[index] for scales in along)

@@ -56,10 +56,10 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> Iterator[Products]:
         with _launches(x, settings, routing) as (gemms, rows):
-            yield _Products(routing, weights, gemms, rows, settings.fp8_wgrad)
+            yield _MxProducts(routing, weights, gemms, rows, settings.fp8_wgrad)
 
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        """As every such engine's; with `fp8_wgrad` off on the GEMMs of the BF16 engine."""
+        """Add weight gradients; with `fp8_wgrad` off on the GEMMs of the BF16 engine."""
         if pending.settings.fp8_wgrad:
             super().backward_dw(pending, targets)
         else:
@@ -95,13 +95,13 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """As the seam says; its GEMMs must be able to add there."""
+        """Why its GEMMs cannot add there, or None."""
         return bf16_gradients.problem_of(targets, _GEMMS if settings.fp8_wgrad else "BF16")
 
 
 @dataclass(eq=False)
-class _Products(Products):
-    """Of the GEMMs of one shape; every argument is named in `MxGemms`."""
+class _MxProducts(Products):
+    """The products of one shape; every argument is named in `MxGemms`."""
 
     gemms: MxGemms
     rows: ExpertRows

@@ -79,7 +79,7 @@ def add_gradients(
 
 @dataclass(eq=False)
 class _QuackProducts(Products):
-    """Of the GEMMs of one shape; every argument is named in `GroupedGemms`."""
+    """The products of one shape; every argument is named in `GroupedGemms`."""
 
     gemms: GroupedGemms
     rows: ExpertRows
@@ -112,7 +112,7 @@ class _QuackProducts(Products):
 
 
 def _gemms(x: Tensor, sizes: tuple[int, int], settings: EngineSettings, bias: bool) -> GroupedGemms:
-    """Those of a model with these H and I, for tokens like these."""
+    """The GEMMs of a model with these H and I, for tokens like these."""
     gpu = gpu_of(device_name(x))
     shape = mlp_shape(settings, sizes, dtype_name(x.dtype), bias, gpu.arch)
     return grouped_gemms(shape, gpu.lent(settings))

@@ -51,7 +51,7 @@ class CuteKernel(SharedObject):
     def make(
         cls, name: str, entry: str, statics: Mapping[str, Any], *sources: Path | str, **rest: Any
     ) -> CuteKernel:
-        """The same with a mapping of statics and plain paths."""
+        """A kernel of a mapping of statics and of plain paths."""
         return cls(
             name,
             entry,

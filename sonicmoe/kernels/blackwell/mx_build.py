@@ -176,7 +176,7 @@ def _plain(**tiling):
 
 
 def _fused(mod: EpiMod, kinds, *, paired=False, packed=False, **tiling):
-    """The same of a GEMM that runs `mod`."""
+    """A GEMM that runs `mod`, as `_gemm` returns one."""
     cls = mod._mint(kinds, _SM100, paired, packed, (), RoundingMode.RN, (), False)
     gemm, arguments, schedule = _gemm(cls, **tiling)
     if packed:

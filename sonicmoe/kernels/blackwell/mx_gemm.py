@@ -83,7 +83,7 @@ def all_kernels(shape: MxShape, *, fp8_wgrad: bool = True) -> tuple[CuteKernel, 
 
 
 def wgrad_kernels(shape: MxShape) -> tuple[CuteKernel, ...]:
-    """Those of weight gradients, however their memory lies."""
+    """The kernels of weight gradients, however their memory lies."""
     return wgrad_kernel(shape), wgrad_kernel(shape, halves=True)
 
 

@@ -82,7 +82,7 @@ class Tiling:
     # Both values arrive at run time, so one artefact serves devices with different numbers of
     # multiprocessors.
     def schedule(self, max_clusters) -> TileSchedulerOptions:
-        """Of a launch. Under cluster launch control the number of clusters is not read."""
+        """The schedule of a launch. Under cluster launch control the number of clusters is not read."""
         return TileSchedulerOptions(
             max_active_clusters=max_clusters, max_swizzle_size=Int32(self.swizzle)
         )

@@ -225,7 +225,7 @@ def ungated_functions(activation: str) -> tuple[Callable[..., Any], Callable[...
 
 
 def _by_lane(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, also of the two elements that the class for sm100 hands over as one."""
+    """The function, which also takes the two elements that the class for sm100 hands over as one."""
 
     # quack's own functions take both forms, but return two elements as a plain tuple, which has no
     # arithmetic. F2 has it, and multiplies both with one instruction.
