@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -186,24 +185,3 @@ def assert_same_bits(actual, wanted, what=None):
 def relative(actual, wanted):
     actual, wanted = actual.detach().double(), wanted.detach().double()
     return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-300))
-
-
-def check_same_bits_as_step_mode(setup, arrangement, memory):
-    """One micro-batch into zeros, on memory of every kind; nothing is held, no stranger touched."""
-    wanted = DirectLayer(setup, arrangement, flush="step").step(0)
-    layer = DirectLayer(setup, arrangement, memory)
-    held = [None if gradient is None else gradient.data_ptr() for gradient in layer.main_grads]
-    got = layer.step(0)
-    assert_same_bits(got, wanted)
-    assert any(bool(gradient.any()) for gradient in layer.main_grads), "computed nothing"
-    assert layer.node.gradient_bytes == 0
-    layer.check_strangers()
-    now = [gradient.data_ptr() for gradient in layer.main_grads]
-    assert all(was in (None, address) for was, address in zip(held, now, strict=True))
-
-
-def check_recompute(setup, arrangement, use_reentrant):
-    """Either way of activation checkpointing gives the bits of a plain run."""
-    wanted = DirectLayer(setup, arrangement).step(0, 1)
-    through = partial(checkpoint, use_reentrant=use_reentrant)
-    assert_same_bits(DirectLayer(setup, arrangement).step(0, 1, through=through), wanted)

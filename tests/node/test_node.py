@@ -21,7 +21,6 @@ from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 
-both_sources = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
 
 

@@ -61,7 +61,6 @@ def in_one_buffer(layer, buffer=None):
 
 
 CLEARINGS = (zero, remove, replace)
-each_clearing = pytest.mark.parametrize("clear", CLEARINGS)
 
 
 class TestWhileGradientsWait:
