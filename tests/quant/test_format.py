@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from framework import numpy, tensor, torch
 
-from sonicmoe.errors import DTypeError, ShapeError
-from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
+from sonicmoe.quant.format import Code, Orientation
 from sonicmoe.quant.recipes import BlockShape
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 
@@ -46,28 +45,6 @@ ONE = tensor(np.ones((4, 1), np.float32))
 SHAPES = (
     r"scale_inv has shape \(2, 2, 130\).* codes \(2, 130, 200\) in 1x128 blocks need \(2, 130, 2\)"
 )
-REFUSED = (
-    (DTypeError, "codes are float8_e4m3fn, the int8 code needs int8",
-     (E4M3.codes, E4M3.scale_inv, ROW_128, Code.INT8)),
-    (DTypeError, "codes are int8, the e4m3 code needs float8_e4m3fn",
-     (INT8.codes, INT8.scale_inv, ROW_128, Code.E4M3)),
-    *((DTypeError, f"codes are {dtype}", (plain(dtype), ONE, ROW_128, Code.E4M3))
-      for dtype in ("bfloat16", "float32", "uint8")),
-    *((DTypeError, f"scale_inv is {dtype}, needed: float32",
-       (E4M3.codes, scale_of(E4M3, dtype), ROW_128, Code.E4M3))
-      for dtype in ("bfloat16", "float16", "float64")),
-    (ShapeError, SHAPES,
-     (E4M3.codes, E4M3.scale_inv.transpose(-2, -1).contiguous(), ROW_128, Code.E4M3)),
-    # Scales of the other orientation.
-    (ShapeError, "128x1 blocks need",
-     (E4M3.codes, E4M3.scale_inv, ROW_128, Code.E4M3, Orientation.COLUMNS)),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "words", "parts"), REFUSED, ids=range(len(REFUSED)))
-def test_what_does_not_belong_together_is_refused(error, words, parts):
-    with pytest.raises(error, match=words):
-        BlockScaledTensor(*parts)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 from framework import IS_PADDLE
 
-OF_BOTH = ("of_node", "of_fleet")
+OF_BOTH = ("of_node", "of_fleet", "of_weights")
 OF_TORCH = ("of_functional", "of_ranks")
 TABLES = {
     name: import_module(f"refusals.{name}").ROWS

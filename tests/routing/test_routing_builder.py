@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routing.naive_builder import naive_routing
 
-from sonicmoe.errors import RoutingError
 from sonicmoe.routing.build import build_routing
-from sonicmoe.routing.metadata import RoutingMetadata, check_alignment
+from sonicmoe.routing.metadata import RoutingMetadata
 
 DTYPES = {
     "expert_counts": torch.int32,
@@ -154,11 +153,3 @@ def test_counts_on_host_reads_the_tensor_when_the_builder_did_not_know():
     assert blind.counts_on_host() == (1, 0, 2)
     slices = [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
     assert blind.expert_slices() == metadata.expert_slices() == slices
-
-
-@pytest.mark.parametrize("alignment", [0, -128, 64, 130])
-def test_alignment_must_be_whole_tiles(alignment):
-    with pytest.raises(RoutingError, match=f"alignment is {alignment}.*128"):
-        check_alignment(alignment)
-    with pytest.raises(RoutingError, match=f"alignment is {alignment}.*128"):
-        build(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32), 1, alignment=alignment)

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routing.naive_builder import naive_routing
 
-from sonicmoe.errors import DTypeError, RoutingError, ShapeError
 from sonicmoe.routing.build import build_sorted_routing, num_rows_bound
 
 
@@ -68,31 +67,3 @@ def test_rows_of_a_gpu(on_host):
 
 
 COUNTS = tensor(np.array([2, 3]), torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("counts", "error", "message"),
-    [
-        ([2, -1], RoutingError, r"counts\[1\] is -1; needed: an int >= 0"),
-        ([2, 4], RoutingError, "counts sum to 6 rows and there are 5; needed: at most as many"),
-        ([[2, 3]], ShapeError, r"counts has shape \(1, 2\); needed: \[experts\]"),
-        ([2.0, 3.0], DTypeError, "counts is float64; needed: int32 or int64"),
-    ],
-)
-def test_bad_counts_are_named(counts, error, message):
-    array = np.array(counts)
-    dtype = torch.float64 if array.dtype.kind == "f" else torch.int64
-    with pytest.raises(error, match=message):
-        build_sorted_routing(tensor(array, dtype), 5)
-
-
-def test_bad_probabilities_are_named():
-    with pytest.raises(ShapeError, match=r"probs has shape \(4,\); needed: \(5,\)"):
-        build_sorted_routing(COUNTS, 5, tensor(np.ones(4), torch.float32))
-    bad = np.ones(6)
-    bad[3] = bad[5] = np.nan
-    build_sorted_routing(COUNTS, 6, tensor(bad, torch.float32))
-    with pytest.raises(RoutingError, match="probs of row 3 is nan"):
-        build_sorted_routing(COUNTS, 6, tensor(bad, torch.float32), validate=True)
-    bad[3] = 1
-    build_sorted_routing(COUNTS, 6, tensor(bad, torch.float32), validate=True)

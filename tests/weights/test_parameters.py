@@ -19,10 +19,9 @@ from weights.weight_sources import (
 
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType, is_glu
-from sonicmoe.errors import DTypeError, LayoutError, ShapeError
+from sonicmoe.errors import LayoutError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weights.parameters import PerExpertParameters
-from sonicmoe.weights.stacked import FusedParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
@@ -109,95 +108,3 @@ class TestSources:
             given[1] = None
             with pytest.raises(LayoutError, match="2 local modules"):
                 source.parameters()
-
-
-def per_expert(modules, experts=3, hidden=16, intermediate=12, activation=SWIGLU):
-    return PerExpertParameters(modules, experts, hidden, intermediate, activation)
-
-
-def lacks(name):
-    return lambda modules: delattr(modules[2], name)
-
-
-def has_float64(modules):
-    modules[1].down_proj.weight = tensor(np.zeros((12, 16), np.float64), grad=True)
-
-
-def has_a_result(modules):
-    modules[0].down_proj.weight = modules[0].down_proj.weight * 2.0
-
-
-def has_strides(modules):
-    modules[0].down_proj.weight = torch.nn.Parameter(torch.zeros(16, 12).t())
-
-
-PYTORCH = pytest.mark.skipif(IS_PADDLE, reason="Paddle parameters are contiguous by construction")
-REFUSED_MODULES = [
-    (
-        lacks("up_gate_proj"),
-        LayoutError,
-        r"experts\[2\] \(Expert\) has no up_gate_proj.weight; needed: gate and up in one",
-    ),
-    (lacks("down_proj"), LayoutError, r"experts\[2\] \(Expert\) has no down_proj.weight"),
-    (has_float64, DTypeError, r"experts\[1\]\.down_proj\.weight is float64"),
-    (has_a_result, LayoutError, "result of an operation"),
-    pytest.param(has_strides, LayoutError, "not contiguous", marks=PYTORCH),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "words"), REFUSED_MODULES)
-def test_refused_modules(change, error, words):
-    modules = expert_modules(*weight_arrays())
-    change(modules)
-    with pytest.raises(error, match=words):
-        per_expert(modules)
-
-
-OTHER_SIZES = r"experts\[0\]\.\w+\.weight has shape .*needed: \[\w+, \w+\] = "
-UNGATED = r"\(16, 24\); needed: \[H, I\] = \(16, 12\)$"
-WRONG_ARGUMENTS = [
-    ({"experts": 2}, LayoutError, r"3 local modules \(4 entries.*n_experts is 2"),
-    (
-        {"experts": 4},
-        LayoutError,
-        r"\(4 entries.*n_experts is 4; pass the number of local experts \(3\)",
-    ),
-    ({"hidden": 15}, ShapeError, OTHER_SIZES),
-    ({"intermediate": 13}, ShapeError, OTHER_SIZES),
-    ({"activation": ActivationType.RELU}, ShapeError, OTHER_SIZES),
-    # Who brings two halves for an ungated activation is told so.
-    ({"activation": ActivationType.SILU}, ShapeError, UNGATED),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "words"), WRONG_ARGUMENTS)
-def test_arguments_that_the_modules_do_not_fit(wrong, error, words):
-    with pytest.raises(error, match=words):
-        per_expert([*expert_modules(*weight_arrays()), None], **wrong)
-
-
-FUSED = r"\[E, H, 2I\] and \[E, I, H\]"
-
-
-@pytest.mark.parametrize(
-    ("shape1", "shape2", "message"),
-    [
-        ((3, 16), (3, 12, 16), r"weight1 has shape \(3, 16\); needed: \[E, H, 2I\]"),
-        ((3, 16, 24), (12, 16), r"weight2 has shape \(12, 16\); needed: \[E, I, H\]"),
-        *(
-            (up, down, rf"weight1 has .* and weight2 .*; needed: {FUSED}$")
-            for up, down in (
-                ((3, 16, 23), (3, 12, 16)),
-                ((3, 16, 24), (2, 12, 16)),
-                ((3, 16, 24), (3, 12, 15)),
-                ((3, 24, 16), (3, 12, 16)),
-                ((3, 16, 24), (3, 16, 12)),
-                ((3, 24, 16), (3, 16, 12)),
-            )
-        ),
-    ],
-)
-def test_fused_shapes(shape1, shape2, message):
-    weights = (parameter(np.zeros(shape, np.float32)) for shape in (shape1, shape2))
-    with pytest.raises(ShapeError, match=message):
-        FusedParameters(*weights, SWIGLU)
