@@ -98,7 +98,7 @@ class Decoder(nn.Module):
     def __init__(
         self, sizes: ModelConfig, seed: int, device: str, experts: Experts, compiled: bool
     ) -> None:
-        """Draw the weights on the device, as `ernie_compat.initial_weights` describes them."""
+        """Draw the weights on the device, as `ernie_compat.initial_weights` has them."""
         super().__init__()
         self.sizes, self.experts = sizes, experts
         hidden, inner, wide = sizes.hidden_size, sizes.intermediate_size, sizes.num_experts

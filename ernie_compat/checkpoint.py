@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .model_config import RunConfig
 
 FORMAT = 2
 HEADER = "header"
+SCHEDULE = ("steps", "lr", "checkpoint_every")  # settings that a resumed run may change
 
 
 class CheckpointError(SonicMoEError, ValueError):
@@ -44,22 +45,15 @@ class SavedRun:
 
     def require_resumable(self, config: RunConfig) -> None:
         """Check that this run can be continued as `config`; only the schedule (steps, learning
-        rate, ...) may differ. CheckpointError names the first setting that differs, its saved and
+        rate, cadence) may differ. CheckpointError names the first setting that differs, its saved and
         its requested value.
         """
-        had, wanted = self.config.to_json(), config.to_json()
-        # Moments and names of parameters belong to one framework, and a change of precision would be
-        # another experiment under the same curve.
-        pairs = [(name, had, wanted) for name in ("framework", "precision", "compare")]
-        pairs += [(name, had["model"], wanted["model"]) for name in wanted["model"]]
-        # These decide which tokens a step sees and in which order gradients add up.
-        of_data = "seed", "batch_size", "micro_batches"
-        pairs += [(name, had["train"], wanted["train"]) for name in of_data]
-        # A baseline that was not asked for is the checkpoint's and has nothing to contradict.
-        pairs += [("against", had, wanted)] if config.against else []
-        for name, saved, asked in pairs:
-            words = f"checkpoint has {name} = {saved[name]!r}, this run {asked[name]!r}"
-            same = saved[name] == asked[name]
+        had, wanted = _settings(self.config), _settings(config)
+        for name, asked in wanted.items():
+            # A baseline that was not asked for is the checkpoint's and has nothing to contradict.
+            free = name in SCHEDULE or (name == "against" and asked is None)
+            words = f"checkpoint has {name} = {had[name]!r}, this run {asked!r}"
+            same = had[name] == asked or free
             expect(same, CheckpointError, f"{words}; resume with the saved value")
         steps = config.train.steps
         words = f"the checkpoint is at step {self.step}, past the {steps} steps asked for"
@@ -78,6 +72,12 @@ class SavedRun:
         words = f"the text in {where} is not the one that the checkpoint was trained on; {another}"
         expect(self.text_sha256 == corpus.sha256, ConfigError, words)
         return corpus
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its name: no two parts of a configuration share one."""
+    parts = config.to_json()
+    return {**parts.pop("model"), **parts.pop("train"), **parts}
 
 
 def save_checkpoint(path: Path, run: SavedRun, arrays: Mapping[str, np.ndarray]) -> None:
@@ -109,9 +109,9 @@ def save_checkpoint(path: Path, run: SavedRun, arrays: Mapping[str, np.ndarray])
 
 
 def partial_of(path: Path) -> Path:
-    """The name under which this process writes a file before it publishes it as `path`."""
-    # Of this process alone: two that write to one name would publish a mixture.
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    """The name under which a file is written before it is published as `path`."""
+    # One name: what a kill left there is written over, and no file of this size is left behind.
+    return path.with_name(f".{path.name}.partial")
 
 
 def read_header(path: Path) -> SavedRun:

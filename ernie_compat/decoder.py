@@ -12,12 +12,11 @@ experts, K slots, I intermediate, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.interop import IS_PADDLE
 
 from .initial_weights import causal_mask, half_turn, rotary_tables
 from .model_config import ModelConfig
@@ -34,25 +33,16 @@ F = nn.functional
 Tensor = torch.Tensor
 
 
-class RouterOutput(NamedTuple):
-    """Of one MoE layer: balance loss (1 when balanced), z loss, slots per expert fp32 `[E]` of all
-    ranks' tokens.
+class Output(NamedTuple):
+    """Of one layer: its `values` `[T, H]`; of an MoE layer also the balance loss (1 when balanced),
+    the z loss, and slots per expert fp32 `[E]` of all ranks' tokens. Of the decoder: logits
+    `[T, V]`, the losses summed over MoE layers, and slots `[L_moe, E]`.
     """
 
-    aux_loss: Tensor
-    z_loss: Tensor
-    counts_E: Tensor
-
-
-class DecoderOutput(NamedTuple):
-    """Results of one forward: logits `[T, V]`, router losses summed over MoE layers, slots per
-    expert fp32 `[L_moe, E]`.
-    """
-
-    logits: Tensor
-    aux_loss: Tensor
-    z_loss: Tensor
-    expert_counts: Tensor
+    values: Tensor
+    aux_loss: Any = 0.0
+    z_loss: Any = 0.0
+    expert_counts: Any = None
 
 
 class Projection(nn.Module):
@@ -100,16 +90,16 @@ class Attention(nn.Module):
         self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, dense_dtype)
         self.o_proj = Projection(config.hidden_size, config.hidden_size, dense_dtype)
         cos, sin = rotary_tables(config)
-        # The axis of size 1 spreads over heads. Tables are computed from the configuration and not
-        # saved, hence `persistent=False`.
-        self.register_buffer("cos_S1D", torch.from_numpy(cos[:, None]), persistent=False)
-        self.register_buffer("sin_S1D", torch.from_numpy(sin[:, None]), persistent=False)
-        self.register_buffer(
-            "turn_DD", torch.from_numpy(half_turn(self.head_dim)), persistent=False
-        )
-        self.register_buffer(
-            "mask_SS", torch.from_numpy(causal_mask(config.seq_len)), persistent=False
-        )
+        tables = {
+            # The axis of size 1 spreads over heads.
+            "cos_S1D": cos[:, None],
+            "sin_S1D": sin[:, None],
+            "turn_DD": half_turn(self.head_dim),
+            "mask_SS": causal_mask(config.seq_len),
+        }
+        # Computed from the configuration and not saved, hence `persistent=False`.
+        for name, table in tables.items():
+            self.register_buffer(name, torch.from_numpy(table), persistent=False)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]` in the dense dtype."""
@@ -130,7 +120,7 @@ class Attention(nn.Module):
             return repeatable_attention(q_BNSD, k_BNSD, v_BNSD)
         length = q_BNSD.shape[2]
         # The scale is applied to q, which usually has fewer elements than the scores.
-        scores = _times_transposed(q_BNSD * self.head_dim**-0.5, k_BNSD)
+        scores = (q_BNSD * self.head_dim**-0.5) @ k_BNSD.permute([0, 1, 3, 2])
         return torch.softmax(scores + self.mask_SS[:length, :length], -1) @ v_BNSD
 
     def _rotate(self, x_BSND: Tensor) -> Tensor:
@@ -192,7 +182,7 @@ class MoEMlp(nn.Module):
             experts, len(local), config.hidden_size, config.intermediate_size, config=node_config
         )
 
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterOutput]:
+    def forward(self, x_TH: Tensor) -> Output:
         """`[T, H]` -> `[T, H]`, and the router's losses and counts."""
         logits_TE = self.router(x_TH)
         probs_TE = torch.softmax(logits_TE, -1)
@@ -216,7 +206,7 @@ class MoEMlp(nn.Module):
         share_E = counts_E / (x_TH.shape[0] * self.topk * self.ranks.layout.world_size)
         aux_loss = self.num_experts * (share_E * probs_TE.mean(0)).sum()
         z_loss = torch.logsumexp(logits_TE, -1).square().mean()
-        return out_TH.to(torch.float32), RouterOutput(aux_loss, z_loss, counts_E)
+        return Output(out_TH.to(torch.float32), aux_loss, z_loss, counts_E)
 
 
 class DecoderLayer(nn.Module):
@@ -231,14 +221,14 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterOutput | None]:
+    def forward(self, x_BSH: Tensor) -> Output:
         """`[B, S, H]` -> `[B, S, H]` and, of an MoE layer, its router's losses and counts."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
         normed_BSH = self.mlp_norm(x_BSH)
         if not isinstance(self.mlp, MoEMlp):
-            return x_BSH + self.mlp(normed_BSH), None
-        out_TH, router = self.mlp(normed_BSH.reshape([-1, normed_BSH.shape[-1]]))
-        return x_BSH + out_TH.reshape(x_BSH.shape), router
+            return Output(x_BSH + self.mlp(normed_BSH))
+        out = self.mlp(normed_BSH.reshape([-1, normed_BSH.shape[-1]]))
+        return out._replace(values=x_BSH + out.values.reshape(x_BSH.shape))
 
 
 class ErnieMoEDecoder(nn.Module):
@@ -254,7 +244,7 @@ class ErnieMoEDecoder(nn.Module):
         dense_dtype: torch.dtype,
         ranks: Ranks,
     ) -> None:
-        """Build the layers; load weights with `initial_weights` afterwards."""
+        """Build the layers; a learner writes the initial weights."""
         super().__init__()
         # One dispatcher for all layers: its buffers are large, and layers use them one after
         # another.
@@ -276,21 +266,16 @@ class ErnieMoEDecoder(nn.Module):
         """The nodes of all MoE layers, first to last."""
         return [layer.mlp.node for layer in self.layers if isinstance(layer.mlp, MoEMlp)]
 
-    def forward(self, tokens_BS: Tensor) -> DecoderOutput:
-        """int64 tokens `[B, S]` -> `DecoderOutput` with T = B * S rows."""
-        x_BSH = self.embedding(tokens_BS)
-        routers: list[RouterOutput] = []
+    def forward(self, tokens_BS: Tensor) -> Output:
+        """int64 tokens `[B, S]` -> logits of T = B * S rows, losses and counts."""
+        x_BSH, aux_loss, z_loss, counts = self.embedding(tokens_BS), 0.0, 0.0, []
         for layer in self.layers:
-            x_BSH, router = layer(x_BSH)
-            routers += [router] if router is not None else []
+            out = layer(x_BSH)
+            x_BSH, aux_loss, z_loss = out.values, aux_loss + out.aux_loss, z_loss + out.z_loss
+            counts += [] if out.expert_counts is None else [out.expert_counts]
         logits_BSV = self.lm_head(self.final_norm(x_BSH))
         logits_TV = logits_BSV.reshape([-1, logits_BSV.shape[-1]])
-        return DecoderOutput(
-            logits_TV,
-            torch.stack([router.aux_loss for router in routers]).sum(),
-            torch.stack([router.z_loss for router in routers]).sum(),
-            torch.stack([router.counts_E for router in routers]),
-        )
+        return Output(logits_TV, aux_loss, z_loss, torch.stack(counts))
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,10 +286,3 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _swap_heads(x: Tensor) -> Tensor:
     """`[B, S, N, D]` <-> `[B, N, S, D]`."""
     return x.permute([0, 2, 1, 3])
-
-
-def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b^T` over the last two axes, each framework by its own product that copies nothing."""
-    if IS_PADDLE:
-        return torch.matmul(a, b, transpose_y=True)  # type: ignore[call-arg]
-    return a @ b.transpose(-2, -1)

@@ -8,17 +8,17 @@ figures come back in one copy at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from sonicmoe.interop import device_name, numel
+from sonicmoe.interop import device_name
 
 from .checkpoint import require_matching_arrays
 from .decoder import ErnieMoEDecoder
-from .initial_weights import initial_weights
+from .initial_weights import initial_weight
 from .metrics import StepResult
 from .model_config import ModelConfig, TrainConfig
 from .precision import engine_in_use
@@ -65,10 +65,9 @@ class DecoderLearner(ABC):
         self.device, self.ranks, self.precision = device, ranks, precision
         self.engine = engine_in_use(model, precision, engine, device_name(decoder.lm_head.weight))
         self.parameters: dict[str, Any] = dict(decoder.named_parameters())
-        self.num_parameters = sum(
-            numel(p) * len(self._names_on_all_ranks(name)) for name, p in self.parameters.items()
-        )
-        self._assign_all(self.parameters.items(), initial_weights(model, train.seed))
+        for name, p in self.parameters.items():
+            self._assign(p, initial_weight(name, tuple(p.shape), model, train.seed))
+        self._weights_changed()
         self._make_optimizer()
 
     def train_step(self, tokens: np.ndarray, learning_rate: float) -> StepResult:
@@ -117,7 +116,7 @@ class DecoderLearner(ABC):
         """Mean cross entropy in nats on int64 tokens `[B, S + 1]`, without gradients."""
         with torch.no_grad():
             inputs, targets = self._inputs_and_targets(tokens)
-            return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).logits, targets)))
+            return float(self._mean_over_ranks(F.cross_entropy(self.layer(inputs).values, targets)))
 
     def dump_next_step(self, layer: int, path: Path) -> None:
         """Write the inputs of the experts of one MoE layer in the next step, forward and backward,
@@ -146,7 +145,10 @@ class DecoderLearner(ABC):
             for there in self._names_on_all_ranks(name)
         }
         require_matching_arrays(arrays, wanted)
-        self._assign_all(self._local_state(), arrays)
+        # `arrays` holds all ranks' experts; this takes those that this rank has.
+        for name, tensor in self._local_state():
+            self._assign(tensor, arrays[name])
+        self._weights_changed()
 
     @abstractmethod
     def _make_optimizer(self) -> None:
@@ -176,7 +178,7 @@ class DecoderLearner(ABC):
 
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         out = self.layer(inputs)
-        loss = F.cross_entropy(out.logits, targets)
+        loss = F.cross_entropy(out.values, targets)
         total = loss + self.model.aux_loss_coef * out.aux_loss + self.model.z_loss_coef * out.z_loss
         # Gradients of micro-batches and ranks are added up, so each loss is divided by their number
         # to make the sum a mean.
@@ -217,14 +219,7 @@ class DecoderLearner(ABC):
         self.ranks.sum([values])
         return values / self.ranks.layout.world_size
 
-    def _assign_all(
-        self, local: Iterable[tuple[str, Tensor]], arrays: Mapping[str, np.ndarray]
-    ) -> None:
-        """Overwrite tensors, weights among them. `arrays` holds all ranks' experts; this takes those
-        that this rank has.
-        """
-        for name, tensor in local:
-            self._assign(tensor, arrays[name])
+    def _weights_changed(self) -> None:
         for node in self.decoder.nodes:
             node.invalidate_caches()
             # an engine that cannot run here, or not at these sizes, says so now

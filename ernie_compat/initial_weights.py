@@ -14,48 +14,24 @@ from .model_config import ModelConfig
 EMBEDDING_STD = 0.02
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by its name, in the order of the layers."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"layers.{layer}"
-        shapes[f"{prefix}.attention_norm.weight"] = (hidden,)
-        shapes[f"{prefix}.attention.qkv_proj.weight"] = (hidden, 3 * hidden)
-        shapes[f"{prefix}.attention.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{prefix}.mlp_norm.weight"] = (hidden,)
-        if layer in config.moe_layers:
-            shapes[f"{prefix}.mlp.router.weight"] = (hidden, config.num_experts)
-            for expert in range(config.num_experts):
-                shapes[f"{prefix}.mlp.experts.{expert}.up_gate_proj.weight"] = (hidden, 2 * width)
-                shapes[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = (width, hidden)
-        else:
-            dense = config.dense_intermediate_size
-            shapes[f"{prefix}.mlp.up_gate_proj.weight"] = (hidden, 2 * dense)
-            shapes[f"{prefix}.mlp.down_proj.weight"] = (dense, hidden)
-    shapes["final_norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (hidden, config.vocab_size)
-    return shapes
-
-
-def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """fp32 arrays by parameter name. Norms are 1; matrices are normal with variance 1 / fan_in.
+def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> np.ndarray:
+    """fp32 values of the parameter of this name, whatever others there are. Norms are 1; matrices are
+    normal with variance 1 / fan_in.
 
     Projections back into the residual stream shrink by `sqrt(2 L)`, embedding, router and head
     start near zero, so that the first loss is close to `log(V)` and the first routing close to
     uniform.
     """
-    rng = np.random.default_rng([seed, 0x57E16])
-    weights = {}
-    # One generator serves all parameters, so their order is part of the result: a parameter that is
-    # added in the middle changes all behind it.
-    for name, shape in parameter_shapes(config).items():
-        if len(shape) == 1:
-            weights[name] = np.ones(shape, dtype=np.float32)
-        else:
-            values = rng.standard_normal(shape) * _std(name, shape, config)
-            weights[name] = values.astype(np.float32)
-    return weights
+    if len(shape) == 1:
+        return np.ones(shape, dtype=np.float32)
+    if name.startswith(("embedding", "lm_head")) or name.endswith("router.weight"):
+        std = EMBEDDING_STD
+    else:
+        std = 1 / math.sqrt(shape[0])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(2 * config.num_layers)
+    values = np.random.default_rng([seed, *name.encode()]).standard_normal(shape, np.float32)
+    return values * np.float32(std)
 
 
 def has_weight_decay(name: str) -> bool:
@@ -83,8 +59,7 @@ def half_turn(head_dim: int) -> np.ndarray:
     One exact product by 0 and +-1; slicing and joining halves costs several times as much on a CPU,
     backward above all.
     """
-    half = head_dim // 2
-    turn = np.zeros((head_dim, head_dim), dtype=np.float32)
+    half, turn = head_dim // 2, np.zeros((head_dim, head_dim), dtype=np.float32)
     # Column j of the result takes -x[half + j], and column half + j takes x[j].
     turn[np.arange(half, head_dim), np.arange(half)] = -1
     turn[np.arange(half), np.arange(half, head_dim)] = 1
@@ -96,11 +71,3 @@ def causal_mask(seq_len: int) -> np.ndarray:
     where not.
     """
     return np.triu(np.full((seq_len, seq_len), -1e9, dtype=np.float32), k=1)
-
-
-def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
-    if name.startswith(("embedding", "lm_head")) or name.endswith("router.weight"):
-        return EMBEDDING_STD
-    std = 1 / math.sqrt(shape[0])
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return std / math.sqrt(2 * config.num_layers) if writes_residual else std

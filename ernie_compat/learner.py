@@ -35,7 +35,7 @@ def make_learner(
     engine: str,
     ranks: Ranks | None = None,
 ) -> DecoderLearner:
-    """Build model and optimizer of `framework`, starting from `initial_weights(model, train.seed)`;
+    """Build model and optimizer of `framework`, starting from `initial_weight`s of `train.seed`;
     `ranks` None is one rank. Errors as `sonicmoe.frameworks.load`; EngineUnavailableError,
     ConfigError or ShapeError where the engine cannot run here, or not at these sizes.
     """

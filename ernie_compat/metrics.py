@@ -17,8 +17,6 @@ from sonicmoe.errors import SonicMoEError
 from .checkpoint import partial_of
 from .model_config import smoothing_window
 
-GAP_TAIL = 0.25
-
 
 class MetricsError(SonicMoEError, ValueError):
     """The metrics file cannot be written or does not hold metrics."""
@@ -129,11 +127,11 @@ def expert_load(counts: np.ndarray) -> list[list[float]]:
     return shares
 
 
-def smoothed(losses: Sequence[float], window: int | None = None) -> np.ndarray:
-    """Mean over the last `window` steps at every step (over all steps so far where there are
-    fewer); fp64 `[N]`. window: None is `smoothing_window` of the number of losses.
+def smoothed(losses: Sequence[float]) -> np.ndarray:
+    """Mean over the last `smoothing_window` steps at every step (over all steps so far where there
+    are fewer); fp64 `[N]`.
     """
-    window = smoothing_window(len(losses)) if window is None else window
+    window = smoothing_window(len(losses))
     # Differences of running sums: one pass however long the window is.
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
@@ -141,14 +139,9 @@ def smoothed(losses: Sequence[float], window: int | None = None) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def loss_gap(
-    losses: Sequence[float],
-    reference: Sequence[float],
-    window: int | None = None,
-    tail: float = GAP_TAIL,
-) -> float:
-    """Mean of `|s - r| / r` over the last `tail` of the steps, `s` and `r` the two smoothed losses;
-    a fraction, not percent. window: as of `smoothed`.
+def loss_gap(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Mean of `|s - r| / r` over the last quarter of the steps, `s` and `r` the two smoothed losses;
+    a fraction, not percent.
 
     Both curves see the same batches in the same order, so the noise of the batches cancels and the
     rest comes from the precision. ValueError where the curves differ in length or are empty.
@@ -157,8 +150,8 @@ def loss_gap(
         raise ValueError(
             f"loss_gap needs two curves of one length, got {len(losses)} and {len(reference)} steps"
         )
-    last = max(1, round(len(losses) * tail))
-    s, r = smoothed(losses, window)[-last:], smoothed(reference, window)[-last:]
+    last = max(1, round(len(losses) / 4))
+    s, r = smoothed(losses)[-last:], smoothed(reference)[-last:]
     return float(np.mean(np.abs(s - r) / r))
 
 

@@ -14,7 +14,7 @@ import click
 from sonicmoe.errors import writing
 from sonicmoe.plotting import PlotsUnavailableError, new_figure, save_figure
 
-from .checkpoint import partial_of, read_header
+from .checkpoint import partial_of
 from .metrics import StepRecord, compared_losses, smoothed
 from .model_config import smoothing_window
 
@@ -51,7 +51,7 @@ def log_to(console: Console) -> None:
 
 def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     """Print what runs, on which text, and where the results go."""
-    from .trainer import CHECKPOINT_NAME, FULL_PRECISION, MAIN
+    from .trainer import FULL_PRECISION, MAIN
 
     config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
     model, twin = config.model, trainer.learners.get(FULL_PRECISION)
@@ -67,11 +67,6 @@ def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     )
     if resume:
         console.print(f"resuming after step {trainer.step}")
-        # Allowed, for continued training on another text; but it may also be a wrong path.
-        if read_header(trainer.directory / CHECKPOINT_NAME).text_sha256 != corpus.sha256:
-            console.print(
-                "warning: the text differs from the checkpoint's; without --data the run continues on its own"
-            )
 
 
 def draw(trainer: Trainer, console: Console) -> Path | None:

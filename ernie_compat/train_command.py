@@ -24,6 +24,7 @@ from sonicmoe.errors import ConfigError, RankLostError, SonicMoEError, expect
 from sonicmoe.frameworks import AUTO, choose
 
 from .model_config import PRECISIONS, SMOOTHING_WINDOW, ModelConfig, RunConfig, TrainConfig
+from .ranks import LAUNCHERS, lost_ranks_named, read_launch
 from .run_report import announce, draw, log_to, report
 
 if TYPE_CHECKING:
@@ -86,16 +87,11 @@ def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -
     help="Text to train on, byte by byte: files or directories; may be repeated.  "
     "[default: this Python's standard-library sources; with --resume, the text of the checkpoint]",
 )
-@_choice_option(
-    "--framework",
-    CHOICES,
-    "auto; with --resume that of the checkpoint",
-    f"Framework of model and optimizer. {AUTO_HELP}",
-)
+@_choice_option("--framework", CHOICES, "auto", f"Framework of model and optimizer. {AUTO_HELP}")
 @_choice_option(
     "--engine",
     [name.value for name in EngineName],
-    "SONIC_MOE_ENGINE, else auto; with --resume that of the checkpoint",
+    "SONIC_MOE_ENGINE, else auto",
     "Engine of the expert MLPs.",
 )
 @_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
@@ -145,23 +141,18 @@ def train(
     --framework torch, or python -m paddle.distributed.launch --nproc_per_node 4 "$(command -v
     sonicmoe)" train --framework paddle. A checkpoint of any number of ranks resumes on any other.
     """
-    from .checkpoint import CheckpointError
-
     # What was typed: click has None for an option that was not, and () for one that may be repeated.
     given = {name: value for name, value in options.items() if value not in (None, ())}
     try:
         code = _run([*data, *more_data], out, resume, overwrite, as_json, given)
     except KeyboardInterrupt:
-        saved = "no checkpoint was written since the last one"
-        _fail(f"interrupted; {saved}", EXIT_SIGNAL_BASE + 2)
-    except SonicMoEError as error:
-        # Every rank refuses the same input; one of them says so.
-        said_by_rank_0 = isinstance(error, ConfigError | CheckpointError)
-        # Numbers that are not finite and ranks that are gone end a run that was well asked for.
-        failed = isinstance(error, ArithmeticError | RankLostError)
-        _fail(str(error), EXIT_FAILED if failed else EXIT_BAD_INPUT, said_by_rank_0)
-    except OSError as error:
-        _fail(str(error), EXIT_FAILED)
+        words = "interrupted; no checkpoint was written since the last one"
+        _fail(words, EXIT_SIGNAL_BASE + 2)
+    except (SonicMoEError, OSError) as error:
+        # Numbers that are not finite, ranks that are gone and full disks end a run that was well
+        # asked for.
+        failed = isinstance(error, ArithmeticError | RankLostError | OSError)
+        _fail(str(error), EXIT_FAILED if failed else EXIT_BAD_INPUT)
     drop_unwritable()
     sys.exit(code)
 
@@ -178,7 +169,6 @@ def _run(
     from .checkpoint import read_header
     from .corpus import load_corpus
     from .learner import make_ranks
-    from .ranks import lost_ranks_named, read_launch
     from .trainer import CHECKPOINT_NAME, Trainer, require_startable
 
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
@@ -200,10 +190,11 @@ def _run(
     with Activity("reading the text", console):
         corpus = load_corpus(data) if data or saved is None else saved.text()
     require_startable(config, corpus, layout.world_size)
-    with (
-        run_directory.opened(out, layout.rank, resume or overwrite) as directory,
-        lost_ranks_named(layout, config.framework),
-    ):
+    directory = out or Path()
+    # The others compute with rank 0 and write nothing; the directory may be on another host.
+    if layout.rank == 0:
+        directory = run_directory.open_directory(out, resume or overwrite)
+    with lost_ranks_named(layout, config.framework):
         # The ranks join here: from now on one that ends leaves the others waiting for it. An
         # evaluation batch is not cut into micro-batches, so a whole batch is the most tokens.
         tokens = config.train.batch_size * config.model.seq_len // layout.world_size
@@ -283,18 +274,10 @@ def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfi
     return replace(base, **run)
 
 
-def _fail(message: str, code: int, said_by_rank_0: bool = False) -> NoReturn:
-    from .ranks import RankLayout, read_launch
-
-    try:
-        layout = read_launch()
-    except ConfigError:  # perhaps the very error that is reported here
-        layout = RankLayout()
-    several = layout.world_size > 1
-    if layout.rank == 0 or not said_by_rank_0:
-        place = f"rank {layout.rank}: " if several and not said_by_rank_0 else ""
-        with suppress(OSError):  # the exit code tells it, where stderr is full
-            click.echo(f"sonicmoe train: {place}{' '.join(message.split())}", err=True)
+def _fail(message: str, code: int) -> NoReturn:
+    several = any(size in os.environ for _, size, *_ in LAUNCHERS)
+    with suppress(OSError):  # the exit code tells it, where stderr is full
+        click.echo(f"sonicmoe train: {' '.join(message.split())}", err=True)
     drop_unwritable()
     if several:
         os._exit(code)  # communicators left in the middle of a collective may never be torn down

@@ -5,13 +5,12 @@ memory, which counts what is there and refuses nothing that could run.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 from small_run import SIZES, run_config
 
-from ernie_compat.initial_weights import parameter_shapes
+from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
 from sonicmoe.errors import ConfigError
 
@@ -74,7 +73,8 @@ def test_unreadable_json_is_a_config_error():
     [SIZES, ModelConfig(), ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)],
 )
 def test_parameters_are_those_of_the_model(model):
-    assert model.parameters == sum(map(math.prod, parameter_shapes(model).values()))
+    learner = make_learner("torch", model, TrainConfig(), "fp32", "auto")
+    assert model.parameters == sum(p.numel() for p in learner.parameters.values())
 
 
 def test_what_does_not_split_over_the_ranks_or_fit_is_refused():

@@ -1,6 +1,4 @@
-"""Training that is killed, that loses its terminal, that cannot say anything, or that meets another
-run in its directory.
-"""
+"""Training that is killed, that loses its terminal, or that cannot say anything."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from worlds import ROOT, environment
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import read_metrics
 from ernie_compat.progress import InterruptGuard
-from ernie_compat.run_directory import claimed
 from ernie_compat.train_command import train
 from sonicmoe.cli.main import main
 from sonicmoe.cli.screen import progress_console
@@ -47,17 +44,6 @@ def test_a_kill_leaves_a_run_that_continues(text, tmp_path):
     assert step >= 4 and done[:step] == list(range(1, step + 1))
     again = CliRunner().invoke(train, ["--resume", "--steps", str(step + 1), "--out", str(out)])
     assert again.exit_code == 0 and read_header(out / "checkpoint.npz").step == step + 1
-
-
-def test_a_second_run_in_the_directory_is_refused(text, tmp_path):
-    """`test_run_directory.py` has claims of two processes."""
-    with claimed(tmp_path):
-        arguments = ["--framework", "torch", "--data", str(text), *SIZE_OPTIONS]
-        second = CliRunner().invoke(train, [*arguments, "--out", str(tmp_path)])
-    (line,) = second.stderr.splitlines()
-    assert second.exit_code == 2 and second.stdout == ""
-    assert f"--out {tmp_path} is in use by another run" in line
-    assert not (tmp_path / "checkpoint.npz").exists()
 
 
 class FullDisk(io.StringIO):
