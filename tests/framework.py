@@ -82,3 +82,22 @@ def cosine(actual, golden):
     a, b = np.asarray(actual, np.float64).ravel(), np.asarray(golden, np.float64).ravel()
     norms = np.linalg.norm(a) * np.linalg.norm(b)
     return float(a @ b / norms) if norms else float(np.array_equal(a, b))
+
+
+def recomputed(function, *arguments, use_reentrant=True):
+    """Either framework's activation recompute: the forward runs now, and again in backward."""
+    if IS_PADDLE:
+        from paddle.distributed.fleet.utils import recompute
+
+        return recompute(function, *arguments, use_reentrant=use_reentrant)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *arguments, use_reentrant=use_reentrant)
+
+
+def want_gradient(leaf, wanted):
+    """Both frameworks' spelling of whether autograd wants a gradient."""
+    if hasattr(leaf, "stop_gradient"):
+        leaf.stop_gradient = not wanted
+    else:
+        leaf.requires_grad_(wanted)

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from engine.moe_golden import Result, golden, make_problem, native_order
-from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
+from framework import IS_PADDLE, numpy, recomputed, relative_rmse, tensor, torch, want_gradient  # noqa: F401
 from weights.weight_sources import expert_modules, fused_weights, native_arrays, native_weights
 
 from sonicmoe.config import SonicMoEConfig
@@ -207,25 +207,6 @@ def no_room(half_way=False):
     refused = pytest.raises((MemoryError, OSError), match="no room for dw1")
     with mock.patch.object(ReferenceEngine, "backward_dw", fail), refused:
         yield
-
-
-def recomputed(function, *arguments, use_reentrant=True):
-    """Either framework's activation recompute: the forward runs now, and again in backward."""
-    if IS_PADDLE:
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(function, *arguments, use_reentrant=use_reentrant)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(function, *arguments, use_reentrant=use_reentrant)
-
-
-def want_gradient(leaf, wanted):
-    """Both frameworks' spelling of whether autograd wants a gradient."""
-    if hasattr(leaf, "stop_gradient"):
-        leaf.stop_gradient = not wanted
-    else:
-        leaf.requires_grad_(wanted)
 
 
 def has_gradient_path(value):

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
-from node.node_harness import recomputed, want_gradient
+from framework import IS_PADDLE, numpy, parameter, recomputed, tensor, torch, want_gradient
 from oracle.case import AXES, GATED, OWN, Case
 from oracle.golden import ADAPTER_SCALE, ROUTERS, Scene
 from oracle.held import Snapshot, spelled, written_beside
-from weights.weight_sources import expert_modules, native_arrays
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.low_rank import Adapters, LowRank
@@ -168,7 +167,7 @@ class Layer:
             return [self.rows(up, -1), down]
         if self.case.arrangement == "concat":
             return [up.transpose(0, 2, 1), down.transpose(0, 2, 1)]
-        return list(native_arrays(up, down, self.activation))
+        return [self.rows(up.transpose(0, 2, 1), 1), down.transpose(0, 2, 1)]
 
 
 class Node(Layer):
@@ -183,9 +182,12 @@ class Node(Layer):
             arrays = [rows for part in (self.scene.up_gate, self.scene.down) for rows in part]
             weights = [self.parameter(array) for array in arrays]
             half = len(weights) // 2
-            experts = expert_modules(self.scene.up_gate, self.scene.down, self.dtype)
-            for expert, up, down in zip(experts, weights[:half], weights[half:], strict=True):
-                expert.up_gate_proj.weight, expert.down_proj.weight = up, down
+            experts = [
+                SimpleNamespace(
+                    up_gate_proj=SimpleNamespace(weight=up), down_proj=SimpleNamespace(weight=down)
+                )
+                for up, down in zip(weights[:half], weights[half:], strict=True)
+            ]
             hidden, inner = self.scene.x.shape[1], self.scene.down.shape[1]
             self.node = SonicMoEMlpNode(experts, half, hidden, inner, self.activation, **options)
             return weights

@@ -17,6 +17,7 @@ CLAMPED = 7.0  # where GPT-OSS's gate stops growing
 # Of the standard deviation of z: clamps are reached, by one element of z in 12 (`swiglu_oai`).
 GAINS = {"swiglu_oai": 4.0, "swiglu_clamp": 5.0, "situ_glu": 2.0}
 ADAPTER_SCALE, RANK = 0.7, 5
+WHOLE = "whole numbers"  # a scene that no covering set has
 ROUTERS = ("moe", "plain")  # faces that route by themselves
 erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -223,7 +224,8 @@ def scene_of(case: Case) -> Scene:
     def normal(*shape, scale=1.0, dtype=case.dtype):
         return rounded(rng.standard_normal(shape) * scale, dtype)
 
-    indices = _indices(rng, case)
+    # `RandomState` is frozen; the streams of numpy's newer generators may change.
+    indices = _indices(np.random.RandomState(7) if case.scene == WHOLE else rng, case)
     scene = Scene(
         case.activation,
         x=normal(tokens, hidden),
@@ -234,11 +236,12 @@ def scene_of(case: Case) -> Scene:
         down=normal(experts, inner, hidden, scale=inner**-0.5),
         own=OWN[case.activation] if case.own else (),
     )
-    scene = _with_an_outlier(scene, case, rng)
+    scene = _of_whole_numbers(scene) if case.scene == WHOLE else _with_an_outlier(scene, case, rng)
     if case.routing == "zero":
         scene = replace(scene, probs=np.zeros_like(scene.probs))
     if case.bias:
-        biases = (normal(experts, size, scale=0.3) for size in (width, hidden))
+        biases = [normal(experts, size, scale=0.3) for size in (width, hidden)]
+        biases = [np.rint(4 * bias) for bias in biases] if case.scene == WHOLE else biases
         scene = replace(scene, **dict(zip(("b1", "b2"), biases, strict=True)))
     for name, ins, outs in (("up", hidden, width), ("down", inner, hidden)):
         if case.adapters in (name, "both"):
@@ -266,6 +269,27 @@ def _with_an_outlier(scene, case, rng):
         place = (slice(None) if a in along else rng.integers(n) for a, n in enumerate(array.shape))
         array[tuple(place)] *= LOUD_UNIT if case.scene == "w1 unit" else LOUD
     return replace(scene, **{name: rounded(array, case.dtype)})
+
+
+def _of_whole_numbers(scene):
+    """Small integers, few in a weight's column, and powers of two: every sum of a layer without an
+    exponential is exact in fp32, whatever the order of its terms.
+    """
+    rng = np.random.RandomState(11)
+
+    def integers(like, most=2, share=1.0):
+        kept = rng.uniform(size=like.shape) < share
+        return (rng.randint(-most, most + 1, size=like.shape) * kept).astype(np.float64)
+
+    hidden, inner = scene.x.shape[1], scene.down.shape[1]
+    return replace(
+        scene,
+        x=integers(scene.x),
+        dout=integers(scene.dout, most=1, share=0.5),
+        up_gate=integers(scene.up_gate, share=8 / hidden),
+        down=integers(scene.down, most=1, share=8 / inner),
+        probs=2.0 ** -rng.randint(0, 3, size=scene.probs.shape),
+    )
 
 
 def _indices(rng, case):
