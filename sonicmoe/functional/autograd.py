@@ -12,7 +12,7 @@ from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ActivationParameters, ActivationType
 from ..layer.compiled import expert_operator
 from ..layer.passed_call import PassedCall, PassedFunction
-from ..layer.plan import Plan, make_plan
+from ..layer.plan import Plan, plan_for
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..observe import FACES, STACKED
 from .border import check_stored, check_switch
@@ -63,8 +63,10 @@ def expert_mlp(
     weights, layout = (w1, w2, b1, b2), layout or WeightLayout()
     flat = flat_weights(weights)
     check_stored(x, flat, FACES[face], module)
-    check_switch("is_inference_mode", inference)  # both names of the argument begin so
-    adapters = NO_ADAPTERS if adapters is None else adapters.native(layout)
+    if inference is not False:
+        check_switch("is_inference_mode", inference)  # both names of the argument begin so
+    is_alone = adapters in (None, NO_ADAPTERS)
+    adapters = NO_ADAPTERS if adapters is None or is_alone else adapters.native(layout)
     save = not inference and is_differentiated(x, probs, flat, adapters)
     # The compiler cannot trace the engines' launches, so the graph gets one operator. `save`
     # becomes a constant of it. Tensors without values (`FakeTensorMode`) get their shapes from it.
@@ -79,8 +81,10 @@ def expert_mlp(
         return expert_operator(x, indices, probs, weights, number, save, adapters)
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
-    plan = make_plan(activation, layout, use_fp8, parameters, face)
-    return _run(plan, x, indices, probs, weights, flat, adapters, module, save)
+    of_layer = activation, layout, use_fp8, parameters, face
+    plan = plan_for(x, weights, not is_alone, *of_layer)
+    call = PassedCall(plan=plan, routes=indices, weights=weights, adapters=adapters, module=module)
+    return _run(call, x, probs, flat, save)
 
 
 def planned_mlp(
@@ -104,7 +108,9 @@ def planned_mlp(
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return expert_operator(x, routes, probs, weights, number, save)
-    return _run(plan, x, routes, probs, weights, flat, NO_ADAPTERS, module, save)
+    plan = plan.fitted_to(x, weights)
+    call = PassedCall(plan=plan, routes=routes, weights=weights, module=module)
+    return _run(call, x, probs, flat, save)
 
 
 def is_differentiated(
@@ -112,28 +118,19 @@ def is_differentiated(
 ) -> bool:
     """Whether anything must be kept for a backward."""
     if torch.is_grad_enabled():
-        for given in (x, probs, *flat, *adapters.factors):
+        factors = () if adapters is NO_ADAPTERS else adapters.factors
+        for given in (x, probs, *flat, *factors):
             if given is not None and given.requires_grad:
                 return True
     return False
 
 
 def _run(
-    plan: Plan,
-    x: Tensor,
-    routes: Tensor,
-    probs: Tensor | None,
-    weights: StackedWeights,
-    flat: tuple[Any, ...],
-    adapters: Adapters,
-    module: object,
-    save: bool,
+    call: PassedCall, x: Tensor, probs: Tensor | None, flat: tuple[Any, ...], save: bool
 ) -> Tensor:
-    factors = () if adapters is NO_ADAPTERS else adapters.factors
+    factors = () if call.adapters is NO_ADAPTERS else call.adapters.factors
     differentiable = (x, probs, *flat, *factors)
     refuse_transforms(differentiable)
-    plan = plan.fitted_to(x, weights, adapters != NO_ADAPTERS)
-    call = PassedCall(plan=plan, routes=routes, weights=weights, adapters=adapters, module=module)
     if not save:
         return call.forward(x, probs, save=False)[0]
     out: Tensor = apply_function(PassedFunction, (call,), differentiable)

@@ -248,10 +248,13 @@ def _read(experts: nn.Module, standard_gate: Any) -> tuple[_Form | str, list[Any
         form = None
     if form is not None:
         held = experts._parameters
-        given = [held.get(name) for name in form.names]
+        given = [*map(held.get, form.names)]
         has_codes = FROZEN in experts.__dict__ and frozen_in(experts)
         dtypes = _WITH_CODES if has_codes else WEIGHT_DTYPES
-        if all([weight is not None and weight.dtype in dtypes for weight in given]):
+        for weight in given:
+            if weight is None or weight.dtype not in dtypes:
+                break
+        else:
             return form, given
     weight_names = _weight_names(experts)
     given = [getattr(experts, name, None) for name in weight_names]
@@ -306,7 +309,10 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         if isinstance(form, str):
             raise LayoutError(f"the sonicmoe experts implementation cannot run this model: {form}")
         names, layout, (activation, parameters) = form
-        up, down, *biases = [_local(weight) for weight in given]
+        # Parallel models hand over DTensors; the engine computes on this rank's part.
+        tokens, ids, scores, up, down, *biases = _local(
+            hidden_states, top_k_index, top_k_weights, *given
+        )
         if up is not given[0]:
             _check_part(self, names[0], int(up.shape[0]), int(given[0].shape[0]))
         up_bias, down_bias = biases or (None, None)
@@ -314,14 +320,12 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
         if FROZEN in self.__dict__ and frozen_in(self):
             beside = layout, up_bias, pairs
             up, down, layout, up_bias, pairs = frozen_operands(self, names, *beside)
-        # Parallel models hand over DTensors; the engine computes on this rank's part.
-        tokens = _local(hidden_states)
         out = expert_mlp(
             # Under autocast norms return fp32. The built-in implementations compute in the lower
             # dtype all the same, because their matrix products are cast.
             autocast(tokens),
-            _local(top_k_index),
-            _in_dtype(_local(top_k_weights), torch.float32),
+            ids,
+            scores if scores.dtype == torch.float32 else scores.to(torch.float32),
             up,
             down,
             up_bias,
@@ -334,14 +338,10 @@ def _experts_forward(use_fp8: bool | None, standard_gate: Any) -> ExpertsForward
             module=self,
             adapters=pairs,
         )
-        return _in_dtype(out, tokens.dtype)
+        # A cast to the same dtype takes as long as an allocation.
+        return out if out.dtype == tokens.dtype else out.to(tokens.dtype)
 
     return forward
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # A cast to the same dtype takes as long as an allocation.
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _layout(experts: nn.Module) -> WeightLayout:
@@ -359,15 +359,19 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; other tensors as they are.
+def _local(*tensors: Tensor) -> list[Tensor]:
+    """This rank's part of each DTensor; other tensors as they are.
 
     It is a view (`[:]`), and the weight caches keep nothing of a view of a temporary tensor. They
     must not: an in-place operation on the DTensor does not change the version counter of its local
     part, so a cached copy could be stale unnoticed.
     """
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()[:]
+    found = list(tensors)
+    for index, tensor in enumerate(tensors):
+        to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+        if to_local is not None:
+            found[index] = to_local()[:]
+    return found
 
 
 def _check_part(experts: nn.Module, name: str, held: int, whole: int) -> None:

@@ -97,7 +97,8 @@ class NodeCall(LayerCall, DifferentiableCall):
         assert self.reading is not None
         weights = self.reading.weights
         weights = weights if self.biases is None else self.biases.beside(weights)
-        return weights.with_adapters(None if self.adapters is None else self.adapters.native())
+        adapters = self.adapters
+        return weights if adapters is None else weights.with_adapters(adapters.native())
 
     def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)

@@ -140,7 +140,8 @@ class PassedCall(LayerCall):
 
     def _weights(self) -> EngineWeights:
         assert self.reading is not None
-        return self.reading.weights.with_adapters(self.adapters)
+        weights, adapters = self.reading.weights, self.adapters
+        return weights if adapters is NO_ADAPTERS else weights.with_adapters(adapters)
 
     def _gradients(
         self, dout: Tokens, saved: Saved, trained: Sequence[bool]

@@ -204,33 +204,50 @@ def make_plan(
     check_use_fp8(use_fp8)
     config = active_config()
     resolved = config.resolve()
+    if use_fp8 is not None and use_fp8 != resolved.fp8:
+        config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
+        resolved = config.resolve()
+    expect(
+        resolved.first_backward is FirstBackward.ADD,
+        ConfigError,
+        "first_backward='overwrite' writes main_grad, and here autograd adds the gradients of "
+        "the weights to .grad; needed: 'add', or a SonicMoEMlpNode",
+    )
+    settings = EngineSettings.from_config(resolved, activation, parameters)
+    decided = resolved.engine, resolved.validate_dispatch
+    return Plan(config, settings, layout, use_fp8, *decided, face)
+
+
+def plan_for(
+    x: Tensor,
+    weights: StackedWeights,
+    low_rank: bool,
+    activation: ActivationType,
+    layout: WeightLayout,
+    use_fp8: bool | None,
+    *of_layer: Any,
+) -> Plan:
+    """`make_plan`, fitted to a call. It is kept for calls of the same kind, because every call of a
+    layer asks.
+    """
+    if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and finds its plan
+        check_use_fp8(use_fp8)
+    resolved = active_config().resolve()
     # By identity: a configuration resolves to the same object until the environment is read again.
     # The plan that is kept beside it holds that object, so no other one can have its id.
-    key = id(resolved), activation, layout, use_fp8, parameters, face
-    made = _made.get(key)
-    if made is None:
-        # Replaced only where it differs, because a configuration of its own would be resolved anew.
-        of_call = resolved
-        if use_fp8 is not None and use_fp8 != resolved.fp8:
-            config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
-            of_call = config.resolve()
-        expect(
-            of_call.first_backward is FirstBackward.ADD,
-            ConfigError,
-            "first_backward='overwrite' writes main_grad, and here autograd adds the gradients of "
-            "the weights to .grad; needed: 'add', or a SonicMoEMlpNode",
-        )
-        settings = EngineSettings.from_config(of_call, activation, parameters)
-        decided = of_call.engine, of_call.validate_dispatch
-        plan = Plan(config, settings, layout, use_fp8, *decided, face)
-        if len(_made) >= MAX_PLANS:
-            _made.clear()
-        made = _made[key] = resolved, plan
-    return made[1]
+    asked = id(resolved), activation, layout, use_fp8, of_layer
+    kind = x.device, x.dtype, x.shape[-1], weights[1].shape, weights[2] is None, low_rank
+    found = _bound.get((asked, kind))
+    if found is None:
+        if len(_bound) >= MAX_PLANS:
+            _bound.clear()
+        plan = make_plan(activation, layout, use_fp8, *of_layer)
+        found = _bound[asked, kind] = resolved, plan.fitted_to(x, weights, low_rank)
+    return found[1]
 
 
 MAX_PLANS = 256
-_made: dict[Any, tuple[ResolvedConfig, Plan]] = {}
+_bound: dict[Any, tuple[ResolvedConfig, Plan]] = {}
 _plans: dict[int, Plan] = {}
 
 

@@ -149,7 +149,7 @@ class PreparedWeights:
         """
         key = (engine.name, settings.of_weights, place)
         held = self.weights if key == self._key else None
-        if held is not None and not (keeps or held.updated_in_place):
+        if held is not None and not keeps and held.store is None:
             held = None
         written = held is not None and traces.versions != self._traces.versions
         changed = held is None or stale or traces != self._traces
@@ -185,7 +185,7 @@ class PreparedWeights:
         # `traces` are from before `refresh` read the weights. A write in between is therefore found
         # by the next forward, and never lost.
         self._key, self._traces = key, traces
-        self.weights = held if keeps or held.updated_in_place else None
+        self.weights = held if keeps or held.store is not None else None
         if self.captures and held.updated_in_place and held not in self._of_graphs:
             self._of_graphs.append(held)
         # Steps of optimizers are not counted: the step of another model must not make an

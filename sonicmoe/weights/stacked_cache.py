@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
-from ..interop import IS_PADDLE, data_ptr
+from ..interop import IS_PADDLE
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
@@ -105,34 +106,35 @@ def read_weights(
     if type(weights[0]) is Codes:  # nothing is made of these, so nothing can be stale
         return Reading(engine_weights(engine, weights, settings))
     flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
-    present = [weight for weight in flat if weight is not None]
-    w1 = present[0]  # its gate half where gate and up are two tensors
+    w1 = flat[0]  # its gate half where gate and up are two tensors
     codes = codes_behind(w1) if GATHERED else None
     if codes is not None:
         b1, b2 = weights[2:]
         biases = None if b1 is None else layout.native_b1(b1.detach()), b2
         return codes.read(engine, settings, biases, backward)
+    if settings.recipe is None:
+        return _read_once(engine, weights, layout, dtype, settings, w1)
+    present, places = _places(flat)
     is_inference = any(map(torch.Tensor.is_inference, present))
-    if settings.recipe is None or is_inference or _any_module_is_sharded():
-        # An earlier call may have kept codes of the same weights, before a switch of the precision
-        # or before `fully_shard`. Nobody would find them again, and they are as large as the
-        # weights.
-        if _last and (id(owner := _owner(w1)), data_ptr(w1)) in _last:
-            _kept.get(owner, {}).pop(_geometry(w1), None)
+    if is_inference or (_FSDP in sys.modules and _any_module_is_sharded()):
         settings = engine.in_one_order(settings) if alone or once else settings
-        return Reading(engine.read_stacked(weights, layout, dtype, settings))
-    source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
+        return _read_once(engine, weights, layout, dtype, settings, w1)
+    owner = _owner(w1)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
     # its own, because the backward of an outstanding forward has still to read the old ones.
-    places, owner = _places(flat), _owner(w1)
     place = engine.name, settings, layout, places
-    kept = _find(owner, places[0])
+    # Usually the last one at the address, whatever object the view is now, which takes a look into
+    # one dictionary. Memory of another owner may have other traces of writes.
+    last = _last.get((id(owner), places[0][0]))
+    kept = None if last is None else last()
+    if kept is None or kept.place[-1][0] != places[0]:
+        kept = _kept.get(owner, {}).get(places[0][1:])
     # The allocator may hand an address out again, with other values behind it.
     is_ours = kept is not None and kept.place == place and not kept.is_dead()
     prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
-    traces = traces_of(present)
-    reading = prepared.read(engine, settings, source, w1, place, traces, alone=alone)
-    if not reading.weights.updated_in_place:
+    source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
+    reading = prepared.read(engine, settings, source, w1, place, traces_of(present), alone=alone)
+    if reading.weights.store is None:
         return reading
     if prepared.captures:
         # The entry in `_kept` may be replaced by other settings, and would free memory that replays
@@ -142,6 +144,22 @@ def read_weights(
         room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
         _keep(owner, places[0], _Kept(place, prepared, _memory(present)), room)
     return reading
+
+
+def _read_once(
+    engine: Engine,
+    weights: Weights,
+    layout: WeightLayout,
+    dtype: torch.dtype,
+    settings: EngineSettings,
+    w1: Tensor,
+) -> Reading:
+    # An earlier call may have kept codes of the same weights, before a switch of the precision or
+    # before `fully_shard`. Nobody would find them again, and they are as large as the weights.
+    if _last and (id(owner := _owner(w1)), w1.data_ptr()) in _last:
+        _, (place,) = _places([w1])
+        _kept.get(owner, {}).pop(place[1:], None)
+    return Reading(engine.read_stacked(weights, layout, dtype, settings))
 
 
 def forget(w1: Tensor) -> None:
@@ -163,21 +181,6 @@ def _owner(w1: Tensor) -> Tensor | torch.UntypedStorage:
     return parameter.untyped_storage() if type(parameter) is torch.nn.Parameter else w1
 
 
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _find(owner: Any, place: tuple[Any, ...]) -> _Kept | None:
-    """The entry of this view, whatever object it is now."""
-    # Usually the last one at the address, which takes a look into one dictionary. Memory of another
-    # owner may have other traces of writes.
-    last = _last.get((id(owner), place[0]))
-    kept = None if last is None else last()
-    if kept is not None and kept.place[-1][0] == place:
-        return kept
-    return _kept.get(owner, {}).get(place[1:])  # type: ignore[no-any-return]
-
-
 def _keep(owner: Any, place: tuple[Any, ...], kept: _Kept, room: int) -> None:
     """`room`: how many such views fit side by side into the memory."""
     geometry, key = place[1:], (id(owner), place[0])
@@ -192,21 +195,33 @@ def _keep(owner: Any, place: tuple[Any, ...], kept: _Kept, room: int) -> None:
         del entries[next(iter(entries))]
 
 
-def _places(weights: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    return tuple([None if t is None else (t.data_ptr(), *_geometry(t)) for t in weights])
+def _places(weights: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors that there are; and of each, None where there is none, its address and geometry."""
+    present: list[Tensor] = []
+    places: list[Any] = []
+    for weight in weights:
+        if weight is None:
+            places.append(None)
+            continue
+        present.append(weight)
+        geometry = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+        places.append((weight.data_ptr(), *geometry))
+    return present, places
 
 
 def _memory(weights: list[Tensor]) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(t.untyped_storage()) for t in weights)
 
 
+# Looked up and not imported: a process that never loaded the module cannot have used it.
+_FSDP = "torch.distributed.fsdp"
+
+
 def _any_module_is_sharded() -> bool:
     """Whether `fully_shard` was applied in this process: it makes a class of its own for every
     class of modules it manages.
     """
-    # Looked up and not imported: a process that never loaded the module cannot have used it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    base = getattr(fsdp, "FSDPModule", None)
+    base = getattr(sys.modules[_FSDP], "FSDPModule", None)
     if base is None:
         return False
     kinds = base.__subclasses__()  # and theirs: `replicate` derives from it

@@ -103,6 +103,7 @@ def test_an_operator_under_fully_shard_makes_what_each_pass_reads(way, ours, mon
     the forward runs inside the backward, the codes wait for the few moments.
     """
     layer, wanted, read = Layer("function"), Layer("function"), []
+    monkeypatch.setattr(stacked_cache, "_FSDP", "sys")
     monkeypatch.setattr(stacked_cache, "_any_module_is_sharded", lambda: True)
     result = wanted.step()
     original = type(OURS).read_stacked
