@@ -22,6 +22,9 @@ from ..errors import ConfigError
 
 Tensor = torch.Tensor
 Values = Mapping[str, float]  # every parameter of the activation by name
+# y1 is a value of gate times a factor of up. The value and its slope by gate; the factor and its
+# slope by up.
+GateParts = tuple[Tensor, Tensor, Tensor, Tensor | float]
 
 _INV_SQRT2 = 1.0 / math.sqrt(2.0)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
@@ -39,12 +42,8 @@ def activate(
     """`y1` from fp32 `z`; `parameters` has those that the layer sets."""
     if not is_glu(activation):
         return value_and_slope(z, activation, parameters)[0]
-    gate, up = split_gate_up(z)
-    # The record decides: gates of the form `base(gate) * up` need no entry in `_GATES`.
-    base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
-    if base is not None:
-        return value_and_slope(gate, base, tuple(values.items()))[0] * up
-    return _entry(_GATES, activation)[0](gate, up, values)
+    value, _, factor, _ = _gate(*split_gate_up(z), activation, parameters)
+    return value * factor
 
 
 def activate_backward(
@@ -54,13 +53,8 @@ def activate_backward(
     if not is_glu(activation):
         value, slope = value_and_slope(z, activation, parameters)
         return value, dy1 * slope
-    gate, up = split_gate_up(z)
-    base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
-    if base is not None:
-        value, slope = value_and_slope(gate, base, tuple(values.items()))
-        return value * up, merge_gate_up(dy1 * up * slope, dy1 * value)
-    y1, dgate, dup = _entry(_GATES, activation)[1](gate, up, dy1, values)
-    return y1, merge_gate_up(dgate, dup)
+    value, slope, factor, factor_slope = _gate(*split_gate_up(z), activation, parameters)
+    return value * factor, merge_gate_up(dy1 * factor * slope, dy1 * value * factor_slope)
 
 
 def split_gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +78,16 @@ def value_and_slope(
     if record.gated:
         raise ValueError(f"{activation.value} is gated; split it first")
     return _entry(_UNGATED, activation)(x, record.values(parameters))
+
+
+def _gate(
+    gate: Tensor, up: Tensor, activation: ActivationType, parameters: ActivationParameters
+) -> GateParts:
+    # The record decides: gates of the form `base(gate) * up` need no entry in `_GATES`.
+    base, values = ACTIVATIONS[activation].base, ACTIVATIONS[activation].values(parameters)
+    if base is None:
+        return _entry(_GATES, activation)(gate, up, values)  # type: ignore[no-any-return]
+    return *value_and_slope(gate, base, tuple(values.items())), up, 1.0
 
 
 def _entry(table: Mapping[ActivationType, Any], key: ActivationType) -> Any:
@@ -145,32 +149,41 @@ _UNGATED = {
     ActivationType.RELU_SQ: _relu_sq,
 }
 
-# ---- gates that are not `base(gate) * up`: y1, and (y1, dgate, dup) from dy1 ----
+# ---- gates that are not `base(gate) * up` ----
 
 
-def _swiglu_oai(gate: Tensor, up: Tensor, values: Values) -> Tensor:
-    return _clamped_swish(gate, values)[0] * (_clamped(up, values["limit"], both=True) + 1.0)
+def _swiglu_oai(gate: Tensor, up: Tensor, values: Values) -> GateParts:
+    factor, slope = _clamped_up(up, values["limit"])
+    return *_clamped_swish(gate, values["alpha"], values["limit"]), factor + 1.0, slope
 
 
-def _swiglu_oai_backward(
-    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    value, slope = _clamped_swish(gate, values)
-    # y1 = swish(min(gate, limit)) * (clamp(up) + 1). A bound passes no gradient beyond it, hence
-    # the two factors `passes`, one of them in `_clamped_swish`.
-    factor = _clamped(up, values["limit"], both=True) + 1.0
-    passes = (up.abs() <= values["limit"]).to(up.dtype)
-    return value * factor, dy1 * factor * slope, dy1 * value * passes
+def _swiglu_clamp(gate: Tensor, up: Tensor, values: Values) -> GateParts:
+    # SiLU is the swish with an alpha of 1.
+    limit = values["limit"]
+    return *_clamped_swish(gate, 1.0, limit), *_clamped_up(up, limit)
 
 
-def _clamped_swish(gate: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+def _situ_glu(gate: Tensor, up: Tensor, values: Values) -> GateParts:
+    # c(gate) s(gate) of a softcap c, and s' = s (1 - s).
+    capped, capped_slope = _softcap(gate, values["beta"])
+    sigma = torch.sigmoid(gate)
+    value, slope = capped * sigma, capped_slope * sigma + capped * sigma * (1.0 - sigma)
+    return value, slope, *_softcap(up, values["linear_beta"])
+
+
+def _clamped_swish(gate: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
     """`c * sigmoid(alpha * c)` of `c = min(gate, limit)`, and its derivative by `gate`."""
-    alpha, limit = values["alpha"], values["limit"]
     clamped = _clamped(gate, limit, both=False)
     sigma = torch.sigmoid(alpha * clamped)
     value = clamped * sigma
-    passes = (gate <= limit).to(gate.dtype)  # a factor, not a choice: NaN times 0 is NaN
+    # A bound passes no gradient beyond it. A factor, not a choice: NaN times 0 is NaN.
+    passes = (gate <= limit).to(gate.dtype)
     return value, (sigma + alpha * value * (1.0 - sigma)) * passes
+
+
+def _clamped_up(up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """`clamp(up, -limit, limit)` and its derivative."""
+    return _clamped(up, limit, both=True), (up.abs() <= limit).to(up.dtype)
 
 
 def _clamped(x: Tensor, bound: float, *, both: bool) -> Tensor:
@@ -179,41 +192,6 @@ def _clamped(x: Tensor, bound: float, *, both: bool) -> Tensor:
     limit = torch.full_like(x, bound)
     below = torch.where(x > limit, limit, x)
     return torch.where(below < -limit, -limit, below) if both else below
-
-
-def _swiglu_clamp(gate: Tensor, up: Tensor, values: Values) -> Tensor:
-    value, _ = _clamped_swish(gate, _as_swish(values))
-    return value * _clamped(up, values["limit"], both=True)
-
-
-def _swiglu_clamp_backward(
-    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    value, slope = _clamped_swish(gate, _as_swish(values))
-    factor = _clamped(up, values["limit"], both=True)
-    passes = (up.abs() <= values["limit"]).to(up.dtype)
-    return value * factor, dy1 * factor * slope, dy1 * value * passes
-
-
-def _as_swish(values: Values) -> Values:
-    # SiLU is the swish with an alpha of 1.
-    return {**values, "alpha": 1.0}
-
-
-def _situ_glu(gate: Tensor, up: Tensor, values: Values) -> Tensor:
-    capped = _softcap(gate, values["beta"])[0] * torch.sigmoid(gate)
-    return capped * _softcap(up, values["linear_beta"])[0]
-
-
-def _situ_glu_backward(
-    gate: Tensor, up: Tensor, dy1: Tensor, values: Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    # y1 = c(gate) s(gate) b(up) of two softcaps c and b, and s' = s (1 - s).
-    capped, capped_slope = _softcap(gate, values["beta"])
-    sigma = torch.sigmoid(gate)
-    value, slope = capped * sigma, capped_slope * sigma + capped * sigma * (1.0 - sigma)
-    factor, factor_slope = _softcap(up, values["linear_beta"])
-    return value * factor, dy1 * factor * slope, dy1 * value * factor_slope
 
 
 def _softcap(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:
@@ -227,7 +205,7 @@ def _softcap(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:
 
 
 _GATES = {
-    ActivationType.SWIGLU_OAI: (_swiglu_oai, _swiglu_oai_backward),
-    ActivationType.SWIGLU_CLAMP: (_swiglu_clamp, _swiglu_clamp_backward),
-    ActivationType.SITU_GLU: (_situ_glu, _situ_glu_backward),
+    ActivationType.SWIGLU_OAI: _swiglu_oai,
+    ActivationType.SWIGLU_CLAMP: _swiglu_clamp,
+    ActivationType.SITU_GLU: _situ_glu,
 }
