@@ -17,8 +17,6 @@ from racers import NOT_RUN, Field
 from sonicmoe.engine import compile_plan
 from sonicmoe.jit import CompileCache, CompileKey
 
-WITH_MOUNTS = ("unshare", "-m", "sh", "-c")
-
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("skipped", []):
@@ -28,16 +26,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def mounts() -> tuple[str, ...]:
-    """A command prefix that runs a shell line in a mount namespace of its own: real read-only and
-    full file systems.
-    """
-    allowed = shutil.which("unshare") and subprocess.run(
-        [*WITH_MOUNTS, "mount -t tmpfs -o size=64k none /mnt"], capture_output=True, check=False
-    ).returncode == 0  # fmt: skip
-    if not allowed:
+def mounts() -> None:
+    """Skips where a process may not have mounts of its own: real read-only and full file systems."""
+    line = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64k none /mnt"]
+    allowed = shutil.which("unshare") and subprocess.run(line, capture_output=True, check=False)
+    if not allowed or allowed.returncode != 0:
         pytest.skip(f"{NOT_RUN}no permission to mount; the same faults are injected in other tests")
-    return WITH_MOUNTS
 
 
 @pytest.fixture

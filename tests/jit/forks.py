@@ -5,15 +5,20 @@ A fork and not a new interpreter, because that of this machine may lie where oth
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
+import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can act as other users; CI may not be root"
 )
@@ -54,20 +59,50 @@ def end(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
+class Child:
+    """A forked process that runs `work`; in a session and, with `mounts`, a mount namespace of its
+    own, which that shell line sets up.
+    """
+
+    def __init__(
+        self, work: Callable[[], Any], user: User | None = None, mounts: str | None = None
+    ) -> None:
+        reader, writer = os.pipe()
+
+        def answer() -> None:
+            os.setsid()
+            if mounts is not None:
+                assert ctypes.CDLL(None).unshare(_NEW_MOUNTS) == 0
+                setup = f"mount --make-rprivate / && {mounts}"
+                subprocess.run(["sh", "-c", setup], check=True)
+            said = io.StringIO()
+            logging.getLogger("sonicmoe").addHandler(logging.StreamHandler(said))
+            try:
+                result = work()
+            except BaseException as error:
+                result = f"{type(error).__name__}: {error}"
+            os.write(writer, json.dumps([result, said.getvalue()]).encode())
+
+        self.pid = start(answer, user)
+        os.close(writer)
+        self._answers = os.fdopen(reader, "rb")
+
+    def answer(self) -> tuple[Any, str]:
+        """What `work` returned, or the exception that it raised, as text; and what was logged."""
+        content = self._answers.read()
+        os.waitpid(self.pid, 0)
+        self._answers.close()
+        assert content, "the process ended early"
+        result, said = json.loads(content)
+        return result, said
+
+    def kill(self) -> None:
+        """End it with everything that it started."""
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._answers.close()
+
+
 def run_as(user: User | None, work: Callable[[], Any]) -> Any:
     """What `work` returns, or the exception that it raises, in a process of that user."""
-    reader, writer = os.pipe()
-
-    def answer() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            result = f"{type(error).__name__}: {error}"
-        os.write(writer, json.dumps(result).encode())
-
-    child = start(answer, user)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as answers:
-        content = answers.read()
-    os.waitpid(child, 0)
-    return json.loads(content)
+    return Child(work, user).answer()[0]

@@ -1,16 +1,11 @@
-"""One process of a test: `python racer.py REQUEST.json` builds one key with a fake compiler and
-prints what happened.
+"""A key and a compiler that stand for real ones, and one process of a race for an artefact.
 
-The fake compiler appends a line to a log, so that builds can be counted whatever becomes of the
-process.
+The compiler appends a line to a log, so that builds can be counted whatever becomes of the process.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,35 +71,32 @@ def wait_for(path: Path) -> None:
         time.sleep(0.002)
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    files = None
-    if "late" in request:
-        files = LateFiles(Path(request["late"]), request["host"], request["late_s"])
-    cache = CompileCache(
-        Path(request["root"]), Path(request["local"]), lock_timeout_s=request.get("timeout", 60.0),
-        visibility_timeout_s=request.get("visibility", 10.0), files=files, host=request.get("host", ""),
-    )  # fmt: skip
-    key = make_key(request.get("size", 1))
-    count, own_words = request.get("bytes", ARTEFACT_BYTES), request.get("own_words", False)
-    seconds = request.get("seconds", 0.0)
-    compiler = FakeCompiler(key, Path(request["log"]), seconds, count, own_words)
-    if "ready" in request:
-        Path(request["ready"], str(os.getpid())).touch()
-    if "go" in request:
-        wait_for(Path(request["go"]))
+def race(
+    root: Path,
+    local: Path,
+    log: Path,
+    *,
+    size: int = 1,
+    seconds: float = 0.0,
+    count: int = ARTEFACT_BYTES,
+    own_words: bool = False,
+    timeout: float = 60.0,
+    host: str = "",
+    late: tuple[Path, float] | None = None,
+    go: Path | None = None,
+) -> dict[str, Any]:
+    """Build one key; what happened. go: a file whose appearance is waited for."""
+    files = None if late is None else LateFiles(late[0], host, late[1])
+    cache = CompileCache(root, local, lock_timeout_s=timeout, files=files, host=host)
+    key = make_key(size)
+    compiler = FakeCompiler(key, log, seconds, count, own_words)
+    if go is not None:
+        wait_for(go)
     started = time.monotonic()
     try:
         loaded = cache.get(key, compiler, load)
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}
     artefact = cache.try_load(key)
-    return {
-        "bytes": loaded,
-        "path": str(artefact.path) if artefact else None,
-        "seconds": time.monotonic() - started,
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    path = str(artefact.path) if artefact else None
+    return {"bytes": loaded, "path": path, "seconds": time.monotonic() - started}

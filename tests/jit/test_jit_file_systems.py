@@ -14,11 +14,7 @@ from sonicmoe.jit import CompileCache
 from sonicmoe.jit.files import StoreFiles
 
 PROCESSES = 8
-
-
-def shell(prefix, setup):
-    """Run `setup`, then the rest of the command, in a mount namespace of its own."""
-    return (*prefix, f'{setup} && exec "$@"', "sh")
+needs_mounts = pytest.mark.usefixtures("mounts")
 
 
 def read_only(folder):
@@ -33,32 +29,35 @@ def small(folder, kib):
 # Real mounts
 
 
-def test_read_only_prewarmed_works_in_silence(field, mounts):
+@needs_mounts
+def test_read_only_prewarmed_works_in_silence(field):
     field.run()
-    result = field.run(prefix=shell(mounts, read_only(field.root)))
+    result = field.run(mounts=read_only(field.root))
     assert result["bytes"] == 4096 and result["log"] == ""
     assert result["path"].startswith(str(field.root)) and not field.local.exists()
 
 
-def test_read_only_miss_is_explained_and_goes_to_the_node(field, mounts):
+@needs_mounts
+def test_read_only_miss_is_explained_and_goes_to_the_node(field):
     field.run(size=1)
-    prefix = shell(mounts, read_only(field.root))
-    results = field.race([{"size": 2, "seconds": 0.2, "prefix": prefix} for _ in range(PROCESSES)])
+    mounted = read_only(field.root)
+    results = field.race([{"size": 2, "seconds": 0.2, "mounts": mounted} for _ in range(PROCESSES)])
     assert all(result["path"].startswith(str(field.local)) for result in results)
     assert field.builds() == {1: 1, 2: 1}, "the processes of a node share its fallback"
     explained = [result["log"] for result in results if result["log"]]
     assert explained, "by one of those that are there at the same time"
     for log in explained:
         assert "read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log
-    again = field.run(size=2, prefix=prefix)
+    again = field.run(size=2, mounts=mounted)
     assert again["bytes"] == 4096 and again["log"] == ""
 
 
-def test_nowhere_to_write_is_one_clear_error(field, mounts):
+@needs_mounts
+def test_nowhere_to_write_is_one_clear_error(field):
     field.root.mkdir()
     field.local.mkdir(mode=0o700)
     setup = f"{read_only(field.root)} && {read_only(field.local)}"
-    result = field.run(prefix=shell(mounts, setup))
+    result = field.run(mounts=setup)
     assert result["error"] == "CacheUnwritableError"
     for part in (
         str(make_key()),
@@ -71,18 +70,20 @@ def test_nowhere_to_write_is_one_clear_error(field, mounts):
         assert part in result["message"]
 
 
-def test_full_disk_is_found_before_anything_is_compiled(field, mounts):
-    result = field.run(prefix=shell(mounts, small(field.root, 128)))
+@needs_mounts
+def test_full_disk_is_found_before_anything_is_compiled(field):
+    result = field.run(mounts=small(field.root, 128))
     assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
     assert "the file system is full (ENOSPC)" in result["log"]
     assert field.builds() == {1: 1}, "one compile, for the directory that has room"
 
 
 @pytest.mark.parametrize("own_words", [False, True])
-def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, mounts, own_words):
+@needs_mounts
+def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, own_words):
     """`own_words`: the compiler meets the full disk and reports an error that says nothing of it."""
-    prefix = shell(mounts, small(field.root, 9 << 10))
-    result = field.run(prefix=prefix, bytes=10 << 20, own_words=own_words)
+    mounted = small(field.root, 9 << 10)
+    result = field.run(mounts=mounted, count=10 << 20, own_words=own_words)
     assert result["bytes"] == 10 << 20 and result["path"].startswith(str(field.local))
     assert "the file system is full (ENOSPC)" in result["log"]
     assert field.builds() == {1: 2}
@@ -97,7 +98,7 @@ def test_rename_visible_late_is_waited_for(field):
     """
     ledger = field.folder / "ledger"
     ledger.mkdir()
-    late = {"late": str(ledger), "late_s": 1.0, "seconds": 0.1}
+    late = {"late": (ledger, 1.0), "seconds": 0.1}
     results = field.race([{**late, "host": f"node{index}"} for index in range(PROCESSES)])
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
     assert field.builds() == {1: 1}

@@ -1,43 +1,31 @@
 """Real processes that share the compile jobs of one empty cache, as the ranks of a host do."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from fake_jobs import FakeJob
-from racer import make_key
-from racers import TIMEOUT_S, environment
+from fake_jobs import FakeJob, TimedJob
+from forks import Child
+from racer import make_key, wait_for
 
+from sonicmoe.jit import CompileCache
 from sonicmoe.jit.parallel import Outcomes, ParallelBuild
 from sonicmoe.jit.slots import HostSlots
 
 RANKS, JOBS, LIMIT = 4, 6, 3
 
 
-def start(field, number, **request):
-    """A rank in a process group of its own, which a test can kill with its workers."""
-    request = {
-        "root": str(field.root), "local": str(field.local), "log": str(field.log),
-        "go": str(field.folder / "go"), "jobs": JOBS, "limit": LIMIT, "seconds": 0.2, **request,
-    }  # fmt: skip
-    path = field.folder / f"rank-{number}.json"
-    path.write_text(json.dumps(request))
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("rank.py")), str(path)], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
-    )  # fmt: skip
+def start(field, seconds=0.2):
+    """A rank with its workers: it builds fake jobs together with other ranks."""
 
+    def rank():
+        cache = CompileCache(field.root, field.local, lock_timeout_s=30.0)
+        jobs = [TimedJob(size, field.log, seconds) for size in range(1, JOBS + 1)]
+        wait_for(field.folder / "go")
+        collected = Outcomes()
+        ParallelBuild(jobs, cache, HostSlots(cache.local_root, LIMIT), collected).run()
+        return {each.kernel: f"{each.state} {each.message}".strip() for each in collected.outcomes}
 
-def result(rank):
-    out, err = rank.communicate(timeout=TIMEOUT_S)
-    assert rank.returncode == 0, err
-    outcomes = json.loads(out)
-    return outcomes
+    return Child(rank)
 
 
 def most_at_once(times):
@@ -53,9 +41,9 @@ def most_at_once(times):
 
 
 def test_ranks_share_the_jobs_and_the_places_of_their_host(field):
-    ranks = [start(field, number) for number in range(RANKS)]
+    ranks = [start(field) for _ in range(RANKS)]
     (field.folder / "go").touch()
-    outcomes = [result(rank) for rank in ranks]
+    outcomes = [rank.answer()[0] for rank in ranks]
     assert field.builds() == dict.fromkeys(range(1, JOBS + 1), 1)
     assert all(set(each) == {f"fake_{size}" for size in range(1, JOBS + 1)} for each in outcomes)
     states = Counter(state for each in outcomes for state in each.values())
@@ -66,12 +54,11 @@ def test_ranks_share_the_jobs_and_the_places_of_their_host(field):
 
 def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field):
     (field.folder / "go").touch()
-    victim = start(field, 0, seconds=60.0)
+    victim = start(field, seconds=60.0)
     field.until(lambda: sum(field.builds().values()) == LIMIT)
-    other = start(field, 1)
-    os.killpg(victim.pid, signal.SIGKILL)
-    victim.communicate()
-    assert set(result(other).values()) == {"built"}
+    other = start(field)
+    victim.kill()
+    assert set(other.answer()[0].values()) == {"built"}
     assert sum(field.builds().values()) == JOBS + LIMIT
 
 
@@ -90,12 +77,12 @@ def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):
     assert cache.try_load(make_key(1)) is None
 
 
-def test_unusable_cache_is_explained_once_for_all_workers(field):
+def test_unusable_cache_is_explained_once_for_all_workers(field, capfd):
     """And every kernel is compiled once, for the directory that takes it."""
     field.root.write_text("not a directory")
     field.folder.joinpath("go").touch()
-    rank = start(field, 0, seconds=0.0)
-    out, err = rank.communicate(timeout=TIMEOUT_S)
-    assert set(json.loads(out).values()) == {"built"}, err
-    assert err.count(f"compile cache {field.root}: a part of the path is a file") == 1, err
+    outcomes, said = start(field, seconds=0.0).answer()
+    said += capfd.readouterr().err  # of the workers
+    assert set(outcomes.values()) == {"built"}, said
+    assert said.count(f"compile cache {field.root}: a part of the path is a file") == 1, said
     assert set(field.builds().values()) == {1}
