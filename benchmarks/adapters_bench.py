@@ -139,13 +139,13 @@ def contestants(experts: Experts, rank: int, ours: bool = False) -> dict[str, Co
 
 
 def gradients(contestant: Contestant) -> dict[str, torch.Tensor]:
-    """Of the factors, in fp32."""
+    """Gradients of the factors, in fp32."""
     contestant.call()
     return {n: f.grad.float() for n, f in contestant.factors.items() if f.grad is not None}
 
 
 def exact_gradients(experts: Experts, rank: int) -> dict[str, torch.Tensor]:
-    """In fp32, by the reference engine."""
+    """Gradients of the factors in fp32, by the reference engine."""
     wide = exact_copy(experts)
     module, factors = adapted(wide, "sonicmoe", rank)
     with torch.no_grad():

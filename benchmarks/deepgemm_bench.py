@@ -77,7 +77,7 @@ def stages_in_turns(
 
 
 def figures(results: list[Result]) -> list[dict[str, Any]]:
-    """Of every result: its times and energy, and the ratios to the first."""
+    """Times and energy of every result."""
     found = []
     for result in results:
         row = result.sustained

@@ -102,7 +102,7 @@ class Ranks:
         dist.barrier()
 
     def largest(self, values: list[float]) -> list[float]:
-        """Of all ranks, place by place."""
+        """The largest value of all ranks, place by place."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         return mine.tolist()  # type: ignore[no-any-return]

@@ -100,7 +100,7 @@ class Layer:
         self.y = y.detach()
 
     def results(self, dw1: Tensor | None, dw2: Tensor | None) -> dict[str, Tensor]:
-        """Of the last `run`, with these weight gradients."""
+        """Results of the last `run`, with these weight gradients."""
         found = {"y": self.y, "dx": self.x.grad, "dprobs": self.probs.grad, "dw1": dw1, "dw2": dw2}
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
@@ -217,7 +217,7 @@ def native_copies(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def gate_first(dw1: Tensor) -> Tensor:
-    """Of rows in turns."""
+    """Gate rows before up rows, of rows in turns."""
     return dw1.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 

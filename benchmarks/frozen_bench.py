@@ -174,7 +174,7 @@ def build(config: PretrainedConfig, attention: str, device: str) -> nn.Module:
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token, part by part."""
+    """The loss of the next token, part by part."""
     hidden = model.model(input_ids=ids, use_cache=False)[0][:, :-1].flatten(0, 1)
     wanted = ids[:, 1:].flatten()
 

@@ -83,7 +83,7 @@ class Gathered:
 
 @dataclass
 class ShardedFigures(Figures):
-    """Of one way and one number of tokens."""
+    """What was found about one way and one number of tokens."""
 
     gathered: int = 0
     kernels: dict[str, float] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Rank:
         self.trainings: dict[Any, Sharded] = {}
 
     def training(self, way: str) -> Sharded:
-        """Of this way; those on values share one."""
+        """The model of this way; ways on values share one."""
         _, config = WAYS[way]
         if config not in self.trainings:
             given = self.gathered, config, self.options["layers"], self.options["vocabulary"]

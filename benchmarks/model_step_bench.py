@@ -62,7 +62,7 @@ def config_of(layers: int, quick: bool) -> Qwen3MoeConfig:
 
 @dataclass
 class Figures:
-    """Of one implementation."""
+    """What was found about one implementation."""
 
     seconds: list[float] = field(default_factory=list)
     peak: int = 0

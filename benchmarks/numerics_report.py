@@ -26,7 +26,7 @@ from sonicmoe.cli.framework import framework_option, load_framework
 from sonicmoe.cli.refusals import Location, OneLineCommand
 from sonicmoe.cli.screen import Activity, print_table
 from sonicmoe.cli.verify import size_options
-from sonicmoe.diagnostics.cases import DATA_KINDS, LONE_OUTLIERS, Sizes, load_case, make_case
+from sonicmoe.diagnostics.cases import DATA_KINDS, LONE_OUTLIERS, CaseSizes, load_case, make_case
 from sonicmoe.diagnostics.json_data import plain
 from sonicmoe.diagnostics.step_dump import StepSettings
 from sonicmoe.enums import ZCode
@@ -58,7 +58,7 @@ def _several(name: str, choices: Iterable[str], text: str, **more: Any) -> Any:
               "power-of-two scales.")  # fmt: skip
 @click.option("--captured", multiple=True, type=Location(), metavar="FILE",
               help="Inputs of a real call (.npz); may be repeated.")  # fmt: skip
-@size_options(Sizes())
+@size_options(CaseSizes())
 @activation_options
 @click.option("--biases", type=click.FloatRange(0.0, 1e4), default=0.0, show_default=True,
               help="Standard deviation of both biases of generated experts, whose x W1 has 1; 0: no "
@@ -81,8 +81,8 @@ def main(
         raise click.UsageError(f"--against {against} compares tokens that arrive in bf16")
     recipes = [RECIPES[name] for name in RECIPES if not recipe or name in recipe]
     codes = [code for code in ZCode if not z or code.value in z]
-    # Sizes that no layer has, and files that hold no call, are refused before the import.
-    problem = Sizes(**sizes)
+    # CaseSizes that no layer has, and files that hold no call, are refused before the import.
+    problem = CaseSizes(**sizes)
     layer = StepSettings.of(activation=activation, activation_parameters=dict(parameters))
     from_files = [load_case(path) for path in captured]
     load_framework(framework)

@@ -71,7 +71,7 @@ class Score:
 
     @property
     def worst_rmse(self) -> float:
-        """Of the worst expert."""
+        """Relative RMSE of the worst expert."""
         return max_or_nan(part.rmse for part in self.experts)
 
 

@@ -89,7 +89,7 @@ class Stack:
 
 
 def measure(tokens: int, experts: int) -> Row:
-    """Of one shape."""
+    """Medians of the rounds of one shape."""
     hidden, inner = FINE if experts >= 128 else (HIDDEN, INNER)
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
     ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices

@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of one expert's parameters."""
+        """Shapes of one expert's two parameters."""
         return (self.hidden, 2 * self.inner), (self.inner, self.hidden)
 
     def own(self, dtype: torch.dtype = torch.float32) -> GradientTargets:

@@ -22,7 +22,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of at least one value."""
         median = statistics.median(values)
         if len(values) == 1:
             return cls(median, 0.0, 1)
@@ -33,7 +33,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PowerReading:
     """Means over one stretch of time: the SM clock, and the power of the whole board from its
     energy counter. limit_watts: the power at which the driver lowers the clocks.
     """
@@ -44,7 +44,7 @@ class Reading:
 
 
 # Microseconds per layer of each step of a row, and what NVML saw meanwhile, or why it saw nothing.
-Turn = tuple[list[float], Reading | str]
+Turn = tuple[list[float], PowerReading | str]
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Sustained:
     """
 
     us: Spread
-    power: Reading | None = None
+    power: PowerReading | None = None
     joules: float | None = None
     unavailable: str | None = None
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Sustained:
-        """Of at least one turn; all of them took about as long."""
+        """The row of at least one turn; all turns took about as long."""
         steps = [us for row, _ in turns for us in row]
         # One turn without a reading leaves the whole row without power: a mean of the rest would be
         # of other clocks.
@@ -70,7 +70,7 @@ class Sustained:
             if isinstance(power, str):
                 return cls(Spread.of(steps), unavailable=power)
         readings = [dataclasses.astuple(power) for _, power in turns if not isinstance(power, str)]
-        power = Reading(*map(statistics.fmean, zip(*readings, strict=True)))
+        power = PowerReading(*map(statistics.fmean, zip(*readings, strict=True)))
         # The window of the power reading and that of the steps differ by a few steps at each end.
         # Power times time per layer does not mind; a difference of two energies over the number of
         # layers would count those steps in full.

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from .figures import Reading
+from .figures import PowerReading
 
 # Not in the thread, because an import holds the interpreter lock while launches should be issued.
 try:
@@ -49,14 +49,14 @@ class Meter:
         self._stop.set()
         self._thread.join()
 
-    def reading(self) -> Reading | str:
-        """Of the `with` block that has ended, or why there is none."""
+    def reading(self) -> PowerReading | str:
+        """What the board did during the `with` block that has ended, or why nobody knows."""
         if self._failure is not None:
             return self._failure
         watts = mean_watts(self._energies)
         if watts is None:
             return "the time was too short for the board's energy counter"
-        return Reading(median(self._clocks), watts, self._limit)
+        return PowerReading(median(self._clocks), watts, self._limit)
 
     def _run(self) -> None:
         if self._device == "cpu":

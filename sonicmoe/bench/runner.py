@@ -29,7 +29,7 @@ from .timing import (
     time_steps,
 )
 from .trace import total_us
-from .workload import Batch, Call, Layer, Stack, Variant, rotating_batches
+from .workload import Batch, Layer, NodeCall, Stack, Variant, rotating_batches
 
 WARM_UPS = 2
 PROFILED_CALLS = 5
@@ -48,7 +48,7 @@ class NodeRun:
 
     def phases(self, number: int) -> Phases:
         # Another batch in every call, so that none comes out of the L2 cache.
-        return Call(self.node, self.batches[number % len(self.batches)]).phases
+        return NodeCall(self.node, self.batches[number % len(self.batches)]).phases
 
     def steps(self, layers: int) -> Stack:
         return Stack(self.node, self.batches, layers)
@@ -78,7 +78,7 @@ def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0)
     time_all(runs, results, device, sustained_s)
     for index, run in runs.items():
         # On one batch, because memory does not depend on the values.
-        memory = measure_memory(Call(run.node, batches[0]), device)
+        memory = measure_memory(NodeCall(run.node, batches[0]), device)
         results[index].saved_mib, results[index].peak_mib = memory.saved, memory.peak
         results[index].total_peak_mib = memory.total_peak
         # Free prepared weights, so that the peak of the next variant is its own.

@@ -24,7 +24,7 @@ from ..observe import ranges_on
 from .figures import Turn
 from .power import Meter
 from .trace import PHASE_PREFIX, Kernel, covered_us, kernels_of
-from .workload import Call
+from .workload import NodeCall
 
 Phases = Sequence[tuple[str, Callable[[], None]]]
 MIB = float(1 << 20)
@@ -147,7 +147,7 @@ class Memory:
     total_peak: float | None = None
 
 
-def measure_memory(call: Call, device: str) -> Memory:
+def measure_memory(call: NodeCall, device: str) -> Memory:
     """Run forward and backward once. What the node keeps for gradients must exist already."""
     if device == "cpu":
         saved = _saved_bytes(call)
@@ -168,7 +168,7 @@ def measure_memory(call: Call, device: str) -> Memory:
     return Memory(saved / MIB, (peak - before) / MIB, peak / MIB)
 
 
-def _saved_bytes(call: Call) -> int:
+def _saved_bytes(call: NodeCall) -> int:
     """Bytes of distinct tensors that autograd holds after forward."""
     held: dict[int, Any] = {}  # by address: a tensor that autograd saves twice counts once
 

@@ -143,8 +143,8 @@ class Batch:
 
 
 def rotating_batches(shape: Shape, device: str) -> list[Batch]:
-    """As many batches, up to `MAX_ROTATION`, as it takes to exceed the L2 cache twice; one on a
-    CPU. Call `torch.manual_seed` first.
+    """Enough batches to exceed the L2 cache twice, at most `MAX_ROTATION` of them; one on a
+    CPU. NodeCall `torch.manual_seed` first.
     """
     first = Batch.random(shape, device)
     if device == "cpu":
@@ -174,7 +174,7 @@ class Layer:
         return SonicMoEMlpNode(self.experts, *sizes, config=variant.config, flush=flush)
 
 
-class Call:
+class NodeCall:
     """One forward, backward and step of a node on a batch, phase by phase."""
 
     def __init__(self, node: SonicMoEMlpNode, batch: Batch) -> None:
@@ -237,7 +237,7 @@ class Stack:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same storage with a gradient of its own, so that layers which share a batch add nothing
-    to each other's.
+    """A tensor of this storage with a gradient of its own, so that layers which share a batch add
+    nothing to each other's.
     """
     return tensor.detach().requires_grad_()

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ..diagnostics.cases import VERIFIED, Sizes
+from ..diagnostics.cases import VERIFIED, CaseSizes
 from ..engine.capabilities import REFERENCE
 from .activation import activation_options
 from .framework import load_framework
@@ -24,11 +24,11 @@ WIDTH = 62  # of a detail, so that a row has 100 columns; --json has all of it
 LAYOUTS = ("interleaved", "halves", "fused", "fused_interleaved")
 
 
-def size_options(defaults: Sizes) -> Any:
+def size_options(defaults: CaseSizes) -> Any:
     """The options of a generated case."""
 
     def decorate(command: Any) -> Any:
-        for size in reversed(dataclasses.fields(Sizes)):
+        for size in reversed(dataclasses.fields(CaseSizes)):
             # A decorator that is applied first stands last in the help, hence `reversed`.
             default = getattr(defaults, size.name)
             option = click.option(
@@ -77,7 +77,7 @@ def verify(
     # After `load_framework`: these imports bind the package to it.
     from ..diagnostics import verify as tool
     from ..diagnostics.doctor_engine import find_device
-    from ..diagnostics.experts_under_test import Subject, load
+    from ..diagnostics.experts_under_test import ExpertsUnderTest, load
 
     for asked in check:
         if asked not in tool.CHECKS:
@@ -86,8 +86,8 @@ def verify(
     findings = []
     # stdout has the result alone, whatever the callable prints, also when this process ends.
     with redirect_stdout(sys.stderr), Activity("verify") as doing:
-        given = layout, activation, dict(parameters), dtype, place, tolerance, Sizes(**sizes)
-        subject = Subject(load(name), *given)
+        given = layout, activation, dict(parameters), dtype, place, tolerance, CaseSizes(**sizes)
+        subject = ExpertsUnderTest(load(name), *given)
         subject.case()  # refused here, parameters of the activation are no failed check
         for asked in check or tool.CHECKS:
             doing.begin(asked)

@@ -107,7 +107,7 @@ class Fault:
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class BisectReport:
     """Statistics of every stage shown, in order, and the first fault, None when every stage is as
     expected.
 
@@ -143,7 +143,7 @@ class Report:
         return listed
 
 
-def bisect(step: StepDump, engine: str, device: str = "cpu") -> Report:
+def bisect(step: StepDump, engine: str, device: str = "cpu") -> BisectReport:
     """Run `step` on `engine`, a value of `EngineName`, and judge it stage by stage.
     EngineUnavailableError where an engine does not run on `device` ("cpu" or "cuda:0").
     """
@@ -203,7 +203,7 @@ class _Judge:
             if name not in INPUTS
         }
 
-    def report(self, run: StageRun, values: Mapping[str, StageValue]) -> Report:
+    def report(self, run: StageRun, values: Mapping[str, StageValue]) -> BisectReport:
         """Statistics of every stage of `run`, and the first that is wrong."""
         stages = stages_of(self._step)
         stats: dict[str, StageStats] = {}
@@ -220,7 +220,7 @@ class _Judge:
         if all(fault.kind == PADDING for fault in faults):
             harmless = tuple(f"{fault.stage} at {fault.place}: {fault.what}" for fault in faults)
             faults = []
-        return Report(
+        return BisectReport(
             self._step.name,
             run.engine,
             stats,

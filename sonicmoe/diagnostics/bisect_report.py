@@ -12,7 +12,7 @@ from rich.table import Table
 from .stage_stats import StageStats
 
 if TYPE_CHECKING:
-    from .bisect import Report
+    from .bisect import BisectReport
 
 WIDTH = 100
 # What to do about inputs that other modules made.
@@ -25,7 +25,7 @@ _OUTSIDE = {
 }
 
 
-def stage_table(report: Report) -> Table:
+def stage_table(report: BisectReport) -> Table:
     """One row per stage in the order in which they run; the first wrong one stands out."""
     columns = (
         "stage", "total", "finite", "NaN", "inf", "first\nbad", "min", "max", "satu-\nrated",
@@ -64,7 +64,7 @@ def cells(stats: StageStats) -> list[str]:
     ]
 
 
-def verdict(report: Report) -> list[str]:
+def verdict(report: BisectReport) -> list[str]:
     """The lines to read before the table: cause, spread, and stages that were not shown."""
     lines = []
     # The cause first: whoever reads one line only must read that one.
@@ -85,7 +85,7 @@ def verdict(report: Report) -> list[str]:
     return lines
 
 
-def text_of(report: Report) -> str:
+def text_of(report: BisectReport) -> str:
     """Verdict and table, without colours."""
     # A fixed width: an exception's text must not be folded to the terminal of the process that
     # raised it.

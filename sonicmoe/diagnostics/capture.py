@@ -120,7 +120,7 @@ def step_of_backward(name: str, event: BackwardBegins) -> StepDump:
 
 
 def _indices_of(event: BackwardBegins) -> Array:
-    """As the caller gave them; where only the routing is left, -1 stands for every id that is not
+    """The ids that the caller gave; where only the routing is left, -1 stands for every id that is not
     here.
     """
     if event.call.indices is not None:

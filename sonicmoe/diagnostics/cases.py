@@ -56,7 +56,7 @@ _FP64 = 8  # the bytes of a number while a case is generated
 
 
 @dataclass(frozen=True)
-class Sizes(Shape):
+class CaseSizes(Shape):
     """T, H, I, E, K of a generated case. ConfigError where this machine has not the memory."""
 
     tokens: int = 2048
@@ -73,7 +73,7 @@ class Sizes(Shape):
 
 
 # Of `sonicmoe verify`: several parts of 128 tokens, and a loop over tokens takes no time.
-VERIFIED = Sizes(tokens=300, hidden=64, intermediate=48, experts=6, topk=3)
+VERIFIED = CaseSizes(tokens=300, hidden=64, intermediate=48, experts=6, topk=3)
 
 
 def as_case(step: StepDump) -> StepDump:
@@ -105,7 +105,7 @@ def round_to_bf16(values: Array) -> Array:
 
 def make_case(
     kind: str,
-    sizes: Sizes,
+    sizes: CaseSizes,
     seed: int,
     settings: StepSettings = _DEFAULTS,
     biases: float = 0.0,

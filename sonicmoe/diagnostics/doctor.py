@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Problem:
+class DoctorFinding:
     """One finding and what to do about it, a line each. An `ERROR` is a failed check (exit code 1), a
     `WARNING` is worth a look.
     """
@@ -105,7 +105,7 @@ class Report:
     kernels: dict[str, Any] | None = None
     self_test: list[dict[str, Any]] = field(default_factory=list)
     self_test_seconds: float | None = None
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[DoctorFinding] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
@@ -114,11 +114,11 @@ class Report:
 
     def error(self, what: str, remedy: str) -> None:
         """Add a failed check."""
-        self.problems.append(Problem(ERROR, what, remedy))
+        self.problems.append(DoctorFinding(ERROR, what, remedy))
 
     def warning(self, what: str, remedy: str) -> None:
         """Add what is worth a look."""
-        self.problems.append(Problem(WARNING, what, remedy))
+        self.problems.append(DoctorFinding(WARNING, what, remedy))
 
 
 def look_around() -> tuple[Report, ResolvedConfig]:

@@ -25,7 +25,7 @@ from ..enums import ActivationType
 from ..errors import ConfigError, did_you_mean, expect
 from ..layouts import ExpertLayout, convert_weights
 from .capture import to_numpy
-from .cases import VERIFIED, Sizes, make_case
+from .cases import VERIFIED, CaseSizes, make_case
 from .golden_stages import TENSORS, golden_tensors
 from .step_dump import Array, StepDump, StepSettings
 
@@ -46,7 +46,7 @@ class NotRunError(Exception):
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExpertsUnderTest:
     """The experts that are verified.
 
     Attributes:
@@ -65,7 +65,7 @@ class Subject:
     dtype: str = "float32"
     device: str = "cpu"
     tolerance: float | None = None
-    sizes: Sizes = VERIFIED
+    sizes: CaseSizes = VERIFIED
 
     def __post_init__(self) -> None:
         # A comparison with NaN is false, so under such a tolerance nothing would ever be too far off.
@@ -121,7 +121,7 @@ def load(name: str) -> Experts:
     return cast("Experts", found)
 
 
-def weights_of(subject: Subject, case: StepDump) -> tuple[Tensor, Tensor]:
+def weights_of(subject: ExpertsUnderTest, case: StepDump) -> tuple[Tensor, Tensor]:
     """w1 and w2 of a case as the callable takes them, leaves that want gradients."""
     native = torch.tensor(case.w1), torch.tensor(case.w2)
     placed = convert_weights(*native, ExpertLayout.INTERLEAVED, subject.layout)
@@ -131,7 +131,7 @@ def weights_of(subject: Subject, case: StepDump) -> tuple[Tensor, Tensor]:
 
 
 def run(
-    subject: Subject, case: StepDump, weights: Sequence[Tensor] | None = None
+    subject: ExpertsUnderTest, case: StepDump, weights: Sequence[Tensor] | None = None
 ) -> dict[str, Array]:
     """One forward and backward: `TENSORS` in fp64, weight gradients in native layout. Those of sharded
     weights are gathered.
@@ -183,7 +183,7 @@ def part_errors(name: str, got: Array, wanted: Array, case: StepDump) -> Array:
     return np.array(errors or [0.0])
 
 
-def compare(subject: Subject, case: StepDump, got: dict[str, Array]) -> str:
+def compare(subject: ExpertsUnderTest, case: StepDump, got: dict[str, Array]) -> str:
     """The worst error of these tensors in words. WrongResultError where a part is further off than
     the tolerance.
     """
@@ -213,10 +213,10 @@ def same_bits(got: dict[str, Array], wanted: dict[str, Array], what: str) -> str
     return "equal to the bit"
 
 
-class Held(torch.nn.Module):
+class HeldExperts(torch.nn.Module):
     """The callable as a module with parameters, as a trainer holds it."""
 
-    def __init__(self, subject: Subject, case: StepDump) -> None:
+    def __init__(self, subject: ExpertsUnderTest, case: StepDump) -> None:
         super().__init__()
         self.experts = subject.experts
         self.w1, self.w2 = map(torch.nn.Parameter, weights_of(subject, case))

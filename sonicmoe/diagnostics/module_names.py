@@ -54,7 +54,9 @@ def parameters_behind(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def names_of_factors(call: ExpertCall) -> Iterator[tuple[str, Tensor]]:
-    """Of the low-rank adapters of a call: the parameter where a module holds one, else the argument."""
+    """Name and tensor of each factor of a call's low-rank adapters: the name of the parameter where a
+    module holds one, else of the argument.
+    """
     owners = _Owners(list(call.factors.values()))
     for name, factor in call.factors.items():
         yield next(iter(owners.names([factor])), f"adapters.{name}"), factor

@@ -25,7 +25,7 @@ from ..observe import (
     observing,
 )
 from ..quant.tokens import anchor_of
-from .bisect import Report, bisect
+from .bisect import BisectReport, bisect
 from .bisect_report import text_of
 from .capture import step_of_backward, step_of_forward
 from .module_names import names_of_factors, parameters_behind
@@ -39,11 +39,11 @@ class NonFiniteError(SonicMoEError, ArithmeticError):
     to bisect again, None if none was asked for.
     """
 
-    def __init__(self, message: str, report: Report, dump: Path | None) -> None:
+    def __init__(self, message: str, report: BisectReport, dump: Path | None) -> None:
         super().__init__(message)
         self.report, self.dump = report, dump
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, Report, Path | None]]:
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, BisectReport, Path | None]]:
         """Processes hand exceptions to each other."""
         return type(self), (str(self), self.report, self.dump)
 
@@ -186,7 +186,7 @@ def _about_copies(step: StepDump, call: ExpertCall) -> list[str]:
     ]
 
 
-def _about_adapters(report: Report, call: ExpertCall) -> list[str]:
+def _about_adapters(report: BisectReport, call: ExpertCall) -> list[str]:
     """A line where a weight that is not finite is computed from others, as adapters do: the
     parameter under its own name may be sound.
     """
@@ -217,7 +217,7 @@ def _are_finite(weights: Sequence[Tensor]) -> bool:
 
 
 def _unused(path: Path) -> Path:
-    """That path, or the first of path-2, path-3, ... where an earlier block has left a file."""
+    """This path, or the first of path-2, path-3, ... where an earlier block has left a file."""
     stem, number = path.stem, 1
     while path.exists():
         number += 1

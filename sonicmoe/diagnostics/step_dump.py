@@ -34,7 +34,7 @@ class DumpError(SonicMoEError, ValueError):
 
 
 def need_shape(fits: bool, name: str, array: Array, needed: object) -> None:
-    """As `refusals.need_shape`, which loads a framework."""
+    """Raise ShapeError unless the array fits. `refusals.need_shape` would load a framework."""
     expect(fits, ShapeError, f"{name} has shape {array.shape}; needed: {needed}")
 
 
@@ -78,7 +78,7 @@ class StepSettings:
 
     @property
     def parameters(self) -> ActivationParameters:
-        """Of the activation, as engines take them."""
+        """The activation's numbers, as engines take them."""
         return layer_parameters(self.activation_type, self.activation_parameters)
 
     @classmethod

@@ -21,9 +21,9 @@ from torch.distributed.tensor import distribute_tensor
 from .experts_under_test import (
     BLOCK,
     TOKENS,
-    Held,
+    ExpertsUnderTest,
+    HeldExperts,
     NotRunError,
-    Subject,
     WrongResultError,
     compare,
     memory_full_of_nan,
@@ -34,7 +34,7 @@ from .experts_under_test import (
 from .step_dump import StepDump
 
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
-Check = Callable[[Subject], str]
+Check = Callable[[ExpertsUnderTest], str]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Finding:
     detail: str
 
 
-def verify(name: str, subject: Subject, check: Check | None = None) -> Finding:
+def verify(name: str, subject: ExpertsUnderTest, check: Check | None = None) -> Finding:
     """Run one of `CHECKS`, or another under that name. If the callable raises, it has failed."""
     try:
         return Finding(name, PASSED, (check or CHECKS[name])(subject))
@@ -61,24 +61,24 @@ def verify(name: str, subject: Subject, check: Check | None = None) -> Finding:
         return Finding(name, FAILED, f"{type(error).__name__}: {text[:300]}")
 
 
-def _against_golden(subject: Subject, case: StepDump) -> str:
+def _against_golden(subject: ExpertsUnderTest, case: StepDump) -> str:
     return compare(subject, case, run(subject, case))
 
 
-def _idle_expert(subject: Subject) -> str:
+def _idle_expert(subject: ExpertsUnderTest) -> str:
     case, idle = subject.case(), subject.sizes.experts // 2
     pool = [expert for expert in range(case.num_experts) if expert != idle]
     tokens, slots = np.indices(case.indices.shape)
     return _against_golden(subject, case.but(indices=np.array(pool)[(tokens + slots) % len(pool)]))
 
 
-def _one_expert(subject: Subject) -> str:
+def _one_expert(subject: ExpertsUnderTest) -> str:
     case = subject.case()
     indices = np.full((len(case.x), 1), subject.sizes.experts - 1)
     return _against_golden(subject, case.but(indices=indices, probs=case.probs[:, :1]))
 
 
-def _no_tokens(subject: Subject) -> str:
+def _no_tokens(subject: ExpertsUnderTest) -> str:
     case = subject.case()
     return _against_golden(subject, case.but(**{name: getattr(case, name)[:0] for name in TOKENS}))
 
@@ -94,14 +94,14 @@ def with_absent_ids(case: StepDump) -> StepDump:
     return case.but(indices=np.where(away, spelt, case.indices))
 
 
-def _absent_ids(subject: Subject) -> str:
+def _absent_ids(subject: ExpertsUnderTest) -> str:
     words = _against_golden(subject, with_absent_ids(subject.case()))
     with memory_full_of_nan(subject.device):  # what nobody writes for them shows
         _against_golden(subject, with_absent_ids(subject.case()))
     return words
 
 
-def _poisoned_rows(subject: Subject) -> str:
+def _poisoned_rows(subject: ExpertsUnderTest) -> str:
     case = with_absent_ids(subject.case())
     away = (case.indices < 0) | (case.indices >= case.num_experts)
     rows = away.all(1)
@@ -111,7 +111,7 @@ def _poisoned_rows(subject: Subject) -> str:
     return same_bits(found, run(subject, case), "where nobody's tokens are NaN")
 
 
-def _bad_token(subject: Subject) -> str:
+def _bad_token(subject: ExpertsUnderTest) -> str:
     case = subject.case()
     case = case.but(indices=case.indices[:, :1], probs=case.probs[:, :1])
     x = case.x.copy()
@@ -124,12 +124,12 @@ def _bad_token(subject: Subject) -> str:
     return same_bits(spoilt, clean, "beyond the token's own row and expert")
 
 
-def _poisoned_memory(subject: Subject) -> str:
+def _poisoned_memory(subject: ExpertsUnderTest) -> str:
     with memory_full_of_nan(subject.device):
         return _idle_expert(subject)
 
 
-def _repeated(subject: Subject) -> str:
+def _repeated(subject: ExpertsUnderTest) -> str:
     case = subject.case()
     first = run(subject, case)
     for _ in range(3):
@@ -137,7 +137,7 @@ def _repeated(subject: Subject) -> str:
     return "equal to the bit in four runs"
 
 
-def _written_weights(subject: Subject) -> str:
+def _written_weights(subject: ExpertsUnderTest) -> str:
     case, other = subject.case(), subject.case(seed=1)
     weights, new = weights_of(subject, case), weights_of(subject, other)
     run(subject, case, weights)
@@ -148,9 +148,9 @@ def _written_weights(subject: Subject) -> str:
     return compare(subject, changed, run(subject, changed, weights))
 
 
-def _checkpoint(subject: Subject) -> str:
+def _checkpoint(subject: ExpertsUnderTest) -> str:
     case = subject.case()
-    trained, fresh = Held(subject, case), Held(subject, subject.case(seed=1))
+    trained, fresh = HeldExperts(subject, case), HeldExperts(subject, subject.case(seed=1))
     run(subject, case, (fresh.w1, fresh.w2))
     kept = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     fresh.load_state_dict(kept)
@@ -158,7 +158,7 @@ def _checkpoint(subject: Subject) -> str:
     return same_bits(run(subject, case, (fresh.w1, fresh.w2)), wanted, "after load_state_dict")
 
 
-def _expert_parallel(subject: Subject) -> str:
+def _expert_parallel(subject: ExpertsUnderTest) -> str:
     """Two ranks one after the other: each has half of the experts, and takes the others' ids for
     absent ones. A rank's weights are a slice of their own storage.
     """
@@ -174,7 +174,7 @@ def _expert_parallel(subject: Subject) -> str:
     return compare(subject, case, total | joined)
 
 
-def _sharded(subject: Subject) -> str:
+def _sharded(subject: ExpertsUnderTest) -> str:
     """FSDP2 over a group of this process alone. In the second step the weights are others: gathered ones
     come back in the same tensors, and nothing that was made of the old ones may be used.
     """
@@ -185,7 +185,7 @@ def _sharded(subject: Subject) -> str:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         case = subject.case()
-        model = Held(subject, case)
+        model = HeldExperts(subject, case)
         fully_shard(model, mesh=init_device_mesh(kind, (1,)))
         sharded = replace(subject, experts=lambda x, ids, probs, *_: model(x, ids, probs))
         for seed in (0, 1):
@@ -201,7 +201,7 @@ def _sharded(subject: Subject) -> str:
         dist.destroy_process_group()
 
 
-def _large(subject: Subject) -> str:
+def _large(subject: ExpertsUnderTest) -> str:
     if not subject.device.startswith("cuda"):
         raise NotRunError("needs a GPU")
     # The last 128 tokens behind as many as take z past 2^31 numbers.

@@ -18,8 +18,8 @@ from sonicmoe.bench.shapes import SHAPES, SMALL, Shape
 from sonicmoe.bench.timing import measure_memory
 from sonicmoe.bench.workload import (
     Batch,
-    Call,
     Layer,
+    NodeCall,
     Variant,
     available_variants,
     rotating_batches,
@@ -94,7 +94,7 @@ def test_batches_route_to_distinct_experts_and_exceed_the_cache_twice(monkeypatc
 def test_phases_run_in_order_and_leave_gradients(flush, held):
     layer, batch = Layer(TINY, "cpu"), Batch.random(TINY, "cpu")
     node, weight = layer.node(PERF, FlushMode(flush)), layer.experts[0].up_gate_proj.weight
-    call, place = Call(node, batch), weight.main_grad.data_ptr()
+    call, place = NodeCall(node, batch), weight.main_grad.data_ptr()
     (forward, backward, step) = call.phases
     assert (forward[0], backward[0], step[0]) == ("forward", "backward", "step")
     forward[1]()
@@ -111,7 +111,7 @@ def test_saved_bytes_are_z_and_routing(mode, per_element):
     """z in 8 bits with a scale per 128 columns, or bf16; the routing tensors; nothing else."""
     shape = Shape(256, 128, 128, 2, 1)
     layer = Layer(shape, "cpu")
-    call = Call(layer.node(Variant(EngineName.REFERENCE, mode)), Batch.random(shape, "cpu"))
+    call = NodeCall(layer.node(Variant(EngineName.REFERENCE, mode)), Batch.random(shape, "cpu"))
     saved = measure_memory(call, "cpu").saved * timing.MIB
     z = 2 * 128 * per_element
     least, most = shape.rows * z, (shape.rows + 2 * 127) * (z + 16) + shape.rows * 8 + 1024

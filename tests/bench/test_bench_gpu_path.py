@@ -13,12 +13,12 @@ import pytest
 from framework import torch
 
 from sonicmoe.bench import power, runner, timing
-from sonicmoe.bench.figures import Reading, Result, Sustained
+from sonicmoe.bench.figures import PowerReading, Result, Sustained
 from sonicmoe.bench.power import Meter, mean_watts
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.tables import notes, result_table
 from sonicmoe.bench.timing import AHEAD, profile_steps, sustain, time_steps
-from sonicmoe.bench.workload import Batch, Call, Layer, Stack, Variant
+from sonicmoe.bench.workload import Batch, Layer, NodeCall, Stack, Variant
 from sonicmoe.enums import EngineName
 
 TINY = Shape(48, 32, 16, 4, 2)
@@ -120,7 +120,7 @@ def test_a_stack_computes_what_its_calls_compute():
     assert all(batch.x.grad is None and batch.probs.grad is None for batch in batches)
     other = single.node(PERF)
     for batch in (batches[0], batches[1], batches[0]):
-        call = Call(other, batch)
+        call = NodeCall(other, batch)
         call.forward()
         call.backward()
     for a, b in zip(stacked.experts, single.experts, strict=True):
@@ -200,7 +200,7 @@ def read(device="cuda:0", seconds=0.0):
 def test_every_quantity_comes_in_the_units_of_its_name(board):
     users = board()
     reading = read(seconds=0.5)
-    assert reading == Reading(1530.0, reading.watts, 650.0) and users == ["in", "out"]
+    assert reading == PowerReading(1530.0, reading.watts, 650.0) and users == ["in", "out"]
     assert reading.watts == pytest.approx(WATTS, rel=0.1)
     # Nobody knows when the counter's first value was new.
     readings = [(0.0, 100.0), (0.09, 110.0), (0.19, 180.0), (0.29, 250.0)]
@@ -233,7 +233,7 @@ def test_engines_take_turns_and_their_figures_reach_table_and_json(monkeypatch):
     def fake_sustain(stack, seconds, device):
         assert seconds == 1.25
         order.append(stack)
-        return [us[stack]], Reading(1530.0, 700.0, 650.0)
+        return [us[stack]], PowerReading(1530.0, 700.0, 650.0)
 
     monkeypatch.setattr(runner, "sustain", fake_sustain)
     results = [result(), result()]

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 from framework import torch
 
-from sonicmoe.diagnostics.cases import Sizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes, make_case
 from sonicmoe.diagnostics.golden_stages import RowLayout
 from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.quant.format import BlockScaledTensor, Code
 from sonicmoe.routing.metadata import RoutingMetadata
 
-SIZES = Sizes(tokens=96, hidden=256, intermediate=128, experts=3, topk=2)
+SIZES = CaseSizes(tokens=96, hidden=256, intermediate=128, experts=3, topk=2)
 
 
 def make_step(kind="gaussian", sizes=SIZES, seed=0, bias=False, **settings):

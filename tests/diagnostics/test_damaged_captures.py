@@ -12,11 +12,11 @@ from damage import variants
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.callers import Caller
-from sonicmoe.diagnostics.cases import Sizes, load_case, make_case
+from sonicmoe.diagnostics.cases import CaseSizes, load_case, make_case
 from sonicmoe.diagnostics.step_dump import StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
 
-PLAIN = make_case("gaussian", Sizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
+PLAIN = make_case("gaussian", CaseSizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)
 # As a functional call leaves it.
 CASE = dataclasses.replace(
     PLAIN,

@@ -29,7 +29,7 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.cases import (
     DATA_KINDS,
     LONE_OUTLIERS,
-    Sizes,
+    CaseSizes,
     load_case,
     make_case,
     round_to_bf16,
@@ -39,9 +39,9 @@ from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, save_dump
 from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
 from sonicmoe.quant.recipes import RECIPES
 
-SMALL = Sizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
-LONE = Sizes(tokens=256, hidden=256, intermediate=128, experts=4, topk=2)
-TINY = Sizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
+SMALL = CaseSizes(tokens=512, hidden=256, intermediate=256, experts=4, topk=2)
+LONE = CaseSizes(tokens=256, hidden=256, intermediate=128, experts=4, topk=2)
+TINY = CaseSizes(tokens=48, hidden=32, intermediate=16, experts=4, topk=2)
 TINY_OPTIONS = [
     "--tokens", "48", "--hidden", "32", "--intermediate", "16", "--experts", "4",
     "--framework", "torch", "--data", "gaussian",
@@ -220,7 +220,7 @@ def test_cases_hold_bf16_values_and_repeat_with_their_seed():
 
 
 def test_data_kinds_are_what_they_say():
-    sizes = Sizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
+    sizes = CaseSizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
     cases = {kind: make_case(kind, sizes, 0) for kind in DATA_KINDS}
     norms = np.sqrt((cases["row-spread"].x.astype(float) ** 2).mean(1))
     assert 9 < np.log2(norms.max() / norms.min()) < 11

@@ -15,19 +15,21 @@ from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.cases import Sizes
-from sonicmoe.diagnostics.experts_under_test import Subject, load
+from sonicmoe.diagnostics.cases import CaseSizes
+from sonicmoe.diagnostics.experts_under_test import ExpertsUnderTest, load
 from sonicmoe.diagnostics.verify import CHECKS, FAILED, NOT_RUN, PASSED, verify
 from sonicmoe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "experts_to_verify.py"
-SMALL = Sizes(tokens=260, hidden=32, intermediate=16, experts=4, topk=2)
+SMALL = CaseSizes(tokens=260, hidden=32, intermediate=16, experts=4, topk=2)
 FACES = {
-    "definition": Subject(plain, sizes=SMALL),
-    "functional in fp8": Subject(load(f"{EXAMPLES}:sonicmoe_fp8"), tolerance=0.15, sizes=SMALL),
-    "transformers": Subject(through_transformers, dtype="bfloat16", sizes=SMALL),
-    "transformers in fp8": Subject(
+    "definition": ExpertsUnderTest(plain, sizes=SMALL),
+    "functional in fp8": ExpertsUnderTest(
+        load(f"{EXAMPLES}:sonicmoe_fp8"), tolerance=0.15, sizes=SMALL
+    ),
+    "transformers": ExpertsUnderTest(through_transformers, dtype="bfloat16", sizes=SMALL),
+    "transformers in fp8": ExpertsUnderTest(
         partial(through_transformers, implementation="sonicmoe_fp8"), tolerance=0.15, sizes=SMALL
     ),
 }
@@ -44,9 +46,9 @@ def test_every_check_passes(face):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_check_finds_its_fault(fault):
     experts, check = FAULTS[fault]
-    assert verify(check, Subject(experts, sizes=SMALL)).state == FAILED
+    assert verify(check, ExpertsUnderTest(experts, sizes=SMALL)).state == FAILED
     if fault not in {"turned", "unsteady", "drops"}:
-        assert verify("values", Subject(experts, sizes=SMALL)).state == PASSED
+        assert verify("values", ExpertsUnderTest(experts, sizes=SMALL)).state == PASSED
 
 
 @pytest.mark.parametrize(

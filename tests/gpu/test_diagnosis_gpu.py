@@ -12,7 +12,7 @@ from sonicmoe import MoE
 from sonicmoe.bench.workload import Variant, available_variants
 from sonicmoe.diagnostics.bisect import WGRAD_OPERANDS, bisect
 from sonicmoe.diagnostics.bisect_report import text_of
-from sonicmoe.diagnostics.cases import Sizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes, make_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.enums import EngineName
@@ -72,7 +72,7 @@ def test_a_weight_is_named_as_the_model_names_it(use_fp8, bias, compiled):
 
 # ---- bisect: every engine's stages are what the reference engine makes of their inputs ----
 
-SIZES = Sizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
+SIZES = CaseSizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
 
 
 # Stages that never exist in memory, or that quantise nothing where nothing is quantised.

@@ -21,7 +21,7 @@ from gpu import engine_cases
 from numerics_scores import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
+from sonicmoe.diagnostics.cases import DATA_KINDS, CaseSizes, make_case
 from sonicmoe.diagnostics.golden_stages import TENSORS
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
@@ -31,8 +31,8 @@ from sonicmoe.jit_warmup import warmup_jit
 pytestmark = pytest.mark.gpu
 
 FEW, MANY = (
-    Sizes(),
-    Sizes(tokens=16384, topk=4),
+    CaseSizes(),
+    CaseSizes(tokens=16384, topk=4),
 )  # H=1024 I=512 E=8; the second has 16 times the slots
 # Sums of a tensor core, and bf16 before FP8, are errors of 1e-3 beside 6e-2, which adds squares:
 # 1e-4 of the ratio.

@@ -24,8 +24,8 @@ from sonicmoe.bench.cost_model import TILE_ROWS
 from sonicmoe.bench.runner import find_device, measure
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.timing import MIB, Memory, measure_memory
-from sonicmoe.bench.workload import Batch, Call, Layer, Variant, available_variants
-from sonicmoe.diagnostics.cases import DATA_KINDS, Sizes, make_case
+from sonicmoe.bench.workload import Batch, Layer, NodeCall, Variant, available_variants
+from sonicmoe.diagnostics.cases import DATA_KINDS, CaseSizes, make_case
 from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.stage_runner import run_stages
 from sonicmoe.engine.select import choose_engine
@@ -38,7 +38,7 @@ from sonicmoe.quant.reference import quantize
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-PRECISION_SIZES = Sizes(tokens=512, hidden=512, intermediate=256, experts=8, topk=2)
+PRECISION_SIZES = CaseSizes(tokens=512, hidden=512, intermediate=256, experts=8, topk=2)
 DEFAULT_RECIPE = "dx256"
 REPEATS = 3
 LAYER_SHAPE = Shape(96, 128, 128, 4, 2)
@@ -111,7 +111,7 @@ def digests(variant: Variant, device: str, seed: int = 0) -> list[str]:
     layer = Layer(LAYER_SHAPE, device, seed)
     torch.manual_seed(seed + 1)
     batch = Batch.random(LAYER_SHAPE, device)
-    call = Call(layer.node(variant), batch)
+    call = NodeCall(layer.node(variant), batch)
     call.forward()
     out = call.out
     call.backward()
@@ -299,7 +299,7 @@ def memory(fast: bool) -> dict[str, Any]:
 
 def settled_memory(variant: Variant, shape: Shape, batch: Batch, device: str) -> Memory:
     """Of the second call: accumulators and caches come with the first."""
-    call = Call(Layer(shape, device).node(variant), batch)
+    call = NodeCall(Layer(shape, device).node(variant), batch)
     measure_memory(call, device)
     return measure_memory(call, device)
 
