@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from sonicmoe.errors import SonicMoEError
+from sonicmoe.errors import SonicMoEError, writing
 
 from .checkpoint import partial_of
 from .model_config import smoothing_window
 
 
 class MetricsError(SonicMoEError, ValueError):
-    """The metrics file cannot be written or does not hold metrics."""
+    """The metrics file does not hold metrics."""
 
 
 class StepResult(NamedTuple):
@@ -63,40 +62,26 @@ class StepRecord:
         return float(np.mean([max(row) * len(row) for row in self.expert_load]))
 
 
-class MetricsFile:
-    """Appends one JSON line per step, flushed at once; a context manager."""
+def begin_metrics(path: Path, records: Iterable[StepRecord] = ()) -> None:
+    """Replace the file by exactly `records`, those before the step that a resumed run continues from:
+    it repeats the steps behind its checkpoint, whose old lines must go.
+    """
+    write_whole(path, "".join(map(_line, records)))
 
-    def __init__(self, path: Path, records: Iterable[StepRecord] = ()) -> None:
-        """Replace `path` by exactly `records` (those before the step a resumed run continues from)
-        and open it for appending. MetricsError where the file cannot be written.
-        """
-        # Written anew and renamed, because a resumed run repeats the steps behind its checkpoint
-        # and the old lines of these steps must go.
-        temporary = partial_of(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("".join(_line(record) for record in records))
-            os.replace(temporary, path)
-            self._file = path.open("a")
-        except OSError as error:
-            raise MetricsError(f"cannot write {path}: {error.strerror}") from None
-        self._path = path
 
-    def append(self, record: StepRecord) -> None:
-        """Add one line. MetricsError where the disk is full, or the file system has gone."""
-        try:
-            self._file.write(_line(record))
-            # Flushed so that a reader of the file, and a killed run, have every step so far.
-            self._file.flush()
-        except OSError as error:
-            raise MetricsError(f"cannot write {self._path}: {error.strerror}") from None
+def append_metrics(path: Path, record: StepRecord) -> None:
+    """Add one line, which a reader of the file, or a killed run, then has."""
+    with writing(path), path.open("a") as file:
+        file.write(_line(record))
 
-    def __enter__(self) -> MetricsFile:
-        return self
 
-    def __exit__(self, *raised: object) -> None:
-        with suppress(OSError):  # `append` has flushed, or has said why it cannot
-            self._file.close()
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is the old one or the new one at any moment."""
+    partial = partial_of(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        os.replace(partial, path)
 
 
 def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:

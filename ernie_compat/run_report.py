@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sonicmoe.errors import writing
 from sonicmoe.plotting import PlotsUnavailableError, new_figure, save_figure
 
-from .checkpoint import partial_of
-from .metrics import StepRecord, compared_losses, smoothed
+from .metrics import StepRecord, compared_losses, smoothed, write_whole
 from .model_config import smoothing_window
 
 # Eight seeds of the default model gave 0.09 to 0.17 % (docs/lab/loss_gap.md).
@@ -113,12 +110,9 @@ def report(directory: Path, summary: dict[str, Any], as_json: bool) -> None:
     """Write `summary.json`, and print the summary to stdout."""
     from .run_directory import SUMMARY_NAME
 
-    path = directory / SUMMARY_NAME
-    # Renamed into place, because a reader takes a run with a whole summary for a finished one.
-    partial, text = partial_of(path), json.dumps(summary, indent=2)
-    with writing(path):
-        partial.write_text(text + "\n")
-        os.replace(partial, path)
+    text = json.dumps(summary, indent=2)
+    # A reader takes a run with a summary for a finished one.
+    write_whole(directory / SUMMARY_NAME, text + "\n")
     if as_json:
         click.echo(text)
         return

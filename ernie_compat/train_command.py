@@ -21,9 +21,9 @@ from sonicmoe.cli.screen import Activity, progress_console, say_duration
 from sonicmoe.config import current_config
 from sonicmoe.enums import EngineName
 from sonicmoe.errors import ConfigError, RankLostError, SonicMoEError, expect
-from sonicmoe.frameworks import AUTO, choose
+from sonicmoe.frameworks import AUTO, FrameworkChoice, choose
 
-from .model_config import PRECISIONS, SMOOTHING_WINDOW, ModelConfig, RunConfig, TrainConfig
+from .model_config import PRECISIONS, ModelConfig, RunConfig, TrainConfig
 from .ranks import LAUNCHERS, lost_ranks_named, read_launch
 from .run_report import announce, draw, log_to, report
 
@@ -39,8 +39,7 @@ DEFAULTS = {one.name: one.default for config in CONFIGURATIONS for one in fields
 COMPARE_HELP = (
     "Train the same seed in full precision beside it (bf16 where the experts run on engine hopper, "
     "else fp32), on the same batches, and report the loss gap: the mean of |s - r| / r over the last "
-    "quarter of the steps, s and r being the two losses, each averaged over the last "
-    f"{SMOOTHING_WINDOW} steps (over a quarter of a run of fewer than {4 * SMOOTHING_WINDOW})."
+    "quarter of the steps, s and r being the two losses, smoothed."
 )
 
 
@@ -169,7 +168,7 @@ def _run(
     from .checkpoint import read_header
     from .corpus import load_corpus
     from .learner import make_ranks
-    from .trainer import CHECKPOINT_NAME, Trainer, require_startable
+    from .trainer import CHECKPOINT_NAME, Trainer
 
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
@@ -185,11 +184,13 @@ def _run(
     if out is not None and resume:
         run_directory.require_checkpoint(out)
         saved = read_header(out / CHECKPOINT_NAME)
-    given, choice = _with_framework(given, saved)
-    config = _configuration(given, saved)
+    # A resumed run stays with the framework of its checkpoint.
+    choice = None if saved is not None else choose(given.get("framework"))
+    config = _configuration(given, saved, choice)
     with Activity("reading the text", console):
         corpus = load_corpus(data) if data or saved is None else saved.text()
-    require_startable(config, corpus, layout.world_size)
+    config.require_startable(layout.world_size)
+    corpus.require_length(config.model.seq_len)
     directory = out or Path()
     # The others compute with rank 0 and write nothing; the directory may be on another host.
     if layout.rank == 0:
@@ -205,8 +206,8 @@ def _run(
         # Not before the learners stand: an engine that is refused must cost no run.
         if overwrite and trainer.writes:
             run_directory.clear(directory)
-        if choice is not None:
-            console.print(choice)
+        if choice is not None and (line := choice_line(choice)) is not None:
+            console.print(line)
         code = _train(trainer, console, resume, as_json)
         ranks.close()
     return code
@@ -244,25 +245,18 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     return EXIT_FAILED if len(captured) < len(trainer.config.capture_layers) else 0
 
 
-def _with_framework(
-    given: Mapping[str, Any], saved: SavedRun | None
-) -> tuple[Mapping[str, Any], str | None]:
-    """The options with a framework by its name, or with none where it is the checkpoint's; and the
-    line that says why, where there was a choice. FrameworkMissingError where it is not installed.
-    """
-    if given.get("framework", AUTO) == AUTO and saved is not None:
-        return {name: value for name, value in given.items() if name != "framework"}, None
-    choice = choose(given.get("framework"))
-    return {**given, "framework": choice.name}, choice_line(choice)
-
-
-def _configuration(given: Mapping[str, Any], saved: SavedRun | None) -> RunConfig:
-    """Options over the checkpoint's configuration, or over the defaults.
+def _configuration(
+    given: Mapping[str, Any], saved: SavedRun | None, choice: FrameworkChoice | None
+) -> RunConfig:
+    """Options over the checkpoint's configuration, or over the defaults and the chosen framework.
 
     `given` holds the options that were typed. Options without a value are None in click, so that a
     resumed run can tell "not given" from "the default, given". A resumed run keeps its engine,
     whatever the environment names.
     """
+    given = {name: value for name, value in given.items() if value != AUTO or name == "engine"}
+    if choice is not None:
+        given = {**given, "framework": choice.name}
     # Of a resumed run the checkpoint has every value, and an option changes its one.
     base = RunConfig(engine=current_config().engine.value) if saved is None else saved.config
     # An option has the name of the field that it sets.

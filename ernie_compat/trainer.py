@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,10 @@ from .checkpoint import SavedRun, load_checkpoint, read_header, save_checkpoint
 from .corpus import Corpus
 from .learner import make_learner
 from .metrics import (
-    MetricsFile,
     StepRecord,
     StepResult,
+    append_metrics,
+    begin_metrics,
     compared_losses,
     expert_load,
     loss_gap,
@@ -72,9 +72,12 @@ class Trainer:
     def start(
         cls, config: RunConfig, corpus: Corpus, directory: Path, ranks: Ranks | None = None
     ) -> Trainer:
-        """A run at step 0. Errors as `require_startable` and `make_learner`."""
+        """A run at step 0. Errors as `RunConfig.require_startable`, `Corpus.require_length` and
+        `make_learner`.
+        """
         ranks = ranks or Ranks()
-        require_startable(config, corpus, ranks.layout.world_size)
+        config.require_startable(ranks.layout.world_size)
+        corpus.require_length(config.model.seq_len)
         config, learners = _make_learners(config, ranks)
         return cls(config, corpus, directory, learners, ranks)
 
@@ -128,26 +131,21 @@ class Trainer:
         train = self.config.train
         # A signal reaches ranks at different steps. They agree before every step, so that all stop
         # after the same one.
-        agreed = self.ranks.largest
-        with (
-            # Only rank 0 has the file; the others train through a null context.
-            MetricsFile(self.directory / METRICS_NAME, self.records)
-            if self.writes
-            else nullcontext() as metrics
-        ):
-            while self.step < train.steps and not agreed(should_stop()):
-                if self.step + 1 == train.steps:
-                    self._capture_next_step()
-                record = self._advance()
-                self.records.append(record)
-                if metrics is not None:
-                    metrics.append(record)
-                on_step(record)
-                due = train.checkpoint_every and self.step % train.checkpoint_every == 0
-                # The last step's checkpoint is written below in any case, so it is not written
-                # twice.
-                if due and self.step < train.steps:
-                    self.save()
+        agreed, metrics = self.ranks.largest, self.directory / METRICS_NAME
+        if self.writes:
+            begin_metrics(metrics, self.records)
+        while self.step < train.steps and not agreed(should_stop()):
+            if self.step + 1 == train.steps:
+                self._capture_next_step()
+            record = self._advance()
+            self.records.append(record)
+            if self.writes:
+                append_metrics(metrics, record)
+            on_step(record)
+            due = train.checkpoint_every and self.step % train.checkpoint_every == 0
+            # The last step's checkpoint is written below in any case, so it is not written twice.
+            if due and self.step < train.steps:
+                self.save()
         self.save()
         return self.step >= train.steps
 
@@ -278,14 +276,6 @@ def baseline_for(engine: str) -> str:
     of a GPU, else fp32.
     """
     return "bf16" if engine == "hopper" else "fp32"
-
-
-def require_startable(config: RunConfig, corpus: Corpus, ranks: int) -> None:
-    """Refuse what can be refused before ranks join, and before anything of the model is allocated.
-    CorpusError where the text is shorter than a sequence; else as `RunConfig.require_startable`.
-    """
-    config.require_startable(ranks)
-    corpus.require_length(config.model.seq_len)
 
 
 def _make_learners(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, dict[str, DecoderLearner]]:

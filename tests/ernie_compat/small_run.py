@@ -4,13 +4,7 @@ process does not hold.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
-from unittest import mock
 
 import processes
 from worlds import ROOT, TIMEOUT_S, environment
@@ -18,8 +12,6 @@ from worlds import ROOT, TIMEOUT_S, environment
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
-from sonicmoe.frameworks import load
-from sonicmoe.log import forget_what_was_said
 
 SIZES = ModelConfig(
     hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16
@@ -87,48 +79,3 @@ def first_steps(framework, precision, text):
             if name.startswith(("weight/", "moment"))
         },
     }
-
-
-def trained_by(framework, text, flush, parts):
-    """Three FP8 steps of `parts` micro-batches: losses, a digest of what was learned, bytes of
-    gradients that the nodes hold, and what the log says of gradients. flush: of every node; None
-    as the model has it.
-    """
-    corpus, train = load_corpus([text]), train_config(micro_batches=parts)
-    load(framework)
-    from ernie_compat import decoder
-
-    lines: list[str] = []
-    with ExitStack() as stack:
-        forget_what_was_said()  # as in a new process
-        stack.enter_context(heard(lines))
-        if flush is not None:
-            made = partial(decoder.SonicMoEMlpNode, flush=flush)
-            stack.enter_context(mock.patch.object(decoder, "SonicMoEMlpNode", made))
-        learner: Any = make_learner(framework, SIZES, train, "fp8", "auto")
-        batches = [corpus.batch(step, train.batch_size, SIZES.seq_len, 0) for step in range(1, 4)]
-        losses = [learner.train_step(tokens, 1e-2).loss for tokens in batches]
-    state = learner.state()
-    learned = b"".join(state[name].tobytes() for name in sorted(state))
-    return {
-        "losses": losses,
-        "learned": hashlib.sha256(learned).hexdigest(),
-        "held": sum(node.gradient_bytes for node in learner.decoder.nodes),
-        "said": sorted({line for line in lines if "weight gradients" in line}),
-    }
-
-
-@contextmanager
-def heard(lines):
-    """Appends every line of the package's log."""
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("sonicmoe")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

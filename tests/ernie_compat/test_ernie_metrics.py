@@ -10,8 +10,9 @@ import pytest
 from ernie_compat import run_report
 from ernie_compat.metrics import (
     MetricsError,
-    MetricsFile,
     StepRecord,
+    append_metrics,
+    begin_metrics,
     expert_load,
     loss_gap,
     read_metrics,
@@ -50,20 +51,18 @@ def test_loss_gap_is_the_mean_relative_difference_of_the_tail():
 def test_metrics_file_round_trip_and_restart(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [record(step, reference=2.5) for step in (1, 2, 3)]
-    with MetricsFile(path) as metrics:
-        for item in records:
-            metrics.append(item)
+    for item in records:
+        append_metrics(path, item)
     assert read_metrics(path) == records
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    with MetricsFile(path, read_metrics(path, up_to_step=2)) as metrics:
-        metrics.append(record(3, loss=9.0))
+    begin_metrics(path, read_metrics(path, up_to_step=2))
+    append_metrics(path, record(3, loss=9.0))
     assert [(item.step, item.loss) for item in read_metrics(path)] == [(1, 3.0), (2, 3.0), (3, 9.0)]
 
 
 def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path, [record(1), record(2)]):
-        pass
+    begin_metrics(path, [record(1), record(2)])
     whole = path.read_text()
     path.write_text(whole[:-40])
     assert [item.step for item in read_metrics(path)] == [1]

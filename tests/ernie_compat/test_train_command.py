@@ -89,31 +89,18 @@ def test_compare_leaves_metrics_plots_checkpoint_and_a_summary(whole):
     assert_captured(out)
 
 
-def after_three_steps(out, act, is_running):
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        assert is_running() and time.monotonic() < deadline
-        time.sleep(0.01)
-    act()
-
-
 def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
     whole, tmp_path
 ):
     """And captures what it was asked for at first. `test_ernie_paddle.py` resumes a run of Paddle's."""
     out = tmp_path / "run"
-    command = [
-        "-m",
-        "ernie_compat.train_command",
-        *whole.options,
-        "--capture",
-        "1",
-        "--out",
-        str(out),
-    ]
-    process = processes.start(command, environment(), ROOT)
-    interrupt = lambda: process.send_signal(signal.SIGINT)  # noqa: E731
-    after_three_steps(out, interrupt, lambda: process.poll() is None)
+    options = [*whole.options, "--capture", "1", "--out", str(out)]
+    process = processes.start(["-m", "ernie_compat.train_command", *options], environment(), ROOT)
+    begun, written = time.monotonic(), out / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() - begun < 300
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
     step = read_header(out / "checkpoint.npz").step
