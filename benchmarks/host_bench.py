@@ -203,10 +203,10 @@ def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
     from sonicmoe import interop
-    from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes
+    from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes, hopper_program
     from sonicmoe.engine.select import EngineChoice
     from sonicmoe.kernels import routing_metadata_source
-    from sonicmoe.kernels.host import passes_source
+    from sonicmoe.kernels.host import program_source
     from sonicmoe.layer import plan
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
@@ -214,8 +214,8 @@ def launch_nothing() -> None:
 
     nothing = tvm_ffi.get_global_func("testing.nop")
     names = ("swiglu ",)  # as both modules would export them
-    native = passes_source("sm_90a").load()
-    kernels = dict.fromkeys(map(str, native.argument_names("kernels")), nothing)
+    native = program_source("sm_90a").load()
+    kernels = dict.fromkeys(hopper_program.KERNELS, nothing)
     kernels["wgrad_destination"] = lambda *_: nothing  # any object will do
     passes = hopper_passes.Passes(native, (names, names), kernels)
     hopper_layer.passes_on = lambda *_: passes

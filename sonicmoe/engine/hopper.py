@@ -215,12 +215,10 @@ def _launch_of(pending: PendingWgrad) -> dict[str, Any]:
     """The arguments that all passes of these weight gradients share."""
     # They keep no operand alive.
     return {
-        "weights": None,
-        "routing": pending.native.handle,
+        "routing": pending.native.routing,
         # Not the layer's: weight gradients that are put off may run on another stream.
         "stream": current_stream(pending.dz),
         "multiprocessors": pending.settings.gemm_num_sms,
-        "inner": pending.native.inner,
     }
 
 
@@ -238,7 +236,7 @@ def _add_both(
         **gradients,
         dz=pending.dz,
         y1s=pending.y1s,
-        scratch=memory,
+        wgrad_scratch=memory,
     )
     targets.adding = False
 
@@ -253,8 +251,7 @@ def _add_one_by_one(
     bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
-    size = max(bytes_of.dw1, bytes_of.dw2)
-    memory = empty((size,), torch.uint8, pending.native.device)
+    memory = empty((bytes_of.dw,), torch.uint8, pending.native.device)
     targets.adding = True
     is_late = targets.make_down is not None
     if not is_late:
@@ -275,7 +272,7 @@ def _add_dw1(
     pending.x = pending.dz = None
     if targets.wants("dw1"):
         into = {"dw1": gradients["dw1"]}
-        passes.dw1(**launch, **token_arguments("x", x), **into, dz=dz, scratch=scratch)
+        passes.dw1(**launch, **token_arguments("x", x), **into, dz=dz, dw_scratch=scratch)
 
 
 def _add_dw2(
@@ -286,4 +283,4 @@ def _add_dw2(
     pending.dout = pending.y1s = None
     if targets.wants("dw2"):
         into = {"dw2": gradients["dw2"]}
-        passes.dw2(**launch, **token_arguments("dout", dout), **into, y1s=y1s, scratch=scratch)
+        passes.dw2(**launch, **token_arguments("dout", dout), **into, y1s=y1s, dw_scratch=scratch)

@@ -119,10 +119,8 @@ class HopperLayer:
         size = bytes_of.forward_to_z if out is None else bytes_of.forward
         self._passes.forward(
             weights=self._prepared.handle,
-            routing=self.routed.handle,
+            routing=self.routed.routing,
             stream=self._stream,
-            multiprocessors=self._settings.gemm_num_sms,
-            **self._prepared.up,
             **token_arguments("x", x),
             **z_arguments(z),
             out=out,
@@ -198,10 +196,8 @@ class HopperLayer:
         dprobs = empty((routing.num_tokens, routing.topk), torch.float32, device)
         self._passes.dgated(
             weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
-            routing=self.routed.handle,
+            routing=self.routed.routing,
             stream=self._stream,
-            multiprocessors=self._settings.gemm_num_sms,
-            **self._prepared.dgated,
             **token_arguments("dout", dout),
             **z_arguments(z),
             dz=None if in_rows else dz,
@@ -248,10 +244,8 @@ class HopperLayer:
         if self._routing.num_rows == 0:
             return tuple([None if each is None else each.zero_() for each in found])
         self._passes.adapters(
-            weights=None,
-            routing=self.routed.handle,
+            routing=self.routed.routing,
             stream=current_stream(self._routing.held[0]),
-            multiprocessors=self._settings.gemm_num_sms,
             **token_arguments("x", x),
             y1s=None if in_rows else y1s,
             y1s_rows=y1s if in_rows else None,
@@ -272,12 +266,11 @@ class HopperLayer:
         dx = self.empty_dx(x)
         self._passes.dgrad(
             weights=self._dgrad_order("w1"),
-            routing=self.routed.handle,
+            routing=self.routed.routing,
             stream=self._stream,
-            multiprocessors=self._settings.gemm_num_sms,
             dx=dx,
             dz_scratch=dz_scratch,
-            scratch=empty((self.routed.bytes_of.dgrad,), torch.uint8, self.device),
+            dx_scratch=empty((self.routed.bytes_of.dgrad,), torch.uint8, self.device),
             up_v=v.up,
         )
         return dx
@@ -291,4 +284,5 @@ class HopperLayer:
         matrices = {f"{n}_dgrad": transposed(q) for n, q in held.items()}
         own = self._passes, self._settings, True, self._stream
         beside = {"b2": self._weights.b2, **factors_of(self._weights.adapters, *own)}
-        return self._passes.weights_of({**matrices, **beside})
+        numbers = self._passes.numbers(self._settings, self._weights.adapters)
+        return self._passes.weights_of({**matrices, **beside}, numbers)

@@ -1,15 +1,10 @@
-"""The native passes of the Hopper engine: handles and arguments by keyword, scratch, and the stages
-that listeners see.
-
-`kernels/host/passes.cpp` says what each pass launches, and `kernels/host/handles.hpp` which tensors
-each handle takes. Their order is written there alone: `by_keyword` asks for the names, so that a
-call from here can neither mix up two tensors nor forget one.
+"""The passes of the Hopper engine on one device: the programs of `hopper_program` over its kernels, and
+what their arguments share.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,39 +20,33 @@ from ..kernels.cuda_wgrad import (
     low_rank_source,
     wgrad_operands_source,
 )
-from ..kernels.host import passes_source
+from ..kernels.host import program_source
 from ..kernels.sm90 import gemm_sources, launch_parameters
 from ..quant.format import BlockScaledTensor, Orientation
-from ..quant.recipes import RECIPES
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .factor_operands import FactorOperands
+from .hopper_program import BINDS, FACTORS, GATES, PASSES, RECIPE, ROUTING, VOCABULARY, WEIGHTS
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
-from .native_calls import by_keyword
+from .program import Program, Programs
 from .targets import GradientTargets
 from .wgrad_destinations import wgrad_destination
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
-RECIPE = RECIPES["dx256"]
 # `Passes` refuses kernels that were built for others.
 SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
 Z_BLOCK = RECIPE.z
-
-
 MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
-_WEIGHTS = ("w1", "w2", "w1_dgrad", "w2_dgrad")
-# Of adapters: as forward reads them, and transposed for the backward.
-_OF_FORWARD = "up_a", "up_b", "down_a", "down_b"
-FACTORS = *_OF_FORWARD, *(f"{name}_t" for name in _OF_FORWARD)
+_NO_TENSORS = [None] * len(ROUTING)
 _LOW_RANK = "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
 
 
 class PreparedHandle(NamedTuple):
     """The native handle of prepared weights, with their H and I, and the passes that take it under
     these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
-    not keep. up, dgated: the arguments of a pass that say which activation it computes.
+    not keep.
     """
 
     handle: Any
@@ -66,27 +55,41 @@ class PreparedHandle(NamedTuple):
     has_dgrad: bool
     passes: Passes
     settings: EngineSettings
-    up: dict[str, Any]
-    dgated: dict[str, Any]
     adapters: Adapters | None = None
     of_backward: bool = False
 
 
-class Routed(NamedTuple):
-    """The handle of a routing, the bytes of each scratch of a layer, by name, I, the passes that
-    take them, and the device.
+class ScratchBytes(NamedTuple):
+    """How many bytes each scratch of a layer has. forward_to_z: of a forward that ends there;
+    backward: of dgated that goes on to dx; dw: of one weight gradient alone.
     """
 
-    handle: Any
-    bytes_of: Any
-    inner: int
+    forward: int
+    forward_to_z: int
+    backward: int
+    dz_scratch: int
+    dout_scratch: int
+    dz: int
+    y1s: int
+    dgrad: int
+    wgrad: int
+    dw: int
+
+
+class Routed(NamedTuple):
+    """A routing as passes take it, the bytes of each scratch of a layer, the passes that take them,
+    and the device.
+    """
+
+    routing: tuple[Any, ...]
+    bytes_of: ScratchBytes
     passes: Passes
     device: Any
 
 
 class Passes:
-    """The passes over one set of kernels; each takes its arguments by keyword, and so do `weights`
-    and `routing`, which make the handles. A handle owns references to its tensors.
+    """The passes over one set of kernels; each takes its arguments by keyword. bind: makes the handle
+    of weights of all that is bound.
     """
 
     def __init__(
@@ -107,70 +110,56 @@ class Passes:
         # A kernel of other blocks would read scales at wrong places without an error.
         _check_numbers(native.numbers())
         self._activations = [tuple(map(str, exported)) for exported in activations]
-
-        def names(of: str) -> list[str]:
-            return [str(name) for name in native.argument_names(of)]
-
-        # In the order that C++ asks for: Python keeps no second list.
-        functions = [kernels[name] for name in names("kernels")]
-        make_pass = native.make_pass()
-        self.weights = by_keyword(native.weights(), names("weights"))
-        self.routing = by_keyword(native.routing(), names("routing"))
-        self._routing_in = native.routing_in
-        passes = "forward", "dgated", "dgrad", "wgrad", "dw1", "dw2", "adapters"
-        self.forward, self.dgated, self.dgrad, self.wgrad, self.dw1, self.dw2, self.adapters = (
-            by_keyword(make_pass(name, *functions), names(name)) for name in passes
-        )
-        self.kernels = kernels
+        self.kernels, of = kernels, Programs(native, VOCABULARY, kernels)
+        self.bind, self._part_ends = of.bind, of.part_ends("TKERHI")
+        calls = {n: Program(of, n, *told, binds=n in BINDS).call for n, told in PASSES.items()}
+        self.forward, self.dgated, self.dgrad = (calls[n] for n in ("forward", "dgated", "dgrad"))
+        self.wgrad, self.dw1, self.dw2 = (calls[name] for name in ("wgrad", "dw1", "dw2"))
+        self.adapters = calls["adapters"]
         self._make_destination: Any = kernels.get("wgrad_destination")
-        named: Any = namedtuple("ScratchBytes", names("scratches"))  # type: ignore[misc]
-        self._ask_for_sizes = native.scratch_sizes
-        self._named_sizes = named._make
-        self._sizes: dict[tuple[int, ...], Any] = {}
+        self._sizes: dict[tuple[int, ...], ScratchBytes] = {}
 
     def routed(self, routing: RoutingMetadata, hidden: int, inner: int) -> Routed:
-        """What the passes of one forward, or of one backward, need to know of `routing`.
+        """What the passes of one forward, or of one backward, need to know of `routing`."""
+        memory = routing.memory
+        held = _NO_TENSORS if memory is not None else [getattr(routing, name) for name in ROUTING]
+        tokens, topk, experts, _, rows = routing.sizes
+        # Asking native code takes as long as a launch: a backward finds the sizes of its forward.
+        key = tokens, topk, experts, rows, hidden, inner
+        bytes_of = self._sizes.get(key) or self._bytes_of(key)
+        given = memory, *held, tokens, topk, experts, rows, inner
+        return Routed(given, bytes_of, self, device_of(routing.held[0]))
 
-        Nobody keeps it longer than the metadata: it would keep their memory.
-        """
-        if routing.memory is None:
-            handle = self.routing(
-                row_token=routing.row_token,
-                padded_offsets=routing.padded_offsets,
-                slot_row=routing.slot_row,
-                row_prob=routing.row_prob,
-            )
-        else:
-            tokens, topk, experts, _, rows = routing.sizes
-            handle = self._routing_in(routing.memory, tokens, topk, experts, rows)
-        bytes_of = self._bytes_of(handle, routing, hidden, inner)
-        return Routed(handle, bytes_of, inner, self, device_of(routing.held[0]))
-
-    def _bytes_of(self, handle: Any, routing: RoutingMetadata, hidden: int, inner: int) -> Any:
-        # They follow from six numbers, and asking the module takes as long as a launch: a backward
-        # finds those of its forward.
-        numbers = routing.num_tokens, routing.topk, routing.num_experts, routing.num_rows
-        key = (*numbers, hidden, inner)
-        found = self._sizes.get(key)
-        if found is None:
-            found = self._named_sizes(self._ask_for_sizes(handle, hidden, inner))
-            # Token counts differ from step to step, so this would grow for ever.
-            if len(self._sizes) >= MAX_SIZES:
-                self._sizes.clear()
-            self._sizes[key] = found
+    def _bytes_of(self, key: tuple[int, ...]) -> ScratchBytes:
+        # Token counts differ from step to step, so this would grow for ever.
+        if len(self._sizes) >= MAX_SIZES:
+            self._sizes.clear()
+        ends = self._part_ends(*key)
+        found = self._sizes[key] = ScratchBytes(
+            forward=ends["scratch", "y2"],
+            forward_to_z=ends["scratch", "y1_scale"],
+            backward=max(ends["dz_scratch", name] for name in ("dout_fp8_scale", "dx_rows")),
+            dz_scratch=ends["dz_scratch", "no_scales"],
+            dout_scratch=ends["dout_scratch", "dout_fp8_scale"],
+            dz=ends["dz", "dz_t_scale"],
+            y1s=ends["y1s", "y1s_t_scale"],
+            dgrad=ends["dx_scratch", "dx_rows"],
+            wgrad=ends["wgrad_scratch", "dout_t_scale"],
+            dw=ends["dw_scratch", "x_t_scale"],
+        )
         return found
 
-    def activation_arguments(
-        self, settings: EngineSettings, adapters: Adapters | None
-    ) -> list[dict[str, Any]]:
-        """The activation as `forward`, and as `dgated` takes it, and beside it the scales of adapters."""
+    def numbers(self, settings: EngineSettings, adapters: Adapters | None) -> dict[str, Any]:
+        """What is bound beside weights: which activation the GEMMs compute, the scales of adapters, and
+        how many multiprocessors the GEMMs may take.
+        """
         own = settings.activation, settings.activation_parameters
-        names = "activation", "first", "second", "up_scale", "down_scale"
         scales = (0.0, 0.0) if adapters is None else adapters.scales
-        return [
-            dict(zip(names, (*launch_parameters(exported, *own), *scales), strict=True))
-            for exported in self._activations
-        ]
+        found = dict(zip(("up_scale", "down_scale"), scales, strict=True))
+        found["multiprocessors"] = settings.gemm_num_sms
+        for names, exported in zip(GATES.values(), self._activations, strict=True):
+            found |= zip(names, launch_parameters(exported, *own), strict=True)
+        return found
 
     def gradients(self, targets: GradientTargets) -> dict[str, Any]:
         """The arguments of `wgrad` that say where gradients are added or written."""
@@ -184,12 +173,13 @@ class Passes:
             "dw2": wgrad_destination(down, *how, parts=False),
         }
 
-    def weights_of(self, matrices: Mapping[str, Any]) -> Any:
-        """The handle of block-scaled weights and biases by their names in `EngineWeights`, and of
-        the factors of adapters; the rest are None.
+    def weights_of(self, matrices: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
+        """The handle of block-scaled weights and biases by their names in `EngineWeights`, of the
+        factors of adapters, and of `numbers`; what is missing is None. It owns references to its
+        tensors.
         """
         fields: dict[str, Any] = {name: matrices.get(name) for name in ("b1", "b2", *FACTORS)}
-        for name in _WEIGHTS:
+        for name in WEIGHTS:
             matrix = matrices.get(name)
             fields[name] = None if matrix is None else matrix.bytes
             fields[f"{name}_scale"] = None if matrix is None else matrix.scale_inv
@@ -199,7 +189,7 @@ class Passes:
                 raise ShapeError(
                     f"{name} is stored by {matrix.orientation.value}; needed: by {wanted.value}"
                 )
-        return self.weights(**fields)
+        return self.bind(**fields, **numbers)
 
 
 # Not composed in every call: keywords that are no literals are compared letter by letter.
@@ -238,11 +228,11 @@ def prepared_handle(
     names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
     matrices = {name: getattr(weights, name) for name in names}
     factors = factors_of(weights.adapters, passes, settings, backward, stream)
-    handle = passes.weights_of({**matrices, **factors})
+    numbers = passes.numbers(settings, weights.adapters)
+    handle = passes.weights_of({**matrices, **factors}, numbers)
     sizes = weights.hidden_size, weights.intermediate_size
-    up, dgated = passes.activation_arguments(settings, weights.adapters)
     own = weights.adapters, backward
-    held = PreparedHandle(handle, *sizes, both, passes, settings, up, dgated, *own)
+    held = PreparedHandle(handle, *sizes, both, passes, settings, *own)
     object.__setattr__(weights, "native", held)
     return held
 
@@ -318,4 +308,4 @@ def passes_on(
     for name in _LOW_RANK.split():
         kernels[name] = getattr(of_adapters, name, None)
     activations = (gemms.activation_names(), dgated.activation_names())
-    return Passes(passes_source(arch).load(), activations, kernels)
+    return Passes(program_source(arch).load(), activations, kernels)

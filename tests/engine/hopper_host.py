@@ -19,7 +19,7 @@ from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ZCode
-from sonicmoe.kernels.host import passes_source
+from sonicmoe.kernels.host import program_source
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.recipes import RECIPES, rows
@@ -41,7 +41,7 @@ MODES = {
 
 @pytest.fixture(name="native", scope="module")
 def native_fixture(artefacts):
-    return passes_source("sm_90a").load(artefacts)
+    return program_source("sm_90a").load(artefacts)
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ def test_a_run_of_an_engine_needs_its_kernels_and_those_of_every_run(name, arch,
     )  # fmt: skip
     names = {job.name for job in run_jobs(RECORDS[name], replace(FP8, settings=settings), arch)}
     assert names >= {"routing_metadata", "aggregate", "flush"}
-    own = {"fp8_wgrad", "passes", "quantize"} if name is EngineName.HOPPER else {"bf16_wgrad"}
+    own = {"fp8_wgrad", "program", "quantize"} if name is EngineName.HOPPER else {"bf16_wgrad"}
     assert names >= own
     # On Hopper `up` restores z, as one of its launches.
     assert ("bf16_up_again" in names) == (recompute_z and arch == "sm_100a")

@@ -193,7 +193,7 @@ def test_what_each_precision_compiles():
     both, fp8, bf16 = (warm_up_plan(SPEC, precision) for precision in ("both", "fp8", "bf16"))
     assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
     assert not (both.left_out or fp8.left_out or bf16.left_out)
-    assert names(fp8) == FP8_KERNELS | EVERY_RUN | {"passes"}
+    assert names(fp8) == FP8_KERNELS | EVERY_RUN | {"program"}
     assert names(bf16) == BF16_KERNELS | EVERY_RUN | {"expert_rows"}
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs)
     assert len(set(both.jobs)) == len(both.jobs)
@@ -223,7 +223,7 @@ def test_fp8_has_no_bf16_kernels_unless_the_setting_asks_for_them(
         report = command(*DIMENSIONS, "--precision", "fp8", "--check", "--json").stdout
         return {kernel["kernel"] for kernel in json.loads(report)["kernels"]}
 
-    fp8 = FP8_KERNELS | EVERY_RUN | {"passes"}
+    fp8 = FP8_KERNELS | EVERY_RUN | {"program"}
     assert checked() == fp8
     seen = []
     monkeypatch.setattr(jit_warmup_module, "warm_up", lambda *_, compile_jobs, **__: seen.append(

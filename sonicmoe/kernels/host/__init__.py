@@ -1,5 +1,5 @@
-"""Host code in C++ that no architecture binds: passes, the handles they take, argument checks,
-tensor maps. Headers end in `.hpp`, device code in `.cuh`.
+"""Host code in C++ that no architecture binds: the executor of programs, argument checks, tensor
+maps. Headers end in `.hpp`, device code in `.cuh`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ...jit.cuda_source import CudaSource
 _HERE = Path(__file__).parent
 
 
-def passes_source(arch: str) -> CudaSource:
-    """Exports the passes, which launch the kernels of other sources, and holds no kernel. One
-    artefact serves every model.
+def program_source(arch: str) -> CudaSource:
+    """Exports what replays lists of launches of the kernels of other sources, and holds neither a
+    list nor a kernel. One artefact serves every model.
     """
-    return CudaSource.make("passes", _HERE / "passes.cpp", arch=arch)
+    return CudaSource.make("program", _HERE / "program.cpp", arch=arch)

@@ -13,7 +13,7 @@ from ...jit.cuda_source import CudaSource
 from .. import cuda_sources
 from ..cuda_quantize import quantize_source
 from ..cuda_wgrad import bias_gradients_source, low_rank_source, wgrad_operands_source
-from ..host import passes_source
+from ..host import program_source
 
 _HERE = Path(__file__).parent
 
@@ -136,14 +136,14 @@ def engine_sources(
     bias: bool = False,
     low_rank: bool = False,
 ) -> tuple[CudaSource, ...]:
-    """Everything that the passes launch, and they themselves: what a run of engine `hopper` with
+    """Everything that the programs launch, and what replays them: what a run of engine `hopper` with
     this activation, this form of z, and with or without biases and adapters loads whatever its
     other settings.
     """
     others = (*cuda_sources(arch), quantize_source(arch), wgrad_operands_source(arch))
     beside = [bias_gradients_source(arch)] * bias + [low_rank_source(arch)] * low_rank
     gemms = gemm_sources(arch, activation, z, bias, low_rank)
-    return *gemms, *others, *beside, passes_source(arch)
+    return *gemms, *others, *beside, program_source(arch)
 
 
 def _gated_source(
