@@ -19,6 +19,11 @@ the trunk, one order of all points before the next, so that a run which ends ear
 Every finished run is a line of `--out`, written at once; runs that are there are not repeated. What
 would end after `--minutes` is not begun. The exit code is 3 where a run is missing.
 
+How long it takes on an H200, 420 M parameters: 12 s until the model stands, half a minute of
+compiling, 34 ms a step in BF16 and 29 in FP8, so 102 s for a trunk of 3,000 steps, 15 to 18 s for a
+branch and 190 s for a pair; 1 s for each MB that is held out, which is why branches, whose trained
+text is new too, hold out 1 MB and pairs 4.2.
+
 Kinds: bf16, fp8, disturbed; fp8 with another storage of z (int8, z-bf16) or with weight gradients in
 BF16 (wgrad-bf16); and the FP8 layer emulated, whole (emulated) or with one product, or z, in BF16
 (emulated-up, -down, -dgated, -dx, -dw1, -dw2, -z).

@@ -182,7 +182,6 @@ def _run(
     saved = None
     # The checkpoint is read before the options are completed: it has the values of those not given.
     if out is not None and resume:
-        run_directory.require_checkpoint(out)
         saved = read_header(out / CHECKPOINT_NAME)
     # A resumed run stays with the framework of its checkpoint.
     choice = None if saved is not None else choose(given.get("framework"))

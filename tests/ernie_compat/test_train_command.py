@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from small_run import SIZE_OPTIONS, run_train, write_text
 from worlds import ROOT, environment
 
 from ernie_compat.checkpoint import load_checkpoint, read_header
-from ernie_compat.metrics import StepRecord, read_metrics
+from ernie_compat.metrics import read_metrics
 from ernie_compat.precision import node_config
 from ernie_compat.train_command import train
 from sonicmoe.diagnostics.cases import load_case
@@ -192,7 +191,6 @@ def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(run, text)
         (["--resume", "--out", "{new}"], "no checkpoint at"),
         (["--resume", "--out", "{damaged}"], "damaged/checkpoint.npz cannot be read"),
         (["--out", "{file}"], "cannot be a directory"),
-        (["--resume", "--out", "{ended}"], "the metrics of 1 steps without a checkpoint, so there"),
         (["--capture", "0"], "capture_layers has 0; the MoE layers of this model are 1 to 1"),
         (["--capture", "1", "--capture", "2"], "capture_layers has 2; the MoE layers"),
         (["--lr", "1e30"], "lr is 1e+30; needed: a number from 1e-12 to 1.0"),
@@ -203,12 +201,10 @@ def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(run, text)
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(text, tmp_path, arguments, words):
-    names = ("empty", "short", "new", "damaged", "file", "ended")
+    names = ("empty", "short", "new", "damaged", "file")
     places = {name: tmp_path / name for name in names}
-    for name in ("ended", "empty", "damaged"):
+    for name in ("empty", "damaged"):
         places[name].mkdir()
-    record = StepRecord(1, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 1.0, [[1.0]])
-    (places["ended"] / "metrics.jsonl").write_text(json.dumps(asdict(record)) + "\n")
     (places["damaged"] / "checkpoint.npz").write_text("not one")
     places["short"].write_text("too short")
     places["file"].touch()
@@ -244,7 +240,7 @@ def test_a_run_is_replaced_only_when_asked_to(run):
     assert run.start(steps=2).exit_code == 0
     before = run.files
     for _ in range(2):
-        assert_refused(run.start(), "holds a run at step 2 of 2", "--overwrite replaces it")
+        assert_refused(run.start(), "holds a run; --resume", "--overwrite replaces it")
     assert run.resume("--overwrite").exit_code == 2 and run.files == before
     assert run.start("--overwrite").exit_code == 0
     assert run.saved_step == len(read_metrics(run.out / "metrics.jsonl")) == 1
