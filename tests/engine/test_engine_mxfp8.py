@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 from framework import IS_PADDLE, torch
@@ -14,8 +15,12 @@ if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
 from engine import fp8_layer
-from engine.fp8_layer import E, assert_same_bits, parameter_targets
+from engine.fp8_layer import E, parameter_targets
 from engine.host_gemms import MxGemms, MxRows
+from oracle.case import covering
+from oracle.engines import broken_on_host, chosen_on_host
+from oracle.faces import ON_HOST, normal
+from oracle.laws import JUMPS
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import trial
@@ -38,14 +43,6 @@ from sonicmoe.quant.recipes import RECIPES
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 OURS, REFERENCE = Mxfp8Engine(), ReferenceEngine()
 T, H, I = 90, 160, 288
-NAMES = ("out", "dx", "dprobs", "dw1", "dw2")
-MODES = {
-    "default": {},
-    "recompute_z": {"recompute_z": True},
-    "stagewise": {"frees_stagewise": True},
-    "iso_weight": {"iso_weight": True},
-    "everything": {"recompute_z": True, "frees_stagewise": True},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -73,75 +70,34 @@ class Case(fp8_layer.Case):
         return super().run(engine, settings, targets)
 
 
-def distance(found, wanted):
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).norm() / wanted.norm())
-
-
-# Additions in another order make a rounding to bf16, and behind it a code, the next one here and
-# there.
-BARS = {"out": 2e-3, "dx": 5e-3, "dprobs": 1e-5, "dw1": 5e-3, "dw2": 5e-3}
-
-
 @pytest.fixture(scope="module")
 def case():
     return Case()
 
 
-@pytest.fixture(scope="module")
-def wanted(case):
-    return case.run(REFERENCE)
+# Additions in another order make a rounding to bf16, and behind it a code, the next one here and
+# there; a rounding of z passes a clamp.
+BARS = {"dx": 6e-3, "dw1": 6e-3, "else": 2e-3}
+ACROSS_A_JUMP = BARS | {"dx": 0.2, "dw1": 0.2}
+PARTS = 3
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_every_mode_equals_the_reference_engine(case, wanted, mode):
-    found = case.run(OURS, replace(MX, **mode))
-    for name in NAMES:
-        assert distance(found[name], wanted[name]) <= BARS[name], name
-    assert not any(found[name][E - 1].any() for name in ("dw1", "dw2")), "without tokens"
-    dropped = case.routing.slot_row.reshape(case.routing.num_tokens, -1) < 0
-    assert not found["dprobs"][dropped].any()
+@cache
+def cases():
+    return covering(partial(normal, engine="mxfp8" + ON_HOST), tries=4)
 
 
-def test_equal_calls_give_equal_bits_in_every_mode(case):
-    runs = [case.run(OURS, replace(MX, **mode)) for mode in ({}, *MODES.values())]
-    for run in runs[1:]:
-        assert_same_bits(run, runs[0])
-
-
-@pytest.mark.parametrize("activation", MXFP8.activations, ids=lambda a: a.value)
-def test_every_activation(activation):
-    small = Case(40, hidden=64, inner=64)
-    settings = replace(MX, activation=activation)
-    wanted, found = (small.run(engine, settings) for engine in (REFERENCE, OURS))
-    for name in NAMES:
-        assert distance(found[name], wanted[name]) <= 2 * BARS[name], name
-
-
-def test_no_token_at_all():
-    empty = Case(6, invalid=1.1)
-    found = empty.run(OURS)
-    assert all(not found[name].any() for name in NAMES)
-
-
-def test_poison_in_rows_that_nobody_reads(case):
-    """Tokens without a valid slot are NaN."""
-    poisoned = Case()
-    assert poisoned.unused.any()
-    poisoned.x[poisoned.unused] = poisoned.dout[poisoned.unused] = float("nan")
-    assert_same_bits(poisoned.run(OURS), case.run(OURS))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(value):
-    wrong = Case()
-    token = int(wrong.routing.row_token[0])
-    wrong.x[token, 5] = value
-    found, theirs = wrong.run(OURS), wrong.run(REFERENCE)
-    for name in ("out", "dw1"):
-        bad, reference = (~torch.isfinite(run[name]) for run in (found, theirs))
-        assert bad.any() and bool((bad | ~reference).all()), name
-    assert not torch.isfinite(found["out"][token]).any()
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_pair_of_values(monkeypatch, part):
+    """The cases of tests/oracle."""
+    chosen_on_host(monkeypatch)
+    wrong = {
+        str(case): broken_on_host(
+            case, "mxfp8", ACROSS_A_JUMP if case.activation in JUMPS else BARS
+        )
+        for case in cases()[part::PARTS]
+    }
+    assert not {case: words for case, words in wrong.items() if words}
 
 
 def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(case, monkeypatch):
@@ -152,22 +108,6 @@ def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(case, monkeypatch):
     assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
     assert torch.equal(pending.x, case.x) and torch.equal(pending.dout, case.dout)
     assert torch.equal(found["dx"], case.run(OURS)["dx"])
-
-
-LAYOUTS = {
-    "native": WeightLayout(),
-    "transposed": WeightLayout(transposed=True),
-    "gate half first": WeightLayout(split_half=True),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_gradients_go_straight_to_stacked_parameters(case, layout):
-    targets = parameter_targets((E, 2 * I, H, I), layout, stacked=True, fill=1.0)
-    assert OURS.problem_of(targets, MX) is None
-    found, wanted = case.run(OURS, targets=targets), case.run(OURS)
-    for name in ("dw1", "dw2"):
-        assert torch.allclose(found[name] - 1, wanted[name], rtol=1e-5, atol=1e-4)
 
 
 def test_parameters_that_its_gemms_cannot_add_to():

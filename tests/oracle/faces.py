@@ -485,13 +485,17 @@ ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
         "recipe": ("dx256",), "activation": tuple(GATED), "dtype": ("bfloat16",), "iso_weight": (False,),
         "save_z": ("adaptive", "int8", "bf16"),
     },
+    "mxfp8": ON_A_GPU | {
+        "recipe": ("iso32-pow2",), "activation": tuple(GATED), "save_z": ("bf16",), "dtype": ("bfloat16",), "bias": (False,),
+        "adapters": ("none",), "arrivals": ("plain",), "fp8_wgrad": (True,),
+    },
     "bf16": ON_A_GPU | {"recipe": ("none",)},
     "triton": ON_A_GPU | {"recipe": ("none",)},
 }  # fmt: skip
 # Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes; small ones where a
 # host computes the kernels.
 SIZES_ON_HOST = (
-    *((150, 128, 192, 3, 2), (37, 256, 64, 4, 2), (70, 272, 192, 4, 3), (1, 128, 64, 3, 2)),
+    *((150, 128, 192, 3, 2), (37, 256, 64, 4, 2), (70, 288, 192, 4, 3), (1, 128, 64, 3, 2)),
     (0, 128, 64, 3, 2),
 )
 SIZES_ON_A_GPU = (
