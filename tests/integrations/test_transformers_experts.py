@@ -74,20 +74,6 @@ def test_gpt_oss_with_sentinels(implementation, invalid, garbage):
     assert not found["weights"][~here].any()
 
 
-@IMPLEMENTATIONS
-def test_biases_of_gpt_oss_train_alone(implementation):
-    """With the bits of a step in which its weights train too."""
-    experts, given = make_gpt_oss(), batch(invalid=0.3)
-    wanted = run_experts(experts, implementation, *given)
-    for name, parameter in experts.named_parameters():
-        parameter.requires_grad_(name.endswith("bias"))
-    x, ids, weights, dout = given
-    experts(x, ids, weights).backward(dout)
-    found = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
-    assert found.keys() == {"gate_up_proj_bias", "down_proj_bias"}
-    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
-
-
 @pytest.fixture
 def distributed(tmp_path):
     """Experts whose weights are DTensors on a mesh of one rank."""

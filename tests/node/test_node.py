@@ -14,7 +14,7 @@ from node.node_harness import (
     problems,
 )
 from oracle.case import Case
-from oracle.faces import run
+from oracle.faces import normal, run
 from oracle.golden import scene_of
 from oracle.laws import beyond_the_bars, broken
 from pairwise import pairwise
@@ -68,7 +68,7 @@ class TestFrozen:
 
 def test_adapters_of_frozen_weights_run_no_product_of_their_gradients(monkeypatch):
     monkeypatch.delattr(ReferenceEngine, "backward_dw")
-    case = Case(adapters="both", frozen=True, arrangement="fused")
+    case = Case(adapters="both", trains="biases", arrangement="fused")
     scene = scene_of(case)
     assert beyond_the_bars(case, scene, run(case, scene)) == []
 
@@ -77,3 +77,25 @@ def test_adapters_beside_weights_that_train():
     """Their layer is the one whose weights have them merged, with gradients of the weights alone."""
     case = Case(adapters="both", gradients="main_grad", schedule="two", sizes=(37, 80, 48, 4, 2))
     assert broken(case) == []
+
+
+@covered(
+    "trains, line",
+    ["b1", "b2", "biases", "weights"],
+    [f"face={face} {fp8}" for face in ("node", "stacked", "sorted", "moe", "transformers")
+     for fp8 in ("", "recipe=dx256", "recipe=dx256 fp8_wgrad=False stagewise_memory=True")],
+)  # fmt: skip
+def test_only_what_trains_is_computed(trains, line, monkeypatch):
+    """The oracle has the bits of what is."""
+    calls = []
+    for name in ("bias_gradients", "backward_dw"):
+        original = getattr(ReferenceEngine, name)
+
+        def noted(self, *given, name=name, original=original):
+            calls.append(name)
+            return original(self, *given)
+
+        monkeypatch.setattr(ReferenceEngine, name, noted)
+    case = normal(Case.parse(f"{line} bias=True trains={trains}"))
+    run(case, scene_of(case))
+    assert calls == ["backward_dw" if trains == "weights" else "bias_gradients"]

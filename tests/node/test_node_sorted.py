@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from framework import IS_PADDLE, torch
-from pairwise import pairwise
 
-from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import OutOfMemoryError
@@ -147,37 +145,6 @@ def test_a_schedule_may_run_again_what_found_no_memory(monkeypatch):
     assert not any(weight.main_grad.any() for weight in case.weights)
     store.run()
     close([weight.main_grad for weight in case.weights], case.wanted()[len(case.inputs) :])
-
-
-@pytest.mark.parametrize(
-    ("train", "fp8_mode", "recipe"),
-    pairwise(["b1", "b2", "biases", "weights"], ["off", "perf", "mem"], ["dx256", "iso128"]),
-)
-def test_what_is_frozen_gets_no_gradient_and_takes_no_sum(train, fp8_mode, recipe, monkeypatch):
-    """Also in a node that puts off the gradients of weights, with the bits of one that does not and in
-    which everything trains.
-    """
-    case, whole = Case(biased=True), Case(biased=True)
-    trains = {"b1": (True, False), "b2": (False, True), "biases": (True, True)}
-    asked, sums = [], ReferenceEngine.bias_gradients
-    monkeypatch.setattr(
-        *(ReferenceEngine, "bias_gradients"), lambda *given: asked.append(1) or sums(*given)
-    )
-    with SonicMoEConfig(fp8_mode=fp8_mode, recipe=recipe).activate():
-        whole.run(whole.node()).backward(whole.dout)
-        assert asked.pop() and not asked
-        for bias, is_trained in zip(case.biases, trains.get(train, (False, False)), strict=True):
-            bias.requires_grad_(is_trained)
-        for weight in case.weights:
-            weight.requires_grad_(train == "weights")
-        node = case.node()
-        case.run(node).backward(case.dout)
-        node.step()
-    assert len(asked) == (train != "weights")
-    pairs = zip((*case.inputs, *case.weights), (*whole.inputs, *whole.weights), strict=True)
-    for tensor, other in pairs:
-        assert (tensor.grad is None) == (not tensor.requires_grad)
-        assert tensor.grad is None or torch.equal(tensor.grad, other.grad)
 
 
 @pytest.mark.parametrize("put_off", [False, True])

@@ -36,7 +36,7 @@ SIZES = (
 AXES: dict[str, tuple[Any, ...]] = {
     "face": ("node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted"),
     "law": (
-        "repeat", "poison", "memory", "permuted", "recompute", "face", "arrangement", "split", "nonfinite",
+        "repeat", "poison", "memory", "permuted", "trains", "recompute", "face", "arrangement", "split", "nonfinite",
     ),
     "recipe": ("none", *FP8_RECIPES),
     "activation": (*GATED, *UNGATED),
@@ -44,7 +44,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "bias": (False, True),
     "adapters": ("none", "up", "down", "both"),
-    "frozen": (False, True),
+    "trains": ("all", "biases", "b1", "b2", "weights"),
     "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned"),
     "gradients": ("autograd", "main_grad", "unset"),
     "flush": ("auto", "step"),
@@ -74,7 +74,7 @@ class Case:
 
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
     columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
-    adapters: projections that have a low-rank pair. gradients: where those of weights go: `.grad`, a
+    adapters: projections that have a low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`, a
     `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
@@ -90,7 +90,7 @@ class Case:
     dtype: str = "float32"
     bias: bool = False
     adapters: str = "none"
-    frozen: bool = False
+    trains: str = "all"
     arrangement: str = "per_expert"
     gradients: str = "autograd"
     flush: str = "auto"
@@ -132,6 +132,11 @@ class Case:
     @property
     def fp8(self) -> bool:
         return self.recipe != "none"
+
+    @property
+    def frozen(self) -> bool:
+        """The weights are."""
+        return self.trains in ("biases", "b1", "b2")
 
     @property
     def gated(self) -> bool:

@@ -58,7 +58,7 @@ class Layer:
         self.activation = ActivationType(case.activation)
         self.weights = self.make_weights()
         self.biases = [] if scene.b1 is None else [
-            self.leaf(self.rows(b, -1) if index == 0 else b, torch.float32, True)
+            self.leaf(self.rows(b, -1) if index == 0 else b, torch.float32, self.bias_trains[index])
             for index, b in enumerate((scene.b1, scene.b2))
         ]  # fmt: skip
         self.pairs = {
@@ -88,6 +88,10 @@ class Layer:
         for weight, held in zip(self.weights, self.main_grads, strict=True):
             if held is not None:
                 assert weight.main_grad is held and not written_beside(held)
+
+    @property
+    def bias_trains(self) -> list[bool]:
+        return [self.case.trains in ("all", "biases", name) for name in ("b1", "b2")]
 
     @cached_property
     def options(self) -> dict[str, float]:
@@ -354,6 +358,8 @@ class Module(Layer):
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         if self.biases:
             self.biases = [self.moe.c_fc.bias, self.moe.c_proj.bias]
+            for bias, trains in zip(self.biases, self.bias_trains, strict=True):
+                bias.requires_grad_(trains)
         return self.moe(x, self.backend, adapters=self.adapters)[0]
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -416,7 +422,8 @@ class Transformers(Layer):
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         if self.biases and not hasattr(self.experts, "down_proj_bias"):
-            self.biases = [torch.nn.Parameter(bias.detach()) for bias in self.biases]
+            own = zip(self.biases, self.bias_trains, strict=True)
+            self.biases = [torch.nn.Parameter(bias.detach(), trains) for bias, trains in own]
             for name, bias in zip(self.names, self.biases, strict=True):
                 setattr(self.experts, f"{name}_bias", bias)
         return self.experts(x, indices, probs)
@@ -542,6 +549,10 @@ def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
         changes["arrangement"] = "native"
     if case.arrivals != "plain":
         changes |= {"dtype": "bfloat16", "schedule": "two" if case.schedule == "two" else "one"}
+    if not case.bias:
+        changes["trains"] = {"weights": "all", "b1": "biases", "b2": "biases"}.get(
+            case.trains, case.trains
+        )
     if case.frozen:
         changes |= {"gradients": "autograd", "flush": "auto", "first": "add"}
     if changes.get("gradients", case.gradients) != "main_grad" or case.flush == "step":
@@ -605,7 +616,10 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
     if case.face in ROUTERS:
         del found["dprobs"]
     found |= {} if case.frozen else layer.gradients()
-    for name, bias in zip(("db1", "db2"), layer.biases, strict=False):
+    for name, bias, trains in zip(("db1", "db2"), layer.biases, layer.bias_trains, strict=False):
+        if not trains:
+            assert bias.grad is None
+            continue
         gradient = host(bias.grad)
         back = np.argsort(layer.order) if name == "db1" and layer.order is not None else slice(None)
         found[name] = gradient[:, back]

@@ -121,6 +121,11 @@ def permuted(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     }
 
 
+def trains(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """Whatever else trains too."""
+    yield run(replace(case, trains="all"), scene, engine)
+
+
 def recompute(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     """z is computed again in the backward, or is kept; or is freed in the middle of it, or is not."""
     for mode in ("recompute_z", "stagewise_memory"):
@@ -187,7 +192,18 @@ def nonfinite(case: Case, scene: Scene, engine: str) -> Iterator[str]:
 
 LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found | str]]] = {
     law.__name__: law
-    for law in (repeat, poison, memory, permuted, recompute, split, arrangement, face, nonfinite)
+    for law in (
+        repeat,
+        poison,
+        memory,
+        permuted,
+        trains,
+        recompute,
+        split,
+        arrangement,
+        face,
+        nonfinite,
+    )
 }
 
 
