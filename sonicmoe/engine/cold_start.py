@@ -16,7 +16,7 @@ from ..architectures import DEFAULT_ARCH
 from ..config import ResolvedConfig, current_config
 from ..jit.cache import CompileCache, default_cache
 from ..jit.guard import forbidden_by
-from ..jit.parallel import FAILED, KernelOutcome, Outcomes, ParallelBuild
+from ..jit.parallel import FAILED, KernelOutcome, ParallelBuild
 from ..jit.plan import CompileJob
 from ..jit.slots import OFF, HostSlots
 from ..kernels import EVERY_RUN
@@ -79,7 +79,7 @@ def _compile(
         return
     cache = default_cache(settings)
     slots = HostSlots(cache.local_root, settings.compile_jobs)
-    collected, started = Outcomes(), time.monotonic()
+    started = time.monotonic()
     # One line for the ranks of a host, from the one that gets here first.
     speaker = slots.claim("announcement")
     level = logging.DEBUG if speaker is None else logging.WARNING
@@ -96,11 +96,11 @@ def _compile(
         options,
     )
     try:
-        ParallelBuild(jobs, cache, slots, collected).run()
+        outcomes = list(ParallelBuild(jobs, cache, slots).run())
     finally:
         if speaker is not None:
             speaker.release()
-    _report(collected.outcomes, time.monotonic() - started, level)
+    _report(outcomes, time.monotonic() - started, level)
 
 
 def _options(settings: EngineSettings, arch: str) -> str:

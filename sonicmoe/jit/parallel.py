@@ -11,7 +11,7 @@ import json
 import selectors
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .cache import CompileCache
@@ -37,79 +37,56 @@ class KernelOutcome:
 Progress = Callable[[KernelOutcome], None]
 
 
-class Outcomes:
-    """Outcomes in the order in which they came. `trouble` is an exception that `progress` raised,
-    after which `progress` is not called again; the compiles go on.
-    """
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        """Nothing yet; `progress` is called once per outcome."""
-        self.outcomes: list[KernelOutcome] = []
-        self.trouble: BaseException | None = None
-        self._progress = progress
-
-    def add(self, outcome: KernelOutcome) -> None:
-        self.outcomes.append(outcome)
-        if self._progress and self.trouble is None:
-            try:
-                self._progress(outcome)
-            except BaseException as error:  # also Ctrl-C inside the callback
-                self.trouble = error
-
-
 class ParallelBuild:
     """One process's part in building `jobs`, of which none is in the cache when it begins."""
 
-    def __init__(
-        self,
-        jobs: Sequence[CompileJob],
-        cache: CompileCache,
-        slots: HostSlots,
-        collected: Outcomes,
-    ) -> None:
-        """Nothing starts yet. `jobs` are distinct, and `collected` gets one outcome for each."""
-        self._cache, self._slots, self._collected = cache, slots, collected
+    def __init__(self, jobs: Sequence[CompileJob], cache: CompileCache, slots: HostSlots) -> None:
+        """Nothing starts yet. `jobs` are distinct."""
+        self._cache, self._slots = cache, slots
         # A long job that starts last would run alone at the end.
         self._pending = sorted(jobs, key=lambda job: -job.effort_s)
         # Asked for at every look around, and a key hashes source files.
         self._keys = {job: job.key() for job in jobs}
         self._running: list[_Compile] = []
 
-    def run(self) -> None:
-        """Build, until every job has an outcome."""
+    def run(self) -> Iterator[KernelOutcome]:
+        """Build, until every job has an outcome; each as it comes. Whoever stops asking ends the
+        compiles that run.
+        """
         if self._pending:
             self._cache.ask()
         try:
-            self._run()
-        except BaseException:  # Ctrl-C: the program ends now and not after the longest compile
+            yield from self._run()
+        finally:  # Ctrl-C: the program ends now and not after the longest compile
             for running in self._running:
                 running.process.kill()
                 running.process.communicate()
                 running.release()
-            raise
 
-    def _run(self) -> None:
+    def _run(self) -> Iterator[KernelOutcome]:
         waiting_since = time.monotonic()
         while self._pending or self._running:
             before = len(self._pending)
-            self._settle_published()
-            self._start()
+            yield from self._published()
+            yield from self._start()
             if self._running or len(self._pending) != before:
                 waiting_since = time.monotonic()
             elif time.monotonic() - waiting_since > self._cache.lock_timeout_s:
-                self._give_up()
-            self._collect()
+                yield from self._given_up()
+            yield from self._answers()
 
-    def _settle_published(self) -> None:
-        """Note the kernels that other processes have published since the last look."""
+    def _published(self) -> Iterator[KernelOutcome]:
+        """The kernels that other processes have published since the last look."""
         for job in list(self._pending):
             key = self._keys[job]
             if self._cache.try_load(key) is not None:
                 self._pending.remove(job)
-                self._collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
+                yield KernelOutcome(job.name, str(key), CACHED, 0.0)
 
-    def _start(self) -> None:
-        """A worker process for every place that is free and every job that is."""
+    def _start(self) -> Iterator[KernelOutcome]:
+        """Start a worker process for every place that is free and every job that is; the outcomes
+        of those that do not start.
+        """
         while self._pending and len(self._running) < self._slots.count:
             slot = self._slots.take()
             if slot is None:
@@ -128,7 +105,7 @@ class ParallelBuild:
                 for each in held:
                     each.release()
                 message = f"{job.name}: {type(error).__name__}: {error}"
-                self._collected.add(KernelOutcome(job.name, key, FAILED, 0.0, message))
+                yield KernelOutcome(job.name, key, FAILED, 0.0, message)
 
     def _take(self) -> tuple[CompileJob, Held] | None:
         """The longest job that nobody else compiles, claimed, or None."""
@@ -146,8 +123,8 @@ class ParallelBuild:
             return job, claim
         return None
 
-    def _collect(self) -> None:
-        """Wait a moment, or until a worker answers, and take the answers."""
+    def _answers(self) -> Iterator[KernelOutcome]:
+        """The outcomes of workers that have answered, after a moment at most."""
         with selectors.DefaultSelector() as outputs:
             for running in self._running:
                 assert running.process.stdout is not None
@@ -157,15 +134,15 @@ class ParallelBuild:
             outcome = running.outcome()
             self._running.remove(running)
             running.release()
-            self._collected.add(outcome)
+            yield outcome
 
-    def _give_up(self) -> None:
-        """Fail the jobs for whose builders this process has waited too long."""
+    def _given_up(self) -> Iterator[KernelOutcome]:
+        """Failures of the jobs for whose builders this process has waited too long."""
         waited, self._pending = self._pending, []
         for job in waited:
             key = self._keys[job]
             message = self._cache.waited_too_long(key)
-            self._collected.add(KernelOutcome(job.name, str(key), FAILED, 0.0, message))
+            yield KernelOutcome(job.name, str(key), FAILED, 0.0, message)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from .carried import carried
 from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
-from .parallel import BUILT, CACHED, MISSING, KernelOutcome, Outcomes, ParallelBuild, Progress
+from .parallel import BUILT, CACHED, MISSING, KernelOutcome, ParallelBuild, Progress
 from .place import Place, Trust
 from .plan import CompileJob, ModelSpec, WarmUpPlan
 from .slots import AUTO, HostSlots
@@ -73,8 +73,7 @@ def warm_up(
         compile_jobs: the plan, or jobs that the caller picked.
         jobs: worker processes at most, over all processes that warm up on this host; default: the
             CPUs this process may use.
-        progress: called once per kernel, from one thread at a time; if it raises, no further, and
-            its exception comes at the end.
+        progress: called once per kernel; its exception ends the warm-up, and what is compiled stays.
 
     Raises:
         CompileForbiddenError: something has to be compiled and that is forbidden.
@@ -83,22 +82,27 @@ def warm_up(
     """
     started = time.monotonic()
     planned = _planned(compile_jobs)
-    collected = Outcomes(progress)
+    outcomes: list[KernelOutcome] = []
+
+    def settle(outcome: KernelOutcome) -> None:
+        outcomes.append(outcome)
+        if progress is not None:
+            progress(outcome)
+
     pending: list[CompileJob] = []
     # Everything that is cached is settled first, and a forbidden or impossible compile raises here,
     # before any worker has started.
     for job in planned.jobs:
         key = job.key()
         if cache.share(key) is not None:
-            collected.add(KernelOutcome(job.name, str(key), CACHED, 0.0))
+            settle(KernelOutcome(job.name, str(key), CACHED, 0.0))
         else:
             cache.require_compiler(key, "not warmed")
             pending.append(job)
-    ParallelBuild(pending, cache, HostSlots(cache.local_root, jobs or AUTO), collected).run()
-    if collected.trouble is not None:
-        raise collected.trouble
+    for outcome in ParallelBuild(pending, cache, HostSlots(cache.local_root, jobs or AUTO)).run():
+        settle(outcome)
     # Sorted, because the order of completion differs from run to run and reports should not.
-    kernels = tuple(sorted(collected.outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
+    kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
     found = [cache.try_load(job.key()) for job in planned.jobs]
     report = _report(spec, planned, cache, kernels, found, time.monotonic() - started)
     # A record is the promise that every kernel of the plan is there, for all who share the directory.

@@ -8,7 +8,7 @@ from forks import Child
 from racer import make_key, wait_for
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit.parallel import Outcomes, ParallelBuild
+from sonicmoe.jit.parallel import ParallelBuild
 from sonicmoe.jit.slots import HostSlots
 
 RANKS, JOBS, LIMIT = 4, 6, 3
@@ -21,9 +21,8 @@ def start(field, seconds=0.2):
         cache = CompileCache(field.root, field.local, lock_timeout_s=30.0)
         jobs = [TimedJob(size, field.log, seconds) for size in range(1, JOBS + 1)]
         wait_for(field.folder / "go")
-        collected = Outcomes()
-        ParallelBuild(jobs, cache, HostSlots(cache.local_root, LIMIT), collected).run()
-        return {each.kernel: f"{each.state} {each.message}".strip() for each in collected.outcomes}
+        outcomes = ParallelBuild(jobs, cache, HostSlots(cache.local_root, LIMIT)).run()
+        return {each.kernel: f"{each.state} {each.message}".strip() for each in outcomes}
 
     return Child(rank)
 
@@ -64,15 +63,15 @@ def test_another_rank_takes_over_from_one_that_was_killed_with_its_workers(field
 
 def test_an_interrupt_ends_the_workers(field, cache, monkeypatch):
     jobs = [FakeJob(1, field.log, 60.0)]
-    running = ParallelBuild(jobs, cache, HostSlots(field.local, 1), Outcomes())
+    running = ParallelBuild(jobs, cache, HostSlots(field.local, 1))
 
     def interrupt():
         field.until(lambda: field.builds() == {1: 1})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "_collect", interrupt)
+    monkeypatch.setattr(running, "_answers", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        running.run()
+        list(running.run())
     field.until(lambda: HostSlots(field.local, 1).take() is not None)
     assert cache.try_load(make_key(1)) is None
 
