@@ -80,7 +80,7 @@ class Bf16Engine(PlainEngine):
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> AbstractContextManager[Products]:
-        # Weights that Hopper's kernels have read know them.
+        # Only the Hopper path sets `native`: where it is set, the device need not be asked.
         if weights.native is None and not _is_hopper(device_name(x)):
             return quack_products.products(x, weights, settings, routing)
         kernels = bf16_sm90.kernels_for(x, settings, weights)

@@ -220,8 +220,8 @@ class HopperLayer:
         return dz_scratch, dprobs
 
     def factor_gradients(self, name: str) -> dict[str, Tensor | None]:
-        """Unwritten fp32 gradients of the factors a, or b, in their strides, and the scratch of their
-        sums, by the names of the passes' arguments.
+        """Allocate `d_up_<name>` and `d_down_<name>`, fp32 gradients in the strides of the factors,
+        and `parts`, scratch for the larger sum: arguments of the passes.
         """
         adapters, routing, passes = self._weights.adapters, self._routing, self._passes
         found: dict[str, Tensor | None] = {f"d_up_{name}": None, f"d_down_{name}": None}

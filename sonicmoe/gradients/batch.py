@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any
@@ -216,6 +215,6 @@ def fresh_targets(
     ]
     targets = layer.targets(memory, GradientMode.FRESH)
     if now != list(trained):
-        alone = partial(fresh_targets, layer, parameters, [False, True, *trained[2:]], dout)
-        targets.make_down = lambda: alone().down
+        second = [index == 1 for index in range(len(trained))]
+        targets.make_down = lambda: fresh_targets(layer, parameters, second, dout).down
     return targets

@@ -181,7 +181,9 @@ class WeightCopies:
         )
 
     def _check_current(self, parameters: Sequence[Tensor]) -> None:
-        """For parameters that were freed."""
+        """Raise StaleWeightsError if these copies are older than the last known write. The parameters
+        hold no memory, so nothing can be compared or made again.
+        """
         # They are inputs of the PyLayer where gradients are on.
         if IS_PADDLE and grad_enabled():
             _check_places(parameters)

@@ -128,7 +128,7 @@ class ExpertLinear(nn.Module):
         """
         for hook in self._hooks:
             hook()
-        # Of biases, autograd has fired them.
+        # Autograd has fired the hooks of biases already, so weights alone remain.
         named = () if self._hooks else self.named_parameters()
         weights = [each for name, each in named if name.startswith("weight")]
         for weight in (weight for weight in weights if weight.grad is not None):

@@ -73,8 +73,9 @@ class GradientOutput(NamedTuple):
     """Where a weight gradient `[E, part, m, n]` lies, in elements.
 
     tensor: all of it, or, where `addresses` int64 `[E]` says where each matrix begins, any of them.
-    step_m: 0 where n is contiguous, and rows m are `pitch` apart; else rows are `step_m` apart, 1
-    or 2, and columns n `pitch`. adds: it is added to, else written.
+    step_m, pitch: where n is contiguous, step_m is 0 and rows m are `pitch` apart. Where m is, rows
+    are step_m apart (1, or 2 with gate and up in turns), and columns n `pitch`.
+    adds: it is added to, else written.
     """
 
     tensor: Any
