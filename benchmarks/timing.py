@@ -71,7 +71,8 @@ def measured(
     """
 
     def warm_up(way: Way) -> None:
-        for _ in range(WARM_UPS):
+        way.settle()
+        for _ in range(WARM_UPS - 1):
             way.call()
 
     def turn(way: Way) -> tuple[float, list[float]]:

@@ -102,7 +102,6 @@ class Result:
     sustained: Sustained | None = None
     saved_mib: float | None = None
     peak_mib: float | None = None
-    total_peak_mib: float | None = None
     card: str = ""
     refusal: str | None = None
 

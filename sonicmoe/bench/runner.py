@@ -80,7 +80,6 @@ def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0)
         # On one batch, because memory does not depend on the values.
         memory = measure_memory(NodeCall(run.node, batches[0]), device)
         results[index].saved_mib, results[index].peak_mib = memory.saved, memory.peak
-        results[index].total_peak_mib = memory.total_peak
         # Free prepared weights, so that the peak of the next variant is its own.
         run.node.invalidate_caches()
     return results

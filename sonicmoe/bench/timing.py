@@ -138,13 +138,12 @@ class Memory:
     """MiB of one forward and backward: `peak` above the memory allocated before, `saved` between
     the two passes.
 
-    `saved` leaves out `out` and the caller's own tensors (x, probabilities, indices, weights).
-    `total_peak` is absolute and None on a CPU, as `peak` is.
+    `saved` leaves out `out` and the caller's own tensors (x, probabilities, indices, weights). `peak`
+    is None on a CPU.
     """
 
     saved: float
     peak: float | None = None
-    total_peak: float | None = None
 
 
 def measure_memory(call: NodeCall, device: str) -> Memory:
@@ -165,7 +164,7 @@ def measure_memory(call: NodeCall, device: str) -> Memory:
     call.backward()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    return Memory(saved / MIB, (peak - before) / MIB, peak / MIB)
+    return Memory(saved / MIB, (peak - before) / MIB)
 
 
 def _saved_bytes(call: NodeCall) -> int:

@@ -2,13 +2,15 @@
 
 import io
 import json
+import os
 import re
 import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
-from small_commands import SMALL, run_small
+from worlds import ROOT
 
 from sonicmoe.cli import screen
 from sonicmoe.cli.screen import Activity
@@ -19,6 +21,12 @@ import importlib
 for name in ("screen", "doctor"):
     importlib.import_module(f"sonicmoe.cli.{name}").PATIENCE_S = 0.02
 """
+SMALL = {
+    "train": f"--data {__file__} --steps 2 --layers 2 --hidden 16 --heads 2 --experts 2 --topk 1 "
+    "--intermediate 16 --seq-len 8 --batch 2 --precision fp32",
+    "bench": "--engine reference --T 16 --H 16 --I 16 --E 2 --K 1",
+    "doctor": "",
+}
 SO_FAR = r": (\d+ of \d+, )?(about \d+ s left, )?\d+ s so far"
 
 
@@ -82,8 +90,15 @@ def test_a_stderr_that_cannot_be_written_costs_nothing(closed, monkeypatch, tmp_
 @pytest.mark.parametrize("command", SMALL)
 def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, tmp_path):
     """And which framework it took, where both are installed."""
-    stdout, stderr = run_small([command, "--json"], cwd=tmp_path, before=PATIENCE)
-    found = json.loads(stdout)
+    words = [command, *SMALL[command].split(), "--json"]
+    program = (
+        f"{PATIENCE}\nfrom sonicmoe.cli.main import main\nmain({words!r}, standalone_mode=False)"
+    )
+    caches = dict.fromkeys(("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR"), str(tmp_path))
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{processes.TESTS}", **caches}
+    done = processes.run(["-c", program], {**variables, "COLUMNS": "200"}, tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found, stderr = json.loads(done.stdout), done.stderr
     assert isinstance(found, dict)
     assert "\x1b" not in stderr and "\r" not in stderr
     assert re.search(f"^.*{SO_FAR}$", stderr, re.MULTILINE)
