@@ -5,7 +5,7 @@ A view is a new tensor object at every call. So what is kept belongs to the memo
 that the view was made of. It is stored under the view's geometry, and remembers in which memory all
 of the weights were:
 
-    memory of w1 (weak) ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
+    memory of w1 (weak) ──► _Beside ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
 
 Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
 once, and the engine weights go with the parameter.
@@ -14,7 +14,6 @@ once, and the engine weights go with the parameter.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..engine.interface import Engine
+from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE
@@ -38,10 +37,9 @@ if IS_PADDLE:
         "sonicmoe.ernie_compat.SonicMoEMlpNode"
     )
 
-# `StorageWeakRef` names an allocation without keeping it. The dictionary compares its keys by
-# identity, because `==` of tensors is elementwise.
+# `StorageWeakRef` names an allocation without keeping it.
 from torch.multiprocessing.reductions import StorageWeakRef  # Paddle's proxy has neither
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdRef
 
 from .shards import GATHERED, codes_behind, expire_codes  # which imports such too
 
@@ -64,13 +62,34 @@ class _Kept:
         return any(map(StorageWeakRef.expired, self.memory))
 
 
-# By `_owner`, then by geometry.
-_kept = WeakIdKeyDictionary()
-# The youngest of them, by the id of its owner, which lives as long, and the address of w1.
-_last: dict[tuple[int, int], weakref.ref[_Kept]] = {}
-# Engine weights that a CUDA graph reads, which holds addresses and no reference: they stay as long
-# as the parameter's memory, whatever replaces them in `_kept`.
-_captured = WeakIdKeyDictionary()
+class _Beside:
+    """What is kept of all weights in one memory, as long as that lives.
+
+    entries: by the geometry of w1, the youngest last.
+    captured: engine weights that a CUDA graph reads, which holds addresses and no reference: they
+        stay, whatever replaces them among the entries.
+    """
+
+    def __init__(self, owner: Tensor | torch.UntypedStorage) -> None:
+        """Forgotten with `owner`, of `_owner`."""
+        self.entries: dict[tuple[Any, ...], _Kept] = {}
+        self.captured: set[EngineWeights] = set()
+        key = id(owner)
+        self._owner = WeakIdRef(owner, lambda _: _beside.pop(key, None))
+
+    def keep(self, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
+        """`room`: how many such views fit side by side into the memory."""
+        # Removed first, because a dict keeps the position of a key that it has.
+        self.entries.pop(geometry, None)
+        self.entries[geometry] = kept
+        # More than fit side by side overlap: the oldest goes, so that entries cannot grow without
+        # end.
+        if len(self.entries) > max(1, room):
+            del self.entries[next(iter(self.entries))]
+
+
+# By the id of the owner, because `==` of tensors is elementwise.
+_beside: dict[int, _Beside] = {}
 
 
 def read_weights(
@@ -123,12 +142,9 @@ def read_weights(
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
     # its own, because the backward of an outstanding forward has still to read the old ones.
     place = engine.name, settings, layout, places
-    # Usually the last one at the address, whatever object the view is now, which takes a look into
-    # one dictionary. Memory of another owner may have other traces of writes.
-    last = _last.get((id(owner), places[0][0]))
-    kept = None if last is None else last()
-    if kept is None or kept.place[-1][0] != places[0]:
-        kept = _kept.get(owner, {}).get(places[0][1:])
+    # Memory of another owner may have other traces of writes.
+    beside, geometry = _beside.get(id(owner)), places[0][1:]
+    kept = None if beside is None else beside.entries.get(geometry)
     # The allocator may hand an address out again, with other values behind it.
     is_ours = kept is not None and kept.place == place and not kept.is_dead()
     prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
@@ -136,13 +152,12 @@ def read_weights(
     reading = prepared.read(engine, settings, source, w1, place, traces_of(present), alone=alone)
     if reading.weights.store is None:
         return reading
+    beside = beside or _beside.setdefault(id(owner), _Beside(owner))
     if prepared.captures:
-        # The entry in `_kept` may be replaced by other settings, and would free memory that replays
-        # read.
-        _captured.setdefault(owner, set()).add(reading.weights)
+        beside.captured.add(reading.weights)
     if not is_ours:
         room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        _keep(owner, places[0], _Kept(place, prepared, _memory(present)), room)
+        beside.keep(geometry, _Kept(place, prepared, _memory(present)), room)
     return reading
 
 
@@ -156,15 +171,17 @@ def _read_once(
 ) -> Reading:
     # An earlier call may have kept codes of the same weights, before a switch of the precision or
     # before `fully_shard`. Nobody would find them again, and they are as large as the weights.
-    if _last and (id(owner := _owner(w1)), w1.data_ptr()) in _last:
+    if _beside and (beside := _beside.get(id(_owner(w1)))) is not None:
         _, (place,) = _places([w1])
-        _kept.get(owner, {}).pop(place[1:], None)
+        beside.entries.pop(place[1:], None)
     return Reading(engine.read_stacked(weights, layout, dtype, settings))
 
 
 def forget(w1: Tensor) -> None:
     """Drop what was prepared from these weights, and from every other view of their memory."""
-    _kept.pop(_owner(w1), None)
+    beside = _beside.get(id(_owner(w1)))
+    if beside is not None:
+        beside.entries.clear()
     expire_codes(w1)
 
 
@@ -179,20 +196,6 @@ def _owner(w1: Tensor) -> Tensor | torch.UntypedStorage:
     # `torch.Tensor._base` is the tensor that a view was made of, None for a tensor of its own.
     parameter = w1 if w1._base is None else w1._base
     return parameter.untyped_storage() if type(parameter) is torch.nn.Parameter else w1
-
-
-def _keep(owner: Any, place: tuple[Any, ...], kept: _Kept, room: int) -> None:
-    """`room`: how many such views fit side by side into the memory."""
-    geometry, key = place[1:], (id(owner), place[0])
-    _last[key] = weakref.ref(kept, lambda dead: _last.get(key) is dead and _last.pop(key))
-    entries: dict[tuple[Any, ...], _Kept] = _kept.setdefault(owner, {})
-    # Removed first, because a dict keeps the position of a key that it has: the new entry is to be
-    # the youngest.
-    entries.pop(geometry, None)
-    entries[geometry] = kept
-    # More than fit side by side overlap: the oldest goes, so that entries cannot grow without end.
-    if len(entries) > max(1, room):
-        del entries[next(iter(entries))]
 
 
 def _places(weights: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Any]]:

@@ -19,7 +19,7 @@ from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
 from sonicmoe.layer import plan
 from sonicmoe.layouts import NATIVE
 from sonicmoe.weights import cache, stacked_cache
-from sonicmoe.weights.stacked_cache import _kept, _owner
+from sonicmoe.weights.stacked_cache import _beside, _owner
 
 E, K, T, H, I = 4, 2, 70, 144, 64
 FP8 = SonicMoEConfig(fp8_mode="perf")
@@ -65,7 +65,7 @@ class Layer:
         return found
 
     def kept(self):
-        return next(iter(_kept[_owner(self.weights[0])].values())).prepared.weights
+        return next(iter(_beside[id(_owner(self.weights[0]))].entries.values())).prepared.weights
 
 
 @pytest.mark.parametrize("face", ["function", "node"])

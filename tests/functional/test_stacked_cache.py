@@ -34,7 +34,7 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.weights import cache
-from sonicmoe.weights.stacked_cache import _kept, _last, _owner, read_weights
+from sonicmoe.weights.stacked_cache import _beside, _owner, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
 OPTIMIZERS = {
@@ -43,6 +43,11 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
 }
+
+
+def kept_of(weight):
+    beside = _beside.get(id(_owner(weight)))
+    return {} if beside is None else beside.entries
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def write(weight):
 
 def kept_codes(moe):
     """A weak reference to the codes of its only entry."""
-    (kept,) = _kept[_owner(moe.c_fc.weight)].values()
+    (kept,) = kept_of(moe.c_fc.weight).values()
     return weakref.ref(kept.prepared.weights.w1.codes)
 
 
@@ -210,9 +215,9 @@ class TestKeptCodes:
 
     def test_a_switch_of_the_precision_drops_them(self, following, moe, x):
         moe(x, **FP8)
-        assert len(_kept[_owner(moe.c_fc.weight)]) == 1
+        assert len(kept_of(moe.c_fc.weight)) == 1
         read(ReferenceEngine(), moe.c_fc.weight, moe.c_proj.weight, EngineSettings())
-        assert not _kept[_owner(moe.c_fc.weight)]
+        assert not kept_of(moe.c_fc.weight)
 
     @pytest.mark.parametrize("face", [module, whole_layer])
     def test_they_die_with_the_parameter(self, face, following, x):
@@ -228,7 +233,7 @@ class TestKeptCodes:
         size = len(pickle.dumps(moe))
         moe(x, **FP8)
         assert len(pickle.dumps(moe)) == size
-        assert _owner(copy.deepcopy(moe).c_fc.weight) not in _kept
+        assert id(_owner(copy.deepcopy(moe).c_fc.weight)) not in _beside
         assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
 
 
@@ -263,7 +268,7 @@ class TestWhoseTheyAre:
         w1, w2 = torch.nn.Parameter(torch.randn(2, 128, 32)), torch.randn(2, 32, 64)
         for settings in (SETTINGS, other, SETTINGS, other):
             read(engine, w1, w2, settings)
-        (last,) = (last() for (_, address), last in _last.items() if address == w1.data_ptr())
+        (last,) = kept_of(w1).values()
         assert last.place[1] is other and engine.events == 4 * ["made"]
         del w1
         assert last.is_dead()
@@ -289,7 +294,7 @@ class TestWhoseTheyAre:
         for start in range(38):
             part = buffer[start : start + 2]
             assert torch.allclose(dequantize(read(engine, part, w2).w1), part.detach(), atol=0.3)
-        assert len(_kept[_owner(buffer)]) == 20, "as many as fit side by side"
+        assert len(kept_of(buffer)) == 20, "as many as fit side by side"
 
     def test_strides_are_part_of_what_a_weight_is(self):
         """A square matrix and its transpose share address, shape and version."""
@@ -312,7 +317,7 @@ class TestWhoseTheyAre:
         with torch.inference_mode():
             anonymous = torch.ones(2, 128, 32), torch.ones(2, 32, 64)
         read(engine, *anonymous)
-        assert _owner(anonymous[0]) not in _kept
+        assert id(_owner(anonymous[0])) not in _beside
 
     def test_a_graph_keeps_what_it_reads(self, following, monkeypatch, x):
         """A captured graph holds addresses only: other settings for the same weights must not free
@@ -372,7 +377,7 @@ class TestAnEngineThatDoesNotLook:
         before = moe(x, **options)[0]
         moe.get_parameter(name).data.mul_(-1.5)
         after = moe(x, **options)[0]
-        assert len(prepared) == 2 and not _kept.get(_owner(moe.c_fc.weight))
+        assert len(prepared) == 2 and not kept_of(moe.c_fc.weight)
         assert not torch.equal(before, after)
         assert torch.equal(after, without_cache(moe, x, **options))
 
