@@ -85,7 +85,9 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     """
     # The usual case first: this is asked of every argument of every call.
     if isinstance(value, torch.Tensor):
-        if not is_dense(value):
+        # `is_dense`, written out.
+        dense = value.is_dense() if IS_PADDLE else value.layout == torch.strided
+        if not dense or (not IS_PADDLE and value.is_nested):
             kind = "nested" if not IS_PADDLE and value.is_nested else "sparse"
             raise LayoutError(f"{argument} is {kind}; needed: a dense tensor")
         return

@@ -100,7 +100,8 @@ def check_forward(
         given = x.codes
     else:
         require_framework_tensor(x, "x")
-        need_dtype("x", x, *TOKEN_DTYPES)
+        if x.dtype not in TOKEN_DTYPES:
+            need_dtype("x", x, *TOKEN_DTYPES)
     wanted = (routing.num_tokens, weights.hidden_size)
     if tuple(x.shape) != wanted:
         raise ShapeError(
@@ -166,7 +167,8 @@ def check_dout(dout: Any, saved: Saved, record: EngineRecord) -> Tokens:
             "activations of this forward were released by an earlier backward (stage-wise memory)"
         )
     wanted = tuple(saved.x.shape)
-    need_shape(tuple(dout.shape) == wanted, "dout", dout, wanted)
+    if tuple(dout.shape) != wanted:
+        need_shape(False, "dout", dout, wanted)
     if not quantised:
         # Autograd may hand an expanded or a turned gradient; kernels read rows.
         return dout.detach().contiguous()  # type: ignore[no-any-return]

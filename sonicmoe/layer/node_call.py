@@ -88,7 +88,7 @@ class NodeCall(LayerCall, DifferentiableCall):
         inputs = inputs[: len(inputs) - self.num_behind]
         probs = inputs[1] if len(inputs) > 1 else None
         with plain_ops():  # once: inside, autocast costs nothing more
-            x = self._tokens(inputs)
+            x = inputs[0] if len(inputs) <= 2 else self._fp8_tokens(inputs)
             with stage("routing"):
                 routing = self.route(int(inputs[0].shape[0]), probs, self.state.sizes[0])
             return self.compute(x, probs, routing, save)
@@ -100,10 +100,8 @@ class NodeCall(LayerCall, DifferentiableCall):
         adapters = self.adapters
         return weights if adapters is None else weights.with_adapters(adapters.native())
 
-    def _tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
+    def _fp8_tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
-        if len(inputs) <= 2:
-            return x
         tokens = checked_tokens(x.detach(), inputs[2].detach())
         return to_bfloat16(tokens) if self.plan.dequantises else tokens
 
@@ -225,7 +223,7 @@ def call_on(
     adapters = given and CallAdapters.of(given, state.parameters.layout)
     beside = arrived.biases is not None, adapters is not None
     num_behind = 2 * beside[0] + (0 if adapters is None else len(adapters.factors))
-    x = tokens_among(inputs[: len(inputs) - num_behind])
+    x = inputs[0] if len(inputs) == 2 else tokens_among(inputs[: len(inputs) - num_behind])
     plan = own.fitted(x, *arrived.form(x), *beside)
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.

@@ -83,7 +83,8 @@ def build_routing(
     tokens, topk = map(int, indices.shape)
     # The number of rows must be known before the kernel that counts has run.
     rows = num_rows_bound(tokens * topk, num_experts, alignment, given)
-    kernels = _kernels(indices, num_experts)
+    is_known = num_experts <= MAX_EXPERTS
+    kernels = kernels_for(indices) if is_known else _without_kernels(num_experts)
     routing = kernels.build(indices, probs, num_experts, alignment, rows)
     # Given counts may be rounded up, or wrong. They size the rows, and nobody takes them for true.
     return _with_counts_checked(routing, given) if validate else routing
@@ -133,7 +134,7 @@ def build_sorted_routing(
         with plain_ops():
             return exact_sorted_routing(counts, probs, num_tokens, alignment)
     rows = num_rows_bound(num_tokens, experts, alignment, given)
-    kernels = _kernels(counts, experts)
+    kernels = kernels_for(counts) if experts <= MAX_EXPERTS else _without_kernels(experts)
     return kernels.build_sorted(counts, probs, num_tokens, alignment, rows)
 
 
@@ -187,10 +188,8 @@ def num_rows_bound(
     return (num_slots + smaller(num_experts, num_slots) * (alignment - 1)) // alignment * alignment
 
 
-def _kernels(indices: Tensor, num_experts: int) -> RoutingKernels:
-    if num_experts > MAX_EXPERTS:
-        return plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
-    return kernels_for(indices)
+def _without_kernels(num_experts: int) -> RoutingKernels:
+    return plain_kernels(f"{num_experts} experts; the GPU kernels take at most {MAX_EXPERTS}")
 
 
 def _warn_if_global(indices: Tensor, routing: RoutingMetadata, num_experts: int) -> None:
