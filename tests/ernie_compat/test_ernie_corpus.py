@@ -62,3 +62,12 @@ def test_more_text_than_the_limit_is_refused(tmp_path, monkeypatch):
 def test_files_of_proc_are_empty_as_they_say_because_reading_some_never_ends():
     with pytest.raises(CorpusError, match="no text in /proc/self/status"):
         load_corpus(["/proc/self/status"])
+
+
+def test_a_window_and_its_last_target_must_fit():
+    """So as many bytes as the sequence is long are one too few."""
+    corpus = load_corpus()
+    shorter = min(len(corpus.train), len(corpus.held_out))
+    corpus.require_length(shorter - 1)
+    with pytest.raises(CorpusError, match=f"needs more than {shorter} in each"):
+        corpus.require_length(shorter)

@@ -23,6 +23,7 @@ from sonicmoe.errors import (
     DTypeError,
     ShapeError,
 )
+from sonicmoe.moe import Experts
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -47,6 +48,12 @@ def test_state_dict(activation, width, bias):
             weight.std().item() == pytest.approx(0.05, rel=0.1)
             and abs(weight.mean().item()) < 0.005
         )
+
+
+def test_linear_maps_have_biases_unless_told_otherwise():
+    """As upstream's `Experts`."""
+    assert Experts(2, 3, 4).bias.shape == (2, 4) and not Experts(2, 3, 4).bias.any()
+    assert Experts(2, 3, 4, add_bias=False).bias is None
 
 
 def test_is_glu_as_upstreams_scripts_say_it():
