@@ -227,7 +227,7 @@ def _add_both(
 ) -> None:
     """Both weight gradients."""
     launch, native = _launch_of(pending), pending.native
-    memory = empty((native.bytes_of.wgrad,), torch.uint8, native.device)
+    memory = empty((native.ends["wgrad_scratch", "dout_t_scale"],), torch.uint8, native.device)
     targets.adding = True
     passes.wgrad(
         **launch,
@@ -248,10 +248,10 @@ def _add_one_by_one(
     begins, so that the other's need not lie beside its own.
     """
     # A product that nobody wants is left out.
-    bytes_of, launch = pending.native.bytes_of, _launch_of(pending)
+    native, launch = pending.native, _launch_of(pending)
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
-    memory = empty((bytes_of.dw,), torch.uint8, pending.native.device)
+    memory = empty((native.ends["dw_scratch", "x_t_scale"],), torch.uint8, native.device)
     targets.adding = True
     is_late = targets.make_down is not None
     if not is_late:

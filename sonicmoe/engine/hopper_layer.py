@@ -114,9 +114,8 @@ class HopperLayer:
 
     def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None, u: Narrow = NO_ROWS) -> None:
         """Fills what there is of z `[R, 2I]`, out `[T, H]` and u."""
-        bytes_of = self.routed.bytes_of
         # Recomputing stops at z: the down projection and its scratch are not needed.
-        size = bytes_of.forward_to_z if out is None else bytes_of.forward
+        size = self.routed.ends["scratch", "y1_scale" if out is None else "y2"]
         self._passes.forward(
             weights=self._prepared.handle,
             routing=self.routed.routing,
@@ -156,7 +155,7 @@ class HopperLayer:
 
     def empty_operands(self, wants_weights: bool) -> Operands:
         """Unwritten. wants_weights: whether gradients of weights will be asked for."""
-        adapters, bytes_of = self._weights.adapters, self.routed.bytes_of
+        adapters, ends = self._weights.adapters, self.routed.ends
         if not wants_weights and (adapters is None or adapters.down is None):
             return NO_OPERANDS
         # The BF16 GEMMs take rows; those of FP8 take transposed codes in a layout of their own.
@@ -165,8 +164,9 @@ class HopperLayer:
             sizes = (rows, 2 * inner), (rows, inner)
             dz, y1s = (empty(size, torch.bfloat16, self.device) for size in sizes)
             return dz, y1s, True
-        dz = empty((bytes_of.dz,), torch.uint8, self.device) if wants_weights else None
-        return dz, empty((bytes_of.y1s,), torch.uint8, self.device), False
+        codes = ends["dz", "dz_t_scale"], ends["y1s", "y1s_t_scale"]
+        dz = empty((codes[0],), torch.uint8, self.device) if wants_weights else None
+        return dz, empty((codes[1],), torch.uint8, self.device), False
 
     def dgated(
         self,
@@ -186,13 +186,15 @@ class HopperLayer:
         u, v: of adapters; v is filled.
         db: `factor_gradients("b")`, filled.
         """
-        routing, bytes_of, device = self._routing, self.routed.bytes_of, self.device
+        routing, ends, device = self._routing, self.routed.ends, self.device
         (dz, y1s, in_rows), apart = operands, dx is None
-        size = bytes_of.dz_scratch if apart else bytes_of.backward
+        size = ends["dz_scratch", "no_scales"]
+        if not apart:
+            size = max(ends["dz_scratch", "dout_fp8_scale"], ends["dz_scratch", "dx_rows"])
         dz_scratch = empty((size,), torch.uint8, device)
         dout_scratch = None
         if apart and not isinstance(dout, BlockScaledTensor):
-            dout_scratch = empty((bytes_of.dout_scratch,), torch.uint8, device)
+            dout_scratch = empty((ends["dout_scratch", "dout_fp8_scale"],), torch.uint8, device)
         dprobs = empty((routing.num_tokens, routing.topk), torch.float32, device)
         self._passes.dgated(
             weights=self._dgrad_order("w2") if apart else self._dgrad_order("w2", "w1"),
@@ -270,7 +272,9 @@ class HopperLayer:
             stream=self._stream,
             dx=dx,
             dz_scratch=dz_scratch,
-            dx_scratch=empty((self.routed.bytes_of.dgrad,), torch.uint8, self.device),
+            dx_scratch=empty(
+                (self.routed.ends["dx_scratch", "dx_rows"],), torch.uint8, self.device
+            ),
             up_v=v.up,
         )
         return dx

@@ -26,7 +26,17 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .factor_operands import FactorOperands
-from .hopper_program import BINDS, FACTORS, GATES, PASSES, RECIPE, ROUTING, VOCABULARY, WEIGHTS
+from .hopper_program import (
+    BINDS,
+    FACTORS,
+    GATES,
+    KERNELS,
+    PASSES,
+    RECIPE,
+    ROUTING,
+    VOCABULARY,
+    WEIGHTS,
+)
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
 from .program import Program, Programs
@@ -40,7 +50,8 @@ SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
 Z_BLOCK = RECIPE.z
 MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
 _NO_TENSORS = [None] * len(ROUTING)
-_LOW_RANK = "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
+# What passes call themselves.
+_BESIDE = "wgrad_destination", "gradient_parts", "parts_of_both", "prepare_factor"
 
 
 class PreparedHandle(NamedTuple):
@@ -59,30 +70,13 @@ class PreparedHandle(NamedTuple):
     of_backward: bool = False
 
 
-class ScratchBytes(NamedTuple):
-    """How many bytes each scratch of a layer has. forward_to_z: of a forward that ends there;
-    backward: of dgated that goes on to dx; dw: of one weight gradient alone.
-    """
-
-    forward: int
-    forward_to_z: int
-    backward: int
-    dz_scratch: int
-    dout_scratch: int
-    dz: int
-    y1s: int
-    dgrad: int
-    wgrad: int
-    dw: int
-
-
 class Routed(NamedTuple):
-    """A routing as passes take it, the bytes of each scratch of a layer, the passes that take them,
-    and the device.
+    """A routing as passes take it, how many bytes of each buffer of a layer its parts take up to their
+    ends (`Programs.part_ends`), the passes that take them, and the device.
     """
 
     routing: tuple[Any, ...]
-    bytes_of: ScratchBytes
+    ends: Mapping[tuple[str, str], int]
     passes: Passes
     device: Any
 
@@ -117,7 +111,7 @@ class Passes:
         self.wgrad, self.dw1, self.dw2 = (calls[name] for name in ("wgrad", "dw1", "dw2"))
         self.adapters = calls["adapters"]
         self._make_destination: Any = kernels.get("wgrad_destination")
-        self._sizes: dict[tuple[int, ...], ScratchBytes] = {}
+        self._ends: dict[tuple[int, ...], dict[tuple[str, str], int]] = {}
 
     def routed(self, routing: RoutingMetadata, hidden: int, inner: int) -> Routed:
         """What the passes of one forward, or of one backward, need to know of `routing`."""
@@ -126,28 +120,14 @@ class Passes:
         tokens, topk, experts, _, rows = routing.sizes
         # Asking native code takes as long as a launch: a backward finds the sizes of its forward.
         key = tokens, topk, experts, rows, hidden, inner
-        bytes_of = self._sizes.get(key) or self._bytes_of(key)
+        ends = self._ends.get(key)
+        if ends is None:
+            # Token counts differ from step to step, so this would grow for ever.
+            if len(self._ends) >= MAX_SIZES:
+                self._ends.clear()
+            ends = self._ends[key] = self._part_ends(*key)
         given = memory, *held, tokens, topk, experts, rows, inner
-        return Routed(given, bytes_of, self, device_of(routing.held[0]))
-
-    def _bytes_of(self, key: tuple[int, ...]) -> ScratchBytes:
-        # Token counts differ from step to step, so this would grow for ever.
-        if len(self._sizes) >= MAX_SIZES:
-            self._sizes.clear()
-        ends = self._part_ends(*key)
-        found = self._sizes[key] = ScratchBytes(
-            forward=ends["scratch", "y2"],
-            forward_to_z=ends["scratch", "y1_scale"],
-            backward=max(ends["dz_scratch", name] for name in ("dout_fp8_scale", "dx_rows")),
-            dz_scratch=ends["dz_scratch", "no_scales"],
-            dout_scratch=ends["dout_scratch", "dout_fp8_scale"],
-            dz=ends["dz", "dz_t_scale"],
-            y1s=ends["y1s", "y1s_t_scale"],
-            dgrad=ends["dx_scratch", "dx_rows"],
-            wgrad=ends["wgrad_scratch", "dout_t_scale"],
-            dw=ends["dw_scratch", "x_t_scale"],
-        )
-        return found
+        return Routed(given, ends, self, device_of(routing.held[0]))
 
     def numbers(self, settings: EngineSettings, adapters: Adapters | None) -> dict[str, Any]:
         """What is bound beside weights: which activation the GEMMs compute, the scales of adapters, and
@@ -277,35 +257,16 @@ def passes_on(
     whether there are biases and low-rank adapters; errors as `CudaSource.load`.
     """
     arch = arch_of(device)
-    sources = (
-        routing_metadata_source(arch),
-        aggregate_source(arch),
-        quantize_source(arch),
-        wgrad_operands_source(arch),
-        *gemm_sources(arch, activation, z, bias, low_rank),
-    )
-    # In the order of `sources`.
-    routing, aggregate, quantize, operands, gemms, dgated, wgrad = (
-        source.load() for source in sources
-    )
+    up, dgated, wgrad = gemm_sources(arch, activation, z, bias, low_rank)
+    always = routing_metadata_source, aggregate_source, quantize_source, wgrad_operands_source
+    others = [bias_gradients_source] * bias + [low_rank_source] * low_rank
+    modules = [source.load() for source in (up, dgated, wgrad)]
+    modules += [source(arch).load() for source in (*always, *others)]
+    # Every kernel is exported by one module; those of biases and adapters by none, where there is no
+    # need of them.
     kernels = {
-        "quantize_rows": quantize.quantize_rows,
-        "gather_gated_gemm": gemms.gather_gated_gemm,
-        "grouped_gemm": gemms.grouped_gemm,
-        "aggregate_rows": aggregate.aggregate_rows,
-        "gather_dgated_gemm": dgated.gather_dgated_gemm,
-        "sum_or_zero": routing.sum_or_zero,
-        "gather_transpose_quantize": operands.gather_transpose_quantize,
-        "gather_transpose_quantize_pair": operands.gather_transpose_quantize_pair,
-        "gather_transpose_requantize": operands.gather_transpose_requantize,
-        "grouped_wgrad": wgrad.grouped_wgrad,
-        "wgrad_destination": wgrad.wgrad_destination,
+        name: next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+        for name in (*KERNELS, *_BESIDE)
     }
-    of_biases = bias_gradients_source(arch).load() if bias else None
-    for name in ("sum_dz", "sum_tokens"):
-        kernels[name] = getattr(of_biases, name, None)
-    of_adapters = low_rank_source(arch).load() if low_rank else None
-    for name in _LOW_RANK.split():
-        kernels[name] = getattr(of_adapters, name, None)
-    activations = (gemms.activation_names(), dgated.activation_names())
+    activations = modules[0].activation_names(), modules[1].activation_names()
     return Passes(program_source(arch).load(), activations, kernels)

@@ -68,12 +68,12 @@ def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
     ask = passes._part_ends
     monkeypatch.setattr(passes, "_part_ends", lambda *of: asked.append(of[-2:]) or ask(*of))
     case, other = Case(), Case(T + 1)
-    first = passes.routed(case.routing, H, I).bytes_of
-    assert passes.routed(case.routing, H, I).bytes_of == first and asked == [(H, I)]
-    assert passes.routed(case.routing, H + 128, I).bytes_of != first
-    assert passes.routed(case.routing, H, I + 128).bytes_of != first
-    assert passes.routed(with_spare_rows(case.routing, 128), H, I).bytes_of != first
-    assert passes.routed(other.routing, H, I).bytes_of != first
+    first = passes.routed(case.routing, H, I).ends
+    assert passes.routed(case.routing, H, I).ends == first and asked == [(H, I)]
+    assert passes.routed(case.routing, H + 128, I).ends != first
+    assert passes.routed(case.routing, H, I + 128).ends != first
+    assert passes.routed(with_spare_rows(case.routing, 128), H, I).ends != first
+    assert passes.routed(other.routing, H, I).ends != first
     assert len(asked) == 5
 
 

@@ -120,18 +120,19 @@ def pass_of(passes, name):
 
 def fields_of(passes, head, name):
     """Tensors of a pass that fit, without those that it takes instead of others."""
-    size = passes.routed(Metadata(), H, I).bytes_of._asdict()
+    ends = passes.routed(Metadata(), H, I).ends
+    size = {"dz_scratch": ends["dz_scratch", "no_scales"], "scratch": ends["scratch", "y2"]}
+    for buffer in ("dz", "y1s", "dout_scratch", "dx_scratch", "wgrad_scratch", "dw_scratch"):
+        size[buffer] = max(end for (name, _), end in ends.items() if name == buffer)
     made = {
         "x": tokens(T, H), "dout": tokens(T, H), "out": tokens(T, H), "dx": tokens(T, H),
         "z": codes(R, 2 * I), "z_scale": scales(R, blocks(2 * I)), "z_rows": None, "dprobs": scales(T, K),
-        "dz": codes(size["dz"]), "y1s": codes(size["y1s"]), "dz_rows": None, "y1s_rows": None,
+        "dz_rows": None, "y1s_rows": None,
         "dw1": "somewhere", "dw2": "somewhere",
         "db1": scales(E, 2 * I), "db2": scales(E, H),
         "bias_parts": scales(R // ROW_ALIGNMENT, 2 * I),
         "x_codes": None, "x_scale": None, "dout_codes": None, "dout_scale": None,
-        "dz_scratch": codes(size["dz_scratch"]), "dout_scratch": codes(size["dout_scratch"]),
-        "scratch": codes(size["forward"]), "dx_scratch": codes(size["dgrad"]),
-        "wgrad_scratch": codes(size["wgrad"]), "dw_scratch": codes(size["dw"]),
+        **{buffer: codes(bytes_) for buffer, bytes_ in size.items()},
         "up_u": tokens(R, UP), "up_v": tokens(R, UP), "down_u": tokens(R, DOWN), "down_v": tokens(R, DOWN),
         "d_up_a": scales(E, UP, H), "d_up_b": scales(E, 2 * I, UP),
         "d_down_a": scales(E, DOWN, I), "d_down_b": scales(E, H, DOWN), "parts": scales(1),
@@ -139,7 +140,12 @@ def fields_of(passes, head, name):
     if name == "dgated":
         made["dx"] = None
     if name in (DGATED_WITH_DX, "wgrad"):
-        made |= {"dz_scratch": codes(size["backward"]), "dout_scratch": None}
+        made |= {
+            "dz_scratch": codes(
+                max(ends["dz_scratch", "dout_fp8_scale"], ends["dz_scratch", "dx_rows"])
+            ),
+            "dout_scratch": None,
+        }
     wanted = inspect.signature(pass_of(passes, name)).parameters
     return {field: value for field, value in (made | head).items() if field in wanted}
 
