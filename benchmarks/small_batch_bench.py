@@ -3,7 +3,7 @@
 backward.
 
     benchmarks/small_batch_bench.py                # one Hopper GPU
-    benchmarks/small_batch_bench.py --tokens 256 --experts 8
+    benchmarks/small_batch_bench.py --tokens 256 --experts 8 --step   # node.step() behind every call
 
 | column | what |
 |---|---|
@@ -54,10 +54,12 @@ def nodes_of(experts: int, hidden: int, inner: int) -> list[SonicMoEMlpNode]:
 
 
 class Stack:
-    """Layers in a row, and a batch."""
+    """Layers in a row, and a batch. ends: whether every call ends with the node's own step."""
 
-    def __init__(self, nodes: list[SonicMoEMlpNode], x: torch.Tensor, ids: torch.Tensor) -> None:
-        self._nodes, self._x, self._ids = nodes, x.requires_grad_(), ids
+    def __init__(
+        self, nodes: list[SonicMoEMlpNode], x: torch.Tensor, ids: torch.Tensor, ends: bool
+    ) -> None:
+        self._nodes, self._x, self._ids, self._ends = nodes, x.requires_grad_(), ids, ends
         self._probs = torch.rand(ids.shape, device="cuda").requires_grad_()
         self._dout = torch.randn_like(x)
 
@@ -68,6 +70,8 @@ class Stack:
             x = node(x, None, self._ids, self._probs)
         self._x.grad = self._probs.grad = None
         x.backward(self._dout)
+        for node in self._nodes if self._ends else ():
+            node.step()
 
     def timed(self) -> tuple[float, float, float]:
         """Wall, host and GPU microseconds of a layer, over a row of steps."""
@@ -88,12 +92,12 @@ class Stack:
         return 1e6 * wall / count, 1e6 * host / count, 1e3 * start.elapsed_time(end) / LAYERS
 
 
-def measure(tokens: int, experts: int) -> Row:
+def measure(tokens: int, experts: int, ends: bool) -> Row:
     """Medians of the rounds of one shape."""
     hidden, inner = FINE if experts >= 128 else (HIDDEN, INNER)
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
     ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices
-    stack = Stack(nodes_of(experts, hidden, inner), x, ids)
+    stack = Stack(nodes_of(experts, hidden, inner), x, ids, ends)
     rounds = [stack.timed() for _ in range(ROUNDS + timing.WARM_UPS)][timing.WARM_UPS :]
     return Row(*map(statistics.median, zip(*rounds, strict=True)))
 
@@ -101,14 +105,17 @@ def measure(tokens: int, experts: int) -> Row:
 @click.command(help=__doc__)
 @click.option("--tokens", multiple=True, type=int, default=[256, 512, 1024, 2048])
 @click.option("--experts", multiple=True, type=int, default=[8, 128])
+@click.option("--step", "ends", is_flag=True, help="End every call with node.step().")
 @timing.json_option
-def main(tokens: tuple[int, ...], experts: tuple[int, ...], json_file: Path | None) -> None:
+def main(
+    tokens: tuple[int, ...], experts: tuple[int, ...], ends: bool, json_file: Path | None
+) -> None:
     """Measure and print."""
     timing.device_of(quick=False)
     figures: dict[str, Any] = {}
     for count in experts:
         for size in tokens:
-            row = measure(size, count)
+            row = measure(size, count, ends)
             figures[f"{size}, {count}"] = row._asdict()
     rows = ((name, *map(timing.cell, row.values())) for name, row in figures.items())
     click.echo(timing.markdown(("T, E", "wall", "host", "GPU"), rows))
