@@ -37,7 +37,7 @@ REWRITES = (
      r"\1 = host_cuda::halves_of_e4m3x2(\2);"),
     (r'asm\(instruction .*?"\+r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = host_cuda::max_of_halves<Vector16>(\1, \2);"),
     (r"#include <tvm/ffi/extra/cuda/device_guard.h>", ""),
-    (r'#include "\.\./(?:host/)?', '#include "'),  # all files lie in one folder
+    (r'#include "\.\./(?:host/|cuda/)?', '#include "'),  # all files lie in one folder
     (r"tensor\.device\(\)\.device_type == kDLCUDA", "tensor.device().device_type == kDLCPU"),
     (r"cudaGetLastError\(\)", "cuda_success()"),
     (r"cudaDeviceGetAttribute\(&sms, .*?, device\)", f"(sms = {NUM_SMS}, cuda_success())"),
@@ -70,7 +70,10 @@ def load(name: str, sources: tuple[Path, ...], artefacts: CompileCache) -> Any:
 
 def _headers(sources: tuple[Path, ...]) -> list[Path]:
     own, kernels = sources[0].parent, sources[0].parent.parent
-    return [*own.glob("*.cuh"), *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp")]
+    # Blackwell's sources include headers of all architectures.
+    folders = [kernels / "cuda", own] if own.name == "blackwell" else [own]
+    headers = [file for folder in folders for file in folder.glob("*.cuh")]
+    return [*headers, *kernels.glob("*.hpp"), *kernels.glob("host/*.hpp")]
 
 
 def build(sources: tuple[Path, ...], library: Path) -> None:
