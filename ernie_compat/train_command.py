@@ -233,7 +233,11 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     summary = trainer.summary()
     if not trainer.writes:
         return 0
-    plot, captured = draw(trainer, console), trainer.captured()
+    plot = draw(trainer, console)
+    captured = [path for path in trainer.captured().values() if path.exists()]
+    for path in trainer.captured().values():
+        if path not in captured:
+            console.print(f"the last step's tensors are not in {path}")
     summary |= {
         "plot": plot and str(plot),
         "metrics": str(directory / METRICS_NAME),

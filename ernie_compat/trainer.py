@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
-from sonicmoe.log import logger
-from sonicmoe.npz import NpzError, read_npz
 
-from .checkpoint import SavedRun, load_checkpoint, read_header, save_checkpoint
+from .checkpoint import SavedRun, load_checkpoint, save_checkpoint
 from .corpus import Corpus
 from .learner import make_learner
 from .metrics import (
@@ -92,17 +90,14 @@ class Trainer:
         rounded in another order. CheckpointError where there is no checkpoint, a damaged one, or one
         of another model, framework or precision.
         """
-        path = directory / CHECKPOINT_NAME
-        # The header alone is read first, so that a run that cannot be resumed is refused before a
-        # model is built.
-        saved = read_header(path)
+        # Before a model is built, so that a run that cannot be resumed is refused at once.
+        saved, arrays = load_checkpoint(directory / CHECKPOINT_NAME)
         saved.require_resumable(config)
         # A resumed run keeps the twin that it had. Without this, another machine could choose
         # another baseline in the middle of the curve.
         config = replace(config, against=config.against or saved.config.against)
         # `start` loads initial weights, which the checkpoint then overwrites whole.
         trainer = cls.start(config, corpus, directory, ranks)
-        saved, arrays = load_checkpoint(path)
         for name, learner in trainer.learners.items():
             # `save` puts the learner's name before those of its arrays.
             own = [key for key in arrays if key.startswith(f"{name}/")]
@@ -170,26 +165,14 @@ class Trainer:
         saved = SavedRun(self.step, self.config, self.corpus.sha256, self.corpus.paths)
         save_checkpoint(self.directory / CHECKPOINT_NAME, saved, arrays)
 
-    def captured(self) -> list[Path]:
-        """The files of `capture_layers` that are there whole, forward and backward; the log names
-        the others.
-        """
-        whole = []
-        for layer in self.config.capture_layers:
-            path = self._captured_path(layer)
-            if _has_backward(path):
-                whole.append(path)
-            else:
-                logger.warning("the last step's tensors are not in %s", path)
-        return whole
-
-    def _captured_path(self, layer: int) -> Path:
-        return self.directory / f"captured-step{self.config.train.steps}-layer{layer}.npz"
+    def captured(self) -> dict[int, Path]:
+        """By MoE layer of `capture_layers` the file that the last step's tensors go to."""
+        stem = f"captured-step{self.config.train.steps}-layer"
+        return {n: self.directory / f"{stem}{n}.npz" for n in self.config.capture_layers}
 
     def _capture_next_step(self) -> None:
         """Under expert parallelism the experts of rank 0, which alone writes files."""
-        for layer in self.config.capture_layers if self.writes else ():
-            path = self._captured_path(layer)
+        for layer, path in self.captured().items() if self.writes else ():
             # A file that is there afterwards is then this step's.
             path.unlink(missing_ok=True)
             self.learners[MAIN].dump_next_step(layer, path)
@@ -315,11 +298,3 @@ def _over(statistic: Callable[..., Any], records: list[StepRecord], name: str) -
     """`statistic` of a figure of the records; None where there are none, or it was not recorded."""
     values = [getattr(record, name) for record in records]
     return float(statistic(values)) if values and None not in values else None
-
-
-def _has_backward(path: Path) -> bool:
-    """Whether a captured step is there with what its backward brings."""
-    try:
-        return bool(read_npz(path, lambda names: ["name"] if "dout" in names else []))
-    except NpzError:
-        return False
