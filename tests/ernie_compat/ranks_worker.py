@@ -6,18 +6,16 @@ Arguments: framework, text, directory, then `scenario=port` for each scenario in
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
-import numpy as np
 from small_run import run_config
 
 from ernie_compat.checkpoint import SavedRun, save_checkpoint
 from ernie_compat.corpus import load_corpus
 from ernie_compat.learner import make_ranks
-from ernie_compat.ranks import gather_state, read_launch
+from ernie_compat.ranks import read_launch
 from ernie_compat.trainer import MAIN, Trainer
 
 # name: (precision, micro-batches, stop after, resume from another run's checkpoint)
@@ -53,48 +51,12 @@ def run_scenario(name, framework, corpus, directory, ranks=None):
     return trainer
 
 
-def watch_every_training():
-    """Each leaves the gradients of its first step, and the losses that this rank has seen, beside
-    its checkpoint.
-    """
-    train = Trainer.train
-
-    def watched(trainer, *arguments, **options):
-        gradients = record_gradients(trainer.learners[MAIN])
-        done = train(trainer, *arguments, **options)
-        write(trainer.directory / "gradients.npz", gradients, trainer)
-        losses = json.dumps([record.loss for record in trainer.records])
-        rank = trainer.ranks.layout.rank
-        (trainer.directory / f"losses{rank}.json").write_text(losses)
-        return done
-
-    Trainer.train = watched
-
-
-def record_gradients(learner):
-    """A dictionary that the first optimizer step fills: every rank's gradients, reduced and not yet
-    clipped.
-    """
-    seen, clip = {}, learner._clip_gradients
-
-    def watched():
-        if not seen:
-            named = learner.parameters.items()
-            local = {n: np.array(getattr(p, learner.gradient).numpy()) for n, p in named}
-            seen.update(gather_state(local, learner.ranks, learner.model.num_experts))
-        return clip()
-
-    learner._clip_gradients = watched
-    return seen
-
-
 def write(path, arrays, trainer):
     if trainer.writes:
         save_checkpoint(path, SavedRun(trainer.step, trainer.config, ""), arrays)
 
 
 def main(framework, text, directory, scenarios):
-    watch_every_training()
     corpus = load_corpus([text])
     for scenario in scenarios:
         name, _, port = scenario.partition("=")
