@@ -14,7 +14,6 @@ docs/parallel.md, "Tokens that arrive in FP8" and "Gradients that arrive in FP8"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +44,7 @@ from ..routing.validation import (
     check_sorted,
 )
 from ..weights.copies import WeightCopies
+from .beside import named
 
 Tensor = torch.Tensor
 
@@ -138,7 +138,7 @@ class Arrivals(NamedTuple):
         self._check(x, experts, hidden)
         needed = "an Adapters, or None"
         need_type("adapters", self.adapters, (Adapters, type(None)), needed)
-        return (*self._tokens(x), *[tensor for _, tensor in self.borrowed()])
+        return (*self._tokens(x), *[tensor for _, tensor in named(self.biases, self.adapters)])
 
     def _are_usual(self, x: Any, hidden: int) -> bool:
         """Whether these are plain tokens with ids and probabilities that fit, and nothing beside: one
@@ -158,11 +158,6 @@ class Arrivals(NamedTuple):
             and x.dtype in TOKEN_DTYPES
             and tuple(x.shape) == (self.indices.shape[0], hidden)
         )
-
-    def borrowed(self) -> Iterator[tuple[str, Tensor]]:
-        """What stands beside the weights, by name: the backward reads it where it lies."""
-        yield from zip(("b1", "b2"), self.biases or (), strict=False)
-        yield from () if self.adapters is None else self.adapters.named
 
     def _tokens(self, x: Any) -> tuple[Tensor, ...]:
         if self.is_sorted and self.probs is None:

@@ -29,9 +29,8 @@ from ..interop import (
 from ..observe import stage
 from ..out_of_memory import advising, raise_with_advice
 from ..quant.tokens import anchor_of, checked_tokens, is_fp8, to_bfloat16
-from .adapters import CallAdapters
 from .arrivals import Arrivals, GradientSource, gradient_from, tokens_among
-from .biases import Biases
+from .beside import Beside
 from .call import LayerCall, Named
 from .late_wgrad import WgradOffer, WgradStore, WgradWork, fire_hooks
 from .plan import OwnPlan
@@ -50,8 +49,8 @@ class NodeCall(LayerCall, DifferentiableCall):
 
     state: the node's, shared by all its calls.
     parameters: the layer's as this forward found them, which are the inputs of the autograd node.
-    borrowed: the caller's biases and factors, which the backward reads; None where there are none.
-    num_inputs: of the differentiable call. num_behind: those of biases and adapters; see `forward`.
+    beside: biases and adapters; None where there are none.
+    num_inputs: of the differentiable call, without those of `beside`; see `forward`.
     wgrad_offer: to whom weight gradients are offered; the parameters are then no inputs of the
         autograd node. None: to nobody.
     dout_source: asked for the gradient of the output by every backward; None: autograd has it.
@@ -59,11 +58,8 @@ class NodeCall(LayerCall, DifferentiableCall):
 
     state: LayerState
     parameters: list[Tensor]
-    biases: Biases | None = None
-    adapters: CallAdapters | None = None
-    borrowed: Borrowed | None = None
+    beside: Beside | None = None
     num_inputs: int = 2
-    num_behind: int = 0
     dout_source: GradientSource | None = None
     wgrad_offer: WgradOffer | WgradStore | None = None
     releases_saved: bool = False
@@ -85,7 +81,7 @@ class NodeCall(LayerCall, DifferentiableCall):
         behind these. The gradient of the tokens belongs to the first input, whichever it is. The
         caller has activated the plan's configuration.
         """
-        inputs = inputs[: len(inputs) - self.num_behind]
+        inputs = inputs[: self.num_inputs]
         probs = inputs[1] if len(inputs) > 1 else None
         with plain_ops():  # once: inside, autocast costs nothing more
             x = inputs[0] if len(inputs) <= 2 else self._fp8_tokens(inputs)
@@ -96,9 +92,7 @@ class NodeCall(LayerCall, DifferentiableCall):
     def _weights(self) -> EngineWeights:
         assert self.reading is not None
         weights = self.reading.weights
-        weights = weights if self.biases is None else self.biases.beside(weights)
-        adapters = self.adapters
-        return weights if adapters is None else weights.with_adapters(adapters.native())
+        return weights if self.beside is None else self.beside.read(weights)
 
     def _fp8_tokens(self, inputs: tuple[Tensor, ...]) -> Tokens:
         x = tokens_among(inputs)
@@ -133,15 +127,15 @@ class NodeCall(LayerCall, DifferentiableCall):
             with sink.alone(anchor_of(dout)):
                 # The caller may have overwritten what stands beside the weights.
                 self.reading.check_current()
-                if self.borrowed is not None:
-                    self.borrowed.check()
+                if self.beside is not None:
+                    self.beside.borrowed.check()
                 if collected and any(trained) and self.wgrad_offer is None:
                     sink.check_collectable(self.parameters, trained)
                 dx, dprobs, (behind, returned, _) = self.differentiate(dout, saved, trained)
         finally:
             ACTIVE.reset(before)
         of_inputs = dx, dprobs.reshape([-1]) if self.is_sorted else dprobs, None, None
-        return (*of_inputs[: self.num_inputs - self.num_behind], *behind), returned
+        return (*of_inputs[: self.num_inputs], *behind), returned
 
     def _gradients(
         self, dout: Tokens, saved: Saved, trained: Sequence[bool]
@@ -151,19 +145,18 @@ class NodeCall(LayerCall, DifferentiableCall):
         """Behind dx and dprobs: gradients of biases and factors, those that are returned per
         parameter, and the memory that took the others.
         """
-        state, batch, biases, parameters = self.state, None, self.biases, self.parameters
+        state, batch, beside, parameters = self.state, None, self.beside, self.parameters
         engine, settings, config = self.plan.chosen, self.plan.settings, self.plan.config
         state.gradients.overwriting.begin(config.resolve().first_backward, parameters)
         trains, trained = any(trained), list(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
         if trains and self.wgrad_offer is None:
             batch = state.open(engine, settings, parameters, trained, anchor_of(dout))
-        saved.wants_biases = biases is not None and any(biases.trained)
+        saved.wants_biases = beside is not None and beside.trains_biases
         saved.wants_weights = trains or saved.wants_biases or self.wgrad_offer is not None
         dx, dprobs, pending = engine.backward_dx(dout, saved, self._weights())
         # Before the weights', which may be put off, free operands, or be wanted by nobody.
-        behind = () if biases is None else biases.gradients(engine, pending)
-        behind += () if self.adapters is None else self.adapters.gradients(pending)
+        behind = () if beside is None else beside.gradients(engine, pending)
         returned: list[Tensor | None] = [None] * len(trained)
         if batch is not None:
             state.gradients.add(engine, pending, batch)
@@ -183,18 +176,15 @@ class NodeCall(LayerCall, DifferentiableCall):
         # The first half of the list are weights of the up-projection: one, or one of each expert.
         half = len(self.parameters) // 2
         weights = {"w1": self.parameters[:half], "w2": self.parameters[half:]}
-        beside = {} if self.borrowed is None else dict(self.borrowed.named)
+        beside = {} if self.beside is None else dict(self.beside.borrowed.named)
         weights |= {name: [beside.pop(name)] for name in ("b1", "b2") if name in beside}
         return {"weights": weights, "layer": self.state, "factors": beside}
 
     def _native(self) -> NativeWeights:
         assert self.reading is not None
-        biases = (None, None) if self.biases is None else self.biases.native()
         held = all(map(holds_memory, self.parameters))
         weights = self.state.parameters.native() if held else self.reading.values()
-        if self.adapters is not None:
-            weights = self.adapters.native().merged(*weights)
-        return (*weights, *biases)
+        return (*weights, None, None) if self.beside is None else self.beside.native(*weights)
 
     def _weight_gradients(
         self, returned: Sequence[Tensor | None], batch: GradientBatch | None
@@ -219,12 +209,13 @@ def call_on(
     """One forward of these inputs with everything that it and its backward need; inside the scope
     of the plan.
     """
-    given = arrived.adapters
-    adapters = given and CallAdapters.of(given, state.parameters.layout)
-    beside = arrived.biases is not None, adapters is not None
-    num_behind = 2 * beside[0] + (0 if adapters is None else len(adapters.factors))
-    x = inputs[0] if len(inputs) == 2 else tokens_among(inputs[: len(inputs) - num_behind])
-    plan = own.fitted(x, *arrived.form(x), *beside)
+    kinds, beside, num_inputs = (arrived.biases is not None, arrived.adapters is not None), None, 2
+    if len(inputs) != 2:
+        if True in kinds:
+            beside = Beside(arrived.biases, arrived.adapters, state.parameters)
+        num_inputs = len(inputs) - (0 if beside is None else len(beside.inputs))
+    x = tokens_among(inputs[:num_inputs])
+    plan = own.fitted(x, *arrived.form(x), *kinds)
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
     parameters = state.parameters.parameters()
@@ -237,7 +228,6 @@ def call_on(
     if state.offers is not None:
         runs_without = arrived.is_stepped or any(map(requires_grad, inputs))
         offer = state.offer_for(parameters, runs_without)
-    biases = arrived.biases and Biases.of(arrived.biases, state.parameters)
     return NodeCall(
         plan=plan,
         routes=arrived.indices,
@@ -247,11 +237,8 @@ def call_on(
         reading=reading,
         state=state,
         parameters=parameters,
-        biases=biases,
-        adapters=adapters,
-        borrowed=Borrowed(arrived.borrowed()) if True in beside else None,
-        num_inputs=len(inputs),
-        num_behind=num_behind,
+        beside=beside,
+        num_inputs=num_inputs,
         dout_source=arrived.dout_source,
         wgrad_offer=offer,
         releases_saved=plan.settings.frees_stagewise,
