@@ -29,24 +29,9 @@ SETTINGS = {"plain": PLAIN, "dx256": FP8, "1x128": ROWS}
 MODES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
-@dataclass
-class Problem:
-    """fp64 arrays that hold values exact in the dtypes the engine will see."""
-
-    activation: ActivationType
-    x: np.ndarray
-    indices: np.ndarray
-    probs: np.ndarray
-    dout: np.ndarray
-    up_gate: np.ndarray
-    down: np.ndarray
-    b1: np.ndarray | None = None
-    b2: np.ndarray | None = None
-    parameters: tuple = ()
-
-    @property
-    def num_experts(self):
-        return self.up_gate.shape[0]
+@dataclass(frozen=True)
+class Problem(exact.Scene):
+    """A scene of the oracle whose activation is an `ActivationType`."""
 
     @property
     def intermediate(self):
@@ -100,7 +85,6 @@ def make_problem(
     empty=(2,),
     dtype=None,
     seed=0,
-    parameters=(),
 ):
     rng = np.random.default_rng(seed)
     dtype = dtype or torch.float32
@@ -123,15 +107,12 @@ def make_problem(
         down=normal(experts, intermediate, hidden, scale=intermediate**-0.5),
         b1=fp32(rng.standard_normal((experts, n1)) * 0.3) if bias else None,
         b2=fp32(rng.standard_normal((experts, hidden)) * 0.3) if bias else None,
-        parameters=parameters,
     )
 
 
 def golden(problem: Problem) -> Result:
     """Forward and backward in fp64."""
-    p = problem
-    operands = p.x, p.indices, p.probs, p.dout, p.up_gate, p.down, p.b1, p.b2, p.parameters
-    found = exact.golden(exact.Scene(p.activation.value, *operands))
+    found = exact.golden(problem.but(activation=problem.activation.value))
     return Result(**{name: found[name] for name in vars(Result(*[None] * 5)) if name in found})
 
 
@@ -210,7 +191,7 @@ class Setup:
 def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
     engine = engine or ReferenceEngine()
     dtype = dtype or torch.float32
-    own = {"activation": problem.activation, "activation_parameters": problem.parameters}
+    own = {"activation": problem.activation, "activation_parameters": problem.own}
     settings = replace(settings or EngineSettings(), **own)
     w1, w2, b1, b2 = native_weights(problem)
     biases = [None if b is None else tensor(b, torch.float32) for b in (b1, b2)]
