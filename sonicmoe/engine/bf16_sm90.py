@@ -28,13 +28,12 @@ from ..routing.metadata import RoutingMetadata
 from .bf16_adapters import NOTHING, RowsOfAdapters, narrow_kernels
 from .expert_matrices import ExpertMatrices
 from .footprint import MAX_KNOWN
-from .gradient_places import GradientPlaces
+from .gradient_places import GradientPlaces, wgrad_destination
 from .interface import EngineWeights
 from .products import Products, empty_rows, plain_operand, shown_in_turns, write_zeros
 from .settings import EngineSettings
 from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
-from .wgrad_destinations import wgrad_destination
 
 Tensor = torch.Tensor
 _TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum

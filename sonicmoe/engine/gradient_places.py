@@ -7,14 +7,16 @@ Legend: E experts, M rows and N columns of a native matrix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
 from ..interop import data_ptr
 from ..layouts import WeightLayout
+from .settings import GradientMode
 
 Tensor = torch.Tensor
 _TMA_BYTES = 16  # the copy engine's addresses and strides are multiples of it
@@ -125,6 +127,32 @@ class GradientPlaces:
         if self.layout.split_half:
             return MatrixPlace(data_ptr(tensor), along_m, rows // 2 * along_m, along_n)
         return MatrixPlace(data_ptr(tensor), 2 * along_m, along_m, along_n)
+
+
+class WgradOutput(IntEnum):
+    """What becomes of the sums of wgrad; the numbers of `wgrad_places.cuh`."""
+
+    ADD_F32 = 0
+    WRITE_F32 = 1
+    WRITE_BF16 = 2
+
+
+# By the dtype of the memory.
+WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
+ADDED = {torch.float32: WgradOutput.ADD_F32}
+
+
+def wgrad_destination(
+    places: GradientPlaces, make: Callable[..., Any], mode: GradientMode, *, parts: bool
+) -> Any:
+    """Where the GEMMs for Hopper leave the sums of one projection, in the form of the copy engine:
+    addresses and strides, and no memory. make: `wgrad_destination` of a module of the GEMMs. parts:
+    gate and up rows are two parts.
+    """
+    outputs = WRITTEN if mode is GradientMode.FRESH else ADDED
+    output = outputs[torch.float32 if places.first is None else places.first.dtype]
+    numbers = [number for place in places.places(parts) for number in place]
+    return make(*places.native_size, parts, numbers, output)
 
 
 def tma_misfit(tensor: Tensor) -> str | None:

@@ -26,6 +26,7 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
 from .factor_operands import FactorOperands
+from .gradient_places import wgrad_destination
 from .hopper_program import (
     BINDS,
     FACTORS,
@@ -41,7 +42,6 @@ from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
 from .program import Program, Programs
 from .targets import GradientTargets
-from .wgrad_destinations import wgrad_destination
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16

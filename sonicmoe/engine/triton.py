@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
 from ..layouts import NATIVE, WeightLayout
 from ..observe import stage, tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
-from . import triton_gradients
 from .gpu import Gpu, gpu_of
+from .gradient_places import GradientPlaces, MatrixPlace
 from .interface import EngineWeights
 from .kernel_jobs import expert_shape
 from .plain_engine import PlainEngine
 from .products import Products, plain_operand, shown_in_turns, write_zeros
-from .settings import EngineSettings
+from .settings import EngineSettings, GradientMode
 from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
 
@@ -70,7 +71,7 @@ class TritonEngine(PlainEngine):
             rows = index_of(calls, pending.routing)
             # All memory is taken and all kernels are loaded before the first addition, so that
             # running out of memory leaves the targets as they were.
-            into_dw1, into_dw2 = triton_gradients.outputs_of(targets, calls)
+            into_dw1, into_dw2 = _outputs_of(targets, calls)
             if into_dw2 is not None:
                 calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows).load()
             if into_dw1 is not None:
@@ -92,7 +93,7 @@ class TritonEngine(PlainEngine):
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
         """Why its GEMMs cannot add there, or None."""
-        return triton_gradients.problem_of(targets)
+        return _problem_of(targets)
 
 
 @dataclass(eq=False)
@@ -197,3 +198,66 @@ def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
 def _gpu(tensor: Tensor) -> Gpu:
     """The GPU of a tensor; a host interprets the kernels for an Ampere GPU."""
     return gpu_of(device_name(tensor)) if is_cuda(tensor) else Gpu("sm_80", 1)
+
+
+# ---- where weight gradients go ----
+
+# The GEMMs write through strides, so every layout of the parameters serves: stacked or a tensor per
+# expert, transposed or not, gate and up in turns or apart.
+
+
+def _outputs_of(targets: GradientTargets, calls: Any) -> tuple[Any, Any]:
+    """The memory of dw1 and dw2 as a `kernels.triton.launches.GradientOutput`, None where nobody
+    wants that gradient; ConfigError names the reason for which the GEMMs cannot leave them there.
+    `calls`: the launches of the model.
+    """
+    adds = targets.mode is not GradientMode.FRESH
+    # Memory that was made for this backward overlaps nothing.
+    problem = _problem_of(targets) if adds else _stride_problem(targets)
+    if problem is not None:
+        raise ConfigError(f"the Triton GEMMs cannot add to these parameters: {problem}")
+    return _output(targets.up, calls.shape.parts, adds), _output(targets.down, 1, adds)
+
+
+def _problem_of(targets: GradientTargets) -> str | None:
+    """Why the GEMMs cannot add to this memory: one sentence, or None."""
+    # The promise of 16 bytes is the copy engine's too, and so is that nothing overlaps.
+    found = targets.copy_engine_problem()
+    return found or targets.once("triton", lambda: _stride_problem(targets))
+
+
+def _stride_problem(targets: GradientTargets) -> str | None:
+    for name, places in (("up", targets.up), ("down", targets.down)):
+        # Addresses may differ, because a table has them. Strides are arguments of the launch.
+        if len({place[1:] for place in _wanted(places.places(True))}) > 1:
+            return (
+                f"the experts' {name}-projection gradients have different strides, and the Triton "
+                "GEMMs take one for all"
+            )
+    return None
+
+
+def _wanted(found: list[MatrixPlace]) -> list[MatrixPlace]:
+    # Frozen experts have address 0, and no say in this.
+    return [place for place in found if place.address]
+
+
+def _output(places: GradientPlaces, parts: int, adds: bool) -> Any:
+    # Triton is loaded: `calls` is of this module.
+    from ..kernels.triton import launches
+
+    tensor = places.first
+    if tensor is None:
+        return None
+    every = places.places(parts == 2)
+    one = _wanted(every)[0]
+    pitch, step_m = (one.stride_m, 0) if one.stride_n == 1 else (one.stride_n, one.stride_m)
+    part = one.stride_part if parts == 2 else one.stride_m
+    strides = (part, pitch, step_m, int(tensor.element_size()))
+    if places.is_stacked:
+        return launches.GradientOutput(tensor, int(tensor.stride()[-3]), *strides, adds=adds)
+    # Launches fill the table: a copy from pageable memory would wait for the device.
+    addresses = torch.empty((len(every),), dtype=torch.int64, device=device_of(tensor))
+    for call in launches.addresses_calls(addresses, [place.address for place in every]):
+        call.launch()
+    return launches.GradientOutput(tensor, 0, *strides, addresses=addresses, adds=adds)

@@ -33,7 +33,7 @@ from ..kernels.cuda_wgrad import flush_source
 from ..refusals import need_dtype
 from ..routing.backends import arch_of
 from ..weights.parameters import ExpertParameters
-from .places import into_parameters, own_writes
+from .waiting import into_parameters, own_writes
 
 Tensor = torch.Tensor
 FLUSHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernel's destinations

@@ -56,7 +56,7 @@ from .batch import (
 )
 from .flush import check_main_grads, flush_native
 from .overwriting import Overwriting
-from .places import CapturedMemory, Waiting, into_parameters, own_writes
+from .waiting import CapturedMemory, Waiting, into_parameters, own_writes
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ import torch
 from engine.host_kernels import Destination, gather
 
 from sonicmoe.engine.activations import activate, activate_backward
-from sonicmoe.engine.wgrad_destinations import WgradOutput
+from sonicmoe.engine.gradient_places import WgradOutput
 from sonicmoe.enums import ACTIVATIONS, is_glu
 
 

@@ -14,9 +14,9 @@ import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.engine.gradient_places import WgradOutput
 from sonicmoe.engine.reference_operands import saved_z
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.engine.wgrad_destinations import WgradOutput
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import RECIPES, BlockShape, iso, rows

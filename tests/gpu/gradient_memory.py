@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from gpu.device import captured, fill_free_memory, raw
 
-from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.gradient_places import GradientPlaces, wgrad_destination
 from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
-from sonicmoe.engine.wgrad_destinations import wgrad_destination
 from sonicmoe.layouts import NATIVE, WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]

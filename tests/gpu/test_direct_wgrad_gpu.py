@@ -20,8 +20,8 @@ from gpu.gradient_memory import (
 from pairwise import pairwise
 
 from sonicmoe.engine.capabilities import HOPPER
+from sonicmoe.engine.gradient_places import WgradOutput
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.wgrad_destinations import WgradOutput
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_wgrad_source

@@ -21,7 +21,7 @@ from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from sonicmoe.gradients import flush, places, sink
+from sonicmoe.gradients import flush, sink, waiting
 
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 
@@ -197,7 +197,7 @@ class TestCaptures:
             Layer(main_grad=None).run()
 
     def test_a_copy_was_not_captured(self):
-        held = places.CapturedMemory()
+        held = waiting.CapturedMemory()
         weight = parameter(np.zeros((2, 2), np.float32), torch.float32)
         weight.main_grad = tensor(np.zeros((2, 2)), torch.float32)
         held.keep([weight], [True])
