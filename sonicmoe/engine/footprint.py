@@ -10,12 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
-Value = TypeVar("Value")
 # Called by `map`: a loop in Python takes three times as long as these calls themselves.
 _ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
 _STRIDES: Callable[[Any], Any] = torch.Tensor.stride
@@ -25,16 +24,10 @@ MAX_KNOWN = 1024  # gradients of so many layers that stay in place are known
 
 
 class Findings:
-    """Answers about memory of one place. They hold no memory."""
+    """Answers about memory of one place, by question. They hold no memory."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """What `find` returns; of one key it is called once."""
-        if key not in self._answers:
-            self._answers[key] = find()
-        return self._answers[key]  # type: ignore[no-any-return]
+        self.answers: dict[Hashable, Any] = {}
 
 
 # By addresses, strides, shapes and dtypes: memory that a framework makes anew, or of which a trainer

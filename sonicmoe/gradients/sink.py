@@ -216,7 +216,8 @@ class GradientSink:
             returned = flush_native(*given, through_autograd=True, over=over)
         elif not batch.is_direct:
             returned = batch.targets.of_parameters(len(returned))
-        self.overwriting.done(batch)
+        if batch.written:
+            self.overwriting.done(batch)
         for index, zeros in batch.stand_ins.items():
             batch.parameters[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
             returned[index] = zeros
