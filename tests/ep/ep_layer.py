@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 from ep_cases import EXPERTS, HIDDEN, INTERMEDIATE, expert_weights
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from node.node_harness import want_gradient
+from oracle.held import Snapshot, spelled
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import fixed_size
@@ -31,19 +33,33 @@ def local_experts(first, count):
     return made
 
 
-def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False):
-    """Everything one rank sees of one forward and backward, by name, in numpy."""
+def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="contiguous"):
+    """Everything one rank sees of one forward and backward, by name, in numpy. No dispatcher writes
+    what it was given, nor what it gave away.
+    """
     count = dispatcher.num_local_experts
     experts = local_experts(rank * count, count)
     config = SonicMoEConfig(fp8_mode="perf" if fp8 else "off")
     node = SonicMoEMlpNode(experts, count, HIDDEN, INTERMEDIATE, config=config)
-    leaf = tensor(source.x, grad=True)
-    weights = tensor(source.weights, grad=True)
-    received = dispatcher.dispatch(leaf.to(getattr(torch, dtype)), tensor(source.ids), weights)
+    leaf, weights = (
+        spelled(tensor(a, torch.float32), spelling) for a in (source.x, source.weights)
+    )
+    ids = spelled(tensor(source.ids), spelling)
+    for each in (leaf, weights):
+        want_gradient(each, True)
+    x = leaf.to(getattr(torch, dtype))
+    mine = Snapshot(x=x, ids=ids, weights=weights)
+    received = dispatcher.dispatch(x, ids, weights)
+    theirs = Snapshot(x=received.x, indices=received.indices, probs=received.probs)
     out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
+    rows = Snapshot(out=out)
     y = dispatcher.combine(out, received.handle)
-    y.backward(tensor(source.dout).to(y.dtype))
+    dout = spelled(tensor(source.dout).to(y.dtype), spelling)
+    beyond = Snapshot(dout=dout)
+    y.backward(dout)
     node.step()
+    changes = [words for held in (mine, theirs, rows, beyond) for words in held.changes()]
+    assert not changes, changes
     counts = received.tokens_per_expert
     return {
         "y": numpy(y),

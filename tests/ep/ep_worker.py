@@ -79,7 +79,8 @@ def results(exchange, directory):
     precisions = {"fp32": {}, "bf16": {"dtype": "bfloat16"}}
     precisions["fp8"] = {"dtype": "bfloat16", "fp8": True}
     runs = {name: (collective, options) for name, options in precisions.items()}
-    runs["again"], runs["fp8 again"] = runs["fp32"], runs["fp8"]
+    for name, again in (("fp32", "again"), ("fp8", "fp8 again")):
+        runs[again] = collective, precisions[name] | {"spelling": "strided"}
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
             runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
