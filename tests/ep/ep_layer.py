@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 from ep_cases import EXPERTS, HIDDEN, INTERMEDIATE, expert_weights
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
-from node.node_harness import want_gradient
 from oracle.held import Snapshot, spelled
 
 from sonicmoe import SonicMoEConfig
@@ -41,12 +40,14 @@ def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="
     experts = local_experts(rank * count, count)
     config = SonicMoEConfig(fp8_mode="perf" if fp8 else "off")
     node = SonicMoEMlpNode(experts, count, HIDDEN, INTERMEDIATE, config=config)
-    leaf, weights = (
-        spelled(tensor(a, torch.float32), spelling) for a in (source.x, source.weights)
+    leaf, weights, ids = (
+        spelled(tensor(array), spelling) for array in (source.x, source.weights, source.ids)
     )
-    ids = spelled(tensor(source.ids), spelling)
     for each in (leaf, weights):
-        want_gradient(each, True)
+        if IS_PADDLE:
+            each.stop_gradient = False
+        else:
+            each.requires_grad_()
     x = leaf.to(getattr(torch, dtype))
     mine = Snapshot(x=x, ids=ids, weights=weights)
     received = dispatcher.dispatch(x, ids, weights)
