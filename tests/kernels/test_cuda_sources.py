@@ -322,11 +322,11 @@ def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
 
 def test_formats_are_the_kernels_own(artefacts: CompileCache) -> None:
     """Python asks for each by the name of its dtype, and knows no number."""
-    from sonicmoe.gradients.flush import ITEM_BYTES
+    from sonicmoe.gradients.flush import FLUSHED_DTYPES
     from sonicmoe.interop import dtype_name
 
     module = flush_source("sm_90a").load(artefacts)
-    dtypes = [dtype_name(dtype) for dtype in ITEM_BYTES]
+    dtypes = [dtype_name(dtype) for dtype in FLUSHED_DTYPES]
     formats = {module.gradient_format(dtype, fresh) for dtype in dtypes for fresh in (True, False)}
     assert len(formats) == 2 * len(dtypes)
     with pytest.raises(ValueError, match="dtype is float64; needed: bfloat16, float16 or float32"):
