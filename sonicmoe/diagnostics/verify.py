@@ -176,7 +176,8 @@ def _expert_parallel(subject: ExpertsUnderTest) -> str:
 
 def _sharded(subject: ExpertsUnderTest) -> str:
     """FSDP2 over a group of this process alone. In the second step the weights are others: gathered ones
-    come back in the same tensors, and nothing that was made of the old ones may be used.
+    come back in the same tensors, and nothing that was made of the old ones may be used. The process
+    has sharded a module then, so it keeps no codes of weights any more.
     """
     if dist.is_initialized():
         raise NotRunError("this process is in a group already")

@@ -4,6 +4,7 @@ shows what the command prints.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from functools import partial
@@ -34,6 +35,20 @@ FACES = {
     ),
 }
 PLANTED = Path(__file__).with_name("planted_experts.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_module_was_sharded():
+    """A process that has sharded a module keeps no codes of weights, and other tests of this process
+    ask for those.
+    """
+    yield
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    _fully_shard.cls_to_fsdp_cls.clear()
+    gc.collect()
+    assert not FSDPModule.__subclasses__()
 
 
 @pytest.mark.parametrize("face", FACES)
