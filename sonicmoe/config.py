@@ -349,9 +349,7 @@ _NOTHING_SET = SonicMoEConfig()
 
 
 class _ActiveConfig(AbstractContextManager[SonicMoEConfig]):
-    """A class, because four of these open in every step of a layer, and a generator behind
-    `contextmanager` takes three times as long.
-    """
+    """A class, because a generator behind `contextmanager` takes three times as long."""
 
     __slots__ = ("_config", "_token")
 

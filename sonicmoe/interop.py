@@ -83,9 +83,8 @@ def require_framework_tensor(value: Any, argument: str) -> None:
     LayoutError where it is sparse or nested, FrameworkError where it belongs to the other framework
     or to a static graph, TypeError where it is no tensor at all.
     """
-    # The usual case first: this is asked of every argument of every call.
+    # The usual case first, and `is_dense` written out: every argument of every call is asked.
     if isinstance(value, torch.Tensor):
-        # `is_dense`, written out.
         dense = value.is_dense() if IS_PADDLE else value.layout == torch.strided
         if not dense or (not IS_PADDLE and value.is_nested):
             kind = "nested" if not IS_PADDLE and value.is_nested else "sparse"
@@ -124,8 +123,7 @@ def _wants_gradient(tensor: Any) -> bool:
     return not tensor.stop_gradient
 
 
-# Whether autograd wants a gradient for a tensor. In C where that is possible, like `data_ptr` and
-# `writes_of` below: all three are asked of every weight in every forward.
+# Whether autograd wants a gradient for a tensor. In C where it can be: every forward asks it often.
 requires_grad: Callable[[Any], bool] = _wants_gradient if IS_PADDLE else attrgetter("requires_grad")
 
 
@@ -134,8 +132,7 @@ def _paddle_records() -> bool:
     return bool(tracer is None or tracer._has_grad)
 
 
-# Whether autograd records at this moment (False inside `no_grad` and in Paddle's reentrant
-# recompute forward).
+# Whether autograd records now; False in `no_grad` and in Paddle's reentrant recompute forward.
 grad_enabled: Callable[[], bool] = _paddle_records if IS_PADDLE else torch.is_grad_enabled
 
 
@@ -178,8 +175,7 @@ def plain_ops() -> AbstractContextManager[Any]:
     """
     if _autocasts():
         return _plain_ops()
-    # The usual cases, without the price of three context managers; inside an autograd function
-    # there is nothing to switch off.
+    # The usual cases. Inside an autograd function there is nothing to switch off.
     return torch.no_grad() if grad_enabled() else _NOTHING
 
 

@@ -63,8 +63,7 @@ def register() -> None:
     moe = _moe_module()
     _check_version()
     for name, use_fp8 in IMPLEMENTATIONS.items():
-        # The registry is shared by all its readers, and registering a name again replaces the
-        # entry.
+        # All readers share the registry, and registering a name again replaces the entry.
         moe.ALL_EXPERTS_FUNCTIONS.register(name, _experts_forward(use_fp8, moe._default_apply_gate))
     peft.hand_over(_takes_adapters)
 
@@ -80,16 +79,14 @@ def check_model(model: nn.Module) -> None:
             that transformers can dispatch.
     """
     experts = [module for module in model.modules() if _is_experts(module)]
-    # One module per class: all layers of a model have the same kind of experts, and one line about
-    # each kind is enough.
+    # All layers of a model have the same kind of experts: one line about each kind is enough.
     found = {type(module): module for module in experts}
     kind = type(model).__name__
     expect(bool(found), LayoutError, f"{kind} has no experts with an exchangeable implementation")
     reasons = [reason for reason in map(unsupported_reason, found.values()) if reason is not None]
     expect(not reasons, LayoutError, f"{kind}: {'; '.join(reasons)}")
     for name in sorted({str(_implementation(module)) for module in experts}):
-        problem = _not_in_force(name)
-        if problem is not None:
+        if (problem := _not_in_force(name)) is not None:
             logger.warning("%s does not run on sonicmoe: %s", kind, problem)
     for module in found.values():
         if _not_in_force(str(_implementation(module))) is None:
@@ -107,11 +104,10 @@ def _foretell(experts: nn.Module) -> None:
     use_fp8 = IMPLEMENTATIONS[str(_implementation(experts))]
     plan = make_plan(activation, layout, use_fp8, parameters)
     dtype = torch.bfloat16 if down.dtype in (torch.float32, torch.uint8) else down.dtype
-    hidden = down.shape[2 if layout.transposed else 1]
-    sizes = int(hidden), layout.intermediate_size(down), len(weights) > 2
+    hidden = int(down.shape[2 if layout.transposed else 1])
     device = "cpu" if down.is_meta else device_name(down)
-    choice = plan.foretell(Kind(device, dtype, *sizes))
-    check_frozen(experts, plan, choice)
+    kind = Kind(device, dtype, hidden, layout.intermediate_size(down), len(weights) > 2)
+    check_frozen(experts, plan, plan.foretell(kind))
 
 
 def invalidate_caches(model: nn.Module) -> None:
@@ -121,8 +117,7 @@ def invalidate_caches(model: nn.Module) -> None:
     for experts in filter(_is_experts, model.modules()):
         up, *_ = _weight_names(experts)
         # Copies are kept under the first weight. Classes that are refused may not have it.
-        weight = getattr(experts, up, None)
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight := getattr(experts, up, None), torch.Tensor):
             forget(weight)
 
 
