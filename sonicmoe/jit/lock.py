@@ -87,7 +87,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 def try_lock(path: Path, mode: int = 0o600) -> Held | None:
     """The lock of a file, which is made with `mode` where it is absent; None while another process
-    holds it. It follows no link; whoever calls has judged the directory. OSError where the file
+    holds it. It follows no link, and its caller has judged the directory. OSError where the file
     cannot be opened, or its file system has no locks.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -50,8 +50,8 @@ class ParallelBuild:
         self._running: list[_Compile] = []
 
     def run(self) -> Iterator[KernelOutcome]:
-        """Build, until every job has an outcome; each as it comes. Whoever stops asking ends the
-        compiles that run.
+        """Build, until every job has an outcome, and yield each as it comes. A caller that stops
+        asking ends the compiles that run.
         """
         if self._pending:
             self._cache.ask()

@@ -12,9 +12,9 @@
 // and cut before the first launch.
 //
 // Ownership: what is bound owns references to its tensors, because it outlives the call that made
-// it. Whoever makes it keeps it beside the very tensors it was made of, so that it never holds
-// memory that would be free without it. A call owns nothing: memory that its caller frees after the
-// pass is really free.
+// it. Its maker keeps it beside the very tensors it was made of, so that it never holds memory that
+// would be free without it. A call owns nothing: memory that its caller frees after the pass is
+// really free.
 //
 // The caller allocates scratch because its framework then does: the memory comes from the
 // framework's pool, belongs to the caller's stream, and running out of it is the framework's own
