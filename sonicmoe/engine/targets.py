@@ -25,7 +25,7 @@ from .settings import GradientMode
 
 Tensor = torch.Tensor
 Value = TypeVar("Value")
-# Of memory that gradients are written to.
+# Memory that gradients are written to has one of these dtypes.
 FRESH_DTYPES = frozenset({torch.bfloat16, torch.float32})
 
 
@@ -148,18 +148,21 @@ class GradientTargets:
 
     def footprint(self) -> Footprint:
         """Where the memory of the weights' gradients lies now."""
-        arrangement = self.up.arrangement, self.down.arrangement
-        found = Footprint(arrangement, [*self.up.tensors, *self.down.tensors])
+        found = Footprint(*self._memory())
         self.findings = found.findings
         return found
+
+    def _memory(self) -> tuple[Hashable, list[Tensor | None]]:
+        """What decides where gradients are added: arrangements, and the tensors of both projections."""
+        arrangement = self.up.arrangement, self.down.arrangement
+        return arrangement, [*self.up.tensors, *self.down.tensors]
 
     def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
         """What `find` returns, which depends on where the memory lies and on `key` alone, and holds no
         memory; called once of the same memory.
         """
         if self.findings is None:
-            arrangement = self.up.arrangement, self.down.arrangement
-            self.findings = findings_of(arrangement, [*self.up.tensors, *self.down.tensors])
+            self.findings = findings_of(*self._memory())
         answers = self.findings.answers
         if key not in answers:
             answers[key] = find()

@@ -95,8 +95,14 @@ def _expert_mlp(
 
 
 def _call(plan: Plan, routes: Tensor, weights: StackedWeights, adapters: Adapters) -> PassedCall:
-    given: Any = {"plan": plan, "routes": routes, "weights": weights, "adapters": adapters}
-    return PassedCall(**given, static_rows=True, once=True)
+    return PassedCall(
+        plan=plan,
+        routes=routes,
+        weights=weights,
+        adapters=adapters,
+        static_rows=True,
+        once=True,
+    )
 
 
 @_expert_mlp.register_fake

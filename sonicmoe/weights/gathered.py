@@ -70,8 +70,8 @@ class LayerCodes:
         self._held: dict[int, BlockScaledTensor] = {}
         self._read: dict[bool, EngineWeights] = {}
         self.wrap()
-        for role, (module, _) in enumerate(parameters):
-            module.register_load_state_dict_post_hook(partial(_wrap_again, self, role))
+        for module in dict.fromkeys(module for module, _ in parameters):
+            module.register_load_state_dict_post_hook(partial(_wrap_again, self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a module has no codes, and its hooks nothing to do."""
@@ -260,7 +260,7 @@ def _with_biases(weights: EngineWeights, b1: Tensor | None, b2: Tensor | None) -
     return made
 
 
-def _wrap_again(codes: LayerCodes | None, role: int, module: Any, keys: Any) -> None:
+def _wrap_again(codes: LayerCodes | None, module: Any, keys: Any) -> None:
     """`load_state_dict(assign=True)` has put other tensors in the place of the shards."""
     if codes is not None:
-        codes._wrap(module, codes._owners[role][1], role)
+        codes.wrap()
